@@ -1,0 +1,48 @@
+# Everything runs in .venv, which the first target that needs it builds; later runs reuse it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test test-all check format bench docs clean
+
+help:
+	@echo "make demo      quantize a real tensor and show what comes out"
+	@echo "make test      the fast tests      make test-all  also the slow ones"
+	@echo "make check     ruff, mypy --strict, import-linter"
+	@echo "make bench     the speed and memory tables    make docs  the documentation site"
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python bench/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m ''
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python bench/tensor.py
+	$(BIN)/python bench/import_cost.py
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet --site-dir .site
+
+clean:
+	rm -rf $(VENV) .site .mypy_cache .ruff_cache .pytest_cache .hypothesis

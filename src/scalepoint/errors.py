@@ -1,0 +1,72 @@
+"""What scalepoint raises. Every error is a ScalepointError and the builtin a caller would expect:
+
+    ScalepointError
+    ├── SpecError (ValueError)                  SP-A001  a spec, granularity or option that makes no sense
+    │   ├── BlockSizeMismatchError              SP-A002  blocks do not divide the tensor
+    │   └── UnknownKeyError                     SP-A003  a registry has no such key or class
+    ├── TensorError (ValueError)                SP-A004  a tensor that cannot be quantized: type, layout, device
+    ├── NonFiniteError (ValueError)             SP-A005  NaN or infinity where a range is observed
+    ├── NotObservedError (RuntimeError)         SP-A006  parameters asked for before anything was observed
+    ├── FrozenError (RuntimeError)              SP-A007  a change that is only possible before the first use
+    ├── UsageError (RuntimeError)               SP-A008  a call that makes no sense on this object
+    └── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
+
+Fields of a spec are checked by pydantic, whose ValidationError (a ValueError too) carries our messages.
+A message says what was given, what is allowed, where, and the way out.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ScalepointError(Exception):
+    """The root: `except ScalepointError` catches everything that is the caller's to mend."""
+
+    code = "SP-0000"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} [{self.code}]"
+
+
+class SpecError(ScalepointError, ValueError):
+    code = "SP-A001"
+
+
+class BlockSizeMismatchError(SpecError):
+    code = "SP-A002"
+
+
+class UnknownKeyError(SpecError):
+    code = "SP-A003"
+
+
+class TensorError(ScalepointError, ValueError):
+    code = "SP-A004"
+
+
+class NonFiniteError(ScalepointError, ValueError):
+    code = "SP-A005"
+
+
+class NotObservedError(ScalepointError, RuntimeError):
+    code = "SP-A006"
+
+
+class FrozenError(ScalepointError, RuntimeError):
+    code = "SP-A007"
+
+
+class UsageError(ScalepointError, RuntimeError):
+    code = "SP-A008"
+
+
+class DocumentError(ScalepointError, ValueError):
+    code = "SP-C001"
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """The hint that ends a message about an unknown name: the nearest known one, then all of them."""
+    names = sorted(known)
+    close = get_close_matches(given, names, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(names)}"

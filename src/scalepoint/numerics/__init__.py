@@ -1,0 +1,62 @@
+"""Pure functions on tensors: the one implementation of the arithmetic that everything else calls."""
+
+from scalepoint.numerics.blocks import as_blocks, block_counts, block_view, check_divides
+from scalepoint.numerics.fake import fake_quantize, is_traced
+from scalepoint.numerics.format import (
+    ALIASES,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    FP4,
+    Format,
+    Grid,
+    QuantizationFormulation,
+    QuantizationScheme,
+    ScaleRounding,
+    dtype_name,
+    format_of,
+)
+from scalepoint.numerics.qparams import (
+    EPS,
+    QParams,
+    block_scale,
+    choose_qparams,
+    min_max,
+    power_of_two_scale,
+    tensor_scale,
+)
+from scalepoint.numerics.quantize import dequantize, quantize
+from scalepoint.numerics.rounding import round_to_float
+
+__all__ = [
+    "ALIASES",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "EPS",
+    "FORMATS",
+    "FP4",
+    "Format",
+    "Grid",
+    "QParams",
+    "QuantizationFormulation",
+    "QuantizationScheme",
+    "ScaleRounding",
+    "as_blocks",
+    "block_counts",
+    "block_scale",
+    "block_view",
+    "check_divides",
+    "choose_qparams",
+    "dequantize",
+    "dtype_name",
+    "fake_quantize",
+    "format_of",
+    "is_traced",
+    "min_max",
+    "power_of_two_scale",
+    "quantize",
+    "round_to_float",
+    "tensor_scale",
+]

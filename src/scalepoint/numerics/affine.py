@@ -1,0 +1,187 @@
+"""The arithmetic itself: one sequence of steps, run whole when traced and in cache-sized pieces when eager.
+
+    t = (x - shift) / scale, rounded when the codes are integers
+    c = clamp(t, low, high), rounded to the format when the codes are floats      the centred code
+    y = c * scale + shift                                                        what the code stands for
+
+    ZP      shift = 0        low, high = limits - zero_point     code = c + zero_point
+    MINVAL  shift = minval   low, high = 0, high - low           code = c + low
+    float   shift = 0        low, high = limits                  code = c
+
+A true division and a zero point added after rounding give ONNX Runtime's QuantizeLinear in every code;
+multiplying by 1/scale does not. NaN stays NaN, so that a broken activation shows.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scalepoint.numerics.format import Format, Grid, QuantizationFormulation
+from scalepoint.numerics.qparams import QParams
+from scalepoint.numerics.rounding import round_to_float
+
+PIECE = 65536  # float32 elements: a piece, its result and one scratch stay in a core's L2 cache
+
+
+class Steps(NamedTuple):
+    """The numbers the steps use; tensors among them broadcast against the blocked view of the input."""
+
+    scale: Tensor
+    shift: Tensor | None
+    low: Tensor | float
+    high: Tensor | float
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Steps":
+        values: list[Any] = [change(value) if isinstance(value, Tensor) else value for value in self]
+        return Steps(*values)
+
+    @property
+    def is_uniform(self) -> bool:
+        return all(value.numel() == 1 for value in self if isinstance(value, Tensor))
+
+
+def steps_of(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps:
+    """The steps for these parameters; with `fixed_zero` a symmetric grid's zero point is taken as its middle."""
+    scale, zero_point, minval = qparams
+    if grid.format.is_float:
+        return Steps(scale, None, grid.low, grid.high)
+    if grid.formulation == QuantizationFormulation.MINVAL:
+        return Steps(scale, minval, 0.0, grid.span)
+    if zero_point is None or (fixed_zero and grid.is_symmetric):
+        return Steps(scale, None, grid.low - grid.middle, grid.high - grid.middle)
+    return Steps(scale, None, grid.low - zero_point.to(scale.dtype), grid.high - zero_point.to(scale.dtype))
+
+
+def code_base(qparams: QParams, grid: Grid) -> Tensor | float:
+    """What is added to a centred code to make it a code."""
+    if grid.format.is_float:
+        return 0.0
+    if grid.formulation == QuantizationFormulation.MINVAL or qparams.zero_point is None:
+        return grid.low if grid.formulation == QuantizationFormulation.MINVAL else grid.middle
+    return qparams.zero_point.to(qparams.scale.dtype)
+
+
+def divide(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None) -> Tensor:
+    """t of the steps: not yet clamped."""
+    if steps.shift is not None:
+        x = torch.sub(x, steps.shift, out=out)
+    x = torch.div(x, steps.scale, out=out)
+    return x if fmt.is_float else torch.round(x, out=out)
+
+
+def clamp(t: Tensor, steps: Steps, out: Tensor | None = None) -> Tensor:
+    if isinstance(steps.low, Tensor) and isinstance(steps.high, Tensor):
+        # Two vectorized passes: torch.clamp with broadcast tensor bounds runs a scalar loop.
+        t = torch.maximum(t, steps.low, out=out)
+        return torch.minimum(t, steps.high, out=out)
+    return torch.clamp(t, float(steps.low), float(steps.high), out=out)
+
+
+def restore(c: Tensor, steps: Steps, out: Tensor | None = None) -> Tensor:
+    """y of the steps, from the centred code."""
+    y = torch.mul(c, steps.scale, out=out)
+    return y if steps.shift is None else torch.add(y, steps.shift, out=out)
+
+
+def centred_code(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
+    """c of the steps as float32."""
+    c = clamp(divide(x, steps, fmt), steps)
+    return round_to_float(c, fmt) if fmt.is_float else c
+
+
+def round_trip_traced(x: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Tensor]:
+    """(y, inside) with functional operations only, for export, compile, vmap and fake tensors."""
+    t = divide(x, steps, fmt)
+    c = clamp(t, steps)
+    inside = t == c
+    if fmt.is_float:
+        c = round_to_float(c, fmt)
+    return restore(c, steps), inside
+
+
+def round_trip(
+    x: Tensor, steps: Steps, fmt: Format, *, out: Tensor | None = None, want_inside: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(y in the dtype of x, inside); `inside` is None where nothing was clamped or nobody asked.
+
+    One output, in-place vector operations on it, in pieces that stay in cache when the tensor is large.
+    """
+    if out is None:
+        out = torch.empty_like(x)
+    if x.device.type != "cpu" or x.numel() < 2 * PIECE or not (x.is_contiguous() and out.is_contiguous()):
+        inside = _whole(x, steps, fmt, out, want_inside)
+        return out, inside
+    return out, _in_pieces(x, steps, fmt, out, want_inside)
+
+
+def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor, want_inside: bool) -> Tensor | None:
+    work = out if out.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+    x = x if x.dtype == torch.float32 else work.copy_(x)
+    t = divide(x, steps, fmt, work)
+    if want_inside:
+        c = clamp(t, steps)
+        inside = torch.eq(t, c)
+        work.copy_(c)
+    else:
+        clamp(t, steps, work)
+        inside = None
+    if fmt.is_float:
+        round_to_float(work, fmt, out=work)
+    restore(work, steps, work)
+    if work is not out:
+        out.copy_(work)
+    return inside
+
+
+def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, want_inside: bool) -> Tensor | None:
+    inside: Tensor | None = None
+    start = 0
+    spare = [torch.empty(0, device=x.device) for _ in range(2)]
+    for part, target, steps_part in _pieces(x, out, steps):
+        first, second = (_at_least(buffer, part) for buffer in spare)
+        spare = [first, second]
+        t = divide(_as_float32(part), steps_part, fmt, first[: part.numel()].view(part.shape))
+        work = target if target.dtype == torch.float32 else second[: part.numel()].view(part.shape)
+        c = clamp(t, steps_part, work)
+        if want_inside and _clipped(t, c, steps_part):
+            if inside is None:
+                inside = torch.ones(x.numel(), dtype=torch.bool, device=x.device)
+            torch.eq(t, c, out=inside[start : start + part.numel()].view(part.shape))
+        if fmt.is_float:
+            round_to_float(work, fmt, out=work, scratch=t)
+        restore(work, steps_part, work)
+        if work is not target:
+            target.copy_(work)
+        start += part.numel()
+    return None if inside is None else inside.view(x.shape)
+
+
+def _clipped(t: Tensor, c: Tensor, steps: Steps) -> bool:
+    """Whether a piece on the CPU holds a clamped value (or NaN); cheaper than its mask by a factor of five."""
+    if isinstance(steps.low, Tensor):
+        return True
+    extremes = torch.aminmax(t)
+    return not (float(extremes.min) >= steps.low and float(extremes.max) <= float(steps.high))
+
+
+def _pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Steps]]:
+    """Matching rows of the input, the output and the parameters, about PIECE elements a thread."""
+    if steps.is_uniform:
+        x, out, steps = x.view(-1), out.view(-1), steps.map(lambda value: value.reshape(1))
+    while x.shape[0] == 1:
+        x, out, steps = x[0], out[0], steps.map(lambda value: value[0])
+    rows = max(1, PIECE * torch.get_num_threads() // (x.numel() // x.shape[0]))
+    for start in range(0, x.shape[0], rows):
+        stop = start + rows
+        part = steps.map(lambda value: value if value.shape[0] == 1 else value[start:stop])  # noqa: B023  # used at once
+        yield x[start:stop], out[start:stop], part
+
+
+def _as_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 else x.to(torch.float32)
+
+
+def _at_least(buffer: Tensor, like: Tensor) -> Tensor:
+    return buffer if buffer.numel() >= like.numel() else torch.empty(like.numel(), device=like.device)

@@ -1,0 +1,90 @@
+"""Blocks are views. A tensor cut in blocks is the same memory with every cut axis split in two:
+
+    shape (N, K), block (1, 32)  ->  view (N, K/32, 32), one parameter each in (N, K/32, 1)
+
+An axis whose block is 1 or the whole axis is not split. A ragged last block is a second, smaller segment.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from torch import Tensor
+
+from scalepoint.errors import BlockSizeMismatchError
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """How to view a tensor and its parameters so that they broadcast, and which axes a block spans."""
+
+    tensor: tuple[int, ...]
+    params: tuple[int, ...]
+    spans: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+def block_view(shape: Sequence[int], block: Sequence[int]) -> BlockView:
+    """The view of a shape whose axes are multiples of their blocks."""
+    tensor: list[int] = []
+    params: list[int] = []
+    spans: list[int] = []
+    for size, extent in zip(shape, block, strict=True):
+        if extent == size:
+            spans.append(len(tensor))
+            tensor.append(size)
+            params.append(1)
+        elif extent == 1:
+            tensor.append(size)
+            params.append(size)
+        else:
+            tensor += [size // extent, extent]
+            params += [size // extent, 1]
+            spans.append(len(tensor) - 1)
+    return BlockView(tuple(tensor), tuple(params), tuple(spans), block_counts(shape, block))
+
+
+def block_counts(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """Blocks along each axis, a ragged last one included: the shape of scale, zero point and minval."""
+    return tuple(-(-size // extent) if extent else 0 for size, extent in zip(shape, block, strict=True))
+
+
+def is_ragged(shape: Sequence[int], block: Sequence[int]) -> bool:
+    return any(extent and size % extent for size, extent in zip(shape, block, strict=True))
+
+
+def check_divides(shape: Sequence[int], block: Sequence[int]) -> None:
+    """Raise for the first axis that its block does not divide."""
+    for axis, (size, extent) in enumerate(zip(shape, block, strict=True)):
+        if extent and size % extent:
+            raise BlockSizeMismatchError(
+                f"axis {axis} of shape {tuple(shape)} has {size} elements, which blocks of {extent} do not divide: "
+                f"choose a divisor of {size}, or a ragged last block with pad=True"
+            )
+
+
+Slices = tuple[slice, ...]
+
+
+def segments(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[Slices, Slices, tuple[int, ...]]]:
+    """The parts of a ragged tensor in which blocks divide: (slices of it, slices of its parameters, block)."""
+    axes: list[list[tuple[slice, slice, int]]] = []
+    for size, extent in zip(shape, block, strict=True):
+        whole = size // extent
+        parts = [(slice(0, whole * extent), slice(0, whole), extent)] if whole else []
+        if size % extent:
+            parts.append((slice(whole * extent, size), slice(whole, whole + 1), size % extent))
+        axes.append(parts)
+    for parts_of_axes in product(*axes):
+        tensor, params, extents = zip(*parts_of_axes, strict=True)
+        yield tensor, params, extents
+
+
+def as_blocks(tensor: Tensor, block: Sequence[int]) -> Tensor:
+    """One row a block: (n_blocks, elements of a block), in the order of the parameters."""
+    view = block_view(tensor.shape, block)
+    kept = [axis for axis in range(len(view.tensor)) if axis not in view.spans]
+    rows = 1
+    for count in view.counts:
+        rows *= count
+    return tensor.view(view.tensor).permute(*kept, *view.spans).reshape(rows, -1)

@@ -1,0 +1,110 @@
+"""Fake quantization with a straight-through gradient.
+
+    y = dequantize(quantize(x)) in the dtype of x        dy/dx = 1 inside the range, 0 where x was clamped
+
+Eager, it is one autograd node over the piecewise kernel. Traced (export, compile, vmap, func.grad), the
+same steps run as plain operations, and y + where(inside, x - x.detach(), 0) carries the gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalepoint.numerics.affine import Steps, centred_code, round_trip, round_trip_traced, steps_of
+from scalepoint.numerics.format import Format, Grid
+from scalepoint.numerics.qparams import QParams
+from scalepoint.numerics.quantize import Block, by_block
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def fake_quantize(
+    x: Tensor,
+    qparams: QParams,
+    grid: Grid,
+    block: Block = None,
+    *,
+    fixed_zero: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """dequantize(quantize(x)); no gradient reaches the parameters, unless the scale asks for one (LSQ).
+
+    `fixed_zero` says that a symmetric grid's zero point is its middle, as `choose_qparams` makes it: one pass
+    less. `out`, shaped as x and contiguous, receives the result when no gradient is needed.
+    """
+
+    def run(part: Tensor, params: QParams) -> Tensor:
+        target = None if out is None else out.view(part.shape)
+        return _straight_through(part, steps_of(params, grid, fixed_zero=fixed_zero), grid.format, target)
+
+    return by_block(run, x, qparams, block)
+
+
+def _straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None) -> Tensor:
+    learns = steps.scale.requires_grad
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or learns)
+    if is_traced(x):
+        return _traced(x, steps, fmt, learns=learns, needs_grad=needs_grad)
+    if not needs_grad:
+        return round_trip(x, steps, fmt, out=out)[0]
+    node, inputs = (_LearnedScale, (x, steps.scale)) if learns else (_StraightThrough, (x,))
+    y: Tensor = node.apply(*inputs, steps, fmt)  # type: ignore[no-untyped-call]
+    return y
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether somebody records or transforms the operations instead of just running them."""
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active()
+
+
+def _traced(x: Tensor, steps: Steps, fmt: Format, *, learns: bool, needs_grad: bool) -> Tensor:
+    if learns:
+        return _learned(x, steps, fmt)
+    y, inside = round_trip_traced(x.detach().to(torch.float32), steps, fmt)
+    y = y.to(x.dtype)
+    return y + torch.where(inside, x - x.detach(), 0.0) if needs_grad else y
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Keeps one byte an element for backward, or nothing where nothing was clamped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: Steps, fmt: Format) -> Tensor:
+        y, inside = round_trip(x, steps, fmt, want_inside=True)
+        ctx.save_for_backward(inside)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        return grad if inside is None else torch.where(inside, grad, 0.0), None, None
+
+
+class _LearnedScale(torch.autograd.Function):
+    """The same with a gradient for the scale; x is kept instead of a mask, and the steps run again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, steps: Steps, fmt: Format) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.steps, ctx.fmt = steps.map(Tensor.detach), fmt
+        return round_trip(x, steps, fmt)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = _learned(x, ctx.steps._replace(scale=scale), ctx.fmt)
+        return *torch.autograd.grad(y, (x, scale), grad), None, None
+
+
+def _learned(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
+    """LSQ (Esser et al. 2020): dy/dscale = c - t inside the range, c where clamped; dy/dx as ever."""
+    wide = x.to(torch.float32)
+    t = (wide if steps.shift is None else wide - steps.shift) / steps.scale
+    with torch.no_grad():
+        c = centred_code(wide, steps, fmt)
+        rounded = t if fmt.is_float else torch.round(t)
+        inside = (rounded >= steps.low) & (rounded <= steps.high)
+    y = torch.where(inside, t + (c - t.detach()), c) * steps.scale
+    return (y if steps.shift is None else y + steps.shift).to(x.dtype)

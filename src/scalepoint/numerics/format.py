@@ -1,0 +1,137 @@
+"""Number formats: one row a dtype. A new dtype is a new row; nothing else in the arithmetic changes.
+
+integer   n bits, signed [-2^(n-1), 2^(n-1) - 1] or unsigned [0, 2^n - 1]
+float     m mantissa bits, exponents from min_exponent to max_exponent, largest value `high`, no infinities used
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from scalepoint.errors import SpecError
+
+
+class QuantizationScheme(StrEnum):
+    """How a range becomes a scale: around zero, around zero with equal ends, or as wide as the data."""
+
+    SYMMETRIC = "symmetric"
+    SYMMETRIC_WITH_CLIPPING = "symmetric_with_clipping"
+    ASYMMETRIC = "asymmetric"
+
+
+class QuantizationFormulation(StrEnum):
+    """What a code is relative to: an integer zero point, or the float at the low end."""
+
+    ZP = "zp"
+    MINVAL = "minval"
+
+
+class ScaleRounding(StrEnum):
+    """How a power-of-two (e8m0) scale is chosen; the formulas stand at `power_of_two_scale`."""
+
+    FLOOR = "floor"
+    CEIL = "ceil"
+    EVEN = "even"
+    RNE = "rne"
+    RCEIL = "rceil"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantized number: its width, its limits, the torch dtype its codes are stored in."""
+
+    name: str
+    bits: int
+    low: float
+    high: float
+    storage: torch.dtype
+    mantissa: int | None = None
+    min_exponent: int = 0
+    max_exponent: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        return self.mantissa is not None
+
+    @property
+    def is_signed(self) -> bool:
+        return self.low < 0
+
+    def limits(self, scheme: QuantizationScheme) -> tuple[float, float]:
+        """The codes in use; clipping drops the lowest one of a signed integer, so that both ends weigh the same."""
+        if scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and self.is_signed:
+            return -self.high, self.high
+        return self.low, self.high
+
+
+def _integer(name: str, bits: int, storage: torch.dtype) -> Format:
+    signed = name.startswith("int")
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    return Format(name, bits, low, high, storage)
+
+
+def _integers() -> dict[torch.dtype, Format]:
+    rows = {}
+    for prefix, narrow, wide in (("int", torch.int8, torch.int16), ("uint", torch.uint8, torch.uint16)):
+        for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16):
+            name = f"{prefix}{bits}"
+            rows[getattr(torch, name)] = _integer(name, bits, narrow if bits <= 8 else wide)
+    return rows
+
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+FP4 = torch.float4_e2m1fn_x2
+
+FORMATS: dict[torch.dtype, Format] = {
+    **_integers(),
+    E4M3: Format("float8_e4m3fn", 8, -448.0, 448.0, E4M3, mantissa=3, min_exponent=-6, max_exponent=8),
+    E5M2: Format("float8_e5m2", 8, -57344.0, 57344.0, E5M2, mantissa=2, min_exponent=-14, max_exponent=15),
+    FP4: Format("float4_e2m1fn_x2", 4, -6.0, 6.0, E4M3, mantissa=1, min_exponent=0, max_exponent=2),
+}
+
+ALIASES = {
+    "float4_e2m1fn": "float4_e2m1fn_x2",
+    "float8_e4m3": "float8_e4m3fn",
+    "float8_e8m0": "float8_e8m0fnu",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """The row of a dtype."""
+    try:
+        return FORMATS[dtype]
+    except KeyError:
+        known = ", ".join(dtype_name(known) for known in FORMATS)
+        raise SpecError(f"no arithmetic for {dtype_name(dtype)}. Formats: {known}") from None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All that the arithmetic needs to know of a spec besides the blocks."""
+
+    format: Format
+    low: float
+    high: float
+    scheme: QuantizationScheme = QuantizationScheme.SYMMETRIC
+    formulation: QuantizationFormulation = QuantizationFormulation.ZP
+    scale_dtype: torch.dtype | None = None
+    scale_rounding: ScaleRounding = ScaleRounding.FLOOR
+    exact_zero: bool = False
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.scheme != QuantizationScheme.ASYMMETRIC
+
+    @property
+    def span(self) -> float:
+        return self.high - self.low
+
+    @property
+    def middle(self) -> int:
+        """The zero point of the symmetric schemes: 0 for signed integers, 2^(n-1) for unsigned ones."""
+        return int(self.low + self.high + 1) // 2

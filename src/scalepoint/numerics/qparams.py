@@ -1,0 +1,131 @@
+"""From a range to scale, zero point and minval (one value a block, float32 and int32).
+
+symmetric    scale = max_abs / ((high - low) / 2)   zero_point = the middle code   minval = -max_abs
+asymmetric   scale = (hi - lo) / (high - low)       zero_point = clip(low - round(lo / scale))   minval = lo
+float        scale = max_abs / high                 e8m0: a power of two           e4m3: two levels (NVFP4)
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scalepoint.numerics.blocks import block_counts, block_view, is_ragged, segments
+from scalepoint.numerics.format import (
+    E4M3,
+    E8M0,
+    FORMATS,
+    Format,
+    Grid,
+    QuantizationFormulation,
+    ScaleRounding,
+)
+from scalepoint.numerics.rounding import exponent, power_of_two, round_to_float
+
+EPS = torch.finfo(torch.float32).eps
+TINY = torch.finfo(torch.float32).tiny
+MANTISSA = 0x7FFFFF
+
+
+class QParams(NamedTuple):
+    """Scale, zero point (int32) and minval; the last two are None for float formats."""
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    minval: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "QParams":
+        """The same with every tensor changed."""
+        values: list[Any] = [None if value is None else change(value) for value in self]
+        return QParams(*values)
+
+
+def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The smallest and largest value of every block, float32, shaped one value a block. NaN shows."""
+    if is_ragged(tensor.shape, block):
+        low = tensor.new_empty(block_counts(tensor.shape, block), dtype=torch.float32)
+        high = torch.empty_like(low)
+        for where, params, extents in segments(tensor.shape, block):
+            low[params], high[params] = min_max(tensor[where], extents)
+        return low, high
+    view = block_view(tensor.shape, block)
+    if len(view.spans) == len(view.tensor):
+        pair = torch.aminmax(tensor)
+        low, high = pair.min, pair.max
+    elif not view.spans:
+        low = high = tensor
+    else:
+        cut = tensor.view(view.tensor)
+        low, high = cut.amin(view.spans), cut.amax(view.spans)
+    return low.to(torch.float32).reshape(view.counts), high.to(torch.float32).reshape(view.counts)
+
+
+def choose_qparams(low: Tensor, high: Tensor, grid: Grid) -> QParams:
+    """The parameters for a range, which is widened to hold zero."""
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    max_abs = torch.maximum(-low, high)
+    if grid.format.is_float:
+        return QParams(float_scale(max_abs, grid))
+    if grid.is_symmetric:
+        scale = (max_abs / (grid.span / 2)).clamp(min=EPS)
+        zero_point = torch.full_like(scale, grid.middle, dtype=torch.int32)
+        minval = -max_abs
+    else:
+        width = high - low
+        # A range wider than float32 itself: divide first, so that the scale stays finite.
+        scale = torch.where(width.isinf(), high / grid.span - low / grid.span, width / grid.span).clamp(min=EPS)
+        zero_point = (grid.low - (low / scale).round()).clamp(grid.low, grid.high).to(torch.int32)
+        minval = low
+    if grid.exact_zero and grid.formulation == QuantizationFormulation.MINVAL:
+        minval = (minval / scale).round() * scale
+    return QParams(scale, zero_point, minval)
+
+
+def float_scale(max_abs: Tensor, grid: Grid) -> Tensor:
+    """The scale of a float format, by the type that the scale itself is stored in."""
+    if grid.scale_dtype == E8M0:
+        return power_of_two_scale(max_abs, grid.format, grid.scale_rounding)
+    if grid.scale_dtype == E4M3:
+        outer = tensor_scale(max_abs, grid.format)
+        return block_scale(max_abs, outer, grid.format) * outer
+    return (max_abs / grid.format.high).clamp(min=EPS)
+
+
+def power_of_two_scale(max_abs: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
+    """2^e for an element format whose largest exponent is p and largest value is M (OCP MX v1.0, section 6.3).
+
+    floor  e = floor(log2 max_abs) - p                    the standard's rule; the top of a block may saturate
+    ceil   e = ceil(log2 max_abs) - p
+    even   floor, after max_abs is rounded to the element's mantissa
+    rne    2^e nearest to max_abs / M, a tie to the even exponent
+    rceil  e = ceil(log2(max_abs / M))                    the smallest scale that never saturates (Blackwell)
+    """
+    if rounding in (ScaleRounding.RNE, ScaleRounding.RCEIL):
+        bits = (max_abs / fmt.high).view(torch.int32)
+        power, rest = exponent(bits), bits & MANTISSA
+        if rounding == ScaleRounding.RCEIL:
+            power = power + (rest > 0)
+        else:
+            half = 1 << 22
+            power = power + ((rest > half) | ((rest == half) & (power % 2 != 0)))
+    else:
+        bits = max_abs.view(torch.int32)
+        if rounding == ScaleRounding.EVEN:
+            bits = bits + (1 << (22 - (fmt.mantissa or 0)))
+        power = exponent(bits) - fmt.max_exponent
+        if rounding == ScaleRounding.CEIL:
+            power = power + ((bits & MANTISSA) > 0)
+    return power_of_two(power.clamp(-126, 127))
+
+
+def tensor_scale(max_abs: Tensor, fmt: Format) -> Tensor:
+    """The outer scale of a two-level format (NVFP4): max_abs of the whole tensor / (448 * 6)."""
+    return (max_abs.amax() / (FORMATS[E4M3].high * fmt.high)).clamp(min=TINY)
+
+
+def block_scale(max_abs: Tensor, outer: Tensor, fmt: Format) -> Tensor:
+    """The inner scale of a two-level format, a float8_e4m3fn number: round(max_abs / 6 / outer), at least 2^-9."""
+    inner = FORMATS[E4M3]
+    smallest = 2.0 ** (inner.min_exponent - (inner.mantissa or 0))
+    return round_to_float((max_abs / fmt.high / outer).clamp(smallest, inner.high), inner)

@@ -1,0 +1,58 @@
+"""Quantize and dequantize a tensor whose parameters are known.
+
+`block` is the extent of a block on every axis (`granularity.get_block_size(shape)`); None says that the
+parameters broadcast as they are, which is so per tensor and per channel.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from scalepoint.numerics.affine import centred_code, code_base, restore, steps_of
+from scalepoint.numerics.blocks import block_view, is_ragged, segments
+from scalepoint.numerics.format import Grid
+from scalepoint.numerics.qparams import QParams
+
+Block = tuple[int, ...] | None
+
+
+def quantize(x: Tensor, qparams: QParams, grid: Grid, block: Block = None) -> Tensor:
+    """The codes as float32: clamp(round(x / scale) + zero_point, low, high), or the values of a float format.
+
+    NaN becomes the lowest code of an integer format, as in ONNX Runtime.
+    """
+
+    def codes(part: Tensor, params: QParams) -> Tensor:
+        c = centred_code(part.to(torch.float32), steps_of(params, grid), grid.format)
+        return c if grid.format.is_float else torch.nan_to_num(c + code_base(params, grid), nan=grid.low)
+
+    return by_block(codes, x, qparams, block)
+
+
+def dequantize(codes: Tensor, qparams: QParams, grid: Grid, block: Block = None) -> Tensor:
+    """(code - zero_point) * scale, or (code - low) * scale + minval, as float32."""
+
+    def values(part: Tensor, params: QParams) -> Tensor:
+        return restore(part.to(torch.float32) - code_base(params, grid), steps_of(params, grid))
+
+    return by_block(values, codes, qparams, block)
+
+
+def by_block(run: Callable[[Tensor, QParams], Tensor], x: Tensor, qparams: QParams, block: Block) -> Tensor:
+    """Run an elementwise function on the view in which the parameters broadcast; segment by segment if ragged."""
+    if block is None:
+        return run(x, qparams)
+    if is_ragged(x.shape, block):
+        results = [
+            (at, by_block(run, x[at], qparams.map(itemgetter(cut)), extents))
+            for at, cut, extents in segments(x.shape, block)
+        ]
+        y = x.new_empty(x.shape, dtype=results[0][1].dtype)
+        for at, result in results:
+            y[at] = result
+        return y
+    view = block_view(x.shape, block)
+    if len(view.tensor) == x.ndim:
+        return run(x, qparams)
+    return run(x.view(view.tensor), qparams.map(lambda value: value.view(view.params))).reshape(x.shape)

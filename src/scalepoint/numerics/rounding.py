@@ -1,0 +1,34 @@
+"""Rounding to a float format with a few vector operations, and the bit tricks that powers of two need.
+
+With e the exponent of |x|, at least the smallest normal one, the format's step at x is 2^(e - m), so
+round(x / step) * step is the nearest value of the format, ties to even, subnormals included.
+"""
+
+import torch
+from torch import Tensor
+
+from scalepoint.numerics.format import Format
+
+EXPONENT = 0x7F800000
+
+
+def round_to_float(x: Tensor, fmt: Format, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    """The nearest value of `fmt` to each float32 within its limits; `out` may be `x` itself."""
+    bits = None if scratch is None else scratch.view(torch.int32)
+    step = torch.bitwise_and(x.view(torch.int32), EXPONENT, out=bits).view(torch.float32)
+    mantissa = fmt.mantissa or 0
+    step = torch.clamp(step, min=2.0**fmt.min_exponent, out=scratch)
+    step = torch.mul(step, 2.0**-mantissa, out=scratch)
+    x = torch.div(x, step, out=out)
+    x = torch.round(x, out=out)
+    return torch.mul(x, step, out=out)
+
+
+def exponent(bits: Tensor) -> Tensor:
+    """floor(log2 x) from the bits of a positive float32; -127 for zero and subnormals."""
+    return (bits >> 23) - 127
+
+
+def power_of_two(power: Tensor) -> Tensor:
+    """2^power as float32, for powers of normal numbers (-126 to 127)."""
+    return ((power + 127).to(torch.int32) << 23).view(torch.float32)

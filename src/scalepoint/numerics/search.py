@@ -1,0 +1,130 @@
+"""Ranges narrower than min and max, where clipping a few values makes the rest more precise.
+
+All functions take one row a block and give (low, high), one value a row.
+"""
+
+import torch
+from torch import Tensor
+
+from scalepoint.numerics.fake import fake_quantize
+from scalepoint.numerics.format import Grid
+from scalepoint.numerics.histogram import Histogram, bin_centres, bin_width
+from scalepoint.numerics.qparams import choose_qparams
+
+Range = tuple[Tensor, Tensor]
+
+
+def percentile_of_rows(rows: Tensor, percentile: float) -> Range:
+    """The (100 - p)-th and p-th percentile of each row, interpolated between neighbours as numpy does."""
+    return _quantile(rows, 1 - percentile / 100), _quantile(rows, percentile / 100)
+
+
+def _quantile(rows: Tensor, share: float) -> Tensor:
+    position = share * (rows.shape[1] - 1)
+    below = min(max(int(position), 0), rows.shape[1] - 1)
+    above = min(below + 1, rows.shape[1] - 1)
+    low, high = (rows.kthvalue(k + 1, dim=1).values.to(torch.float32) for k in (below, above))
+    return torch.lerp(low, high, position - below)
+
+
+def percentile_of_histogram(histogram: Histogram, percentile: float) -> Range:
+    """The same from a histogram, interpolated inside the bin."""
+    return _histogram_quantile(histogram, 1 - percentile / 100), _histogram_quantile(histogram, percentile / 100)
+
+
+def _histogram_quantile(histogram: Histogram, share: float) -> Tensor:
+    counts = histogram.counts.to(torch.float64)
+    total = counts.cumsum(1)
+    wanted = total[:, -1:] * share
+    index = torch.searchsorted(total, wanted).clamp(max=counts.shape[1] - 1)
+    inside = counts.gather(1, index)
+    before = total.gather(1, index) - inside
+    part = torch.where(inside > 0, (wanted - before) / inside.clamp(min=1), 0.0).clamp(0, 1)
+    edge = (index - counts.shape[1] // 2 + part) * bin_width(histogram)
+    return edge.squeeze(1).to(torch.float32)
+
+
+def least_squares(
+    values: Tensor,
+    weights: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    grid: Grid,
+    *,
+    steps: int = 80,
+    least: float = 0.2,
+) -> Range:
+    """The range inside [low, high] whose quantization error sum(w * (fq(x) - x)^2) is smallest.
+
+    Tries `steps` equal shrinkings of both ends down to `least`; an asymmetric grid then tries each end alone.
+    """
+    shrink = torch.linspace(1.0, least, steps, device=values.device).unbind()
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    best = _best(values, weights, [(low * s, high * s) for s in shrink], grid)
+    if not grid.is_symmetric:
+        best = _best(values, weights, [best, *((best[0], high * s) for s in shrink)], grid)
+        best = _best(values, weights, [best, *((low * s, best[1]) for s in shrink)], grid)
+    return best
+
+
+def _best(values: Tensor, weights: Tensor | None, ranges: list[Range], grid: Grid) -> Range:
+    low, high = ranges[0]
+    least = torch.full_like(low, torch.inf)
+    for candidate_low, candidate_high in ranges:
+        qparams = choose_qparams(candidate_low[:, None], candidate_high[:, None], grid)
+        error = (fake_quantize(values, qparams, grid) - values).square_()
+        total = (error if weights is None else error.mul_(weights)).sum(1)
+        better = total < least
+        least = torch.where(better, total, least)
+        low, high = torch.where(better, candidate_low, low), torch.where(better, candidate_high, high)
+    return low, high
+
+
+def least_squares_of_histogram(histogram: Histogram, low: Tensor, high: Tensor, grid: Grid) -> Range:
+    centres = torch.maximum(torch.minimum(bin_centres(histogram), high[:, None]), low[:, None])
+    return least_squares(centres, histogram.counts.to(torch.float32), low, high, grid)
+
+
+def least_divergence(histogram: Histogram, low: Tensor, high: Tensor, levels: int, *, steps: int = 100) -> Range:
+    """The clipping that keeps the distribution best: least KL(P || Q) (Migacz, GTC 2017, as in TensorRT).
+
+    P is the histogram with all beyond the clip moved into its last bins; Q is what `levels` equal cells inside
+    the clip keep of it, each cell's mass spread evenly over its bins that are not empty.
+    """
+    bins = histogram.counts.shape[1]
+    counts = histogram.counts.to(torch.float32)
+    centres = bin_centres(histogram)
+    ends = torch.maximum(low.abs(), high.abs())
+    smallest = bin_width(histogram).squeeze(1) * (levels // 2)
+    smallest = torch.minimum(smallest, ends)
+    best, least = ends, torch.full_like(ends, torch.inf)
+    for part in torch.linspace(1.0, 0.0, steps, device=ends.device).unbind():
+        clip = torch.lerp(smallest, ends, part)[:, None]
+        inside = (centres.abs() <= clip).to(torch.float32)
+        divergence = _divergence(counts, inside, _cells(centres, clip, levels), levels, bins)
+        better = divergence < least
+        best, least = torch.where(better, clip.squeeze(1), best), torch.where(better, divergence, least)
+    return torch.maximum(-best, low), torch.minimum(best, high)
+
+
+def _cells(centres: Tensor, clip: Tensor, levels: int) -> Tensor:
+    width = (2 * clip / levels).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((centres + clip) / width).floor().clamp(0, levels - 1).to(torch.int64)
+
+
+def _divergence(counts: Tensor, inside: Tensor, cells: Tensor, levels: int, bins: int) -> Tensor:
+    kept = counts * inside
+    used = (kept > 0).to(torch.float32)
+    zeros = torch.zeros(counts.shape[0], levels, device=counts.device)
+    mass, occupied = zeros.scatter_add(1, cells, kept), zeros.scatter_add(1, cells, used)
+    q = (mass / occupied.clamp(min=1)).gather(1, cells) * used
+    half = torch.arange(bins, device=counts.device) >= bins // 2
+    outside = counts * (1 - inside)
+    index = torch.arange(bins, device=counts.device).expand_as(counts)
+    last = torch.where(inside > 0, index, -1).amax(1, keepdim=True)
+    first = torch.where(inside > 0, index, bins).amin(1, keepdim=True)
+    p = kept.scatter_add(1, last.clamp(0, bins - 1), (outside * half).sum(1, keepdim=True))
+    p = p.scatter_add(1, first.clamp(0, bins - 1), (outside * ~half).sum(1, keepdim=True))
+    p, q = p / p.sum(1, keepdim=True).clamp(min=1e-30), q / q.sum(1, keepdim=True).clamp(min=1e-30)
+    terms = torch.where(p > 0, p * (p.clamp(min=1e-30).log() - q.clamp(min=1e-8).log()), 0.0)
+    return terms.sum(1)

@@ -1,0 +1,82 @@
+"""The tensor layer: how one tensor is quantized, described by a spec and simulated by a module."""
+
+from scalepoint.errors import BlockSizeMismatchError
+from scalepoint.numerics import QParams, QuantizationFormulation, QuantizationScheme, ScaleRounding
+from scalepoint.spec.dynamic import DynamicQParamsCalculator
+from scalepoint.spec.extended import ExtendedQuantizationSpec
+from scalepoint.spec.factory import QuantizationComponentFactory
+from scalepoint.spec.fake_quantize import CompressionTargetTensor, DefaultFakeQuantize, FakeQuantizeImplBase
+from scalepoint.spec.granularity import (
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerTensorGranularity,
+    PerTokenGranularity,
+    QuantizationGranularity,
+)
+from scalepoint.spec.histogram import (
+    HistogramEntropyQParamsCalculator,
+    HistogramMseQParamsCalculator,
+    HistogramPercentileQParamsCalculator,
+    HistogramQParamsCalculator,
+)
+from scalepoint.spec.learned import LearnedScaleQParamsCalculator
+from scalepoint.spec.qparams_calculator import (
+    DefaultQParamsCalculator,
+    QParamsCalculatorBase,
+    StaticQParamsCalculator,
+)
+from scalepoint.spec.range_calculator import (
+    EntropyRangeCalculator,
+    MinMaxRangeCalculator,
+    MseRangeCalculator,
+    PercentileRangeCalculator,
+    RangeCalculatorBase,
+)
+from scalepoint.spec.running import (
+    GlobalMinMaxQParamsCalculator,
+    MovingAverageQParamsCalculator,
+    RunningRangeMixin,
+)
+from scalepoint.spec.spec import (
+    QuantizationSpec,
+    default_activation_quantization_spec,
+    default_weight_quantization_spec,
+)
+
+__all__ = [
+    "BlockSizeMismatchError",
+    "CompressionTargetTensor",
+    "DefaultFakeQuantize",
+    "DefaultQParamsCalculator",
+    "DynamicQParamsCalculator",
+    "EntropyRangeCalculator",
+    "ExtendedQuantizationSpec",
+    "FakeQuantizeImplBase",
+    "GlobalMinMaxQParamsCalculator",
+    "HistogramEntropyQParamsCalculator",
+    "HistogramMseQParamsCalculator",
+    "HistogramPercentileQParamsCalculator",
+    "HistogramQParamsCalculator",
+    "LearnedScaleQParamsCalculator",
+    "MinMaxRangeCalculator",
+    "MovingAverageQParamsCalculator",
+    "MseRangeCalculator",
+    "PerBlockGranularity",
+    "PerChannelGranularity",
+    "PerTensorGranularity",
+    "PerTokenGranularity",
+    "PercentileRangeCalculator",
+    "QParams",
+    "QParamsCalculatorBase",
+    "QuantizationComponentFactory",
+    "QuantizationFormulation",
+    "QuantizationGranularity",
+    "QuantizationScheme",
+    "QuantizationSpec",
+    "RangeCalculatorBase",
+    "RunningRangeMixin",
+    "ScaleRounding",
+    "StaticQParamsCalculator",
+    "default_activation_quantization_spec",
+    "default_weight_quantization_spec",
+]

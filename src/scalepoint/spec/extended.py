@@ -1,0 +1,59 @@
+"""The fields beyond the base spec: more widths, scale roundings, and the settings of our own components.
+
+It uses the way open to every user: a subclass of QuantizationSpec whose added fields reach the components.
+"""
+
+from typing import Any, ClassVar, Self
+
+import torch
+from pydantic import Field, model_validator
+
+from scalepoint.errors import SpecError
+from scalepoint.numerics import E8M0, FORMATS, QuantizationFormulation, ScaleRounding
+from scalepoint.spec.qparams_calculator import DefaultQParamsCalculator, OnNan
+from scalepoint.spec.registry import constructor_parameters
+from scalepoint.spec.running import MovingAverageQParamsCalculator
+from scalepoint.spec.spec import QuantizationSpec
+
+
+class ExtendedQuantizationSpec(QuantizationSpec):
+    """QuantizationSpec with every dtype that has arithmetic (int3, int7, uint16, ...) and the options below.
+
+    An option that none of the chosen components takes is refused: it would be silently without effect.
+    """
+
+    SUPPORTED_DTYPES: ClassVar[set[torch.dtype]] = set(FORMATS)
+
+    scale_rounding: ScaleRounding = ScaleRounding.FLOOR
+    exact_zero: bool = False
+    on_nan: OnNan = "error"
+    strict: bool = False
+    cache_weights: bool = True
+    averaging_constant: float = Field(0.01, gt=0, le=1)
+    percentile: float = Field(99.99, gt=50, le=100)
+    search_steps: int = Field(80, ge=2)
+    bins: int = Field(4096, ge=16, multiple_of=2)
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> Self:
+        calculator = self.qparam_calculator_cls
+        if calculator is DefaultQParamsCalculator:
+            calculator = MovingAverageQParamsCalculator
+        taken = set().union(
+            *(constructor_parameters(part) for part in (self.fake_quantize_cls, calculator, self.range_calculator_cls))
+        )
+        for name in self.model_fields_set & (set(type(self).model_fields) - set(QuantizationSpec.model_fields)):
+            unused = name in ExtendedQuantizationSpec.model_fields and name not in taken
+            if unused and getattr(self, name) != type(self).model_fields[name].default:
+                raise SpecError(f"{name}={getattr(self, name)!r} has no effect: none of the chosen components takes it")
+        if self.scale_rounding != ScaleRounding.FLOOR and self.scale_dtype != E8M0:
+            raise SpecError(f"scale_rounding={self.scale_rounding} is for float8_e8m0fnu scales: give scale_dtype")
+        if self.exact_zero and self.qformulation != QuantizationFormulation.MINVAL:
+            raise SpecError("exact_zero is for qformulation='minval'; a zero point represents 0 exactly anyway")
+        return self
+
+    def get_extra_args(self) -> dict[str, Any]:
+        """The fields that a subclass adds; of the options here only those that differ from their defaults."""
+        options = ExtendedQuantizationSpec.model_fields
+        extra = super().get_extra_args().items()
+        return {name: value for name, value in extra if name not in options or value != options[name].default}

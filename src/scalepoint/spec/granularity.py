@@ -1,0 +1,183 @@
+"""Which elements share a scale: the whole tensor, a channel, a block, a token.
+
+`get_block_size(shape)` is the extent of a block on every axis; that tuple is all the arithmetic sees.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_serializer, model_validator
+from torch import nn
+
+from scalepoint.errors import SpecError, nearest
+from scalepoint.numerics import check_divides
+from scalepoint.spec.registry import Registry
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class QuantizationGranularity(BaseModel, Registry):
+    """Base and registry; `{"type": key, ...}` builds one and is what one dumps to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    _registry: ClassVar[dict[str, Any]] = {}
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The extent of a block on every axis of a tensor of this shape."""
+        raise SpecError(f"{type(self).__name__} does not say its block size: implement get_block_size(shape)")
+
+    def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
+        """The same with an axis that was left None taken from the layer whose weight is quantized."""
+        return self
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether parameters of a block each broadcast against the tensor as they are."""
+        return True
+
+    @classmethod
+    def build(cls, value: Any) -> "QuantizationGranularity":
+        """A granularity from itself or from its dict."""
+        if isinstance(value, QuantizationGranularity):
+            return value
+        if not isinstance(value, dict) or "type" not in value:
+            keys = ", ".join(QuantizationGranularity._registry)
+            raise SpecError(f"a granularity is an object or a dict with 'type' (one of {keys}), not {value!r}")
+        fields = dict(value)
+        built: QuantizationGranularity = QuantizationGranularity.get_class(fields.pop("type"))(**fields)
+        return built
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    known = nearest(str(name), cls.model_fields) if cls.model_fields else "it has no fields"
+                    raise SpecError(f"{cls.__name__} has no field {name!r}: {known}")
+        return data
+
+    @model_serializer(mode="wrap")
+    def _with_type(self, handler: Any) -> dict[str, Any]:
+        return {"type": QuantizationGranularity.key_of(type(self)), **handler(self)}
+
+
+@QuantizationGranularity.register("per_tensor")
+class PerTensorGranularity(QuantizationGranularity):
+    """One scale for all."""
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+
+@QuantizationGranularity.register("per_channel")
+class PerChannelGranularity(QuantizationGranularity):
+    """One scale for each index of an axis; None is the axis of output channels."""
+
+    axis: int | None = None
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        axis = _axis(self, self.axis, shape)
+        return (*shape[:axis], 1, *shape[axis + 1 :])
+
+    def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
+        if self.axis is not None:
+            return self
+        return self.model_copy(update={"axis": 1 if _is_transposed(layer) else 0})
+
+
+@QuantizationGranularity.register("per_token")
+class PerTokenGranularity(QuantizationGranularity):
+    """One scale for each vector along the last axis: a token of a sequence, a row of a matrix."""
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        if not len(shape):
+            raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
+        return (*(1 for _ in shape[:-1]), shape[-1])
+
+
+@QuantizationGranularity.register("per_block")
+class PerBlockGranularity(QuantizationGranularity):
+    """One scale for `block_size` elements along an axis (None: input channels), or for a tile given axis by axis.
+
+    An int is the extent on `axis` (0 or 1), 1 on the other of the first two axes, later axes whole. A tuple
+    is the extent on every axis, -1 the whole axis. With `pad` the last block of an axis may be shorter.
+    """
+
+    axis: int | None = None
+    block_size: int | tuple[int, ...]
+    pad: bool = False
+
+    @field_validator("axis")
+    @classmethod
+    def _first_two_axes(cls, axis: int | None) -> int | None:
+        if axis not in (None, 0, 1):
+            raise SpecError(f"axis={axis}: blocks run along axis 0 or 1; give a tuple block_size for other axes")
+        return axis
+
+    @field_validator("block_size")
+    @classmethod
+    def _positive(cls, block_size: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        extents = block_size if isinstance(block_size, tuple) else (block_size,)
+        allowed = "a positive number of elements" + (
+            ", or -1 for a whole axis" if isinstance(block_size, tuple) else ""
+        )
+        for extent in extents:
+            if extent < 1 and not (extent == -1 and isinstance(block_size, tuple)):
+                raise SpecError(f"block_size={block_size}: each extent is {allowed}")
+        if not extents:
+            raise SpecError("block_size=(): give one extent an axis")
+        return block_size
+
+    @model_serializer(mode="wrap")
+    def _with_type(self, handler: Any) -> dict[str, Any]:
+        fields = handler(self)
+        if not self.pad:
+            del fields["pad"]
+        return {"type": QuantizationGranularity.key_of(type(self)), **fields}
+
+    @property
+    def broadcasts(self) -> bool:
+        return False
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        block = self._tile(shape) if isinstance(self.block_size, tuple) else self._along_axis(self.block_size, shape)
+        if self.pad:
+            return tuple(min(extent, size) for extent, size in zip(block, shape, strict=True))
+        check_divides(shape, block)
+        return block
+
+    def _tile(self, shape: Sequence[int]) -> tuple[int, ...]:
+        assert isinstance(self.block_size, tuple)  # noqa: S101  # the caller checked
+        if self.axis is not None:
+            raise SpecError(f"block_size={self.block_size} says the extent on every axis: leave axis None")
+        if len(self.block_size) != len(shape):
+            raise SpecError(
+                f"block_size={self.block_size} has {len(self.block_size)} axes, shape {tuple(shape)} {len(shape)}"
+            )
+        return tuple(size if extent == -1 else extent for extent, size in zip(self.block_size, shape, strict=True))
+
+    def _along_axis(self, block_size: int, shape: Sequence[int]) -> tuple[int, ...]:
+        axis = _axis(self, self.axis, shape)
+        return tuple(block_size if i == axis else 1 if i < 2 else size for i, size in enumerate(shape))
+
+    def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
+        if self.axis is not None or isinstance(self.block_size, tuple):
+            return self
+        return self.model_copy(update={"axis": 0 if _is_transposed(layer) else 1})
+
+
+def _axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:
+    """The axis counted from the front."""
+    if axis is None:
+        raise SpecError(
+            f"{granularity!r} has no axis yet: give axis=, or take it from the layer with granularity.resolve(layer)"
+        )
+    if not -len(shape) <= axis < len(shape):
+        raise SpecError(f"axis {axis} is outside shape {tuple(shape)}: {granularity!r} needs another axis")
+    return axis % len(shape)
+
+
+def _is_transposed(layer: nn.Module | type[nn.Module]) -> bool:
+    kind = layer if isinstance(layer, type) else type(layer)
+    return issubclass(kind, _TRANSPOSED)

@@ -1,0 +1,90 @@
+"""Calculators that remember the distribution: a histogram of fixed size, whatever the number of batches.
+
+The same data in another order, or observed in parts and merged, gives the same histogram bit for bit.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalepoint.errors import SpecError
+from scalepoint.numerics import QParams, as_blocks
+from scalepoint.numerics.histogram import Histogram, histogram_of, merge
+from scalepoint.numerics.search import least_divergence, least_squares_of_histogram, percentile_of_histogram
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
+from scalepoint.spec.range_calculator import check_bins, check_percentile, levels_of
+from scalepoint.spec.running import GlobalMinMaxQParamsCalculator
+
+
+class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
+    """Streams into a histogram a block (`counts`, `power`); a subclass chooses the range from it."""
+
+    counts: Tensor
+    power: Tensor
+
+    def __init__(self, *args: Any, bins: int = 4096, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bins = check_bins(bins)
+        self.register_buffer("counts", torch.empty(0, dtype=torch.int64))
+        self.register_buffer("power", torch.empty(0, dtype=torch.int32))
+
+    @abstractmethod
+    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """(low, high), one value a block, from the histogram and the extremes seen."""
+        raise SpecError(f"{type(self).__name__} must implement choose_range(histogram, low, high)")
+
+    def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
+        seen = histogram_of(as_blocks(tensor, self.granularity.get_block_size(tensor.shape)), self.bins)
+        self._take(seen)
+        super().compute_qparams(tensor, min_val, max_val)
+        return self._from_histogram()
+
+    def _take(self, seen: Histogram) -> None:
+        if self.counts.numel():
+            seen = merge(Histogram(self.counts, self.power), seen)
+        self._keep("counts", seen.counts)
+        self._keep("power", seen.power)
+
+    def _from_histogram(self) -> QParams:
+        histogram = Histogram(self.counts, self.power)
+        low, high = self.choose_range(histogram, self.running_min.flatten(), self.running_max.flatten())
+        return self.choose(low.reshape(self.running_min.shape), high.reshape(self.running_min.shape))
+
+    def merge(self, other: QParamsCalculatorBase) -> None:
+        check_same_kind(self, other)
+        assert isinstance(other, HistogramQParamsCalculator)  # noqa: S101  # same kind
+        if other.is_initialized:
+            self._take(Histogram(other.counts.to(self.counts.device), other.power.to(self.counts.device)))
+            super().merge(other)
+            self.store(self._from_histogram())
+
+
+@QParamsCalculatorBase.register("histogram_percentile")
+class HistogramPercentileQParamsCalculator(HistogramQParamsCalculator):
+    """The (100 - p)-th and p-th percentile of all batches."""
+
+    def __init__(self, *args: Any, percentile: float = 99.99, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.percentile = check_percentile(percentile)
+
+    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        below, above = percentile_of_histogram(histogram, self.percentile)
+        return torch.maximum(below, low), torch.minimum(above, high)
+
+
+@QParamsCalculatorBase.register("histogram_mse")
+class HistogramMseQParamsCalculator(HistogramQParamsCalculator):
+    """The range with the least squared error over all batches."""
+
+    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return least_squares_of_histogram(histogram, low, high, self.grid)
+
+
+@QParamsCalculatorBase.register("histogram_entropy")
+class HistogramEntropyQParamsCalculator(HistogramQParamsCalculator):
+    """The clipping with the least KL divergence over all batches."""
+
+    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return least_divergence(histogram, low, high, levels_of(self.grid))

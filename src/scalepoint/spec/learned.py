@@ -1,0 +1,63 @@
+"""A scale that training learns: LSQ, learned step size quantization (Esser et al., ICLR 2020).
+
+dy/dscale = round(x / scale) - x / scale   inside the range, the limit where clamped,
+times 1 / sqrt(elements a scale * largest code), so that scales and weights learn at the same pace
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalepoint.errors import SpecError
+from scalepoint.numerics import E8M0, EPS, QParams
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
+
+
+@QParamsCalculatorBase.register("learned")
+class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
+    """`scale` is a Parameter: the first tensor's range sets it, gradients change it; the zero point stays.
+
+    Run one batch before the first step, so that there is a scale to learn; the Parameter object is the same
+    before and after, so an optimizer may be built earlier.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.grid.scale_dtype is not None:
+            kind = "a power of two" if self.grid.scale_dtype == E8M0 else "an 8-bit float"
+            raise SpecError(f"a learned scale is float32, scale_dtype makes it {kind}: leave scale_dtype None")
+        empty = self._buffers.pop("scale")
+        assert empty is not None  # noqa: S101  # the base registers it
+        self.scale = nn.Parameter(empty)
+
+    def forward(self, tensor: Tensor) -> QParams:
+        if not self.is_initialized:
+            super().forward(tensor)
+        return self._learning(tensor) if self.is_initialized else self.stored
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        if name == "scale":
+            self.scale.data = value.detach().clone()
+        else:
+            super()._keep(name, value)
+
+    def _learning(self, tensor: Tensor) -> QParams:
+        """The scale, kept positive, with its gradient made small as the paper says."""
+        _, zero_point, minval = self.stored
+        scale = self.scale.clamp(min=EPS)
+        if torch.is_grad_enabled() and self.scale.requires_grad and not self.is_on("export_mode"):
+            elements = tensor.numel() / self.scale.numel()
+            factor = (elements * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5
+            scale = (scale - scale * factor).detach() + scale * factor
+        else:
+            scale = scale.detach()
+        return QParams(scale, zero_point, minval)
+
+    def get_qparams(self) -> QParams:
+        scale, zero_point, minval = super().get_qparams()
+        return QParams(scale.detach(), zero_point, minval)
+
+    def reset(self) -> None:
+        super().reset()
+        self.scale.data = self.scale.new_empty(0)

@@ -1,0 +1,248 @@
+"""From a range to parameters, and where they are kept. A new rule overrides `compute_qparams`.
+
+tensor -> range_calculator -> (min, max) -> compute_qparams -> scale, zero_point, minval -> buffers
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from scalepoint.errors import FrozenError, NonFiniteError, SpecError, UsageError
+from scalepoint.numerics import (
+    E4M3,
+    Grid,
+    QParams,
+    QuantizationFormulation,
+    QuantizationScheme,
+    ScaleRounding,
+    choose_qparams,
+    format_of,
+    is_traced,
+    tensor_scale,
+)
+from scalepoint.numerics.blocks import block_counts
+from scalepoint.spec.granularity import QuantizationGranularity
+from scalepoint.spec.range_calculator import RangeCalculatorBase
+from scalepoint.spec.registry import Registry
+from scalepoint.spec.state import Stateful
+
+OnNan = Literal["error", "skip"]
+
+
+class QParamsCalculatorBase(Registry, Stateful):
+    """Calling it on a tensor gives (scale, zero_point, minval) and stores them as buffers.
+
+    The buffers are empty before the first use; `zero_point` and `minval` are None for float dtypes. Statistics
+    and scales are float32 whatever the tensor's dtype. A batch with NaN or infinity is an error, or, with
+    on_nan="skip", left out and counted in `skipped_batches`.
+    """
+
+    _registry: ClassVar[dict[str, Any]] = {}
+    is_dynamic: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        qscheme: QuantizationScheme,
+        granularity: QuantizationGranularity,
+        target_dtype: torch.dtype,
+        quant_min: float,
+        quant_max: float,
+        range_calculator: RangeCalculatorBase,
+        float_range: Sequence[float | None] = (None, None),
+        scale_dtype: torch.dtype | None = None,
+        *,
+        qformulation: QuantizationFormulation = QuantizationFormulation.ZP,
+        scale_rounding: ScaleRounding = ScaleRounding.FLOOR,
+        exact_zero: bool = False,
+        on_nan: OnNan = "error",
+        **extra: Any,
+    ) -> None:
+        super().__init__()
+        fmt = format_of(dtype)
+        self.dtype, self.target_dtype = dtype, target_dtype
+        self.float_range = tuple(float_range)
+        self.on_nan = on_nan
+        self.name = ""
+        self.grid = Grid(
+            fmt,
+            quant_min,
+            quant_max,
+            QuantizationScheme(qscheme),
+            QuantizationFormulation(qformulation),
+            scale_dtype,
+            ScaleRounding(scale_rounding),
+            exact_zero,
+        )
+        self._granularity = granularity
+        self.range_calculator = range_calculator
+        empty = torch.empty(0)
+        self.register_buffer("scale", empty.clone())
+        self.register_buffer("zero_point", None if fmt.is_float else empty.to(torch.int32))
+        self.register_buffer("minval", None if fmt.is_float else empty.clone())
+        self.register_buffer("tensor_scale", empty.clone() if fmt.is_float and scale_dtype == E4M3 else None)
+        self.register_buffer("observed_batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("skipped_batches", torch.zeros((), dtype=torch.int64))
+        self.add_switch("export_mode", False)
+
+    scale: Tensor
+    zero_point: Tensor | None
+    minval: Tensor | None
+    tensor_scale: Tensor | None
+    observed_batches: Tensor
+    skipped_batches: Tensor
+
+    qscheme = property(lambda self: self.grid.scheme)
+    quant_min = property(lambda self: self.grid.low)
+    quant_max = property(lambda self: self.grid.high)
+    scale_dtype = property(lambda self: self.grid.scale_dtype)
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.scale.numel() > 0
+
+    @property
+    def granularity(self) -> QuantizationGranularity:
+        return self._granularity
+
+    @granularity.setter
+    def granularity(self, granularity: QuantizationGranularity) -> None:
+        if self.is_initialized:
+            raise FrozenError(
+                f"cannot change granularity after the first use, {self._where()} is initialized with "
+                f"{self._granularity!r}: call reset() first, or build a new one"
+            )
+        self._granularity = granularity
+        self.range_calculator.granularity = granularity
+
+    def forward(self, tensor: Tensor) -> QParams:
+        if self.is_initialized and (self.is_on("export_mode") or None not in self.float_range):
+            return self.get_qparams()
+        with torch.no_grad():
+            low, high = self._range(tensor)
+            if not is_traced(tensor) and not self._is_finite(tensor, low, high):
+                return self.stored
+            qparams = self.compute_qparams(tensor, low, high)
+            self.store(qparams)
+            self.observed_batches.add_(1)
+        return qparams
+
+    def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
+        """The parameters for a tensor with this range; the hook of calculators with a memory."""
+        return self.choose(min_val, max_val)
+
+    def choose(self, min_val: Tensor, max_val: Tensor) -> QParams:
+        """The formulas of the grid; a fixed end of float_range replaces the observed one."""
+        low, high = self.float_range
+        min_val = min_val if low is None else torch.full_like(min_val, low)
+        max_val = max_val if high is None else torch.full_like(max_val, high)
+        if self.tensor_scale is not None:
+            largest = torch.maximum(min_val.clamp(max=0.0).abs(), max_val.clamp(min=0.0))
+            self._keep("tensor_scale", tensor_scale(largest, self.grid.format))
+        return choose_qparams(min_val, max_val, self.grid)
+
+    def store(self, qparams: QParams) -> None:
+        """Keep the parameters."""
+        for name, value in zip(QParams._fields, qparams, strict=True):
+            if value is not None and self._buffers[name] is not None:
+                self._keep(name, value)
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        """Set a buffer: in place inside a graph, where it cannot be replaced, else as a new tensor."""
+        own = self._buffers[name]
+        if torch.compiler.is_compiling() and own is not None and own.shape == value.shape:
+            own.copy_(value)
+        else:
+            setattr(self, name, value.detach())
+
+    @property
+    def stored(self) -> QParams:
+        buffers = self._buffers
+        return QParams(self.scale, buffers["zero_point"], buffers["minval"])
+
+    def get_qparams(self) -> QParams:
+        """The stored parameters; empty, with a warning, before the first use."""
+        if not self.is_initialized:
+            warnings.warn(f"{self._where()} has observed nothing yet: its parameters are empty", stacklevel=2)
+        return self.stored
+
+    def set_export_mode(self, enabled: bool = True) -> None:
+        """In export mode the stored parameters are final."""
+        self.switch("export_mode", enabled)
+
+    def reset(self) -> None:
+        """Forget everything observed, as before the first use."""
+        for name, buffer in list(self._buffers.items()):
+            if buffer is not None and name not in self._mirror:
+                fresh = torch.zeros_like(buffer) if name.endswith("_batches") else buffer.new_empty(0)
+                setattr(self, name, fresh)
+
+    def merge(self, other: "QParamsCalculatorBase") -> None:
+        """Take in what another calculator of the same spec observed on other data."""
+        raise UsageError(
+            f"{type(self).__name__} cannot be merged, it has no memory of the data: "
+            "use moving_average, global_minmax or a histogram calculator"
+        )
+
+    def extra_repr(self) -> str:
+        values = [f"{name}={_short(getattr(self, name))}" for name in QParams._fields]
+        return ", ".join([*values, f"export_mode={self.is_on('export_mode')}"])
+
+    @property
+    def _export_mode(self) -> bool:
+        return self.is_on("export_mode")
+
+    def _range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        if None in self.float_range:
+            low, high = self.range_calculator(tensor)
+            return low, high
+        counts = block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))
+        zeros = torch.zeros(counts, device=tensor.device)
+        return zeros, zeros
+
+    def _is_finite(self, tensor: Tensor, low: Tensor, high: Tensor) -> bool:
+        """False when the batch is to be skipped. Looks at the range only: one value a block."""
+        if bool(torch.isfinite(low + 0 * high).all()):
+            return True
+        if self.on_nan == "skip":
+            self.skipped_batches.add_(1)
+            return False
+        nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+        batch = int(self.observed_batches) + int(self.skipped_batches)
+        raise NonFiniteError(
+            f"{self._where()}, batch {batch}: {nans} NaN and {infs} infinite of {tensor.numel()} values of shape "
+            f"{tuple(tensor.shape)}. Nothing was changed. Mend the data or the model, or leave such batches out "
+            "with on_nan='skip'"
+        )
+
+    def _where(self) -> str:
+        return self.name or f"an unnamed {type(self).__name__}"
+
+
+def _short(value: Tensor | None) -> str:
+    return str(value) if value is None or value.numel() <= 8 else f"tensor of shape {tuple(value.shape)}"
+
+
+@QParamsCalculatorBase.register("default")
+class DefaultQParamsCalculator(QParamsCalculatorBase):
+    """A marker: the factory takes `static` for weights and `moving_average` for activations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UsageError(
+            "DefaultQParamsCalculator is a marker class: build through QuantizationComponentFactory, which knows "
+            "whether this is a weight or an activation, or name 'static' or 'moving_average'"
+        )
+
+
+@QParamsCalculatorBase.register("static")
+class StaticQParamsCalculator(QParamsCalculatorBase):
+    """From the current tensor only: right for weights, whose range is the live one."""
+
+
+def check_same_kind(one: QParamsCalculatorBase, other: QParamsCalculatorBase) -> None:
+    """Two calculators can be merged only if they count the same thing."""
+    if type(one) is not type(other) or one.grid != other.grid or one.granularity != other.granularity:
+        raise SpecError(f"cannot merge {other!r} into {one!r}: both must come from the same spec")

@@ -1,0 +1,149 @@
+"""From a tensor to a range: (min, max), one value a block. Ten lines make a new one:
+
+@RangeCalculatorBase.register("three_sigma")
+class ThreeSigma(RangeCalculatorBase):
+    def _generate_min_max(self, tensor):
+        rows = self.blocks(tensor)
+        return rows.mean(1) - 3 * rows.std(1), rows.mean(1) + 3 * rows.std(1)
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from scalepoint.errors import SpecError
+from scalepoint.numerics import Grid, QuantizationScheme, as_blocks, format_of, min_max
+from scalepoint.numerics.blocks import block_counts, is_ragged, segments
+from scalepoint.numerics.histogram import histogram_of
+from scalepoint.numerics.search import least_divergence, least_squares, percentile_of_rows
+from scalepoint.spec.granularity import QuantizationGranularity
+from scalepoint.spec.registry import Registry
+
+
+class RangeCalculatorBase(Registry, nn.Module):
+    """Calling it on a tensor gives (min, max), float32, each shaped one value a block."""
+
+    _registry: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, granularity: QuantizationGranularity, **extra: Any) -> None:
+        super().__init__()
+        self.granularity = granularity
+
+    @abstractmethod
+    def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """(min, max) of a tensor that its blocks divide; any shape with one value a block, in their order."""
+        raise SpecError(f"{type(self).__name__} must implement _generate_min_max(tensor)")
+
+    def blocks(self, tensor: Tensor) -> Tensor:
+        """One row a block, float32: what most calculators want to look at."""
+        return as_blocks(tensor.to(torch.float32), self.granularity.get_block_size(tensor.shape))
+
+    def forward(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        block = self.granularity.get_block_size(tensor.shape)
+        counts = block_counts(tensor.shape, block)
+        if not is_ragged(tensor.shape, block):
+            low, high = self._generate_min_max(tensor)
+            return self._shaped(low, counts), self._shaped(high, counts)
+        low, high = (tensor.new_empty(counts, dtype=torch.float32) for _ in range(2))
+        for at, params, _ in segments(tensor.shape, block):
+            low[params], high[params] = self(tensor[at])
+        return low, high
+
+    def _shaped(self, value: Tensor, counts: tuple[int, ...]) -> Tensor:
+        try:
+            return value.to(torch.float32).reshape(counts)
+        except RuntimeError:
+            raise SpecError(
+                f"{type(self).__name__}._generate_min_max gave shape {tuple(value.shape)}; "
+                f"one value a block is {counts} for {self.granularity!r}"
+            ) from None
+
+
+@RangeCalculatorBase.register("minmax")
+class MinMaxRangeCalculator(RangeCalculatorBase):
+    """The smallest and the largest value."""
+
+    def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        return min_max(tensor, self.granularity.get_block_size(tensor.shape))
+
+
+@RangeCalculatorBase.register("percentile")
+class PercentileRangeCalculator(RangeCalculatorBase):
+    """The (100 - p)-th and the p-th percentile: outliers beyond them are clipped."""
+
+    def __init__(self, granularity: QuantizationGranularity, percentile: float = 99.99, **extra: Any) -> None:
+        super().__init__(granularity, **extra)
+        self.percentile = check_percentile(percentile)
+
+    def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        return percentile_of_rows(self.blocks(tensor), self.percentile)
+
+
+class _GridRangeCalculator(RangeCalculatorBase):
+    """A calculator that must know the codes to choose well; the factory hands it the spec's fields."""
+
+    def __init__(
+        self,
+        granularity: QuantizationGranularity,
+        dtype: torch.dtype = torch.int8,
+        qscheme: QuantizationScheme = QuantizationScheme.SYMMETRIC,
+        quant_min: float | None = None,
+        quant_max: float | None = None,
+        scale_dtype: torch.dtype | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__(granularity, **extra)
+        fmt = format_of(dtype)
+        low, high = fmt.limits(qscheme)
+        self.grid = Grid(
+            fmt,
+            low if quant_min is None else quant_min,
+            high if quant_max is None else quant_max,
+            qscheme,
+            scale_dtype=scale_dtype,
+        )
+
+
+@RangeCalculatorBase.register("mse")
+class MseRangeCalculator(_GridRangeCalculator):
+    """The range with the least squared quantization error, by search over shrunk ranges."""
+
+    def __init__(self, granularity: QuantizationGranularity, search_steps: int = 80, **extra: Any) -> None:
+        super().__init__(granularity, **extra)
+        self.search_steps = search_steps
+
+    def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.blocks(tensor)
+        return least_squares(rows, None, rows.amin(1), rows.amax(1), self.grid, steps=self.search_steps)
+
+
+@RangeCalculatorBase.register("entropy")
+class EntropyRangeCalculator(_GridRangeCalculator):
+    """The clipping that keeps the distribution of the values best (least KL divergence)."""
+
+    def __init__(self, granularity: QuantizationGranularity, bins: int = 2048, **extra: Any) -> None:
+        super().__init__(granularity, **extra)
+        self.bins = check_bins(bins)
+
+    def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.blocks(tensor)
+        return least_divergence(histogram_of(rows, self.bins), rows.amin(1), rows.amax(1), levels_of(self.grid))
+
+
+def levels_of(grid: Grid) -> int:
+    """How many cells the entropy method compares with."""
+    return 2**grid.format.bits if grid.format.is_float else int(grid.span) + 1
+
+
+def check_percentile(percentile: float) -> float:
+    if not 50 < percentile <= 100:
+        raise SpecError(f"percentile={percentile}: it is above 50 and at most 100; 99.99 clips one value in 10,000")
+    return float(percentile)
+
+
+def check_bins(bins: int) -> int:
+    if bins < 16 or bins % 2:
+        raise SpecError(f"bins={bins}: an even number, at least 16; 2048 is usual")
+    return int(bins)

@@ -1,0 +1,71 @@
+"""A class that is also a registry of its subclasses: what a config file can name by a key."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from scalepoint.errors import SpecError, UnknownKeyError, nearest
+
+C = TypeVar("C", bound=type)
+
+
+class Registry:
+    """Mixin. The base of a family sets `_registry = {}`; keys keep the order of registration."""
+
+    _registry: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def register(cls, key: str) -> Callable[[C], C]:
+        """A class decorator that makes the class known under `key`. An existing key is replaced, with a warning."""
+
+        def add(subclass: C) -> C:
+            if not (isinstance(subclass, type) and issubclass(subclass, cls)):
+                raise SpecError(f"{subclass!r} cannot be registered as {key!r}: derive it from {cls.__name__}")
+            if key in cls._registry:
+                old = cls._registry[key].__name__
+                warnings.warn(f"{cls.__name__} {key!r} was {old}, is now {subclass.__name__}", stacklevel=2)
+            cls._registry[key] = subclass
+            return subclass
+
+        if not (isinstance(key, str) and key):
+            raise SpecError(f"a registry key is a non-empty string, not {key!r}")
+        return add
+
+    @classmethod
+    def get_class(cls, key: str) -> Any:
+        """The class registered under `key`."""
+        if key not in cls._registry:
+            raise UnknownKeyError(f"no {cls.__name__} is registered as {key!r}: {nearest(key, cls._registry)}")
+        return cls._registry[key]
+
+    @classmethod
+    def list_registry_keys(cls) -> list[str]:
+        return list(cls._registry)
+
+    @classmethod
+    def list_registry_values(cls) -> list[Any]:
+        return list(cls._registry.values())
+
+    @classmethod
+    def key_of(cls, subclass: type) -> str:
+        """The key a class is registered under; its own way into a file."""
+        for key, registered in cls._registry.items():
+            if registered is subclass:
+                return key
+        raise UnknownKeyError(
+            f"{subclass.__name__} is not registered: put @{cls.__name__}.register('a_key') above it. "
+            f"Known: {', '.join(cls._registry)}"
+        )
+
+
+def constructor_parameters(component: type) -> set[str]:
+    """What a class takes by name when it is built, through bases that `**extra` is passed on to."""
+    names: set[str] = set()
+    for base in component.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters
+            names |= set(parameters)
+            if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+    return names

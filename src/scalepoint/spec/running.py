@@ -1,0 +1,93 @@
+"""Calculators that remember a range over batches: a moving average, or the extremes."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalepoint.errors import SpecError
+from scalepoint.numerics import QParams, is_traced
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
+
+
+class RunningRangeMixin(QParamsCalculatorBase):
+    """Keeps `running_min` and `running_max`; a subclass says how a new range changes them."""
+
+    running_min: Tensor
+    running_max: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("running_min", torch.empty(0))
+        self.register_buffer("running_max", torch.empty(0))
+
+    @abstractmethod
+    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+        """(new running_min, new running_max) when a later batch has this range; the first is taken as it is."""
+        raise SpecError(f"{type(self).__name__} must implement update_running_range(min_val, max_val)")
+
+    def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
+        if self.running_min.numel():
+            if min_val.numel() == self.running_min.numel() == 1:
+                # Per tensor, batches may differ in rank.
+                min_val, max_val = min_val.view_as(self.running_min), max_val.view_as(self.running_min)
+            low, high = self.update_running_range(min_val, max_val)
+            if is_traced(tensor):
+                # A graph cannot raise, so a batch with NaN or infinity leaves the range as it was.
+                finite = torch.isfinite(min_val + 0 * max_val)
+                low = torch.where(finite, low, self.running_min)
+                high = torch.where(finite, high, self.running_max)
+            min_val, max_val = low, high
+        self._keep("running_min", min_val)
+        self._keep("running_max", max_val)
+        return self.choose(min_val, max_val)
+
+    def merge(self, other: QParamsCalculatorBase) -> None:
+        check_same_kind(self, other)
+        assert isinstance(other, RunningRangeMixin)  # noqa: S101  # same kind
+        if not other.is_initialized:
+            return
+        low, high = other.running_min.to(self.scale.device), other.running_max.to(self.scale.device)
+        if self.is_initialized:
+            low, high = self._merged(
+                low, high, other.observed_batches / (self.observed_batches + other.observed_batches)
+            )
+        self._keep("running_min", low)
+        self._keep("running_max", high)
+        self.store(self.choose(low, high))
+        self.observed_batches.add_(other.observed_batches.to(self.observed_batches.device))
+
+    def _merged(self, low: Tensor, high: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The range of both; `weight` is the other's share of the batches."""
+        return torch.minimum(self.running_min, low), torch.maximum(self.running_max, high)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, running_min={self.running_min}, running_max={self.running_max}"
+
+
+@QParamsCalculatorBase.register("moving_average")
+class MovingAverageQParamsCalculator(RunningRangeMixin):
+    """running = c * new + (1 - c) * running, the first batch taken as it is."""
+
+    def __init__(self, *args: Any, averaging_constant: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not 0 < averaging_constant <= 1:
+            raise SpecError(f"averaging_constant={averaging_constant}: it is above 0 and at most 1")
+        self.averaging_constant = averaging_constant
+
+    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+        c = self.averaging_constant
+        return c * min_val + (1 - c) * self.running_min, c * max_val + (1 - c) * self.running_max
+
+    def _merged(self, low: Tensor, high: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        weight = weight.to(low)
+        return torch.lerp(self.running_min, low, weight), torch.lerp(self.running_max, high, weight)
+
+
+@QParamsCalculatorBase.register("global_minmax")
+class GlobalMinMaxQParamsCalculator(RunningRangeMixin):
+    """The extremes of all batches."""
+
+    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.minimum(self.running_min, min_val), torch.maximum(self.running_max, max_val)

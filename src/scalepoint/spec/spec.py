@@ -1,0 +1,278 @@
+"""QuantizationSpec: how one tensor is quantized, as plain frozen data."""
+
+from typing import Annotated, Any, ClassVar, Self
+
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    SerializeAsAny,
+    WithJsonSchema,
+    computed_field,
+    field_validator,
+    model_validator,
+)
+
+from scalepoint.documents import dump_yaml, parse_json, parse_yaml
+from scalepoint.errors import DocumentError, SpecError, nearest
+from scalepoint.numerics import (
+    ALIASES,
+    E4M3,
+    E8M0,
+    FORMATS,
+    FP4,
+    QuantizationFormulation,
+    QuantizationScheme,
+    dtype_name,
+    format_of,
+)
+from scalepoint.spec.fake_quantize import DefaultFakeQuantize, FakeQuantizeImplBase
+from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranularity, QuantizationGranularity
+from scalepoint.spec.qparams_calculator import (
+    DefaultQParamsCalculator,
+    QParamsCalculatorBase,
+    StaticQParamsCalculator,
+)
+from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
+from scalepoint.spec.registry import Registry
+from scalepoint.spec.running import MovingAverageQParamsCalculator
+
+DERIVED = ("n_bits", "target_dtype", "quant_min", "quant_max")
+
+
+class FloatRange(tuple[float | None, float | None]):
+    """(low, high), hashable; equal to the list of the same two."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, list | tuple) else NotImplemented
+
+    __hash__ = tuple.__hash__
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+def _float_range(value: Any) -> FloatRange:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise SpecError(f"float_range={value!r}: give [low, high], each a number or None")
+    for end in value:
+        if isinstance(end, bool) or not (end is None or isinstance(end, int | float)):
+            raise SpecError(f"float_range={value!r}: {end!r} is not a number or None")
+    low, high = (None if end is None else float(end) for end in value)
+    if low is not None and not -torch.inf < low <= 0:
+        raise SpecError(f"float_range={value!r}: low is finite and at most 0, so that zero is representable")
+    if high is not None and not 0 <= high < torch.inf:
+        raise SpecError(f"float_range={value!r}: high is finite and at least 0, so that zero is representable")
+    if low is not None and high is not None and low >= high:
+        raise SpecError(f"float_range={value!r}: low must be below high")
+    return FloatRange((low, high))
+
+
+def to_dtype(value: Any) -> torch.dtype:
+    """A torch.dtype from itself or from its name or alias."""
+    if isinstance(value, torch.dtype):
+        return value
+    name = str(value).removeprefix("torch.")
+    dtype = getattr(torch, ALIASES.get(name, name), None) if isinstance(value, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise SpecError(f"Unsupported dtype: {value!r} is not the name of a torch dtype")
+    return dtype
+
+
+Dtype = Annotated[
+    torch.dtype, BeforeValidator(to_dtype), PlainSerializer(dtype_name), WithJsonSchema({"type": "string"})
+]
+
+
+def _component(base: type[Registry]) -> Any:
+    """A field that holds a registered class, given by key or as the class, and dumps to its key."""
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, str):
+            return base.get_class(value)
+        if isinstance(value, type) and issubclass(value, base):
+            base.key_of(value)
+            return value
+        raise SpecError(f"{value!r} is not a {base.__name__}: give a key or a registered class")
+
+    schema = {"type": "string", "description": f"a key of the {base.__name__} registry"}
+    return Annotated[type[base], BeforeValidator(resolve), PlainSerializer(base.key_of), WithJsonSchema(schema)]
+
+
+class QuantizationSpec(BaseModel):
+    """How one tensor is quantized. Immutable and hashable; a misspelt field is refused by name.
+
+    `n_bits`, `target_dtype`, `quant_min` and `quant_max` follow from the fields; a dump holds them too, and
+    loading one ignores them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    SUPPORTED_DTYPES: ClassVar[set[torch.dtype]] = {dtype for dtype, row in FORMATS.items() if row.bits in (2, 4, 8)}
+
+    dtype: Dtype = torch.int8
+    qscheme: QuantizationScheme = QuantizationScheme.SYMMETRIC
+    qformulation: QuantizationFormulation = QuantizationFormulation.ZP
+    granularity: SerializeAsAny[Annotated[QuantizationGranularity, BeforeValidator(QuantizationGranularity.build)]] = (
+        PerTensorGranularity()
+    )
+    fake_quantize_cls: _component(FakeQuantizeImplBase) = DefaultFakeQuantize  # type: ignore[valid-type]
+    qparam_calculator_cls: _component(QParamsCalculatorBase) = DefaultQParamsCalculator  # type: ignore[valid-type]
+    range_calculator_cls: _component(RangeCalculatorBase) = MinMaxRangeCalculator  # type: ignore[valid-type]
+    float_range: Annotated[
+        FloatRange,
+        BeforeValidator(_float_range),
+        PlainSerializer(list),
+        WithJsonSchema({"type": "array", "items": {"type": ["number", "null"]}, "minItems": 2, "maxItems": 2}),
+    ] = FloatRange((None, None))
+    scale_dtype: Dtype | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in data:
+            if name not in cls.model_fields and name not in DERIVED:
+                raise SpecError(f"{cls.__name__} has no field {name!r}: {nearest(str(name), cls.model_fields)}")
+        return {name: value for name, value in data.items() if name not in DERIVED}
+
+    @field_validator("dtype")
+    @classmethod
+    def _supported(cls, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in cls.SUPPORTED_DTYPES:
+            allowed = ", ".join(sorted(dtype_name(known) for known in cls.SUPPORTED_DTYPES))
+            raise SpecError(f"Unsupported dtype: {dtype_name(dtype)!r}. Allowed dtypes: {allowed}")
+        format_of(dtype)
+        return dtype
+
+    @model_validator(mode="after")
+    def _float_rules(self) -> Self:
+        fmt = format_of(self.dtype)
+        if not fmt.is_float:
+            return self
+        if self.qscheme != QuantizationScheme.SYMMETRIC:
+            raise SpecError(
+                f"FP quantization ({fmt.name}) requires symmetric quantization scheme: "
+                f"{fmt.name} cannot be {self.qscheme}, use qscheme='symmetric'"
+            )
+        if self.qformulation != QuantizationFormulation.ZP:
+            raise SpecError(
+                f"FP quantization ({fmt.name}) requires zero-point quantization formulation: "
+                f"{fmt.name} cannot be {self.qformulation}, use qformulation='zp'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scale_rules(self) -> Self:
+        allowed = _scale_dtypes(self.dtype)
+        if self.scale_dtype not in allowed:
+            given = "None" if self.scale_dtype is None else dtype_name(self.scale_dtype)
+            names = " or ".join("None" if kind is None else dtype_name(kind) for kind in allowed)
+            raise SpecError(f"scale_dtype={given}: the scale of {dtype_name(self.dtype)} may be {names}")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_scale(cls, data: Any) -> Any:
+        """fp4 without a scale type has e8m0 scales (MX)."""
+        if isinstance(data, dict) and data.get("scale_dtype") is None:
+            dtype = data.get("dtype", torch.int8)
+            name = dtype if isinstance(dtype, str) else dtype_name(dtype) if isinstance(dtype, torch.dtype) else ""
+            if ALIASES.get(name.removeprefix("torch."), name.removeprefix("torch.")) == dtype_name(FP4):
+                return {**data, "scale_dtype": E8M0}
+        return data
+
+    @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
+    @property
+    def n_bits(self) -> int:
+        """Width of a code."""
+        return format_of(self.dtype).bits
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def target_dtype(self) -> Dtype:
+        """Storage type of the codes."""
+        return format_of(self.dtype).storage
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def quant_min(self) -> int | float:
+        """Lowest code."""
+        return self.get_quant_range(self.dtype, self.qscheme)[0]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def quant_max(self) -> int | float:
+        """Highest code."""
+        return self.get_quant_range(self.dtype, self.qscheme)[1]
+
+    @classmethod
+    def get_n_bits_from_dtype(cls, dtype: torch.dtype | str) -> int:
+        return format_of(to_dtype(dtype)).bits
+
+    @classmethod
+    def get_target_dtype(cls, dtype: torch.dtype | str) -> torch.dtype:
+        return format_of(to_dtype(dtype)).storage
+
+    @classmethod
+    def get_quant_range(
+        cls, dtype: torch.dtype | str, qscheme: QuantizationScheme | str = QuantizationScheme.SYMMETRIC
+    ) -> tuple[float, float]:
+        return format_of(to_dtype(dtype)).limits(QuantizationScheme(qscheme))
+
+    def get_extra_args(self) -> dict[str, Any]:
+        """The fields a subclass adds; they reach every component's constructor."""
+        own = type(self).model_fields
+        return {name: getattr(self, name) for name in own if name not in QuantizationSpec.model_fields}
+
+    def replace(self, **changes: Any) -> Self:
+        """The same spec with some fields changed, checked anew."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        if "dtype" in changes and "scale_dtype" not in changes:
+            fields["scale_dtype"] = None
+        return type(self)(**{**fields, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: names and keys, ready for any file format."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        if not isinstance(fields, dict):
+            raise DocumentError(f"a {cls.__name__} is a mapping of its fields, not {type(fields).__name__}")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls.from_dict(parse_json(text))
+
+    def to_yaml(self) -> str:
+        return dump_yaml(self.to_dict())
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        return cls.from_dict(parse_yaml(text))
+
+
+def _scale_dtypes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
+    if not format_of(dtype).is_float:
+        return (None,)
+    return (E8M0, E4M3) if dtype == FP4 else (None, E8M0)
+
+
+def default_weight_quantization_spec() -> QuantizationSpec:
+    """int8, symmetric, per channel along axis 0, from the live weight."""
+    return QuantizationSpec(granularity=PerChannelGranularity(axis=0), qparam_calculator_cls=StaticQParamsCalculator)
+
+
+def default_activation_quantization_spec() -> QuantizationSpec:
+    """int8, symmetric, per tensor, moving average of the range."""
+    return QuantizationSpec(qparam_calculator_cls=MovingAverageQParamsCalculator)

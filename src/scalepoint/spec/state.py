@@ -1,0 +1,65 @@
+"""State that survives: what a quantizer needs so that save, load, copy, move, compile and export just work.
+
+- A switch is a one-byte buffer, so it is in the state_dict, with a Python mirror, so that reading it costs no
+  device sync and a compiler sees a constant. A write to the buffer is noticed by its version counter.
+- Buffers start empty and take their shape from the first tensor seen, or from a checkpoint.
+- Scales and statistics stay float32 when the model is cast.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+
+class Stateful(nn.Module):
+    """An nn.Module with switches and buffers that take their shape late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mirror: dict[str, bool] = {}
+        self._mirrored: dict[str, tuple[Tensor, int]] = {}
+
+    def add_switch(self, name: str, on: bool) -> None:
+        self.register_buffer(name, torch.tensor([int(on)], dtype=torch.uint8))
+        self._mirror[name] = on
+
+    def is_on(self, name: str) -> bool:
+        """The value of a switch. Inside a compiled or exported graph it is a constant of that graph."""
+        if torch.compiler.is_compiling():
+            return self._mirror[name]
+        buffer = self._buffers[name]
+        if type(buffer) is not Tensor or buffer.is_meta:
+            return self._mirror[name]
+        version = -1 if buffer.is_inference() else buffer._version
+        known = self._mirrored.get(name)
+        if known is None or known[0] is not buffer or known[1] != version or version < 0:
+            self._mirror[name] = bool(buffer.item())
+            self._mirrored[name] = (buffer, version)
+        return self._mirror[name]
+
+    def switch(self, name: str, on: bool) -> None:
+        buffer = self._buffers[name]
+        if buffer is not None and not buffer.is_meta:
+            with torch.no_grad():
+                buffer.fill_(int(on))
+        self._mirror[name] = bool(on)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Give a buffer that is still empty, here or in the checkpoint, the checkpoint's shape; then load."""
+        for name, own in [*self._buffers.items(), *self._parameters.items()]:
+            saved = state_dict.get(prefix + name)
+            if own is None or not isinstance(saved, Tensor) or saved.shape == own.shape:
+                continue
+            if own.numel() == 0 or saved.numel() == 0:
+                own.data = torch.empty(saved.shape, dtype=own.dtype, device=own.device)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
