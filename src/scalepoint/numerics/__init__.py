@@ -1,7 +1,8 @@
 """Pure functions on tensors: the one implementation of the arithmetic that everything else calls."""
 
+from scalepoint.numerics.affine import Steps, steps_of
 from scalepoint.numerics.blocks import as_blocks, block_counts, block_view, check_divides
-from scalepoint.numerics.fake import fake_quantize, is_traced
+from scalepoint.numerics.fake import fake_quantize, is_traced, straight_through
 from scalepoint.numerics.format import (
     ALIASES,
     E4M3,
@@ -43,6 +44,7 @@ __all__ = [
     "QuantizationFormulation",
     "QuantizationScheme",
     "ScaleRounding",
+    "Steps",
     "as_blocks",
     "block_counts",
     "block_scale",
@@ -58,5 +60,7 @@ __all__ = [
     "power_of_two_scale",
     "quantize",
     "round_to_float",
+    "steps_of",
+    "straight_through",
     "tensor_scale",
 ]

@@ -22,6 +22,7 @@ from scalepoint.numerics.format import Format, Grid, QuantizationFormulation
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.rounding import round_to_float
 
+SMALL = 1024
 PIECE = 65536  # float32 elements: a piece, its result and one scratch stay in a core's L2 cache
 
 
@@ -63,37 +64,44 @@ def code_base(qparams: QParams, grid: Grid) -> Tensor | float:
     return qparams.zero_point.to(qparams.scale.dtype)
 
 
-def divide(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None) -> Tensor:
-    """t of the steps: not yet clamped."""
+def divide(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None, *, in_place: bool = True) -> Tensor:
+    """t of the steps: not yet clamped. The first operation makes a new tensor, or fills `out`; others reuse it."""
     if steps.shift is not None:
         x = torch.sub(x, steps.shift, out=out)
-    x = torch.div(x, steps.scale, out=out)
-    return x if fmt.is_float else torch.round(x, out=out)
+        out = x if in_place else None
+    t = torch.div(x, steps.scale) if out is None else torch.div(x, steps.scale, out=out)
+    if fmt.is_float:
+        return t
+    return t.round_() if in_place else t.round()
 
 
 def clamp(t: Tensor, steps: Steps, out: Tensor | None = None) -> Tensor:
+    """c of the steps, before a float format rounds it; into `out`, which may be t."""
     if isinstance(steps.low, Tensor) and isinstance(steps.high, Tensor):
         # Two vectorized passes: torch.clamp with broadcast tensor bounds runs a scalar loop.
         t = torch.maximum(t, steps.low, out=out)
         return torch.minimum(t, steps.high, out=out)
-    return torch.clamp(t, float(steps.low), float(steps.high), out=out)
+    low, high = float(steps.low), float(steps.high)
+    return t.clamp_(low, high) if out is t else torch.clamp(t, low, high, out=out)
 
 
-def restore(c: Tensor, steps: Steps, out: Tensor | None = None) -> Tensor:
+def restore(c: Tensor, steps: Steps, *, in_place: bool = False) -> Tensor:
     """y of the steps, from the centred code."""
-    y = torch.mul(c, steps.scale, out=out)
-    return y if steps.shift is None else torch.add(y, steps.shift, out=out)
+    y = c.mul_(steps.scale) if in_place else c * steps.scale
+    if steps.shift is not None:
+        y = y.add_(steps.shift) if in_place else y + steps.shift
+    return y
 
 
 def centred_code(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """c of the steps as float32."""
-    c = clamp(divide(x, steps, fmt), steps)
+    c = clamp(divide(x, steps, fmt, in_place=False), steps)
     return round_to_float(c, fmt) if fmt.is_float else c
 
 
 def round_trip_traced(x: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Tensor]:
     """(y, inside) with functional operations only, for export, compile, vmap and fake tensors."""
-    t = divide(x, steps, fmt)
+    t = divide(x, steps, fmt, in_place=False)
     c = clamp(t, steps)
     inside = t == c
     if fmt.is_float:
@@ -108,57 +116,53 @@ def round_trip(
 
     One output, in-place vector operations on it, in pieces that stay in cache when the tensor is large.
     """
-    if out is None:
-        out = torch.empty_like(x)
-    if x.device.type != "cpu" or x.numel() < 2 * PIECE or not (x.is_contiguous() and out.is_contiguous()):
-        inside = _whole(x, steps, fmt, out, want_inside)
-        return out, inside
-    return out, _in_pieces(x, steps, fmt, out, want_inside)
+    if x.numel() >= 2 * PIECE and x.device.type == "cpu" and x.is_contiguous():
+        out = torch.empty_like(x) if out is None else out
+        return out, _in_pieces(x, steps, fmt, out, want_inside)
+    y, inside = _whole(x, steps, fmt, out, want_inside)
+    return y if y.dtype == x.dtype else y.to(x.dtype), inside
 
 
-def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor, want_inside: bool) -> Tensor | None:
-    work = out if out.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
-    x = x if x.dtype == torch.float32 else work.copy_(x)
-    t = divide(x, steps, fmt, work)
-    if want_inside:
-        c = clamp(t, steps)
-        inside = torch.eq(t, c)
-        work.copy_(c)
-    else:
-        clamp(t, steps, work)
-        inside = None
+def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, want_inside: bool) -> tuple[Tensor, Tensor | None]:
+    """All at once; the first step makes the output, in the memory format of x, and the others reuse it."""
+    if out is None and not x.is_contiguous():
+        out = torch.empty_like(x, dtype=torch.float32)
+    work = out if out is None or out.dtype == torch.float32 else None
+    t = divide(_as_float32(x), steps, fmt, work)
+    c = clamp(t, steps, None if want_inside else t)
+    inside = torch.eq(t, c) if want_inside else None
     if fmt.is_float:
-        round_to_float(work, fmt, out=work)
-    restore(work, steps, work)
-    if work is not out:
-        out.copy_(work)
-    return inside
+        # For a few elements the cast's one slow kernel is still quicker than six fast ones; the values are the same.
+        c = c.to(fmt.cast).to(torch.float32) if fmt.cast and c.numel() <= SMALL else round_to_float(c, fmt, out=c)
+    y = restore(c, steps, in_place=True)
+    return y if out is None or y is out else out.copy_(y), inside
 
 
 def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, want_inside: bool) -> Tensor | None:
+    """The same into `out`, piece by piece; gives the mask, which is only made once a piece holds a clamped value."""
     inside: Tensor | None = None
-    start = 0
     spare = [torch.empty(0, device=x.device) for _ in range(2)]
-    for part, target, steps_part in _pieces(x, out, steps):
-        first, second = (_at_least(buffer, part) for buffer in spare)
-        spare = [first, second]
-        t = divide(_as_float32(part), steps_part, fmt, first[: part.numel()].view(part.shape))
-        work = target if target.dtype == torch.float32 else second[: part.numel()].view(part.shape)
-        c = clamp(t, steps_part, work)
-        if want_inside and _clipped(t, c, steps_part):
+    start = 0
+    for part, target, own in _pieces(x, out, steps):
+        spare = [_at_least(buffer, part) for buffer in spare]
+        first, second = (buffer[: part.numel()].view(part.shape) for buffer in spare)
+        work = target if target.dtype == torch.float32 else second
+        t = divide(_as_float32(part), own, fmt, first if want_inside else work)
+        c = clamp(t, own, work)
+        if want_inside and _clipped(t, own):
             if inside is None:
                 inside = torch.ones(x.numel(), dtype=torch.bool, device=x.device)
             torch.eq(t, c, out=inside[start : start + part.numel()].view(part.shape))
         if fmt.is_float:
-            round_to_float(work, fmt, out=work, scratch=t)
-        restore(work, steps_part, work)
-        if work is not target:
-            target.copy_(work)
+            round_to_float(c, fmt, out=c, scratch=first)
+        restore(c, own, in_place=True)
+        if c is not target:
+            target.copy_(c)
         start += part.numel()
     return None if inside is None else inside.view(x.shape)
 
 
-def _clipped(t: Tensor, c: Tensor, steps: Steps) -> bool:
+def _clipped(t: Tensor, steps: Steps) -> bool:
     """Whether a piece on the CPU holds a clamped value (or NaN); cheaper than its mask by a factor of five."""
     if isinstance(steps.low, Tensor):
         return True

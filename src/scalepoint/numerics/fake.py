@@ -36,14 +36,15 @@ def fake_quantize(
 
     def run(part: Tensor, params: QParams) -> Tensor:
         target = None if out is None else out.view(part.shape)
-        return _straight_through(part, steps_of(params, grid, fixed_zero=fixed_zero), grid.format, target)
+        return straight_through(part, steps_of(params, grid, fixed_zero=fixed_zero), grid.format, target)
 
     return by_block(run, x, qparams, block)
 
 
-def _straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None) -> Tensor:
+def straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None) -> Tensor:
+    """The same with the steps at hand, which broadcast against x: what a frozen quantizer calls again and again."""
     learns = steps.scale.requires_grad
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or learns)
+    needs_grad = (x.requires_grad or learns) and torch.is_grad_enabled()
     if is_traced(x):
         return _traced(x, steps, fmt, learns=learns, needs_grad=needs_grad)
     if not needs_grad:

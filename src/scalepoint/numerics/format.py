@@ -58,6 +58,11 @@ class Format:
     def is_signed(self) -> bool:
         return self.low < 0
 
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype whose cast rounds to this format, if torch has one."""
+        return self.storage if self.is_float and self.bits == 8 else None
+
     def limits(self, scheme: QuantizationScheme) -> tuple[float, float]:
         """The codes in use; clipping drops the lowest one of a signed integer, so that both ends weigh the same."""
         if scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and self.is_signed:

@@ -5,6 +5,7 @@ parameters broadcast as they are, which is so per tensor and per channel.
 """
 
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 from torch import Tensor

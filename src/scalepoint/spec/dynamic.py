@@ -13,7 +13,7 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
     With PerTokenGranularity each token has its own scale, whatever the batch and the length.
     """
 
-    is_dynamic = True
+    always_called = True
 
     def forward(self, tensor: Tensor) -> QParams:
         low, high = self._range(tensor.detach())

@@ -18,16 +18,23 @@ from scalepoint.numerics import (
     QParams,
     QuantizationFormulation,
     QuantizationScheme,
+    Steps,
     dequantize,
     fake_quantize,
     format_of,
     is_traced,
     quantize,
+    steps_of,
+    straight_through,
 )
+from scalepoint.numerics.affine import SMALL
+from scalepoint.numerics.blocks import block_view, is_ragged
 from scalepoint.spec.granularity import QuantizationGranularity
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 from scalepoint.spec.registry import Registry
 from scalepoint.spec.state import Stateful
+
+_SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
 
 
 class CompressionTargetTensor(StrEnum):
@@ -101,27 +108,25 @@ class FakeQuantizeImplBase(Registry, Stateful):
             self.qparams_calculator.granularity = granularity
 
     def forward(self, tensor: Tensor) -> Tensor:
-        observing, quantizing = self.is_on("observer_enabled"), self.is_on("fake_quant_enabled")
-        if self.is_on("disabled") or not (observing or quantizing) or self._passes(tensor, observing):
+        observing, quantizing, disabled = self.are_on(_SWITCHES)
+        if disabled or not (observing or quantizing) or self._passes(tensor, observing):
             return tensor
-        calculator = self.qparams_calculator
-        if observing or calculator.is_dynamic:
+        calculator: Any = self._modules["qparams_calculator"]
+        if observing or calculator.always_called:
             qparams = self._observe(tensor)
-            if qparams is None or not quantizing:
-                return tensor
         else:
             qparams = calculator.stored
-            if qparams.scale.numel() == 0:
+            if not qparams.scale.numel():
                 raise NotObservedError(
                     f"{self._where()} has no parameters: nothing was observed and the observer is off. "
                     "Run calibration data through the model with the observer on, or load a calibrated state"
                 )
-            if type(calculator).forward is not QParamsCalculatorBase.forward:
-                qparams = calculator(tensor)
-        return self._simulate(tensor, qparams)
+        return tensor if qparams is None or not quantizing else self._simulate(tensor, qparams)
 
     def _simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
-        return self.fake_quantize(tensor, *self._fitted(tensor, qparams))
+        if qparams.scale.ndim != tensor.ndim or qparams.scale.device != tensor.device:
+            qparams = self._fitted(tensor, qparams)
+        return self.fake_quantize(tensor, *qparams)
 
     def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
         """dequantize(quantize(tensor)) with a gradient of 1 everywhere; DefaultFakeQuantize does better."""
@@ -247,8 +252,6 @@ class FakeQuantizeImplBase(Registry, Stateful):
                 f"{self._where()}: the tensor is on {tensor.device}, the parameters are on {scale.device}. "
                 f"Move the quantizer: .to({str(tensor.device)!r})"
             )
-        if scale.ndim == tensor.ndim:
-            return qparams
         if scale.numel() == 1:
             return qparams.map(lambda value: value.reshape((1,) * tensor.ndim))
         raise TensorError(
@@ -273,6 +276,49 @@ class PartialConstructor:
         return f"PartialConstructor({self.constructor!r})"
 
 
+class _Kept(NamedTuple):
+    """The steps made from parameters, and what tells that they changed; a frozen quantizer makes them once."""
+
+    scale: Tensor
+    zero_point: Tensor | None
+    minval: Tensor | None
+    versions: int
+    shape: torch.Size | None
+    steps: Steps
+    view: tuple[int, ...] | None
+
+    @staticmethod
+    def make(tensor: Tensor, qparams: QParams, grid: Grid, block: tuple[int, ...] | None) -> "_Kept":
+        shape = view = None
+        at_hand = qparams
+        if block is not None:
+            blocks = block_view(tensor.shape, block)
+            shape, view = tensor.shape, blocks.tensor
+            at_hand = qparams.map(lambda value: value.view(blocks.params))
+            if tensor.numel() <= SMALL:  # one value an element costs nothing here, and saves two views a call
+                view = None
+                at_hand = at_hand.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
+        return _Kept(*qparams, _versions(*qparams), shape, steps_of(at_hand, grid, fixed_zero=True), view)
+
+    def fits(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> bool:
+        return (
+            scale is self.scale
+            and zero_point is self.zero_point
+            and minval is self.minval
+            and _versions(scale, zero_point, minval) == self.versions
+            and (self.shape is None or tensor.shape == self.shape)
+        )
+
+
+def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> int:
+    """A number that grows with every write to one of the three."""
+    return (
+        scale._version
+        + (zero_point._version if zero_point is not None else 0)
+        + (minval._version if minval is not None else 0)
+    )
+
+
 class _Cached(NamedTuple):
     """A weight's fake-quantized form, and what it was made from."""
 
@@ -293,6 +339,7 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         super().__init__(*args, **kwargs)
         self.cache_weights = cache_weights
         self._cache: _Cached | None = None
+        self._kept: _Kept | None = None
 
     def quantize(
         self,
@@ -316,16 +363,24 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         return dequantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor)).to(output_dtype)
 
     def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
-        return fake_quantize(
-            tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor), fixed_zero=True
-        )
+        kept = self._kept
+        if kept is None or not kept.fits(tensor, scale, zero_point, minval) or torch.compiler.is_compiling():
+            qparams = QParams(scale, zero_point, minval)
+            block = self._block(tensor)
+            ragged = block is not None and is_ragged(tensor.shape, block)
+            if torch.compiler.is_compiling() or scale.requires_grad or scale.is_inference() or ragged:
+                return fake_quantize(tensor, qparams, self.grid, block, fixed_zero=True)
+            kept = self._kept = _Kept.make(tensor, qparams, self.grid, block)
+        if kept.view is None:
+            return straight_through(tensor, kept.steps, self.grid.format)
+        return straight_through(tensor.view(kept.view), kept.steps, self.grid.format).reshape(tensor.shape)
 
     def _block(self, tensor: Tensor) -> tuple[int, ...] | None:
         granularity = self.granularity
         return None if granularity.broadcasts else granularity.get_block_size(tensor.shape)
 
     def _simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
-        if not self._may_cache(tensor):
+        if not self._may_cache(tensor) or qparams.scale.is_inference():
             return super()._simulate(tensor, qparams)
         marks = _marks(tensor, qparams)
         if self._cache is not None and self._cache.weight is tensor and self._cache.marks == marks:
@@ -357,7 +412,7 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": None}
+        return {**self.__dict__, "_cache": None, "_kept": None}
 
 
 def _marks(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:

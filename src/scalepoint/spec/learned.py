@@ -22,6 +22,8 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
     before and after, so an optimizer may be built earlier.
     """
 
+    always_called = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.grid.scale_dtype is not None:
@@ -54,9 +56,9 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
             scale = scale.detach()
         return QParams(scale, zero_point, minval)
 
-    def get_qparams(self) -> QParams:
-        scale, zero_point, minval = super().get_qparams()
-        return QParams(scale.detach(), zero_point, minval)
+    @property
+    def stored(self) -> QParams:
+        return QParams(self.scale.detach(), self._buffers["zero_point"], self._buffers["minval"])
 
     def reset(self) -> None:
         super().reset()

@@ -41,7 +41,7 @@ class QParamsCalculatorBase(Registry, Stateful):
     """
 
     _registry: ClassVar[dict[str, Any]] = {}
-    is_dynamic: ClassVar[bool] = False
+    always_called: ClassVar[bool] = False  # also when the observer is off: its parameters are not just stored ones
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class QParamsCalculatorBase(Registry, Stateful):
     def store(self, qparams: QParams) -> None:
         """Keep the parameters."""
         for name, value in zip(QParams._fields, qparams, strict=True):
-            if value is not None and self._buffers[name] is not None:
+            if value is not None and getattr(self, name) is not None:
                 self._keep(name, value)
 
     def _keep(self, name: str, value: Tensor) -> None:
@@ -160,8 +160,8 @@ class QParamsCalculatorBase(Registry, Stateful):
 
     @property
     def stored(self) -> QParams:
-        buffers = self._buffers
-        return QParams(self.scale, buffers["zero_point"], buffers["minval"])
+        buffers = self._buffers  # not by attribute: nn.Module looks those up slowly
+        return QParams(buffers["scale"], buffers["zero_point"], buffers["minval"])  # type: ignore[arg-type]
 
     def get_qparams(self) -> QParams:
         """The stored parameters; empty, with a warning, before the first use."""

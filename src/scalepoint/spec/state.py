@@ -6,7 +6,7 @@
 - Scales and statistics stay float32 when the model is cast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,25 +19,35 @@ class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._mirror: dict[str, bool] = {}
-        self._mirrored: dict[str, tuple[Tensor, int]] = {}
+        self._mirrored: dict[str, tuple[Tensor | None, int]] = {}
 
     def add_switch(self, name: str, on: bool) -> None:
         self.register_buffer(name, torch.tensor([int(on)], dtype=torch.uint8))
         self._mirror[name] = on
+        self._mirrored[name] = (None, 0)
 
     def is_on(self, name: str) -> bool:
         """The value of a switch. Inside a compiled or exported graph it is a constant of that graph."""
-        if torch.compiler.is_compiling():
-            return self._mirror[name]
-        buffer = self._buffers[name]
-        if type(buffer) is not Tensor or buffer.is_meta:
-            return self._mirror[name]
-        version = -1 if buffer.is_inference() else buffer._version
-        known = self._mirrored.get(name)
-        if known is None or known[0] is not buffer or known[1] != version or version < 0:
+        return self.are_on((name,))[0]
+
+    def are_on(self, names: Sequence[str]) -> list[bool]:
+        """The values of several switches, at the price of little more than one."""
+        if not torch.compiler.is_compiling():
+            buffers, mirrored = self._buffers, self._mirrored
+            for name in names:
+                buffer = buffers[name]
+                seen, version = mirrored[name]
+                if buffer is not None and (seen is not buffer or version != buffer._version):
+                    self._look(name, buffer)
+        mirror = self._mirror
+        return [mirror[name] for name in names]
+
+    def _look(self, name: str, buffer: Tensor) -> None:
+        """Read a switch that was written or replaced; a stand-in without a value keeps the last one."""
+        if type(buffer) is Tensor and not buffer.is_meta:
             self._mirror[name] = bool(buffer.item())
-            self._mirrored[name] = (buffer, version)
-        return self._mirror[name]
+            if not buffer.is_inference():
+                self._mirrored[name] = (buffer, buffer._version)
 
     def switch(self, name: str, on: bool) -> None:
         buffer = self._buffers[name]

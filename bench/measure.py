@@ -1,0 +1,74 @@
+"""Side-by-side measurement for machines that are shared and noisy: interleaved runs, medians, CPU time, ratios."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim: a measured ratio, the limit it must stay within, and what it is measured against."""
+
+    name: str
+    ratio: float
+    limit: float
+    against: str
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio <= self.limit
+
+
+def interleave(runs: dict[str, Callable[[], object]], repeats: int = 9, inner: int = 1) -> dict[str, float]:
+    """Median CPU seconds of each run, all of them taken in turn so that noise hits them alike."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.process_time()
+            for _ in range(inner):
+                run()
+            times[name].append((time.process_time() - start) / inner)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def peak_extra_bytes(run: Callable[[], object]) -> int:
+    """How far the process grows beyond what it holds now while `run` works (Linux: resets the high-water mark)."""
+    status = Path("/proc/self/status")
+
+    def read(key: str) -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = read("VmRSS:")
+    run()
+    return read("VmHWM:") - before
+
+
+def report(title: str, rows: list[Row], path: Path) -> bool:
+    """Print the table, write it as JSON, and say whether every row holds."""
+    table = Table(title=title)
+    for column in ("row", "ratio", "limit", "against", "note"):
+        table.add_column(column, justify="right" if column in ("ratio", "limit") else "left")
+    for row in rows:
+        style = None if row.holds else "bold red"
+        table.add_row(row.name, f"{row.ratio:.2f}", f"{row.limit:.2f}", row.against, row.note, style=style)
+    console = Console(width=118)
+    console.print(table)
+    missed = [row.name for row in rows if not row.holds]
+    console.print(
+        f"{len(rows) - len(missed)} of {len(rows)} rows within their limit" + (f"; missed: {missed}" if missed else "")
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps([{**asdict(row), "holds": row.holds} for row in rows], indent=2))
+    console.print(f"written to {path}")
+    return not missed
