@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python bench/demo.py
+	$(BIN)/python demo/weights.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -10,6 +10,7 @@ from scalepoint.errors import DocumentError
 MAX_BYTES = 1_000_000
 MAX_ALIASES = 64
 MAX_DEPTH = 64
+MAX_ITEMS = 100_000
 
 _BASE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -31,7 +32,7 @@ class _Loader(_BASE_LOADER):  # type: ignore[misc]  # the C loader has no stubs
 
 def parse_yaml(text: str) -> Any:
     """The plain value of a YAML text; no tags, at most 1 MB, 64 aliases and 64 levels."""
-    _check_size(text)
+    _check_text(text)
     aliases = depth = 0
     try:
         for event in yaml.parse(text, Loader=_BASE_LOADER):
@@ -43,20 +44,52 @@ def parse_yaml(text: str) -> Any:
                 raise DocumentError(f"nested deeper than {MAX_DEPTH} levels")
         loader = _Loader(text)
         try:
-            return loader.get_single_data()
+            node = loader.get_single_node()
+            _expanded(node, {}, set())
+            return None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
-    except yaml.YAMLError as error:
+    except DocumentError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # a date or a number that cannot be one is a ValueError
         raise DocumentError(f"not valid YAML: {error}") from error
+
+
+def _expanded(node: Any, sizes: dict[int, int], open_nodes: set[int]) -> int:
+    """How many items a node stands for when its aliases are written out; too many, or endless, is an error."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) in open_nodes:
+        raise DocumentError(f"line {node.start_mark.line + 1} contains itself")
+    if id(node) not in sizes:
+        open_nodes.add(id(node))
+        pairs = isinstance(node, yaml.MappingNode)
+        children = [child for pair in node.value for child in pair] if pairs else node.value
+        sizes[id(node)] = 1 + sum(_expanded(child, sizes, open_nodes) for child in children)
+        open_nodes.discard(id(node))
+    if sizes[id(node)] > MAX_ITEMS:
+        raise DocumentError(f"stands for more than {MAX_ITEMS} items once its aliases are written out")
+    return sizes[id(node)]
 
 
 def parse_json(text: str) -> Any:
     """The plain value of a JSON text of at most 1 MB."""
-    _check_size(text)
+    _check_text(text)
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except DocumentError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise DocumentError(f"not valid JSON: {error}") from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise DocumentError(f"{key!r} is given twice")
+        found[key] = value
+    return found
 
 
 def dump_yaml(value: Any) -> str:
@@ -65,7 +98,9 @@ def dump_yaml(value: Any) -> str:
     return text
 
 
-def _check_size(text: str) -> None:
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise DocumentError(f"a text is needed, not {type(text).__name__}")
     size = len(text.encode(errors="surrogatepass"))
     if size > MAX_BYTES:
         raise DocumentError(f"{size} bytes: a config has at most {MAX_BYTES}")

@@ -17,6 +17,7 @@ A message says what was given, what is allowed, where, and the way out.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
 
 
 class ScalepointError(Exception):
@@ -62,6 +63,15 @@ class UsageError(ScalepointError, RuntimeError):
 
 class DocumentError(ScalepointError, ValueError):
     code = "SP-C001"
+
+
+def shown(value: object) -> str:
+    """What was given, short enough for a message whatever it is."""
+    return _SHORT.repr(value)
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

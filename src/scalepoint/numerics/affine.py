@@ -23,6 +23,7 @@ from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.rounding import round_to_float
 
 SMALL = 1024
+HALF_MAX = torch.finfo(torch.float16).max
 PIECE = 65536  # float32 elements: a piece, its result and one scratch stay in a core's L2 cache
 
 
@@ -93,6 +94,13 @@ def restore(c: Tensor, steps: Steps, *, in_place: bool = False) -> Tensor:
     return y
 
 
+def narrow(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in the input's dtype; rounding to a code near the end of float16 must not become infinity."""
+    if y.dtype == dtype:
+        return y
+    return y.clamp(-HALF_MAX, HALF_MAX).to(dtype) if dtype == torch.float16 else y.to(dtype)
+
+
 def centred_code(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """c of the steps as float32."""
     c = clamp(divide(x, steps, fmt, in_place=False), steps)
@@ -120,7 +128,7 @@ def round_trip(
         out = torch.empty_like(x) if out is None else out
         return out, _in_pieces(x, steps, fmt, out, want_inside)
     y, inside = _whole(x, steps, fmt, out, want_inside)
-    return y if y.dtype == x.dtype else y.to(x.dtype), inside
+    return narrow(y, x.dtype), inside
 
 
 def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, want_inside: bool) -> tuple[Tensor, Tensor | None]:
@@ -135,13 +143,13 @@ def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, want_inside
         # For a few elements the cast's one slow kernel is still quicker than six fast ones; the values are the same.
         c = c.to(fmt.cast).to(torch.float32) if fmt.cast and c.numel() <= SMALL else round_to_float(c, fmt, out=c)
     y = restore(c, steps, in_place=True)
-    return y if out is None or y is out else out.copy_(y), inside
+    return y if out is None or y is out else out.copy_(narrow(y, out.dtype)), inside
 
 
 def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, want_inside: bool) -> Tensor | None:
     """The same into `out`, piece by piece; gives the mask, which is only made once a piece holds a clamped value."""
     inside: Tensor | None = None
-    spare = [torch.empty(0, device=x.device) for _ in range(2)]
+    spare = [torch.empty(0, dtype=torch.float32, device=x.device) for _ in range(2)]
     start = 0
     for part, target, own in _pieces(x, out, steps):
         spare = [_at_least(buffer, part) for buffer in spare]
@@ -157,7 +165,7 @@ def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, want_inside: b
             round_to_float(c, fmt, out=c, scratch=first)
         restore(c, own, in_place=True)
         if c is not target:
-            target.copy_(c)
+            target.copy_(narrow(c, target.dtype))
         start += part.numel()
     return None if inside is None else inside.view(x.shape)
 
@@ -188,4 +196,4 @@ def _as_float32(x: Tensor) -> Tensor:
 
 
 def _at_least(buffer: Tensor, like: Tensor) -> Tensor:
-    return buffer if buffer.numel() >= like.numel() else torch.empty(like.numel(), device=like.device)
+    return buffer if buffer.numel() >= like.numel() else buffer.new_empty(like.numel())

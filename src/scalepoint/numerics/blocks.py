@@ -82,6 +82,8 @@ def segments(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[Slice
 
 def as_blocks(tensor: Tensor, block: Sequence[int]) -> Tensor:
     """One row a block: (n_blocks, elements of a block), in the order of the parameters."""
+    if tensor.ndim == 0:
+        return tensor.reshape(1, 1)
     view = block_view(tensor.shape, block)
     kept = [axis for axis in range(len(view.tensor)) if axis not in view.spans]
     rows = 1

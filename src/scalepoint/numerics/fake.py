@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from scalepoint.numerics.affine import Steps, centred_code, round_trip, round_trip_traced, steps_of
+from scalepoint.numerics.affine import Steps, centred_code, narrow, round_trip, round_trip_traced, steps_of
 from scalepoint.numerics.format import Format, Grid
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.quantize import Block, by_block
@@ -46,9 +47,10 @@ def straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = 
     learns = steps.scale.requires_grad
     needs_grad = (x.requires_grad or learns) and torch.is_grad_enabled()
     if is_traced(x):
-        return _traced(x, steps, fmt, learns=learns, needs_grad=needs_grad)
+        return _traced(x, steps, fmt, learns=learns, needs_grad=needs_grad or is_transformed())
     if not needs_grad:
         return round_trip(x, steps, fmt, out=out)[0]
+    x = x.clone() if x.is_inference() else x
     node, inputs = (_LearnedScale, (x, steps.scale)) if learns else (_StraightThrough, (x,))
     y: Tensor = node.apply(*inputs, steps, fmt)  # type: ignore[no-untyped-call]
     return y
@@ -56,14 +58,19 @@ def straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = 
 
 def is_traced(x: Tensor) -> bool:
     """Whether somebody records or transforms the operations instead of just running them."""
-    return torch.compiler.is_compiling() or type(x) not in _PLAIN or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN or is_transformed()
+
+
+def is_transformed() -> bool:
+    """Whether vmap, func.grad or forward-mode differentiation is at work."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _traced(x: Tensor, steps: Steps, fmt: Format, *, learns: bool, needs_grad: bool) -> Tensor:
     if learns:
         return _learned(x, steps, fmt)
     y, inside = round_trip_traced(x.detach().to(torch.float32), steps, fmt)
-    y = y.to(x.dtype)
+    y = narrow(y, x.dtype)
     return y + torch.where(inside, x - x.detach(), 0.0) if needs_grad else y
 
 
@@ -108,4 +115,4 @@ def _learned(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
         rounded = t if fmt.is_float else torch.round(t)
         inside = (rounded >= steps.low) & (rounded <= steps.high)
     y = torch.where(inside, t + (c - t.detach()), c) * steps.scale
-    return (y if steps.shift is None else y + steps.shift).to(x.dtype)
+    return narrow(y if steps.shift is None else y + steps.shift, x.dtype)

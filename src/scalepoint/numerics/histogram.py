@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scalepoint.numerics.blocks import as_blocks, block_counts, is_ragged, segments
 from scalepoint.numerics.rounding import exponent, power_of_two
 
 LOWEST = -126  # the exponent of a histogram that has seen nothing but zeros
@@ -33,6 +34,20 @@ def histogram_of(rows: Tensor, bins: int) -> Histogram:
     counts = torch.zeros(rows.shape[0], bins, dtype=torch.int64, device=rows.device)
     counts.scatter_add_(1, index, torch.ones((), dtype=torch.int64, device=rows.device).expand_as(index))
     return Histogram(counts, power)
+
+
+def histogram_of_blocks(tensor: Tensor, block: tuple[int, ...], bins: int) -> Histogram:
+    """The histogram of every block, in the order of the parameters; the last block of an axis may be shorter."""
+    if not is_ragged(tensor.shape, block):
+        return histogram_of(as_blocks(tensor, block), bins)
+    grid = block_counts(tensor.shape, block)
+    counts = torch.empty(*grid, bins, dtype=torch.int64, device=tensor.device)
+    power = torch.empty(grid, dtype=torch.int32, device=tensor.device)
+    for at, params, extents in segments(tensor.shape, block):
+        part = histogram_of(as_blocks(tensor[at], extents), bins)
+        counts[params] = part.counts.view(*counts[params].shape)
+        power[params] = part.power.view(power[params].shape)
+    return Histogram(counts.view(-1, bins), power.view(-1))
 
 
 def merge(first: Histogram, second: Histogram) -> Histogram:

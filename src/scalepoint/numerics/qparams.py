@@ -25,6 +25,7 @@ from scalepoint.numerics.rounding import exponent, power_of_two, round_to_float
 
 EPS = torch.finfo(torch.float32).eps
 TINY = torch.finfo(torch.float32).tiny
+HUGE = torch.finfo(torch.float32).max
 MANTISSA = 0x7FFFFF
 
 
@@ -54,7 +55,7 @@ def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         pair = torch.aminmax(tensor)
         low, high = pair.min, pair.max
     elif not view.spans:
-        low = high = tensor
+        low, high = tensor.clone(), tensor.clone()
     else:
         cut = tensor.view(view.tensor)
         low, high = cut.amin(view.spans), cut.amax(view.spans)
@@ -77,6 +78,11 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid) -> QParams:
         scale = torch.where(width.isinf(), high / grid.span - low / grid.span, width / grid.span).clamp(min=EPS)
         zero_point = (grid.low - (low / scale).round()).clamp(grid.low, grid.high).to(torch.int32)
         minval = low
+    # A range at the very end of float32: no code may stand for infinity.
+    farthest = torch.maximum(zero_point - grid.low, grid.high - zero_point)
+    if grid.formulation == QuantizationFormulation.MINVAL:
+        farthest = torch.full_like(farthest, grid.span)
+    scale = torch.minimum(scale, HUGE / farthest.clamp(min=1))
     if grid.exact_zero and grid.formulation == QuantizationFormulation.MINVAL:
         minval = (minval / scale).round() * scale
     return QParams(scale, zero_point, minval)

@@ -49,7 +49,7 @@ def by_block(run: Callable[[Tensor, QParams], Tensor], x: Tensor, qparams: QPara
             (at, by_block(run, x[at], qparams.map(itemgetter(cut)), extents))
             for at, cut, extents in segments(x.shape, block)
         ]
-        y = x.new_empty(x.shape, dtype=results[0][1].dtype)
+        y = torch.empty_like(x, dtype=results[0][1].dtype)
         for at, result in results:
             y[at] = result
         return y

@@ -58,7 +58,7 @@ def least_squares(
 
     Tries `steps` equal shrinkings of both ends down to `least`; an asymmetric grid then tries each end alone.
     """
-    shrink = torch.linspace(1.0, least, steps, device=values.device).unbind()
+    shrink = torch.linspace(1.0, least, steps, dtype=torch.float32, device=values.device).unbind()
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     best = _best(values, weights, [(low * s, high * s) for s in shrink], grid)
     if not grid.is_symmetric:
@@ -80,12 +80,15 @@ def _best(values: Tensor, weights: Tensor | None, ranges: list[Range], grid: Gri
     return low, high
 
 
-def least_squares_of_histogram(histogram: Histogram, low: Tensor, high: Tensor, grid: Grid) -> Range:
+def least_squares_of_histogram(
+    histogram: Histogram, low: Tensor, high: Tensor, grid: Grid, *, steps: int = 80
+) -> Range:
+    """The same over the bins of a histogram, each at its centre."""
     centres = torch.maximum(torch.minimum(bin_centres(histogram), high[:, None]), low[:, None])
-    return least_squares(centres, histogram.counts.to(torch.float32), low, high, grid)
+    return least_squares(centres, histogram.counts.to(torch.float32), low, high, grid, steps=steps)
 
 
-def least_divergence(histogram: Histogram, low: Tensor, high: Tensor, levels: int, *, steps: int = 100) -> Range:
+def least_divergence(histogram: Histogram, low: Tensor, high: Tensor, levels: int, *, steps: int = 80) -> Range:
     """The clipping that keeps the distribution best: least KL(P || Q) (Migacz, GTC 2017, as in TensorRT).
 
     P is the histogram with all beyond the clip moved into its last bins; Q is what `levels` equal cells inside
@@ -98,7 +101,7 @@ def least_divergence(histogram: Histogram, low: Tensor, high: Tensor, levels: in
     smallest = bin_width(histogram).squeeze(1) * (levels // 2)
     smallest = torch.minimum(smallest, ends)
     best, least = ends, torch.full_like(ends, torch.inf)
-    for part in torch.linspace(1.0, 0.0, steps, device=ends.device).unbind():
+    for part in torch.linspace(1.0, 0.0, steps, dtype=torch.float32, device=ends.device).unbind():
         clip = torch.lerp(smallest, ends, part)[:, None]
         inside = (centres.abs() <= clip).to(torch.float32)
         divergence = _divergence(counts, inside, _cells(centres, clip, levels), levels, bins)
@@ -115,7 +118,7 @@ def _cells(centres: Tensor, clip: Tensor, levels: int) -> Tensor:
 def _divergence(counts: Tensor, inside: Tensor, cells: Tensor, levels: int, bins: int) -> Tensor:
     kept = counts * inside
     used = (kept > 0).to(torch.float32)
-    zeros = torch.zeros(counts.shape[0], levels, device=counts.device)
+    zeros = counts.new_zeros(counts.shape[0], levels)
     mass, occupied = zeros.scatter_add(1, cells, kept), zeros.scatter_add(1, cells, used)
     q = (mass / occupied.clamp(min=1)).gather(1, cells) * used
     half = torch.arange(bins, device=counts.device) >= bins // 2

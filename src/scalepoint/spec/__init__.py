@@ -2,10 +2,11 @@
 
 from scalepoint.errors import BlockSizeMismatchError
 from scalepoint.numerics import QParams, QuantizationFormulation, QuantizationScheme, ScaleRounding
+from scalepoint.spec.default_fake_quantize import DefaultFakeQuantize
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.extended import ExtendedQuantizationSpec
 from scalepoint.spec.factory import QuantizationComponentFactory
-from scalepoint.spec.fake_quantize import CompressionTargetTensor, DefaultFakeQuantize, FakeQuantizeImplBase
+from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase
 from scalepoint.spec.granularity import (
     PerBlockGranularity,
     PerChannelGranularity,

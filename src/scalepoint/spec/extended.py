@@ -3,7 +3,7 @@
 It uses the way open to every user: a subclass of QuantizationSpec whose added fields reach the components.
 """
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -51,9 +51,3 @@ class ExtendedQuantizationSpec(QuantizationSpec):
         if self.exact_zero and self.qformulation != QuantizationFormulation.MINVAL:
             raise SpecError("exact_zero is for qformulation='minval'; a zero point represents 0 exactly anyway")
         return self
-
-    def get_extra_args(self) -> dict[str, Any]:
-        """The fields that a subclass adds; of the options here only those that differ from their defaults."""
-        options = ExtendedQuantizationSpec.model_fields
-        extra = super().get_extra_args().items()
-        return {name: value for name, value in extra if name not in options or value != options[name].default}

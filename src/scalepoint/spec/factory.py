@@ -7,11 +7,9 @@ from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeI
 from scalepoint.spec.qparams_calculator import (
     DefaultQParamsCalculator,
     QParamsCalculatorBase,
-    StaticQParamsCalculator,
 )
 from scalepoint.spec.range_calculator import RangeCalculatorBase
-from scalepoint.spec.registry import constructor_parameters
-from scalepoint.spec.running import MovingAverageQParamsCalculator
+from scalepoint.spec.registry import constructor_parameters, member
 from scalepoint.spec.spec import QuantizationSpec
 
 
@@ -32,8 +30,8 @@ class QuantizationComponentFactory:
     ) -> QParamsCalculatorBase:
         kind = spec.qparam_calculator_cls
         if kind is DefaultQParamsCalculator:
-            is_weight = CompressionTargetTensor(target) == CompressionTargetTensor.WEIGHT
-            kind = StaticQParamsCalculator if is_weight else MovingAverageQParamsCalculator
+            is_weight = member(CompressionTargetTensor, target) == CompressionTargetTensor.WEIGHT
+            kind = QParamsCalculatorBase.get_class("static" if is_weight else "moving_average")
         calculator: QParamsCalculatorBase = kind(
             granularity=spec.granularity,
             range_calculator=QuantizationComponentFactory.create_range_calculator(spec),
@@ -44,16 +42,23 @@ class QuantizationComponentFactory:
         return calculator
 
     @staticmethod
-    def create_fake_quantizer(spec: QuantizationSpec, target: CompressionTargetTensor | str) -> FakeQuantizeImplBase:
+    def create_fake_quantizer(
+        spec: QuantizationSpec, target: CompressionTargetTensor | str, **overrides: Any
+    ) -> FakeQuantizeImplBase:
+        """The quantizer of a spec; `overrides` go to its own constructor."""
         fields = _grid_fields(spec)
         del fields["scale_dtype"]
         quantizer: FakeQuantizeImplBase = spec.fake_quantize_cls(
             granularity=spec.granularity,
             qformulation=spec.qformulation,
             qparams_calculator=QuantizationComponentFactory.create_qparams_calculator(spec, target),
-            quantization_target=CompressionTargetTensor(target),
-            n_bits=spec.n_bits,
-            **{**fields, **spec.get_extra_args()},
+            **{
+                "quantization_target": member(CompressionTargetTensor, target),
+                "n_bits": spec.n_bits,
+                **fields,
+                **spec.get_extra_args(),
+                **overrides,
+            },
         )
         return quantizer
 

@@ -7,31 +7,24 @@ import warnings
 from abc import abstractmethod
 from enum import StrEnum
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, TensorError
+from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, TensorError, shown
 from scalepoint.numerics import (
     Grid,
     QParams,
     QuantizationFormulation,
     QuantizationScheme,
-    Steps,
-    dequantize,
-    fake_quantize,
+    dtype_name,
     format_of,
-    is_traced,
-    quantize,
-    steps_of,
-    straight_through,
 )
-from scalepoint.numerics.affine import SMALL
-from scalepoint.numerics.blocks import block_view, is_ragged
+from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.granularity import QuantizationGranularity
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
-from scalepoint.spec.registry import Registry
+from scalepoint.spec.registry import Registry, member
 from scalepoint.spec.state import Stateful
 
 _SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
@@ -74,10 +67,12 @@ class FakeQuantizeImplBase(Registry, Stateful):
         fmt = format_of(dtype)
         self.dtype, self.target_dtype = dtype, target_dtype
         self.n_bits = fmt.bits if n_bits is None else n_bits
-        self.quantization_target = CompressionTargetTensor(quantization_target)
-        self.grid = Grid(fmt, quant_min, quant_max, QuantizationScheme(qscheme), QuantizationFormulation(qformulation))
+        self.quantization_target = member(CompressionTargetTensor, quantization_target)
+        scheme, formulation = member(QuantizationScheme, qscheme), member(QuantizationFormulation, qformulation)
+        self.grid = Grid(fmt, quant_min, quant_max, scheme, formulation)
         self.strict = strict
         self.reason = ""
+        self._fitting_shape: torch.Size | None = None
         self.qparams_calculator = qparams_calculator
         self.granularity = granularity
         self.add_switch("observer_enabled", True)
@@ -104,6 +99,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     @granularity.setter
     def granularity(self, granularity: QuantizationGranularity) -> None:
+        granularity = QuantizationGranularity.build(granularity)
         if granularity != self.qparams_calculator.granularity:
             self.qparams_calculator.granularity = granularity
 
@@ -112,16 +108,24 @@ class FakeQuantizeImplBase(Registry, Stateful):
         if disabled or not (observing or quantizing) or self._passes(tensor, observing):
             return tensor
         calculator: Any = self._modules["qparams_calculator"]
-        if observing or calculator.always_called:
-            qparams = self._observe(tensor)
-        else:
-            qparams = calculator.stored
-            if not qparams.scale.numel():
-                raise NotObservedError(
-                    f"{self._where()} has no parameters: nothing was observed and the observer is off. "
-                    "Run calibration data through the model with the observer on, or load a calibrated state"
-                )
-        return tensor if qparams is None or not quantizing else self._simulate(tensor, qparams)
+        try:
+            if observing or calculator.always_called:
+                qparams = self._observe(tensor, calculator)
+            else:
+                qparams = calculator.stored
+                if not qparams.scale.numel():
+                    raise NotObservedError(self._without_parameters())
+                if qparams.scale.numel() > 1 and tensor.shape != self._fitting_shape:
+                    self._check_shape(tensor, qparams.scale)
+            return tensor if qparams is None or not quantizing else self._simulate(tensor, qparams)
+        except BlockSizeMismatchError as error:
+            return self._give_up(tensor, error)
+
+    def _without_parameters(self) -> str:
+        return (
+            f"{self._where()} has no parameters: nothing was observed, and now it is frozen. "
+            "Run calibration data through the model with the observer on, or load a calibrated state"
+        )
 
     def _simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
         if qparams.scale.ndim != tensor.ndim or qparams.scale.device != tensor.device:
@@ -210,15 +214,17 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     def _passes(self, tensor: Tensor, observing: bool) -> bool:
         """Whether a tensor is returned as it came: it holds no values to quantize."""
-        if torch.compiler.is_compiling():
-            return not tensor.is_floating_point()
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             _check_type(tensor, self._where())
-        if not tensor.is_floating_point() or tensor.layout != torch.strided:
+        if not tensor.is_floating_point() or tensor.itemsize < 2 or tensor.is_nested or tensor.layout != torch.strided:
             _check_type(tensor, self._where())
-            self.reason = f"a {str(tensor.dtype).removeprefix('torch.')} tensor has nothing to quantize"
+            if not torch.compiler.is_compiling():
+                self.reason = f"it got a tensor of {dtype_name(tensor.dtype)}, which has nothing to quantize"
             return True
+        if torch.compiler.is_compiling():
+            return tensor.numel() == 0
         if tensor.numel() == 0:
+            self.reason = "it got an empty tensor"
             return True
         if tensor.is_meta:
             if observing:
@@ -228,21 +234,24 @@ class FakeQuantizeImplBase(Registry, Stateful):
             return True
         return False
 
-    def _observe(self, tensor: Tensor) -> QParams | None:
+    def _observe(self, tensor: Tensor, calculator: QParamsCalculatorBase) -> QParams | None:
         """New parameters, or None when this tensor is left alone."""
-        try:
-            qparams: QParams = self.qparams_calculator(tensor)
-        except BlockSizeMismatchError as error:
-            self._give_up(error)
-            return None
+        if calculator.scale.device != tensor.device and calculator.is_initialized:
+            self._fitted(tensor, calculator.stored)
+        if not calculator.is_initialized and calculator.is_on("export_mode"):
+            raise NotObservedError(self._without_parameters())
+        qparams: QParams = calculator(tensor)
         return qparams if qparams.scale.numel() else None
 
-    def _give_up(self, error: BlockSizeMismatchError) -> None:
+    def _give_up(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
+        """Pass the tensor through from now on, and say so once."""
         if self.strict:
             raise BlockSizeMismatchError(f"{self._where()}: {Exception.__str__(error)}") from error
-        self.reason = Exception.__str__(error)
-        self.switch("disabled", True)
-        warnings.warn(f"{self._where()} is disabled and passes its tensor through: {self.reason}", stacklevel=4)
+        if not torch.compiler.is_compiling():
+            self.reason = Exception.__str__(error)
+            self.switch("disabled", True)
+            warnings.warn(f"{self._where()} is disabled and passes its tensor through: {self.reason}", stacklevel=4)
+        return tensor
 
     def _fitted(self, tensor: Tensor, qparams: QParams) -> QParams:
         """The parameters in the tensor's rank; one scale for all fits every rank."""
@@ -252,12 +261,20 @@ class FakeQuantizeImplBase(Registry, Stateful):
                 f"{self._where()}: the tensor is on {tensor.device}, the parameters are on {scale.device}. "
                 f"Move the quantizer: .to({str(tensor.device)!r})"
             )
-        if scale.numel() == 1:
-            return qparams.map(lambda value: value.reshape((1,) * tensor.ndim))
-        raise TensorError(
-            f"{self._where()} was calibrated on a tensor of {scale.ndim} axes and got {tuple(tensor.shape)}: "
-            "only per-tensor parameters fit another rank"
-        )
+        if scale.numel() > 1:
+            self._check_shape(tensor, scale)
+        return qparams.map(lambda value: value.reshape((1,) * tensor.ndim))
+
+    def _check_shape(self, tensor: Tensor, scale: Tensor) -> None:
+        """Refuse a tensor whose blocks are not those that the parameters are for."""
+        counts = block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))
+        if tuple(scale.shape) != counts:
+            raise TensorError(
+                f"{self._where()} has parameters of shape {tuple(scale.shape)}, but {self.granularity!r} of a tensor "
+                f"of shape {tuple(tensor.shape)} needs {counts}: it was calibrated on another shape"
+            )
+        if not torch.compiler.is_compiling():
+            self._fitting_shape = tensor.shape
 
 
 class PartialConstructor:
@@ -265,6 +282,7 @@ class PartialConstructor:
 
     def __init__(self, constructor: "partial[Any]") -> None:
         self.constructor = constructor
+        self.__name__ = getattr(constructor.func, "__name__", type(self).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.constructor(*args, **kwargs)
@@ -276,161 +294,23 @@ class PartialConstructor:
         return f"PartialConstructor({self.constructor!r})"
 
 
-class _Kept(NamedTuple):
-    """The steps made from parameters, and what tells that they changed; a frozen quantizer makes them once."""
-
-    scale: Tensor
-    zero_point: Tensor | None
-    minval: Tensor | None
-    versions: int
-    shape: torch.Size | None
-    steps: Steps
-    view: tuple[int, ...] | None
-
-    @staticmethod
-    def make(tensor: Tensor, qparams: QParams, grid: Grid, block: tuple[int, ...] | None) -> "_Kept":
-        shape = view = None
-        at_hand = qparams
-        if block is not None:
-            blocks = block_view(tensor.shape, block)
-            shape, view = tensor.shape, blocks.tensor
-            at_hand = qparams.map(lambda value: value.view(blocks.params))
-            if tensor.numel() <= SMALL:  # one value an element costs nothing here, and saves two views a call
-                view = None
-                at_hand = at_hand.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
-        return _Kept(*qparams, _versions(*qparams), shape, steps_of(at_hand, grid, fixed_zero=True), view)
-
-    def fits(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> bool:
-        return (
-            scale is self.scale
-            and zero_point is self.zero_point
-            and minval is self.minval
-            and _versions(scale, zero_point, minval) == self.versions
-            and (self.shape is None or tensor.shape == self.shape)
-        )
-
-
-def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> int:
-    """A number that grows with every write to one of the three."""
-    return (
-        scale._version
-        + (zero_point._version if zero_point is not None else 0)
-        + (minval._version if minval is not None else 0)
-    )
-
-
-class _Cached(NamedTuple):
-    """A weight's fake-quantized form, and what it was made from."""
-
-    weight: Tensor
-    marks: tuple[int, ...]
-    result: Tensor
-
-
-@FakeQuantizeImplBase.register("default")
-class DefaultFakeQuantize(FakeQuantizeImplBase):
-    """The arithmetic of `scalepoint.numerics`; a frozen weight in eval is computed once and remembered.
-
-    The cache notices in-place changes of the weight and of the parameters by their version counters, which
-    `weight.data` writes bypass: call `clear_cache()` after one. `cache_weights = False` saves the memory.
-    """
-
-    def __init__(self, *args: Any, cache_weights: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.cache_weights = cache_weights
-        self._cache: _Cached | None = None
-        self._kept: _Kept | None = None
-
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        minval: Tensor | None,
-        cast_to_target_dtype: bool = True,
-    ) -> Tensor:
-        codes = quantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor))
-        return codes.to(self.target_dtype) if cast_to_target_dtype else codes
-
-    def dequantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        minval: Tensor | None,
-        output_dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        return dequantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor)).to(output_dtype)
-
-    def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
-        kept = self._kept
-        if kept is None or not kept.fits(tensor, scale, zero_point, minval) or torch.compiler.is_compiling():
-            qparams = QParams(scale, zero_point, minval)
-            block = self._block(tensor)
-            ragged = block is not None and is_ragged(tensor.shape, block)
-            if torch.compiler.is_compiling() or scale.requires_grad or scale.is_inference() or ragged:
-                return fake_quantize(tensor, qparams, self.grid, block, fixed_zero=True)
-            kept = self._kept = _Kept.make(tensor, qparams, self.grid, block)
-        if kept.view is None:
-            return straight_through(tensor, kept.steps, self.grid.format)
-        return straight_through(tensor.view(kept.view), kept.steps, self.grid.format).reshape(tensor.shape)
-
-    def _block(self, tensor: Tensor) -> tuple[int, ...] | None:
-        granularity = self.granularity
-        return None if granularity.broadcasts else granularity.get_block_size(tensor.shape)
-
-    def _simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
-        if not self._may_cache(tensor) or qparams.scale.is_inference():
-            return super()._simulate(tensor, qparams)
-        marks = _marks(tensor, qparams)
-        if self._cache is not None and self._cache.weight is tensor and self._cache.marks == marks:
-            return self._cache.result
-        result = super()._simulate(tensor, qparams)
-        self._cache = _Cached(tensor, marks, result)
-        return result
-
-    def _may_cache(self, tensor: Tensor) -> bool:
-        return (
-            self.quantization_target == CompressionTargetTensor.WEIGHT
-            and self.cache_weights
-            and not self.training
-            and not self.is_on("observer_enabled")
-            and not (torch.is_grad_enabled() and tensor.requires_grad)
-            and not is_traced(tensor)
-            and not tensor.is_inference()
-        )
-
-    def clear_cache(self) -> None:
-        self._cache = None
-
-    def train(self, mode: bool = True) -> Self:
-        self.clear_cache()
-        return super().train(mode)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.clear_cache()
-        return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": None, "_kept": None}
-
-
-def _marks(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:
-    values = (tensor, *(value for value in qparams if value is not None))
-    return tuple(mark for value in values for mark in (value._version, value.data_ptr()))
-
-
-def _check_type(tensor: Tensor, where: str) -> None:
+def _check_type(tensor: Any, where: str) -> None:
     """Refuse what has no plain float values: sparse, nested, quantized, complex and wrapped tensors."""
+    if not isinstance(tensor, Tensor):
+        raise TensorError(f"{where} got {shown(tensor)}: pass a torch.Tensor")
     kind = ""
-    if tensor.layout != torch.strided:
-        kind = "nested" if tensor.is_nested else f"sparse ({str(tensor.layout).removeprefix('torch.')})"
+    if tensor.is_nested:
+        kind = "a nested one"
+    elif tensor.layout != torch.strided:
+        kind = f"of layout {str(tensor.layout).removeprefix('torch.')}"
     elif tensor.is_quantized:
         kind = "already quantized"
     elif tensor.is_complex():
         kind = "complex"
+    elif tensor.is_floating_point() and tensor.itemsize < 2:
+        kind = f"of {dtype_name(tensor.dtype)}"
     elif type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and not _is_tracing_tensor(tensor):
-        kind = f"a {type(tensor).__name__}"
+        kind = f"of the class {type(tensor).__name__}"
     if kind:
         raise TensorError(f"{where} cannot quantize a tensor that is {kind}: pass a plain float tensor")
 

@@ -6,10 +6,10 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, StrictInt, field_validator, model_serializer, model_validator
 from torch import nn
 
-from scalepoint.errors import SpecError, nearest
+from scalepoint.errors import SpecError, nearest, shown
 from scalepoint.numerics import check_divides
 from scalepoint.spec.registry import Registry
 
@@ -39,10 +39,11 @@ class QuantizationGranularity(BaseModel, Registry):
     def build(cls, value: Any) -> "QuantizationGranularity":
         """A granularity from itself or from its dict."""
         if isinstance(value, QuantizationGranularity):
+            QuantizationGranularity.key_of(type(value))
             return value
         if not isinstance(value, dict) or "type" not in value:
             keys = ", ".join(QuantizationGranularity._registry)
-            raise SpecError(f"a granularity is an object or a dict with 'type' (one of {keys}), not {value!r}")
+            raise SpecError(f"a granularity is an object or a dict with 'type' (one of {keys}), not {shown(value)}")
         fields = dict(value)
         built: QuantizationGranularity = QuantizationGranularity.get_class(fields.pop("type"))(**fields)
         return built
@@ -51,6 +52,8 @@ class QuantizationGranularity(BaseModel, Registry):
     @classmethod
     def _known_fields(cls, data: Any) -> Any:
         if isinstance(data, dict):
+            if cls in cls._registry.values() and data.get("type") == cls.key_of(cls):
+                data = {name: value for name, value in data.items() if name != "type"}
             for name in data:
                 if name not in cls.model_fields:
                     known = nearest(str(name), cls.model_fields) if cls.model_fields else "it has no fields"
@@ -74,7 +77,7 @@ class PerTensorGranularity(QuantizationGranularity):
 class PerChannelGranularity(QuantizationGranularity):
     """One scale for each index of an axis; None is the axis of output channels."""
 
-    axis: int | None = None
+    axis: StrictInt | None = None
 
     def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         axis = _axis(self, self.axis, shape)
@@ -104,8 +107,8 @@ class PerBlockGranularity(QuantizationGranularity):
     is the extent on every axis, -1 the whole axis. With `pad` the last block of an axis may be shorter.
     """
 
-    axis: int | None = None
-    block_size: int | tuple[int, ...]
+    axis: StrictInt | None = None
+    block_size: StrictInt | tuple[StrictInt, ...]
     pad: bool = False
 
     @field_validator("axis")
@@ -133,7 +136,7 @@ class PerBlockGranularity(QuantizationGranularity):
     def _with_type(self, handler: Any) -> dict[str, Any]:
         fields = handler(self)
         if not self.pad:
-            del fields["pad"]
+            fields.pop("pad", None)
         return {"type": QuantizationGranularity.key_of(type(self)), **fields}
 
     @property
@@ -153,7 +156,8 @@ class PerBlockGranularity(QuantizationGranularity):
             raise SpecError(f"block_size={self.block_size} says the extent on every axis: leave axis None")
         if len(self.block_size) != len(shape):
             raise SpecError(
-                f"block_size={self.block_size} has {len(self.block_size)} axes, shape {tuple(shape)} {len(shape)}"
+                f"block_size={self.block_size} is for tensors of {len(self.block_size)} axes, this one is "
+                f"{tuple(shape)}: give one extent an axis, -1 for a whole axis"
             )
         return tuple(size if extent == -1 else extent for extent, size in zip(self.block_size, shape, strict=True))
 

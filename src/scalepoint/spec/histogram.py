@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from scalepoint.errors import SpecError
-from scalepoint.numerics import QParams, as_blocks
-from scalepoint.numerics.histogram import Histogram, histogram_of, merge
+from scalepoint.numerics import QParams
+from scalepoint.numerics.histogram import Histogram, histogram_of_blocks, merge
 from scalepoint.numerics.search import least_divergence, least_squares_of_histogram, percentile_of_histogram
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
 from scalepoint.spec.range_calculator import check_bins, check_percentile, levels_of
@@ -24,11 +24,12 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
     counts: Tensor
     power: Tensor
 
-    def __init__(self, *args: Any, bins: int = 4096, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, bins: int = 4096, search_steps: int = 80, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.bins = check_bins(bins)
-        self.register_buffer("counts", torch.empty(0, dtype=torch.int64))
-        self.register_buffer("power", torch.empty(0, dtype=torch.int32))
+        self.search_steps = search_steps
+        self.add_empty("counts", torch.int64)
+        self.add_empty("power", torch.int32)
 
     @abstractmethod
     def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,8 +37,10 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
         raise SpecError(f"{type(self).__name__} must implement choose_range(histogram, low, high)")
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
-        seen = histogram_of(as_blocks(tensor, self.granularity.get_block_size(tensor.shape)), self.bins)
-        self._take(seen)
+        self.check_shape(min_val.shape)
+        if torch.compiler.is_compiling():
+            tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; the running range counts the batch
+        self._take(histogram_of_blocks(tensor, self.granularity.get_block_size(tensor.shape), self.bins))
         super().compute_qparams(tensor, min_val, max_val)
         return self._from_histogram()
 
@@ -55,7 +58,7 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
     def merge(self, other: QParamsCalculatorBase) -> None:
         check_same_kind(self, other)
         assert isinstance(other, HistogramQParamsCalculator)  # noqa: S101  # same kind
-        if other.is_initialized:
+        if other.counts.numel():
             self._take(Histogram(other.counts.to(self.counts.device), other.power.to(self.counts.device)))
             super().merge(other)
             self.store(self._from_histogram())
@@ -79,7 +82,7 @@ class HistogramMseQParamsCalculator(HistogramQParamsCalculator):
     """The range with the least squared error over all batches."""
 
     def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        return least_squares_of_histogram(histogram, low, high, self.grid)
+        return least_squares_of_histogram(histogram, low, high, self.grid, steps=self.search_steps)
 
 
 @QParamsCalculatorBase.register("histogram_entropy")
@@ -87,4 +90,4 @@ class HistogramEntropyQParamsCalculator(HistogramQParamsCalculator):
     """The clipping with the least KL divergence over all batches."""
 
     def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        return least_divergence(histogram, low, high, levels_of(self.grid))
+        return least_divergence(histogram, low, high, levels_of(self.grid), steps=self.search_steps)

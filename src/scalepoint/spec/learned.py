@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import SpecError
 from scalepoint.numerics import E8M0, EPS, QParams
+from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 
 
@@ -46,6 +47,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
 
     def _learning(self, tensor: Tensor) -> QParams:
         """The scale, kept positive, with its gradient made small as the paper says."""
+        self.check_shape(torch.Size(block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))))
         _, zero_point, minval = self.stored
         scale = self.scale.clamp(min=EPS)
         if torch.is_grad_enabled() and self.scale.requires_grad and not self.is_on("export_mode"):

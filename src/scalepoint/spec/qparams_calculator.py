@@ -5,12 +5,12 @@ tensor -> range_calculator -> (min, max) -> compute_qparams -> scale, zero_point
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from scalepoint.errors import FrozenError, NonFiniteError, SpecError, UsageError
+from scalepoint.errors import FrozenError, NonFiniteError, SpecError, TensorError, UsageError
 from scalepoint.numerics import (
     E4M3,
     Grid,
@@ -24,9 +24,9 @@ from scalepoint.numerics import (
     tensor_scale,
 )
 from scalepoint.numerics.blocks import block_counts
-from scalepoint.spec.granularity import QuantizationGranularity
+from scalepoint.spec.granularity import PerTensorGranularity, QuantizationGranularity
 from scalepoint.spec.range_calculator import RangeCalculatorBase
-from scalepoint.spec.registry import Registry
+from scalepoint.spec.registry import Registry, member
 from scalepoint.spec.state import Stateful
 
 OnNan = Literal["error", "skip"]
@@ -66,26 +66,27 @@ class QParamsCalculatorBase(Registry, Stateful):
         self.dtype, self.target_dtype = dtype, target_dtype
         self.float_range = tuple(float_range)
         self.on_nan = on_nan
+        if on_nan not in get_args(OnNan):
+            raise SpecError(f"on_nan={on_nan!r}: use 'error' or 'skip'")
         self.name = ""
         self.grid = Grid(
             fmt,
             quant_min,
             quant_max,
-            QuantizationScheme(qscheme),
-            QuantizationFormulation(qformulation),
+            member(QuantizationScheme, qscheme),
+            member(QuantizationFormulation, qformulation),
             scale_dtype,
-            ScaleRounding(scale_rounding),
+            member(ScaleRounding, scale_rounding),
             exact_zero,
         )
-        self._granularity = granularity
+        self._granularity = QuantizationGranularity.build(granularity)
         self.range_calculator = range_calculator
-        empty = torch.empty(0)
-        self.register_buffer("scale", empty.clone())
-        self.register_buffer("zero_point", None if fmt.is_float else empty.to(torch.int32))
-        self.register_buffer("minval", None if fmt.is_float else empty.clone())
-        self.register_buffer("tensor_scale", empty.clone() if fmt.is_float and scale_dtype == E4M3 else None)
-        self.register_buffer("observed_batches", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("skipped_batches", torch.zeros((), dtype=torch.int64))
+        self.add_empty("scale")
+        self.add_empty("zero_point", None if fmt.is_float else torch.int32)
+        self.add_empty("minval", None if fmt.is_float else torch.float32)
+        self.add_empty("tensor_scale", torch.float32 if fmt.is_float and scale_dtype == E4M3 else None)
+        self.add_counter("observed_batches")
+        self.add_counter("skipped_batches")
         self.add_switch("export_mode", False)
 
     scale: Tensor
@@ -115,17 +116,21 @@ class QParamsCalculatorBase(Registry, Stateful):
                 f"cannot change granularity after the first use, {self._where()} is initialized with "
                 f"{self._granularity!r}: call reset() first, or build a new one"
             )
-        self._granularity = granularity
-        self.range_calculator.granularity = granularity
+        self._granularity = QuantizationGranularity.build(granularity)
+        self.range_calculator.granularity = self._granularity
 
     def forward(self, tensor: Tensor) -> QParams:
-        if self.is_initialized and (self.is_on("export_mode") or None not in self.float_range):
+        if self.is_on("export_mode"):
             return self.get_qparams()
+        if None not in self.float_range:
+            if not self.is_initialized:
+                self.store(self.choose(*self._no_range(tensor)))
+            return self.stored
+        self._check_observable(tensor)
         with torch.no_grad():
-            low, high = self._range(tensor)
-            if not is_traced(tensor) and not self._is_finite(tensor, low, high):
+            if not torch.compiler.is_compiling() and not self._is_finite(tensor):
                 return self.stored
-            qparams = self.compute_qparams(tensor, low, high)
+            qparams = self.compute_qparams(tensor, *self.range_calculator(tensor))
             self.store(qparams)
             self.observed_batches.add_(1)
         return qparams
@@ -155,8 +160,12 @@ class QParamsCalculatorBase(Registry, Stateful):
         own = self._buffers[name]
         if torch.compiler.is_compiling() and own is not None and own.shape == value.shape:
             own.copy_(value)
-        else:
-            setattr(self, name, value.detach())
+            return
+        value = value.detach()
+        if not torch.compiler.is_compiling() and value.is_inference():
+            with torch.inference_mode(False):  # a state that can be written and trained on later
+                value = value.clone()
+        setattr(self, name, value)
 
     @property
     def stored(self) -> QParams:
@@ -195,28 +204,50 @@ class QParamsCalculatorBase(Registry, Stateful):
     def _export_mode(self) -> bool:
         return self.is_on("export_mode")
 
-    def _range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        if None in self.float_range:
-            low, high = self.range_calculator(tensor)
-            return low, high
+    def _no_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Zeros in the place of observed ends: both are fixed."""
         counts = block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))
-        zeros = torch.zeros(counts, device=tensor.device)
+        zeros = torch.zeros(counts, dtype=torch.float32, device=tensor.device)
         return zeros, zeros
 
-    def _is_finite(self, tensor: Tensor, low: Tensor, high: Tensor) -> bool:
-        """False when the batch is to be skipped. Looks at the range only: one value a block."""
-        if bool(torch.isfinite(low + 0 * high).all()):
+    def _check_observable(self, tensor: Tensor) -> None:
+        if tensor.numel() == 0:
+            raise TensorError(f"{self._where()} cannot observe an empty tensor of shape {tuple(tensor.shape)}")
+        if is_traced(tensor) and not torch.compiler.is_compiling():
+            raise TensorError(
+                f"{self._where()} cannot observe inside vmap, torch.func or forward-mode AD, nor a "
+                f"{type(tensor).__name__} outside a graph: its state would outlive them. Call disable_observer() first"
+            )
+
+    def check_shape(self, counts: torch.Size) -> None:
+        """Refuse a tensor whose blocks are not those observed before; one range for all takes every shape."""
+        if (
+            self.is_initialized
+            and counts != self.scale.shape
+            and not isinstance(self.granularity, PerTensorGranularity)
+        ):
+            raise TensorError(
+                f"{self._where()} observed tensors with {tuple(self.scale.shape)} blocks before, this one has "
+                f"{tuple(counts)}: {self.granularity!r} needs one shape, or reset()"
+            )
+
+    def _is_finite(self, tensor: Tensor) -> bool:
+        """False when the batch is to be skipped, an error when it may not be."""
+        extremes = torch.aminmax(tensor)
+        if bool(torch.isfinite(extremes.min.to(torch.float32) + 0 * extremes.max.to(torch.float32))):
             return True
-        if self.on_nan == "skip":
-            self.skipped_batches.add_(1)
-            return False
         nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+        bad = f"{nans} NaN and {infs} infinite" if nans + infs else "some, outside the range of float32,"
         batch = int(self.observed_batches) + int(self.skipped_batches)
-        raise NonFiniteError(
-            f"{self._where()}, batch {batch}: {nans} NaN and {infs} infinite of {tensor.numel()} values of shape "
-            f"{tuple(tensor.shape)}. Nothing was changed. Mend the data or the model, or leave such batches out "
-            "with on_nan='skip'"
-        )
+        found = f"{self._where()}, batch {batch}: {bad} of {tensor.numel()} values of shape {tuple(tensor.shape)}"
+        if self.on_nan == "error":
+            raise NonFiniteError(
+                f"{found}. Nothing was changed. Mend the data or the model, or leave such batches out: on_nan='skip'"
+            )
+        if not int(self.skipped_batches):
+            warnings.warn(f"{found}. The batch is left out, as further ones will be: see skipped_batches", stacklevel=2)
+        self.skipped_batches.add_(1)
+        return False
 
     def _where(self) -> str:
         return self.name or f"an unnamed {type(self).__name__}"

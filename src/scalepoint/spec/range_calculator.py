@@ -92,9 +92,11 @@ class _GridRangeCalculator(RangeCalculatorBase):
         quant_min: float | None = None,
         quant_max: float | None = None,
         scale_dtype: torch.dtype | None = None,
+        search_steps: int = 80,
         **extra: Any,
     ) -> None:
         super().__init__(granularity, **extra)
+        self.search_steps = search_steps
         fmt = format_of(dtype)
         low, high = fmt.limits(qscheme)
         self.grid = Grid(
@@ -110,10 +112,6 @@ class _GridRangeCalculator(RangeCalculatorBase):
 class MseRangeCalculator(_GridRangeCalculator):
     """The range with the least squared quantization error, by search over shrunk ranges."""
 
-    def __init__(self, granularity: QuantizationGranularity, search_steps: int = 80, **extra: Any) -> None:
-        super().__init__(granularity, **extra)
-        self.search_steps = search_steps
-
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.blocks(tensor)
         return least_squares(rows, None, rows.amin(1), rows.amax(1), self.grid, steps=self.search_steps)
@@ -123,13 +121,14 @@ class MseRangeCalculator(_GridRangeCalculator):
 class EntropyRangeCalculator(_GridRangeCalculator):
     """The clipping that keeps the distribution of the values best (least KL divergence)."""
 
-    def __init__(self, granularity: QuantizationGranularity, bins: int = 2048, **extra: Any) -> None:
+    def __init__(self, granularity: QuantizationGranularity, bins: int = 4096, **extra: Any) -> None:
         super().__init__(granularity, **extra)
         self.bins = check_bins(bins)
 
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.blocks(tensor)
-        return least_divergence(histogram_of(rows, self.bins), rows.amin(1), rows.amax(1), levels_of(self.grid))
+        histogram, levels = histogram_of(rows, self.bins), levels_of(self.grid)
+        return least_divergence(histogram, rows.amin(1), rows.amax(1), levels, steps=self.search_steps)
 
 
 def levels_of(grid: Grid) -> int:

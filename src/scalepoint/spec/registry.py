@@ -3,11 +3,13 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 from scalepoint.errors import SpecError, UnknownKeyError, nearest
 
 C = TypeVar("C", bound=type)
+E = TypeVar("E", bound=Enum)
 
 
 class Registry:
@@ -35,8 +37,8 @@ class Registry:
     @classmethod
     def get_class(cls, key: str) -> Any:
         """The class registered under `key`."""
-        if key not in cls._registry:
-            raise UnknownKeyError(f"no {cls.__name__} is registered as {key!r}: {nearest(key, cls._registry)}")
+        if not isinstance(key, str) or key not in cls._registry:
+            raise UnknownKeyError(f"no {cls.__name__} is registered as {key!r}: {nearest(str(key), cls._registry)}")
         return cls._registry[key]
 
     @classmethod
@@ -57,6 +59,15 @@ class Registry:
             f"{subclass.__name__} is not registered: put @{cls.__name__}.register('a_key') above it. "
             f"Known: {', '.join(cls._registry)}"
         )
+
+
+def member(kind: type[E], value: object) -> E:
+    """An enum's member by value, with the allowed ones in the error."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(repr(str(known.value)) for known in kind)
+        raise SpecError(f"{value!r} is not a {kind.__name__}: use {allowed}") from None
 
 
 def constructor_parameters(component: type) -> set[str]:

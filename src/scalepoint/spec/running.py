@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from scalepoint.errors import SpecError
-from scalepoint.numerics import QParams, is_traced
+from scalepoint.numerics import QParams
+from scalepoint.spec.granularity import PerTensorGranularity
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
 
 
@@ -19,37 +20,38 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.register_buffer("running_min", torch.empty(0))
-        self.register_buffer("running_max", torch.empty(0))
+        self.add_empty("running_min")
+        self.add_empty("running_max")
 
     @abstractmethod
     def update_running_range(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
-        """(new running_min, new running_max) when a later batch has this range; the first is taken as it is."""
+        """Return (running_min, running_max) after a later batch with this range; the first is taken as it is."""
         raise SpecError(f"{type(self).__name__} must implement update_running_range(min_val, max_val)")
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
-        if self.running_min.numel():
-            if min_val.numel() == self.running_min.numel() == 1:
-                # Per tensor, batches may differ in rank.
-                min_val, max_val = min_val.view_as(self.running_min), max_val.view_as(self.running_min)
-            low, high = self.update_running_range(min_val, max_val)
-            if is_traced(tensor):
-                # A graph cannot raise, so a batch with NaN or infinity leaves the range as it was.
-                finite = torch.isfinite(min_val + 0 * max_val)
-                low = torch.where(finite, low, self.running_min)
-                high = torch.where(finite, high, self.running_max)
-            min_val, max_val = low, high
-        self._keep("running_min", min_val)
-        self._keep("running_max", max_val)
-        return self.choose(min_val, max_val)
+        self.check_shape(min_val.shape)
+        first = not self.running_min.numel()
+        if not first and isinstance(self.granularity, PerTensorGranularity):
+            min_val, max_val = min_val.view_as(self.running_min), max_val.view_as(self.running_min)  # ranks may differ
+        low, high = (min_val, max_val) if first else self.update_running_range(min_val, max_val)
+        if torch.compiler.is_compiling():
+            # A graph cannot raise, so a batch with NaN or infinity is left out here and counted.
+            finite = torch.isfinite(min_val + 0 * max_val).all()
+            low = torch.where(finite, low, torch.zeros_like(low) if first else self.running_min)
+            high = torch.where(finite, high, torch.zeros_like(high) if first else self.running_max)
+            self.skipped_batches.add_(~finite)
+        self._keep("running_min", low)
+        self._keep("running_max", high)
+        return self.choose(low, high)
 
     def merge(self, other: QParamsCalculatorBase) -> None:
         check_same_kind(self, other)
         assert isinstance(other, RunningRangeMixin)  # noqa: S101  # same kind
-        if not other.is_initialized:
+        if not other.running_min.numel():
             return
         low, high = other.running_min.to(self.scale.device), other.running_max.to(self.scale.device)
-        if self.is_initialized:
+        if self.running_min.numel():
+            self.check_shape(low.shape)
             low, high = self._merged(
                 low, high, other.observed_batches / (self.observed_batches + other.observed_batches)
             )

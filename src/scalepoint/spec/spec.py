@@ -14,9 +14,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import GenerateJsonSchema
 
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
-from scalepoint.errors import DocumentError, SpecError, nearest
+from scalepoint.errors import DocumentError, SpecError, nearest, shown
 from scalepoint.numerics import (
     ALIASES,
     E4M3,
@@ -28,16 +29,14 @@ from scalepoint.numerics import (
     dtype_name,
     format_of,
 )
-from scalepoint.spec.fake_quantize import DefaultFakeQuantize, FakeQuantizeImplBase
+from scalepoint.numerics.qparams import HUGE
+from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
 from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranularity, QuantizationGranularity
 from scalepoint.spec.qparams_calculator import (
-    DefaultQParamsCalculator,
     QParamsCalculatorBase,
-    StaticQParamsCalculator,
 )
-from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
-from scalepoint.spec.registry import Registry
-from scalepoint.spec.running import MovingAverageQParamsCalculator
+from scalepoint.spec.range_calculator import RangeCalculatorBase
+from scalepoint.spec.registry import Registry, member
 
 DERIVED = ("n_bits", "target_dtype", "quant_min", "quant_max")
 
@@ -50,6 +49,9 @@ class FloatRange(tuple[float | None, float | None]):
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, list | tuple) else NotImplemented
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = tuple.__hash__
 
     def __repr__(self) -> str:
@@ -57,18 +59,21 @@ class FloatRange(tuple[float | None, float | None]):
 
 
 def _float_range(value: Any) -> FloatRange:
+    given = f"float_range={shown(value)}"
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise SpecError(f"float_range={value!r}: give [low, high], each a number or None")
+        raise SpecError(f"{given}: give [low, high], each a number or None")
     for end in value:
         if isinstance(end, bool) or not (end is None or isinstance(end, int | float)):
-            raise SpecError(f"float_range={value!r}: {end!r} is not a number or None")
+            raise SpecError(f"{given}: {shown(end)} is not a number or None")
+        if end is not None and not -HUGE <= end <= HUGE:
+            raise SpecError(f"{given}: both ends are finite float32 numbers")
     low, high = (None if end is None else float(end) for end in value)
-    if low is not None and not -torch.inf < low <= 0:
-        raise SpecError(f"float_range={value!r}: low is finite and at most 0, so that zero is representable")
-    if high is not None and not 0 <= high < torch.inf:
-        raise SpecError(f"float_range={value!r}: high is finite and at least 0, so that zero is representable")
+    if low is not None and low > 0:
+        raise SpecError(f"{given}: low is at most 0, so that zero is representable")
+    if high is not None and high < 0:
+        raise SpecError(f"{given}: high is at least 0, so that zero is representable")
     if low is not None and high is not None and low >= high:
-        raise SpecError(f"float_range={value!r}: low must be below high")
+        raise SpecError(f"{given}: low must be below high")
     return FloatRange((low, high))
 
 
@@ -76,10 +81,11 @@ def to_dtype(value: Any) -> torch.dtype:
     """A torch.dtype from itself or from its name or alias."""
     if isinstance(value, torch.dtype):
         return value
-    name = str(value).removeprefix("torch.")
-    dtype = getattr(torch, ALIASES.get(name, name), None) if isinstance(value, str) else None
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    dtype = getattr(torch, ALIASES.get(name, name), None) if name else None
     if not isinstance(dtype, torch.dtype):
-        raise SpecError(f"Unsupported dtype: {value!r} is not the name of a torch dtype")
+        known = [*(row.name for row in FORMATS.values()), dtype_name(E8M0), *ALIASES]
+        raise SpecError(f"Unsupported dtype: {shown(value)} is not a dtype that can be meant: {nearest(name, known)}")
     return dtype
 
 
@@ -97,10 +103,20 @@ def _component(base: type[Registry]) -> Any:
         if isinstance(value, type) and issubclass(value, base):
             base.key_of(value)
             return value
-        raise SpecError(f"{value!r} is not a {base.__name__}: give a key or a registered class")
+        keys = ", ".join(base.list_registry_keys())
+        raise SpecError(f"{shown(value)} is not a {base.__name__}: give a registered class or a key ({keys})")
 
     schema = {"type": "string", "description": f"a key of the {base.__name__} registry"}
     return Annotated[type[base], BeforeValidator(resolve), PlainSerializer(base.key_of), WithJsonSchema(schema)]
+
+
+class SchemaGenerator(GenerateJsonSchema):
+    """JSON Schema whose defaults are the names a file would hold."""
+
+    def encode_default(self, dft: Any) -> Any:
+        if isinstance(dft, torch.dtype):
+            return dtype_name(dft)
+        return super().encode_default(list(dft) if isinstance(dft, FloatRange) else dft)
 
 
 class QuantizationSpec(BaseModel):
@@ -110,19 +126,21 @@ class QuantizationSpec(BaseModel):
     loading one ignores them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
 
     SUPPORTED_DTYPES: ClassVar[set[torch.dtype]] = {dtype for dtype, row in FORMATS.items() if row.bits in (2, 4, 8)}
 
     dtype: Dtype = torch.int8
     qscheme: QuantizationScheme = QuantizationScheme.SYMMETRIC
     qformulation: QuantizationFormulation = QuantizationFormulation.ZP
-    granularity: SerializeAsAny[Annotated[QuantizationGranularity, BeforeValidator(QuantizationGranularity.build)]] = (
-        PerTensorGranularity()
-    )
-    fake_quantize_cls: _component(FakeQuantizeImplBase) = DefaultFakeQuantize  # type: ignore[valid-type]
-    qparam_calculator_cls: _component(QParamsCalculatorBase) = DefaultQParamsCalculator  # type: ignore[valid-type]
-    range_calculator_cls: _component(RangeCalculatorBase) = MinMaxRangeCalculator  # type: ignore[valid-type]
+    granularity: Annotated[
+        SerializeAsAny[QuantizationGranularity],
+        BeforeValidator(QuantizationGranularity.build),
+        WithJsonSchema({"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}),
+    ] = PerTensorGranularity()
+    fake_quantize_cls: _component(FakeQuantizeImplBase) = "default"  # type: ignore[valid-type]
+    qparam_calculator_cls: _component(QParamsCalculatorBase) = "default"  # type: ignore[valid-type]
+    range_calculator_cls: _component(RangeCalculatorBase) = "minmax"  # type: ignore[valid-type]
     float_range: Annotated[
         FloatRange,
         BeforeValidator(_float_range),
@@ -176,14 +194,19 @@ class QuantizationSpec(BaseModel):
             raise SpecError(f"scale_dtype={given}: the scale of {dtype_name(self.dtype)} may be {names}")
         return self
 
+    @model_validator(mode="after")
+    def _has_codes(self) -> Self:
+        if self.quant_min >= self.quant_max:
+            raise SpecError(f"{dtype_name(self.dtype)} with {self.qscheme} has one code only: use qscheme='symmetric'")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _default_scale(cls, data: Any) -> Any:
         """fp4 without a scale type has e8m0 scales (MX)."""
         if isinstance(data, dict) and data.get("scale_dtype") is None:
-            dtype = data.get("dtype", torch.int8)
-            name = dtype if isinstance(dtype, str) else dtype_name(dtype) if isinstance(dtype, torch.dtype) else ""
-            if ALIASES.get(name.removeprefix("torch."), name.removeprefix("torch.")) == dtype_name(FP4):
+            dtype = data.get("dtype", cls.model_fields["dtype"].default)
+            if isinstance(dtype, torch.dtype | str) and _is_fp4(dtype):
                 return {**data, "scale_dtype": E8M0}
         return data
 
@@ -223,7 +246,7 @@ class QuantizationSpec(BaseModel):
     def get_quant_range(
         cls, dtype: torch.dtype | str, qscheme: QuantizationScheme | str = QuantizationScheme.SYMMETRIC
     ) -> tuple[float, float]:
-        return format_of(to_dtype(dtype)).limits(QuantizationScheme(qscheme))
+        return format_of(to_dtype(dtype)).limits(member(QuantizationScheme, qscheme))
 
     def get_extra_args(self) -> dict[str, Any]:
         """The fields a subclass adds; they reach every component's constructor."""
@@ -237,6 +260,11 @@ class QuantizationSpec(BaseModel):
             fields["scale_dtype"] = None
         return type(self)(**{**fields, **changes})
 
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """JSON Schema, for editors that complete config files."""
+        return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: names and keys, ready for any file format."""
         return self.model_dump(mode="json")
@@ -245,7 +273,7 @@ class QuantizationSpec(BaseModel):
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         if not isinstance(fields, dict):
             raise DocumentError(f"a {cls.__name__} is a mapping of its fields, not {type(fields).__name__}")
-        return cls(**fields)
+        return cls.model_validate(fields)
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)
@@ -262,6 +290,11 @@ class QuantizationSpec(BaseModel):
         return cls.from_dict(parse_yaml(text))
 
 
+def _is_fp4(dtype: torch.dtype | str) -> bool:
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype_name(dtype)
+    return ALIASES.get(name, name) == dtype_name(FP4)
+
+
 def _scale_dtypes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
     if not format_of(dtype).is_float:
         return (None,)
@@ -270,9 +303,9 @@ def _scale_dtypes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
 
 def default_weight_quantization_spec() -> QuantizationSpec:
     """int8, symmetric, per channel along axis 0, from the live weight."""
-    return QuantizationSpec(granularity=PerChannelGranularity(axis=0), qparam_calculator_cls=StaticQParamsCalculator)
+    return QuantizationSpec(granularity=PerChannelGranularity(axis=0), qparam_calculator_cls="static")
 
 
 def default_activation_quantization_spec() -> QuantizationSpec:
     """int8, symmetric, per tensor, moving average of the range."""
-    return QuantizationSpec(qparam_calculator_cls=MovingAverageQParamsCalculator)
+    return QuantizationSpec(qparam_calculator_cls="moving_average")

@@ -21,10 +21,26 @@ class Stateful(nn.Module):
         self._mirror: dict[str, bool] = {}
         self._mirrored: dict[str, tuple[Tensor | None, int]] = {}
 
+    def add_empty(self, name: str, dtype: torch.dtype | None = torch.float32) -> None:
+        """A buffer that takes its shape later; None for one that this module does not have."""
+        with torch.inference_mode(False):  # a state that can be written later, wherever the module was made
+            self.register_buffer(name, None if dtype is None else torch.empty(0, dtype=dtype))
+
+    def add_counter(self, name: str) -> None:
+        with torch.inference_mode(False):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64))
+
     def add_switch(self, name: str, on: bool) -> None:
-        self.register_buffer(name, torch.tensor([int(on)], dtype=torch.uint8))
+        with torch.inference_mode(False):
+            self.register_buffer(name, torch.tensor([int(on)], dtype=torch.uint8))
+        self._remember(name, on)
+
+    def _remember(self, name: str, on: bool) -> None:
+        """Mirror a switch, and what its buffer looked like then."""
+        buffer = self._buffers[name]
         self._mirror[name] = on
-        self._mirrored[name] = (None, 0)
+        known = buffer is not None and not buffer.is_inference()
+        self._mirrored[name] = (buffer, buffer._version) if known and buffer is not None else (None, 0)
 
     def is_on(self, name: str) -> bool:
         """The value of a switch. Inside a compiled or exported graph it is a constant of that graph."""
@@ -45,16 +61,14 @@ class Stateful(nn.Module):
     def _look(self, name: str, buffer: Tensor) -> None:
         """Read a switch that was written or replaced; a stand-in without a value keeps the last one."""
         if type(buffer) is Tensor and not buffer.is_meta:
-            self._mirror[name] = bool(buffer.item())
-            if not buffer.is_inference():
-                self._mirrored[name] = (buffer, buffer._version)
+            self._remember(name, bool(buffer.item()))
 
     def switch(self, name: str, on: bool) -> None:
         buffer = self._buffers[name]
         if buffer is not None and not buffer.is_meta:
             with torch.no_grad():
                 buffer.fill_(int(on))
-        self._mirror[name] = bool(on)
+        self._remember(name, bool(on))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keep_dtype(tensor: Tensor) -> Tensor:
@@ -73,3 +87,4 @@ class Stateful(nn.Module):
             if own.numel() == 0 or saved.numel() == 0:
                 own.data = torch.empty(saved.shape, dtype=own.dtype, device=own.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.are_on(tuple(self._mirror))  # a graph captured next must see the loaded switches

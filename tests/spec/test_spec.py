@@ -1,0 +1,299 @@
+"""Contract A1: the fields, the derived values, every rule and its error, dumps."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+
+from scalepoint.spec import (
+    DefaultFakeQuantize,
+    DefaultQParamsCalculator,
+    FakeQuantizeImplBase,
+    GlobalMinMaxQParamsCalculator,
+    MinMaxRangeCalculator,
+    MovingAverageQParamsCalculator,
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerTensorGranularity,
+    QParamsCalculatorBase,
+    QuantizationFormulation,
+    QuantizationScheme,
+    QuantizationSpec,
+    RangeCalculatorBase,
+    StaticQParamsCalculator,
+    default_activation_quantization_spec,
+    default_weight_quantization_spec,
+)
+
+SPECS = {
+    "default": QuantizationSpec(),
+    "asymmetric per channel": QuantizationSpec(qscheme="asymmetric", granularity=PerChannelGranularity(axis=0)),
+    "uint8 minval": QuantizationSpec(dtype="uint8", qformulation="minval"),
+    "int4 block": QuantizationSpec(
+        dtype=torch.int4,
+        qscheme="symmetric_with_clipping",
+        granularity=PerBlockGranularity(axis=1, block_size=32, pad=True),
+    ),
+    "tile": QuantizationSpec(granularity={"type": "per_block", "block_size": [4, -1, 1]}),
+    "fixed range": QuantizationSpec(float_range=[-3, None], qparam_calculator_cls="global_minmax"),
+    "mxfp8": QuantizationSpec(dtype="float8_e4m3fn", scale_dtype="float8_e8m0fnu"),
+    "nvfp4": QuantizationSpec(dtype="float4_e2m1fn", scale_dtype="float8_e4m3fn"),
+    "weight": default_weight_quantization_spec(),
+    "activation": default_activation_quantization_spec(),
+}
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+
+
+def test_the_defaults_are_those_of_the_contract():
+    spec = QuantizationSpec()
+    assert spec.dtype == torch.int8
+    assert spec.qscheme is QuantizationScheme.SYMMETRIC
+    assert spec.qformulation is QuantizationFormulation.ZP
+    assert spec.granularity == PerTensorGranularity()
+    assert spec.fake_quantize_cls is DefaultFakeQuantize
+    assert spec.qparam_calculator_cls is DefaultQParamsCalculator
+    assert spec.range_calculator_cls is MinMaxRangeCalculator
+    assert spec.float_range == [None, None]
+    assert spec.scale_dtype is None
+    assert spec.get_extra_args() == {}
+
+
+def test_the_weight_default_is_per_channel_and_static_and_the_activation_default_a_moving_average():
+    weight, activation = default_weight_quantization_spec(), default_activation_quantization_spec()
+    assert weight.granularity == PerChannelGranularity(axis=0)
+    assert weight.qparam_calculator_cls is StaticQParamsCalculator
+    assert activation.granularity == PerTensorGranularity()
+    assert activation.qparam_calculator_cls is MovingAverageQParamsCalculator
+    assert weight.qscheme is activation.qscheme is QuantizationScheme.SYMMETRIC
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "target", "limits", "clipped"),
+    [
+        ("int8", 8, torch.int8, (-128, 127), (-127, 127)),
+        ("int4", 4, torch.int8, (-8, 7), (-7, 7)),
+        ("int2", 2, torch.int8, (-2, 1), (-1, 1)),
+        ("uint8", 8, torch.uint8, (0, 255), (0, 255)),
+        ("uint4", 4, torch.uint8, (0, 15), (0, 15)),
+        ("uint2", 2, torch.uint8, (0, 3), (0, 3)),
+        ("float8_e4m3fn", 8, torch.float8_e4m3fn, (-448, 448), None),
+        ("float8_e5m2", 8, torch.float8_e5m2, (-57344, 57344), None),
+        ("float4_e2m1fn_x2", 4, torch.float8_e4m3fn, (-6, 6), None),
+    ],
+)
+def test_width_storage_and_limits_follow_from_dtype_and_scheme(dtype, bits, target, limits, clipped):
+    spec = QuantizationSpec(dtype=dtype)
+    assert (spec.n_bits, spec.target_dtype, (spec.quant_min, spec.quant_max)) == (bits, target, limits)
+    assert QuantizationSpec.get_n_bits_from_dtype(dtype) == bits
+    assert QuantizationSpec.get_target_dtype(spec.dtype) == target
+    assert QuantizationSpec.get_quant_range(dtype, "symmetric") == limits
+    if clipped:
+        spec = QuantizationSpec(dtype=dtype, qscheme="symmetric_with_clipping")
+        assert (spec.quant_min, spec.quant_max) == clipped
+
+
+@pytest.mark.parametrize(
+    ("alias", "dtype"),
+    [("float4_e2m1fn", torch.float4_e2m1fn_x2), ("float8_e4m3", torch.float8_e4m3fn), ("torch.int8", torch.int8)],
+)
+def test_an_alias_names_its_dtype(alias, dtype):
+    assert QuantizationSpec(dtype=alias).dtype == dtype
+
+
+def test_e8m0_has_an_alias_as_a_scale():
+    assert QuantizationSpec(dtype="float8_e5m2", scale_dtype="float8_e8m0").scale_dtype == torch.float8_e8m0fnu
+
+
+def test_fp4_without_a_scale_type_has_e8m0_scales():
+    assert QuantizationSpec(dtype="float4_e2m1fn").scale_dtype == torch.float8_e8m0fnu
+    assert QuantizationSpec(dtype=torch.float4_e2m1fn_x2, scale_dtype=None).scale_dtype == torch.float8_e8m0fnu
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "int9"}, "Unsupported dtype: 'int9'"),
+        ({"dtype": torch.float16}, "Unsupported dtype: 'float16'. Allowed dtypes: float4_e2m1fn_x2, .*uint8"),
+        ({"dtype": torch.int3}, "Allowed dtypes"),
+        ({"dtype": 8}, "Unsupported dtype"),
+        ({"qscheme": "symmetricc"}, "symmetric_with_clipping"),
+        ({"qformulation": "min_val"}, "minval"),
+        ({"granularity": "per_tensor"}, "dict with 'type'"),
+        ({"granularity": {"type": "per_chanel"}}, "did you mean 'per_channel'"),
+        ({"granularity": {"type": "per_channel", "axes": 0}}, "did you mean 'axis'"),
+        ({"granularity": {"axis": 0}}, "dict with 'type'"),
+        ({"fake_quantize_cls": "defalt"}, "did you mean 'default'"),
+        ({"qparam_calculator_cls": "moving_avg"}, "did you mean 'moving_average'"),
+        ({"range_calculator_cls": "minmaxx"}, "did you mean 'minmax'"),
+        ({"range_calculator_cls": StaticQParamsCalculator}, "is not a RangeCalculatorBase"),
+        ({"range_calculator_cls": 3}, "give a registered class or a key"),
+        ({"float_range": None}, r"give \[low, high\]"),
+        ({"float_range": [0.0, 1.0, 2.0]}, r"give \[low, high\]"),
+        ({"float_range": [0.0, True]}, "True is not a number"),
+        ({"float_range": ["0", 1]}, "'0' is not a number"),
+        ({"float_range": [1.0, 2.0]}, "at most 0"),
+        ({"float_range": [-2.0, -1.0]}, "at least 0"),
+        ({"float_range": [0.0, 0.0]}, "below high"),
+        ({"float_range": [float("nan"), 1.0]}, "finite"),
+        ({"float_range": [None, float("inf")]}, "finite"),
+        ({"dtype": "float8_e4m3fn", "qscheme": "asymmetric"}, "use qscheme='symmetric'"),
+        ({"dtype": "float4_e2m1fn", "qscheme": "symmetric_with_clipping"}, "use qscheme='symmetric'"),
+        ({"dtype": "float8_e5m2", "qformulation": "minval"}, "use qformulation='zp'"),
+        ({"dtype": "int8", "scale_dtype": "float8_e8m0fnu"}, "the scale of int8 may be None"),
+        ({"dtype": "float8_e4m3fn", "scale_dtype": "float8_e4m3fn"}, "may be None or float8_e8m0fnu"),
+        ({"dtype": "float4_e2m1fn", "scale_dtype": "float32"}, "may be float8_e8m0fnu or float8_e4m3fn"),
+        ({"scale_dtype": "float8_typo"}, "'float8_typo' is not a dtype.*did you mean"),
+        ({"granularty": {"type": "per_tensor"}}, "no field 'granularty': did you mean 'granularity'"),
+        ({"bits": 8}, "no field 'bits'.*Known: dtype"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_with_the_way_out(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        QuantizationSpec(**fields)
+
+
+def test_a_class_that_is_not_registered_is_refused():
+    class Unregistered(MinMaxRangeCalculator):
+        pass
+
+    with pytest.raises(ValueError, match=r"RangeCalculatorBase\.register"):
+        QuantizationSpec(range_calculator_cls=Unregistered)
+
+
+def test_a_registered_class_is_accepted_and_dumps_as_its_key():
+    spec = QuantizationSpec(qparam_calculator_cls=GlobalMinMaxQParamsCalculator)
+    assert spec.to_dict()["qparam_calculator_cls"] == "global_minmax"
+
+
+def test_users_may_extend_the_supported_dtypes(monkeypatch):
+    monkeypatch.setattr(QuantizationSpec, "SUPPORTED_DTYPES", QuantizationSpec.SUPPORTED_DTYPES | {torch.int6})
+    spec = QuantizationSpec(dtype="int6")
+    assert (spec.n_bits, spec.quant_min, spec.quant_max, spec.target_dtype) == (6, -32, 31, torch.int8)
+
+
+def test_a_dtype_without_arithmetic_is_refused_even_when_it_was_declared_supported(monkeypatch):
+    monkeypatch.setattr(QuantizationSpec, "SUPPORTED_DTYPES", QuantizationSpec.SUPPORTED_DTYPES | {torch.float16})
+    with pytest.raises(ValueError, match="no arithmetic for float16"):
+        QuantizationSpec(dtype="float16")
+
+
+@each_spec
+def test_a_spec_cannot_be_changed(spec):
+    with pytest.raises(ValidationError, match="frozen"):
+        spec.dtype = torch.int4
+
+
+@each_spec
+@pytest.mark.parametrize("form", ["dump", "dict", "json", "yaml", "through plain json", "through plain yaml"])
+def test_a_dump_loads_back_equal_with_an_equal_hash(spec, form):
+    again = {
+        "dump": lambda: QuantizationSpec(**spec.model_dump()),
+        "dict": lambda: QuantizationSpec.from_dict(spec.to_dict()),
+        "json": lambda: QuantizationSpec.from_json(spec.to_json()),
+        "yaml": lambda: QuantizationSpec.from_yaml(spec.to_yaml()),
+        "through plain json": lambda: QuantizationSpec(**json.loads(json.dumps(spec.to_dict()))),
+        "through plain yaml": lambda: QuantizationSpec(**yaml.safe_load(yaml.safe_dump(spec.to_dict()))),
+    }[form]()
+    assert again == spec
+    assert hash(again) == hash(spec)
+
+
+@each_spec
+def test_a_dump_holds_the_derived_values_and_the_type_of_the_granularity(spec):
+    dump = spec.model_dump()
+    assert {"n_bits", "target_dtype", "quant_min", "quant_max"} <= set(dump)
+    assert dump["granularity"]["type"] in ("per_tensor", "per_channel", "per_block")
+
+
+def test_derived_values_are_ignored_when_they_are_given():
+    assert QuantizationSpec(n_bits=3, quant_min=0, quant_max=1, target_dtype="int4") == QuantizationSpec()
+
+
+def test_what_was_given_is_never_changed():
+    granularity, float_range = {"type": "per_channel", "axis": 0}, [-1, 2]
+    fields = {"granularity": granularity, "float_range": float_range, "n_bits": 8}
+    QuantizationSpec(**fields)
+    QuantizationSpec.from_dict(fields)
+    assert fields == {"granularity": granularity, "float_range": float_range, "n_bits": 8}
+    assert granularity == {"type": "per_channel", "axis": 0}
+    assert float_range == [-1, 2]
+
+
+def test_float_range_is_stored_as_floats_and_cannot_be_changed():
+    stored = QuantizationSpec(float_range=(-1, 2)).float_range
+    assert stored == [-1.0, 2.0]
+    assert all(type(end) is float for end in stored)
+    with pytest.raises(TypeError):
+        stored[0] = 0.0
+
+
+def test_specs_are_equal_and_hash_by_value():
+    assert len({QuantizationSpec(), QuantizationSpec(dtype="int8"), QuantizationSpec(dtype="int4")}) == 2
+
+
+def test_replace_checks_anew_and_lets_the_scale_type_follow_the_dtype():
+    spec = QuantizationSpec(dtype="float4_e2m1fn")
+    assert spec.replace(dtype="int8").scale_dtype is None
+    with pytest.raises(ValueError, match="did you mean 'qscheme'"):
+        spec.replace(qsheme="symmetric")
+
+
+def test_the_json_schema_names_every_field_and_the_schemes():
+    schema = QuantizationSpec.model_json_schema()
+    assert set(schema["properties"]) == set(QuantizationSpec.model_fields)
+    assert schema["additionalProperties"] is False
+    assert "symmetric_with_clipping" in json.dumps(schema)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "just a word", "3", ""])
+def test_a_document_that_is_no_mapping_is_an_error_of_its_own(text):
+    with pytest.raises(ValueError, match="is a mapping of its fields"):
+        QuantizationSpec.from_yaml(text)
+
+
+class TestExtraFields:
+    def test_added_fields_are_given_by_name_and_reach_every_component(self):
+        seen = {}
+
+        def remember(name, base):
+            def __init__(self, *args, temperature, **kwargs):  # noqa: N807
+                seen[name] = temperature
+                super(type(self), self).__init__(*args, **kwargs)
+
+            return type(name, (base,), {"__init__": __init__})
+
+        parts = {
+            "range_calculator_cls": (RangeCalculatorBase, MinMaxRangeCalculator),
+            "qparam_calculator_cls": (QParamsCalculatorBase, StaticQParamsCalculator),
+            "fake_quantize_cls": (FakeQuantizeImplBase, DefaultFakeQuantize),
+        }
+        fields = {
+            field: registry.register(f"test_{field}")(remember(field, base))
+            for field, (registry, base) in parts.items()
+        }
+
+        class Warm(QuantizationSpec):
+            temperature: float
+            power: int = 2
+
+        spec = Warm(temperature=0.5, **fields)
+        assert spec.get_extra_args() == {"temperature": 0.5, "power": 2}
+        from scalepoint.spec import QuantizationComponentFactory
+
+        quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, "weight")
+        assert seen == dict.fromkeys(parts, 0.5)
+        x = torch.randn(4, 4)
+        assert (quantizer(x) - x).abs().max() < 0.1
+        assert Warm.from_yaml(spec.to_yaml()) == spec
+        for field, (registry, _) in parts.items():
+            del registry._registry[f"test_{field}"]
+
+    def test_a_misspelt_added_field_is_refused_too(self):
+        class Warm(QuantizationSpec):
+            temperature: float = 1.0
+
+        with pytest.raises(ValueError, match="did you mean 'temperature'"):
+            Warm(temprature=2.0)

@@ -1,0 +1,54 @@
+"""Texts from outside: limits, duplicates, truncation."""
+
+import pytest
+
+from scalepoint.documents import MAX_BYTES, dump_yaml, parse_json, parse_yaml
+from scalepoint.errors import DocumentError
+from scalepoint.spec import QuantizationSpec
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 10)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def test_plain_values_come_through():
+    value = {"name": "é", "list": [1, 2.5, None, True], "nested": {"a": {"b": "c"}}}
+    assert parse_yaml(dump_yaml(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "aliases"),
+        ("[" * 100, "nested deeper"),
+        ("a: 1\nb: 2\na: 3", "'a' is given twice, at line 3"),
+        ("a: [1, 2", "not valid YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("x" * (MAX_BYTES + 1), "at most"),
+        ("a: 1\n---\nb: 2", "not valid YAML"),
+    ],
+    ids=["bomb", "depth", "duplicate", "truncated", "tag", "size", "two documents"],
+)
+def test_a_yaml_that_is_broken_or_dangerous_is_refused(text, message):
+    with pytest.raises(DocumentError, match=message):
+        parse_yaml(text)
+
+
+@pytest.mark.parametrize("text", ["{", "", "{'a': 1}", "[" * 100_000], ids=["open", "empty", "quotes", "depth"])
+def test_a_json_that_is_broken_is_refused(text):
+    with pytest.raises(DocumentError, match="not valid JSON"):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_a_spec_truncated_at_any_byte_is_an_error_or_a_spec(form):
+    text = QuantizationSpec().to_json() if form == "json" else QuantizationSpec().to_yaml()
+    read = QuantizationSpec.from_json if form == "json" else QuantizationSpec.from_yaml
+    outcomes = set()
+    for end in range(len(text) - 1):
+        try:
+            outcomes.add(type(read(text[:end])).__name__)
+        except ValueError:
+            outcomes.add("error")
+    assert "error" in outcomes
+    assert outcomes <= {"error", "QuantizationSpec"}

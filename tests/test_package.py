@@ -1,0 +1,128 @@
+"""The outside of the package: names, silence, import cost in modules, forbidden calls, documented errors."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scalepoint
+from scalepoint import errors, spec
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def python(code: str, *flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_the_public_names_are_pinned():
+    assert scalepoint.__all__ == ["__version__", "errors", "numerics", "spec"]
+    assert sorted(spec.__all__) == [
+        "BlockSizeMismatchError",
+        "CompressionTargetTensor",
+        "DefaultFakeQuantize",
+        "DefaultQParamsCalculator",
+        "DynamicQParamsCalculator",
+        "EntropyRangeCalculator",
+        "ExtendedQuantizationSpec",
+        "FakeQuantizeImplBase",
+        "GlobalMinMaxQParamsCalculator",
+        "HistogramEntropyQParamsCalculator",
+        "HistogramMseQParamsCalculator",
+        "HistogramPercentileQParamsCalculator",
+        "HistogramQParamsCalculator",
+        "LearnedScaleQParamsCalculator",
+        "MinMaxRangeCalculator",
+        "MovingAverageQParamsCalculator",
+        "MseRangeCalculator",
+        "PerBlockGranularity",
+        "PerChannelGranularity",
+        "PerTensorGranularity",
+        "PerTokenGranularity",
+        "PercentileRangeCalculator",
+        "QParams",
+        "QParamsCalculatorBase",
+        "QuantizationComponentFactory",
+        "QuantizationFormulation",
+        "QuantizationGranularity",
+        "QuantizationScheme",
+        "QuantizationSpec",
+        "RangeCalculatorBase",
+        "RunningRangeMixin",
+        "ScaleRounding",
+        "StaticQParamsCalculator",
+        "default_activation_quantization_spec",
+        "default_weight_quantization_spec",
+    ]
+
+
+@pytest.mark.parametrize("module", [scalepoint, spec, scalepoint.numerics], ids=lambda module: module.__name__)
+def test_every_public_name_is_there(module):
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nonesuch"):
+        scalepoint.nonesuch  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["scalepoint", "scalepoint.spec"])
+def test_importing_prints_nothing_even_when_warnings_are_errors(module):
+    run = python(f"import {module}", "-W", "error")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_importing_the_package_does_not_import_torch():
+    assert python("import sys, scalepoint; sys.exit('torch' in sys.modules)").returncode == 0
+
+
+def test_importing_the_tensor_layer_imports_no_runtime_and_no_torchao():
+    heavy = ["onnx", "onnxruntime", "openvino", "torchao", "transformers"]
+    run = python(f"import sys, scalepoint.spec; print([m for m in {heavy} if m in sys.modules])")
+    assert run.stdout == "[]\n"
+
+
+FORBIDDEN = re.compile(r"\bpickle\b|\beval\(|\bexec\(|yaml\.load\(|shell=True|torch\.export\.load|torch\.load\(")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_no_source_runs_code_from_a_file(path):
+    assert not FORBIDDEN.search(path.read_text())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_modules_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 500
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
+
+
+def error_classes():
+    return [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.ScalepointError)]
+
+
+def test_every_error_has_its_own_code_and_is_a_builtin_error_too():
+    kinds = [kind for kind in error_classes() if kind is not errors.ScalepointError]
+    assert len({kind.code for kind in kinds}) == len(kinds)
+    assert all(issubclass(kind, ValueError | RuntimeError) for kind in kinds)
+    assert str(errors.SpecError("no such thing")) == "no such thing [SP-A001]"
+
+
+@pytest.mark.parametrize("kind", error_classes()[1:], ids=lambda kind: kind.__name__)
+def test_every_error_is_documented(kind):
+    if kind is errors.ScalepointError:
+        return
+    assert f"| {kind.code} | `{kind.__name__}` |" in (ROOT / "docs" / "errors.md").read_text()
+    assert kind.code in errors.__doc__
+
+
+def test_the_version_is_the_one_of_the_changelog():
+    assert f"## {scalepoint.__version__}" in (ROOT / "CHANGELOG.md").read_text()
