@@ -10,6 +10,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 10)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
+DOUBLING = "float_range:\n- &a0 [1, 1]\n" + "".join(f"- &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 32))
+
 
 def test_plain_values_come_through():
     value = {"name": "é", "list": [1, 2.5, None, True], "nested": {"a": {"b": "c"}}}
@@ -26,17 +28,37 @@ def test_plain_values_come_through():
         ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
         ("x" * (MAX_BYTES + 1), "at most"),
         ("a: 1\n---\nb: 2", "not valid YAML"),
+        (DOUBLING, "items once its aliases are written out"),
+        ("a: &a [*a]", "contains itself"),
+        ("a: 2001-99-99", "not valid YAML"),
+        (f"a: {'9' * 5000}", "not valid YAML"),
     ],
-    ids=["bomb", "depth", "duplicate", "truncated", "tag", "size", "two documents"],
+    ids=[
+        "bomb",
+        "depth",
+        "duplicate",
+        "truncated",
+        "tag",
+        "size",
+        "two documents",
+        "doubling",
+        "cycle",
+        "date",
+        "digits",
+    ],
 )
 def test_a_yaml_that_is_broken_or_dangerous_is_refused(text, message):
     with pytest.raises(DocumentError, match=message):
         parse_yaml(text)
 
 
-@pytest.mark.parametrize("text", ["{", "", "{'a': 1}", "[" * 100_000], ids=["open", "empty", "quotes", "depth"])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "", "{'a': 1}", "[" * 100_000, '{"a": 1, "a": 2}', "9" * 5000, None],
+    ids=["open", "empty", "quotes", "depth", "duplicate", "digits", "no text"],
+)
 def test_a_json_that_is_broken_is_refused(text):
-    with pytest.raises(DocumentError, match="not valid JSON"):
+    with pytest.raises(DocumentError, match=r"not valid JSON|given twice|text is needed"):
         parse_json(text)
 
 

@@ -182,6 +182,8 @@ def _pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tens
     """Matching rows of the input, the output and the parameters, about PIECE elements a thread."""
     if steps.is_uniform:
         x, out, steps = x.view(-1), out.view(-1), steps.map(lambda value: value.reshape(1))
+    else:
+        steps = steps.map(lambda value: value.reshape((1,) * (x.ndim - value.ndim) + value.shape))
     while x.shape[0] == 1:
         x, out, steps = x[0], out[0], steps.map(lambda value: value[0])
     rows = max(1, PIECE * torch.get_num_threads() // (x.numel() // x.shape[0]))

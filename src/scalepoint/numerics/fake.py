@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from scalepoint.numerics.affine import Steps, centred_code, narrow, round_trip, round_trip_traced, steps_of
+from scalepoint.numerics.blocks import is_ragged
 from scalepoint.numerics.format import Format, Grid
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.quantize import Block, by_block
@@ -34,6 +35,9 @@ def fake_quantize(
     `fixed_zero` says that a symmetric grid's zero point is its middle, as `choose_qparams` makes it: one pass
     less. `out`, shaped as x and contiguous, receives the result when no gradient is needed.
     """
+
+    if out is not None and block is not None and is_ragged(x.shape, block):
+        return out.copy_(fake_quantize(x, qparams, grid, block, fixed_zero=fixed_zero))
 
     def run(part: Tensor, params: QParams) -> Tensor:
         target = None if out is None else out.view(part.shape)

@@ -66,6 +66,8 @@ class Format:
     def limits(self, scheme: QuantizationScheme) -> tuple[float, float]:
         """The codes in use; clipping drops the lowest one of a signed integer, so that both ends weigh the same."""
         if scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and self.is_signed:
+            if not self.high:
+                raise SpecError(f"{self.name} with {scheme} has one code only: use qscheme='symmetric'")
             return -self.high, self.high
         return self.low, self.high
 

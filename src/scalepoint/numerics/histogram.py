@@ -31,6 +31,7 @@ def histogram_of(rows: Tensor, bins: int) -> Histogram:
     # Two exact multiplications: 2^-e alone would be subnormal for the largest ranges.
     unit = rows * power_of_two(-power // 2)[:, None] * power_of_two(-power - (-power // 2))[:, None]
     index = (unit * (bins // 2)).floor().clamp(-(bins // 2), bins // 2 - 1).to(torch.int64) + bins // 2
+    index = torch.where(rows < 0, index.clamp(max=bins // 2 - 1), index)  # also what underflowed to zero above
     counts = torch.zeros(rows.shape[0], bins, dtype=torch.int64, device=rows.device)
     counts.scatter_add_(1, index, torch.ones((), dtype=torch.int64, device=rows.device).expand_as(index))
     return Histogram(counts, power)

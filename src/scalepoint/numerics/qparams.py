@@ -79,7 +79,7 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid) -> QParams:
         zero_point = (grid.low - (low / scale).round()).clamp(grid.low, grid.high).to(torch.int32)
         minval = low
     # A range at the very end of float32: no code may stand for infinity.
-    farthest = torch.maximum(zero_point - grid.low, grid.high - zero_point)
+    farthest = torch.maximum(zero_point - grid.low, grid.high - zero_point).to(torch.float32)
     if grid.formulation == QuantizationFormulation.MINVAL:
         farthest = torch.full_like(farthest, grid.span)
     scale = torch.minimum(scale, HUGE / farthest.clamp(min=1))

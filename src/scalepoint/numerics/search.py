@@ -36,7 +36,8 @@ def _histogram_quantile(histogram: Histogram, share: float) -> Tensor:
     counts = histogram.counts.to(torch.float64)
     total = counts.cumsum(1)
     wanted = total[:, -1:] * share
-    index = torch.searchsorted(total, wanted).clamp(max=counts.shape[1] - 1)
+    # From below the first bin that holds something, from above the last one.
+    index = torch.searchsorted(total, wanted, right=share < 0.5).clamp(max=counts.shape[1] - 1)
     inside = counts.gather(1, index)
     before = total.gather(1, index) - inside
     part = torch.where(inside > 0, (wanted - before) / inside.clamp(min=1), 0.0).clamp(0, 1)

@@ -169,8 +169,9 @@ class QuantizationSpec(BaseModel):
         return dtype
 
     @model_validator(mode="after")
-    def _float_rules(self) -> Self:
+    def _scheme_rules(self) -> Self:
         fmt = format_of(self.dtype)
+        fmt.limits(self.qscheme)
         if not fmt.is_float:
             return self
         if self.qscheme != QuantizationScheme.SYMMETRIC:
@@ -192,12 +193,6 @@ class QuantizationSpec(BaseModel):
             given = "None" if self.scale_dtype is None else dtype_name(self.scale_dtype)
             names = " or ".join("None" if kind is None else dtype_name(kind) for kind in allowed)
             raise SpecError(f"scale_dtype={given}: the scale of {dtype_name(self.dtype)} may be {names}")
-        return self
-
-    @model_validator(mode="after")
-    def _has_codes(self) -> Self:
-        if self.quant_min >= self.quant_max:
-            raise SpecError(f"{dtype_name(self.dtype)} with {self.qscheme} has one code only: use qscheme='symmetric'")
         return self
 
     @model_validator(mode="before")
