@@ -38,8 +38,9 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python bench/tensor.py
-	$(BIN)/python bench/import_cost.py
+	-$(BIN)/python bench/tensor.py
+	-$(BIN)/python bench/import_cost.py
+	$(BIN)/python bench/write_page.py
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet --site-dir .site

@@ -168,6 +168,7 @@ def small_rows(repeats: int) -> list[Row]:
         "int8 per channel": QuantizationSpec(granularity=PerChannelGranularity(axis=0)),
         "int4 block 32": QuantizationSpec(dtype="int4", granularity=GRANULARITIES["block 32"]),
         "fp8 e4m3": QuantizationSpec(dtype="float8_e4m3fn"),
+        "MXFP4 block 32": QuantizationSpec(dtype="float4_e2m1fn", granularity=GRANULARITIES["block 32"]),
     }.items():
         fq = quantizer(spec, x).eval()
         fq.quantization_target = type(fq.quantization_target)("activation")

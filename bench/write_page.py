@@ -1,0 +1,34 @@
+"""Write the tables of docs/measured.md from what the benches wrote to out/."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "measured.md"
+
+
+def table(path: Path) -> str:
+    rows = json.loads(path.read_text())
+    lines = ["| row | ratio | limit | against |", "|---|---|---|---|"]
+    for row in rows:
+        ratio = f"{row['ratio']:.2f}" + ("" if row["holds"] else " **missed**")
+        lines.append(f"| {row['name']} | {ratio} | {row['limit']:.2f} | {row['against']} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    for name in ("bench-tensor", "bench-import"):
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        if begin not in page:
+            raise SystemExit(f"{PAGE} has no {begin}")
+        body = f"{begin}\n{table(ROOT / 'out' / f'{name}.json')}\n{end}"
+        page = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, text=body: text, page, flags=re.DOTALL)
+    PAGE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
