@@ -154,6 +154,7 @@ def test_an_exported_activation_quantizer_keeps_a_dynamic_batch(fields):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("name", ["int8", "uint8 asymmetric", "int4 block", "mxfp4"])
 def test_inductor_gives_the_same_codes(name):
     fq = calibrated(SPECS[name])
