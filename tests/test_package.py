@@ -21,7 +21,18 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess:
 
 
 def test_the_public_names_are_pinned():
-    assert scalepoint.__all__ == ["__version__", "errors", "numerics", "spec"]
+    assert sorted(scalepoint.__all__) == [
+        "__version__",
+        "apply_transformation_plan",
+        "errors",
+        "get_transformation_plan",
+        "graph",
+        "numerics",
+        "patterns",
+        "spec",
+        "tensorrt",
+        "transform",
+    ]
     assert sorted(spec.__all__) == [
         "BlockSizeMismatchError",
         "CompressionTargetTensor",
@@ -88,7 +99,7 @@ def test_importing_the_tensor_layer_imports_no_runtime_and_no_torchao():
     assert run.stdout == "[]\n"
 
 
-FORBIDDEN = re.compile(r"\bpickle\b|\beval\(|\bexec\(|yaml\.load\(|shell=True|torch\.export\.load|torch\.load\(")
+FORBIDDEN = re.compile(r"\bpickle\b|(?<![.\w])eval\(|(?<![.\w])exec\(|yaml\.load\(|shell=True|torch\.export\.load|torch\.load\(")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

@@ -9,6 +9,9 @@
     ├── NotObservedError (RuntimeError)         SP-A006  parameters asked for before anything was observed
     ├── FrozenError (RuntimeError)              SP-A007  a change that is only possible before the first use
     ├── UsageError (RuntimeError)               SP-A008  a call that makes no sense on this object
+    ├── CaptureError (ValueError)               SP-G001  a model that cannot become a graph
+    ├── PatternError (ValueError)               SP-G003  a pattern or a plan that makes no sense
+    ├── GraphError (RuntimeError)               SP-G002  a graph that is not sound: our fault, please report it
     └── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
 
 Fields of a spec are checked by pydantic, whose ValidationError (a ValueError too) carries our messages.
@@ -59,6 +62,18 @@ class FrozenError(ScalepointError, RuntimeError):
 
 class UsageError(ScalepointError, RuntimeError):
     code = "SP-A008"
+
+
+class CaptureError(ScalepointError, ValueError):
+    code = "SP-G001"
+
+
+class PatternError(ScalepointError, ValueError):
+    code = "SP-G003"
+
+
+class GraphError(ScalepointError, RuntimeError):
+    code = "SP-G002"
 
 
 class DocumentError(ScalepointError, ValueError):

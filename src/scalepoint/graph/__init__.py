@@ -1,0 +1,8 @@
+"""One readable graph of a model: nodes are modules that own the model's parameters under their original names."""
+
+from scalepoint.graph.capture import capture
+from scalepoint.graph.check import check_graph
+from scalepoint.graph.kinds import ACTIVATIONS, WEIGHTED
+from scalepoint.graph.modules import Operation, Reference
+
+__all__ = ["ACTIVATIONS", "WEIGHTED", "Operation", "Reference", "capture", "check_graph"]

@@ -1,0 +1,30 @@
+"""What must hold after every stage: the graph is sound, its targets exist, and every parameter has one owner."""
+
+from torch import fx, nn
+
+from scalepoint.errors import GraphError
+from scalepoint.graph.modules import Operation
+
+
+def check_graph(graph_module: fx.GraphModule) -> None:
+    """Raise GraphError for the first thing that is wrong; a fault of ours, not of the model."""
+    try:
+        graph_module.graph.lint()
+    except RuntimeError as error:
+        raise GraphError(f"the graph is not sound: {error}") from error
+    modules = dict(graph_module.named_modules(remove_duplicate=False))
+    owners = {id(module) for module in modules.values()}
+    for node in graph_module.graph.nodes:
+        if node.op == "call_module":
+            module = modules.get(node.target)
+            if module is None:
+                raise GraphError(f"{node.name} calls {node.target!r}, which is not there")
+            _check_references(node.name, module, owners)
+
+
+def _check_references(name: str, module: nn.Module, owners: set[int]) -> None:
+    if not isinstance(module, Operation):
+        return
+    for argument, reference in module.references().items():
+        if id(reference.owner) not in owners:
+            raise GraphError(f"{name}: the owner of {argument} ({reference.name}) is not part of the graph module")

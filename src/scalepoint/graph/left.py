@@ -1,0 +1,134 @@
+"""Submodules that stay as they are: not looked into, called as one module, float.
+
+For the time of the export a left module is replaced by one opaque operator whose output shapes were seen in a real run;
+afterwards the graph calls the module itself. Axes as long as the batch follow the batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from scalepoint.errors import CaptureError, nearest
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A left module, and the outputs it gave: shapes with the batch marked, dtypes, whether it was a single tensor."""
+
+    module: nn.Module
+    shapes: tuple[tuple[int | None, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    is_single: bool
+
+
+_SEEN: dict[int, _Seen] = {}
+_KEYS = count()
+
+
+@torch.library.custom_op("scalepoint::left", mutates_args=())
+def _left(inputs: list[Tensor], key: int) -> list[Tensor]:
+    outputs = _SEEN[key].module(*inputs)
+    return [output.clone() for output in ([outputs] if _SEEN[key].is_single else outputs)]
+
+
+@_left.register_fake
+def _(inputs: list[Tensor], key: int) -> list[Tensor]:
+    seen = _SEEN[key]
+    return [
+        inputs[0].new_empty([inputs[0].shape[0] if size is None else size for size in shape], dtype=dtype)
+        for shape, dtype in zip(seen.shapes, seen.dtypes, strict=True)
+    ]
+
+
+class _Left(nn.Module):
+    """Stands in for a left module while the model is exported."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__()
+        self.key = key
+
+    def forward(self, *inputs: Tensor) -> Any:
+        outputs = torch.ops.scalepoint.left(list(inputs), self.key)
+        return outputs[0] if _SEEN[self.key].is_single else tuple(outputs)
+
+
+@contextmanager
+def replaced(
+    model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[dict[int, str]]:
+    """The model with opaque stand-ins for these submodules; gives the path of each key."""
+    modules = dict(model.named_modules())
+    for name in names:
+        if not name or name not in modules:
+            raise CaptureError(f"leave={list(names)}: no submodule {name!r}: {nearest(name, filter(None, modules))}")
+    keys = _record(model, {name: modules[name] for name in names}, args, kwargs)
+    try:
+        for key, name in keys.items():
+            _set(model, name, _Left(key))
+        yield keys
+    finally:
+        for key, name in keys.items():
+            _set(model, name, _SEEN[key].module)
+
+
+def restore(graph_module: fx.GraphModule, keys: dict[int, str]) -> None:
+    """Call the left modules themselves instead of the operator."""
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.scalepoint.left.default:
+            continue
+        inputs, key = node.args
+        with graph_module.graph.inserting_before(node):
+            call = graph_module.graph.call_module(keys[key], tuple(inputs))
+        call.meta = {**node.meta, "kind": "left", "path": keys[key]}
+        if _SEEN[key].is_single:
+            for user in list(node.users):
+                user.replace_all_uses_with(call)
+                graph_module.graph.erase_node(user)
+        else:
+            node.replace_all_uses_with(call)
+        graph_module.graph.erase_node(node)
+    for key in keys:
+        _SEEN.pop(key, None)
+
+
+def _record(
+    model: nn.Module, left: dict[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[int, str]:
+    """Run the model once and keep what each left module gave."""
+    keys: dict[int, str] = {}
+    hooks = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def hook(_: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+            given = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+            if not (inputs and all(isinstance(value, Tensor) for value in (*inputs, *given))):
+                raise CaptureError(f"leave={name!r}: a left module takes tensors by place and gives tensors")
+            batch = inputs[0].shape[0]
+            shapes = tuple(tuple(None if size == batch else size for size in output.shape) for output in given)
+            key = next(_KEYS)
+            _SEEN[key] = _Seen(module, shapes, tuple(output.dtype for output in given), isinstance(outputs, Tensor))
+            keys[key] = name
+
+        hooks.append(module.register_forward_hook(hook))
+
+    for name, module in left.items():
+        watch(name, module)
+    try:
+        model(*args, **kwargs)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    missing = set(left) - set(keys.values())
+    if missing:
+        raise CaptureError(f"leave={sorted(missing)}: never called by the model on these inputs")
+    return {key: name for name, key in {name: key for key, name in keys.items()}.items()}
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    model.get_submodule(parent).add_module(leaf, module)

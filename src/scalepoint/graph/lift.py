@@ -1,0 +1,206 @@
+"""From the operations that torch.export recorded to a graph of modules that reads like the user's model.
+
+For each operation, in this order:
+  1. the user's own module did it (`layer1.0.conv1`, an nn.Conv2d with these very parameters): call that module;
+  2. it has parameters or is worth a name (conv, linear, norms, activations, add, matmul, attention, ...): an Operation;
+  3. anything else (shapes, indexing): stays a function.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, base_name, functional, is_in_place, kind_of_function
+from scalepoint.graph.modules import Operation, Reference, Slot
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def lift(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Rewrite the aten graph in place; its attributes are already the modules of the model."""
+    graph = graph_module.graph
+    _resolve_in_place(graph)
+    _untranspose(graph)
+    tree = Tree(graph_module)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _lift_node(tree, node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    graph_module.recompile()
+    return graph_module
+
+
+def _resolve_in_place(graph: fx.Graph) -> None:
+    """x.relu_() becomes y = relu(x), and whoever reads x afterwards reads y."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and is_in_place(node.target) and isinstance(node.args[0], fx.Node):
+            replacement = functional(node.target)
+            if replacement is None or node.args[0].op == "get_attr":
+                continue  # a write to a buffer is meant
+            node.target = replacement
+            for user in [user for user in node.args[0].users if order[user] > order[node]]:
+                user.replace_input_with(node.args[0], node)
+
+
+class Tree:
+    """The modules of the graph by path and paths by module, and names for new ones."""
+
+    def __init__(self, root: fx.GraphModule) -> None:
+        self.root = root
+        self.modules = dict(root.named_modules())
+        self.paths = {id(module): path for path, module in self.modules.items()}
+
+    def add(self, name: str, module: nn.Module) -> str:
+        free, number = name, 0
+        while free in self.modules or hasattr(self.modules.get(free.rpartition(".")[0]), free.rpartition(".")[2]):
+            number += 1
+            free = f"{name}_{number}"
+        self.root.add_submodule(free, module)
+        self.modules[free] = module
+        return free
+
+
+def _lift_node(tree: Tree, node: fx.Node) -> None:
+    arguments = arguments_of(node)
+    settings = {name: value for name, value in arguments.items() if not list(nodes_in(value))}
+    kind = kind_of_function(node.target, settings)  # type: ignore[arg-type]  # call_function targets are callables
+    if kind in ("matmul", "addmm") and _is_parameter(arguments.get("other", arguments.get("mat2"))):
+        kind = "linear"
+    node.meta["kind"] = kind
+    if kind not in LIFTED or not isinstance(node.target, torch._ops.OpOverload):
+        return
+    inputs: list[fx.Node] = []
+    bound = {name: bind(value, inputs, tree.root) for name, value in arguments.items()}
+    if not inputs:
+        return
+    path = _own_module(tree, module_path(node), kind, bound, inputs)
+    if path is None:
+        path = module_path(node)
+        leaf = _leaf_name(kind, bound)
+        target = tree.add(f"{path}.{leaf}" if path else leaf, Operation(kind, node.target, bound))
+    else:
+        target, inputs = path, inputs[:1]
+    with node.graph.inserting_before(node):
+        lifted = node.graph.call_module(target, tuple(inputs))
+    lifted.meta = {**node.meta, "kind": kind, "path": path}
+    node.replace_all_uses_with(lifted)
+    node.graph.erase_node(node)
+
+
+def _leaf_name(kind: str, bound: dict[str, Any]) -> str:
+    """in_proj for what multiplies in_proj_weight, else the kind."""
+    weight = bound.get("weight")
+    name = weight.name if isinstance(weight, Reference) else ""
+    return name.removesuffix("_weight") if name.endswith("_weight") else kind
+
+
+def as_operation(node: fx.Node, root: nn.Module) -> tuple[Operation, list[fx.Node]]:
+    """A function node as a module of its own, and the nodes it takes."""
+    inputs: list[fx.Node] = []
+    bound = {name: bind(value, inputs, root) for name, value in arguments_of(node).items()}
+    by_place = 0 if isinstance(node.target, torch._ops.OpOverload) else len(node.args)
+    return Operation(node.meta.get("kind", node.name), node.target, bound, by_place), inputs  # type: ignore[arg-type]
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
+def _untranspose(graph: fx.Graph) -> None:
+    """x @ w.T and addmm(b, x, w.T), w a parameter, are linear(x, w, b)."""
+    for node in list(graph.nodes):
+        name = base_name(node.target) if node.op == "call_function" else ""
+        if name not in ("matmul", "mm", "addmm") or node.kwargs:
+            continue
+        *bias, x, other = node.args
+        if len(bias) > 1 or not (isinstance(other, fx.Node) and _transposes_parameter(other)):
+            continue
+        with graph.inserting_before(node):
+            linear = graph.call_function(torch.ops.aten.linear.default, (x, other.args[0], *bias))
+        linear.meta = dict(node.meta)
+        node.replace_all_uses_with(linear)
+        graph.erase_node(node)
+        if not other.users:
+            graph.erase_node(other)
+
+
+def _transposes_parameter(node: fx.Node) -> bool:
+    if node.op != "call_function" or not node.args or not _is_parameter(node.args[0]):
+        return False
+    value = tensor_of(node)
+    name = base_name(node.target)  # type: ignore[arg-type]  # call_function targets are callables
+    swaps = name in ("t", "numpy_T", "mT", "matrix_H") or (
+        name in ("transpose", "permute") and sorted(_flat(node.args[1:])) in ([0, 1], [-2, -1], [-1, 0])
+    )
+    return swaps and value is not None and value.ndim == 2
+
+
+def _flat(values: Any) -> list[int]:
+    return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by the names of its schema; defaults left out are left out."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nodes_in(item)
+
+
+def bind(value: Any, inputs: list[fx.Node], root: nn.Module) -> Any:
+    """An argument as the Operation holds it: parameters as references, other nodes as slots."""
+    if isinstance(value, fx.Node):
+        if value.op == "get_attr" and isinstance(value.target, str):
+            owner, _, name = value.target.rpartition(".")
+            return Reference(root.get_submodule(owner), name)
+        if value not in inputs:
+            inputs.append(value)
+        return Slot(inputs.index(value))
+    if isinstance(value, list | tuple):
+        return [bind(item, inputs, root) for item in value]
+    return value
+
+
+def module_path(node: fx.Node) -> str:
+    """Where in the user's model an operation stands: the path of the innermost module that ran it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if not path.startswith("_empty_nn_module_stack")]
+    return paths[-1].split("@")[0] if paths else ""
+
+
+def _own_module(tree: Tree, path: str, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> str | None:
+    """The path of the user's plain torch.nn module that does exactly this: where it ran, or where its weight lives."""
+    weight = bound.get("weight")
+    paths = [path, tree.paths.get(id(weight.owner), "")] if isinstance(weight, Reference) else [path]
+    return next((path for path in paths if _does_this(tree.modules.get(path), kind, bound, inputs)), None)
+
+
+def _does_this(module: nn.Module | None, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> bool:
+    if module is None or MODULE_KINDS.get(type(module)) != kind or len(inputs) != 1:
+        return False
+    if any(getattr(module, hooks) for hooks in _HOOKS) or nn.utils.parametrize.is_parametrized(module):
+        return False
+    references = [value for value in bound.values() if isinstance(value, Reference)]
+    own = {id(tensor) for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]}
+    held = {id(reference.value) for reference in references}
+    needed = own - {id(getattr(module, "num_batches_tracked", None))}
+    return held == needed and all(reference.owner is module for reference in references)
+
+
+def tensor_of(node: fx.Node) -> Tensor | None:
+    """The fake tensor that export left as the value of a node: its shape and dtype."""
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None

@@ -1,0 +1,103 @@
+"""Modules for operations that were written as functions: they hold settings and refer to parameters where those live.
+
+A reference is (owner module, name), read at every call, so that `.to()`, a loaded state or a replaced parameter is
+seen, and the parameter keeps its one place and name in the state_dict.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of the n-th input among the arguments."""
+
+    index: int
+
+
+class Reference:
+    """A parameter or buffer by its owner and name; copied with its owner, never registered twice."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    @property
+    def value(self) -> Tensor:
+        value: Tensor = getattr(self.owner, self.name)
+        return value
+
+
+class Operation(nn.Module):
+    """One operation: a function and its arguments, where inputs are slots and parameters are references.
+
+    `arguments` are by name, in the order of the function's own arguments; the first `positional` are given by place.
+    """
+
+    def __init__(
+        self, kind: str, function: Callable[..., Any], arguments: Mapping[str, Any], positional: int | None = None
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.function = function
+        self.arguments = dict(arguments)
+        self.positional = positional or 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that are neither inputs nor parameters."""
+        return {name: value for name, value in self.arguments.items() if not _has_tensors(value)}
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._parameter("weight", "mat2", "other")
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._parameter("bias", "self")
+
+    @property
+    def has_input_first(self) -> bool:
+        """Whether the weight of a linear operation is (in, out), as a plain matrix product has it."""
+        return self.kind == "linear" and "weight" not in self.arguments
+
+    def references(self) -> dict[str, Reference]:
+        """The parameters by argument name; those of a list are numbered."""
+        found: dict[str, Reference] = {}
+        for name, value in self.arguments.items():
+            if isinstance(value, Reference):
+                found[name] = value
+            elif isinstance(value, list | tuple):
+                found |= {f"{name}.{i}": item for i, item in enumerate(value) if isinstance(item, Reference)}
+        return found
+
+    def forward(self, *inputs: Any) -> Any:
+        filled = [(name, _filled(value, inputs)) for name, value in self.arguments.items()]
+        return self.function(*(value for _, value in filled[: self.positional]), **dict(filled[self.positional :]))
+
+    def extra_repr(self) -> str:
+        owned = [f"{name}={reference.name}" for name, reference in self.references().items()]
+        return ", ".join([self.kind, *owned, *(f"{name}={value}" for name, value in self.settings.items())])
+
+    def _parameter(self, *names: str) -> Tensor | None:
+        found = (self.arguments.get(name) for name in names)
+        return next((value.value for value in found if isinstance(value, Reference)), None)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_has_tensors(item) for item in value)
+    return isinstance(value, Slot | Reference)
+
+
+def _filled(value: Any, inputs: Sequence[Any]) -> Any:
+    if isinstance(value, Slot):
+        return inputs[value.index]
+    if isinstance(value, Reference):
+        return value.value
+    if isinstance(value, list | tuple):
+        return type(value)(_filled(item, inputs) for item in value)
+    return value

@@ -1,0 +1,150 @@
+"""Conversions: what is rewritten before patterns look: things that do nothing go, a classifier becomes a convolution.
+
+Each is a function that changes the graph and says how often it did; all are repeated until nothing changes.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, fx, nn
+
+from scalepoint.graph.kinds import base_name
+from scalepoint.graph.lift import Tree, tensor_of
+from scalepoint.graph.modules import Operation, Reference
+from scalepoint.patterns.language import kind_of
+
+_ASSERTS = ("assert", "assert_scalar", "assert_tensor_metadata", "assert_async", "sym_constrain_range_for_size")
+
+
+def remove_asserts(model: fx.GraphModule) -> int:
+    """Checks of shapes and values: they hold for the inputs that were captured."""
+    nodes = [
+        node
+        for node in model.graph.nodes
+        if node.op == "call_function" and base_name(node.target).strip("_") in _ASSERTS and not node.users
+    ]
+    for node in nodes:
+        model.graph.erase_node(node)
+    return len(nodes)
+
+
+def remove_identities(model: fx.GraphModule) -> int:
+    """nn.Identity, alias, detach."""
+    nodes = [node for node in model.graph.nodes if kind_of(node) == "identity" and len(node.all_input_nodes) == 1]
+    for node in nodes:
+        _bypass(model, node)
+    return len(nodes)
+
+
+def remove_idle_pools(model: fx.GraphModule) -> int:
+    """An adaptive average pool to the size its input has."""
+    nodes = [node for node in model.graph.nodes if kind_of(node) == "adaptive_avg_pool" and _keeps_its_shape(node)]
+    for node in nodes:
+        _bypass(model, node)
+    return len(nodes)
+
+
+def head_to_convolution(model: fx.GraphModule) -> int:
+    """linear(flatten(global pool)) becomes flatten(1x1 convolution): the classifier stays in the layout of the rest."""
+    changed = 0
+    for node in list(model.graph.nodes):
+        pool = node.all_input_nodes[0] if kind_of(node) == "flatten" and node.all_input_nodes else None
+        linear = next(iter(node.users)) if len(node.users) == 1 else None
+        if pool is None or linear is None or linear.op != "call_module" or kind_of(linear) != "linear":
+            continue
+        if _pools_to_one(model, pool) and _is_plain_linear(model, linear):
+            _swap(model, node, linear)
+            changed += 1
+    return changed
+
+
+def _is_plain_linear(model: fx.GraphModule, node: fx.Node) -> bool:
+    module = model.get_submodule(str(node.target))
+    return len(node.all_input_nodes) == 1 and not (isinstance(module, Operation) and module.has_input_first)
+
+
+def _swap(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
+    head = HeadConvolution(model.get_submodule(str(linear.target)))
+    name = Tree(model).add(f"{linear.target}_conv", head)
+    with model.graph.inserting_before(linear):
+        conv = model.graph.call_module(name, (flatten.all_input_nodes[0],))
+        conv.meta = {"kind": "head", "path": linear.meta.get("path", ""), "nn_module_stack": {}}
+        flat = model.graph.node_copy(flatten, lambda _: conv)
+        flat.meta = dict(flatten.meta) | {"val": linear.meta.get("val")}
+    linear.replace_all_uses_with(flat)
+    model.graph.erase_node(linear)
+    model.graph.erase_node(flatten)
+
+
+def _pools_to_one(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node is an adaptive 2-d average pool to one value a channel."""
+    if kind_of(node) != "adaptive_avg_pool" or node.op != "call_module":
+        return False
+    module = model.get_submodule(str(node.target))
+    given = module.settings.values() if isinstance(module, Operation) else [getattr(module, "output_size", None)]
+    is_planar = isinstance(module, nn.AdaptiveAvgPool2d) or "2d" in str(getattr(module, "function", ""))
+    return is_planar and any(size in (1, (1, 1), [1, 1]) for size in given)
+
+
+class HeadConvolution(nn.Module):
+    """A linear layer as a 1x1 convolution on the same weight."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = Reference(linear, "weight")
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.value[:, :, None, None]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.linear.owner, "bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, self.weight, self.bias)
+
+
+def remove_dead_code(model: fx.GraphModule) -> int:
+    """Functions whose result nobody reads, such as a shape that only an assert used."""
+    nodes = [node for node in model.graph.nodes if node.op == "call_function" and not node.users and _is_pure(node)]
+    for node in reversed(nodes):
+        model.graph.erase_node(node)
+    return len(nodes)
+
+
+CONVERSIONS: tuple[Callable[[fx.GraphModule], int], ...] = (
+    remove_asserts,
+    remove_identities,
+    remove_idle_pools,
+    head_to_convolution,
+    remove_dead_code,
+)
+
+
+def convert(model: fx.GraphModule) -> dict[str, int]:
+    """Apply all until nothing changes; how often each did something."""
+    done = dict.fromkeys((conversion.__name__ for conversion in CONVERSIONS), 0)
+    while True:
+        changed = {conversion.__name__: conversion(model) for conversion in CONVERSIONS}
+        for name, count in changed.items():
+            done[name] += count
+        if not any(changed.values()):
+            model.recompile()
+            return {name: count for name, count in done.items() if count}
+
+
+def _bypass(model: fx.GraphModule, node: fx.Node) -> None:
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    model.graph.erase_node(node)
+
+
+def _keeps_its_shape(node: fx.Node) -> bool:
+    before, after = tensor_of(node.all_input_nodes[0]), tensor_of(node)
+    if before is None or after is None:
+        return False
+    sizes = zip(before.shape[2:], after.shape[2:], strict=False)
+    return before.ndim == after.ndim and all(isinstance(a, int) and a == b for a, b in sizes)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    return not node.is_impure()

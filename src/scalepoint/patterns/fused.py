@@ -1,0 +1,107 @@
+"""What a pattern makes: a module that runs the matched operations as one, and refers to them where they live.
+
+The parts keep their places and names in the model, so parameters, batch norm statistics, modes and fine-tuning stay as
+they were; the fused module adds none of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Fused(nn.Module):
+    """The parts of a group in order. `wiring` says for each part where its inputs come from: None is the part before,
+    a number one of the group's own inputs."""
+
+    def __init__(self, parts: Mapping[str, nn.Module], wiring: Sequence[Sequence[int | None]]) -> None:
+        super().__init__()
+        self.parts = dict(parts)  # a plain dict: referred to, not registered; each part has its place in the model
+        self.wiring = [list(inputs) for inputs in wiring]
+
+    parts: dict[str, nn.Module]
+
+    def forward(self, *inputs: Any) -> Any:
+        value: Any = None
+        for part, sources in zip(self.parts.values(), self.wiring, strict=True):
+            value = part(*(value if source is None else inputs[source] for source in sources))
+        return value
+
+    def part(self, role: str) -> nn.Module | None:
+        return self.parts.get(role)
+
+    @property
+    def weighted(self) -> nn.Module:
+        """The part whose weight a kernel holds."""
+        return next(iter(self.parts.values()))
+
+    @property
+    def weight(self) -> Tensor | None:
+        return getattr(self.weighted, "weight", None)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.weighted, "bias", None)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{role}={type(part).__name__}" for role, part in self.parts.items())
+
+
+class FusedConvBN(Fused):
+    """y = BN(conv(x))"""
+
+
+class FusedConvBNReLU(Fused):
+    """y = act(BN(conv(x)))"""
+
+
+class FusedConvBNAddReLU(Fused):
+    """y = act(BN(conv(x)) + r)"""
+
+
+class FusedStemConvBNReLUMaxPool(Fused):
+    """y = maxpool(act(BN(conv(x))))"""
+
+
+class FusedConvTransposeBNReLU(Fused):
+    """y = act(BN(conv_transpose(x)))"""
+
+
+class FusedLinear(Fused):
+    """y = linear(x)"""
+
+
+class FusedLinearReLU(Fused):
+    """y = act(linear(x))"""
+
+
+class FusedNorm(Fused):
+    """y = norm(x): layer, group, instance or RMS norm"""
+
+
+class FusedMHAInProjection(Fused):
+    """qkv = linear(x)"""
+
+
+class FusedAttention(Fused):
+    """y = softmax(q k^T / sqrt(d)) v"""
+
+
+class FusedPool(Fused):
+    """y = average of x"""
+
+
+class FusedEmbedding(Fused):
+    """y = table[x]"""
+
+
+class FusedGatedLinear(Fused):
+    """y = act(linear(x)) * g: SwiGLU, GeGLU"""
+
+
+class FusedConcat(Fused):
+    """y = [x, ...]"""
+
+
+class FusedHead(Fused):
+    """y = conv1x1(x): a classifier after a global pool"""

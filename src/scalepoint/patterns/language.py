@@ -1,0 +1,159 @@
+"""The pattern language: what a compiler fuses, said as data.
+
+    Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), ACTIVATION), FusedConvBNReLU, (INPUT,))
+
+A pattern is a chain of elements. Each names a role and the kinds it takes (alternatives); `optional` may be absent;
+`join` has two operands, one from the chain and one from elsewhere, in either order; `where` may refuse, with a reason.
+Between two elements nobody else reads, or the compiler could not fuse them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from torch import fx
+
+from scalepoint.errors import PatternError
+from scalepoint.graph.lift import module_path
+from scalepoint.patterns.fused import Fused
+
+
+class Point(StrEnum):
+    """An operand of a fused group on which Q/DQ may stand."""
+
+    INPUT = "input"
+    RESIDUAL_INPUT = "residual_input"
+    KEY_INPUT = "key_input"
+    VALUE_INPUT = "value_input"
+    OUTPUT = "output"
+
+
+Nodes = dict[str, fx.Node]
+Condition = Callable[[fx.Node, Nodes], str | None]  # the reason for a refusal, or None
+
+
+@dataclass(frozen=True)
+class Element:
+    """One operation of a chain."""
+
+    role: str
+    kinds: frozenset[str]
+    where: Condition | None = None
+    is_optional: bool = False
+    is_join: bool = False
+
+
+def op(role: str, *kinds: str, where: Condition | None = None) -> Element:
+    """An operation of one of these kinds (the role's name if none is given)."""
+    return Element(role, frozenset(kinds or (role,)), where)
+
+
+def join(role: str, *kinds: str, where: Condition | None = None) -> Element:
+    """An operation with two operands: one is the chain so far, the other comes from elsewhere."""
+    return replace(op(role, *kinds, where=where), is_join=True)
+
+
+def optional(element: Element) -> Element:
+    return replace(element, is_optional=True)
+
+
+def chain(*elements: Element) -> tuple[Element, ...]:
+    return elements
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What it matches, what it makes of it, and where Q/DQ may stand."""
+
+    name: str
+    match: tuple[Element, ...]
+    make: type[Fused]
+    points: tuple[Point, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.match or self.match[0].is_optional or self.match[0].is_join:
+            raise PatternError(f"{self.name}: a chain starts with an operation that is there and has one chain input")
+        roles = [element.role for element in self.match]
+        if len(set(roles)) != len(roles):
+            raise PatternError(f"{self.name}: each role is named once, not {roles}")
+        if not (isinstance(self.make, type) and issubclass(self.make, Fused)):
+            raise PatternError(f"{self.name}: make is a subclass of Fused, not {self.make!r}")
+
+    @property
+    def anchor(self) -> Element:
+        return self.match[0]
+
+
+@dataclass
+class PatternMatch:
+    """One place where a pattern fits. `apply = False` leaves it alone; `reason` says why it was skipped."""
+
+    pattern: Pattern
+    nodes: Nodes
+    apply: bool = True
+    reason: str = ""
+    fused: str = field(default="", compare=False)
+
+    @property
+    def name(self) -> str:
+        """Where it stands in the model: the path of its first operation."""
+        return place_of(self.nodes[self.pattern.anchor.role])
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self.nodes)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A place where a pattern almost fits, and why it does not."""
+
+    pattern: str
+    name: str
+    reason: str
+
+
+def kind_of(node: fx.Node) -> str:
+    kind: str = node.meta.get("kind", node.op)
+    return kind
+
+
+def place_of(node: fx.Node) -> str:
+    """Where a node stands in the model: its module, or the module that ran it and its kind."""
+    if node.op == "call_module":
+        return str(node.target)
+    path = module_path(node)
+    return f"{path}.{kind_of(node)}" if path else kind_of(node)
+
+
+def match_at(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None:
+    """The longest chain of the pattern that starts here; a Refusal when a condition or a second reader forbids it."""
+    if kind_of(anchor) not in pattern.anchor.kinds:
+        return None
+    reason = pattern.anchor.where(anchor, {}) if pattern.anchor.where else None
+    if reason:
+        return Refusal(pattern.name, place_of(anchor), reason)
+    nodes: Nodes = {pattern.anchor.role: anchor}
+    last = anchor
+    for element in pattern.match[1:]:
+        following, reason = _next(last, element, nodes)
+        if following is not None:
+            nodes[element.role] = last = following
+        elif not element.is_optional:
+            return Refusal(pattern.name, place_of(anchor), reason) if reason else None
+    return PatternMatch(pattern, nodes)
+
+
+def _next(last: fx.Node, element: Element, nodes: Nodes) -> tuple[fx.Node | None, str]:
+    """The reader of `last` that the element takes, or why there is none."""
+    fitting = [user for user in last.users if kind_of(user) in element.kinds]
+    if not fitting:
+        return None, ""
+    if len(last.users) > 1:
+        others = ", ".join(place_of(user) for user in last.users if user is not fitting[0])
+        return None, f"{place_of(last)} has another reader: {others}"
+    following = fitting[0]
+    if element.is_join and len([arg for arg in following.args if isinstance(arg, fx.Node)]) != 2:
+        return None, f"{following.target} does not join two tensors"
+    reason = element.where(following, nodes) if element.where else None
+    return (None, reason) if reason else (following, "")

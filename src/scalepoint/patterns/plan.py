@@ -1,0 +1,87 @@
+"""The plan: every match with what is to happen to it. Look at it, switch matches off, save it, apply it."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+from torch import fx
+
+from scalepoint.documents import parse_json
+from scalepoint.errors import PatternError
+from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, kind_of, match_at
+
+VERSION = 1
+
+
+@dataclass
+class TransformationPlan:
+    """Matches in graph order, and the places that were refused with the reason."""
+
+    model: fx.GraphModule
+    matches: list[PatternMatch]
+    refusals: list[Refusal] = field(default_factory=list)
+    converted: dict[str, int] = field(default_factory=dict)
+
+    def counts(self) -> dict[str, int]:
+        """How many matches of each pattern would be applied."""
+        return dict(Counter(match.pattern.name for match in self.matches if match.apply))
+
+    def table(self) -> Table:
+        table = Table(title="transformation plan")
+        for column in ("where", "pattern", "operations", "apply", "reason"):
+            table.add_column(column, overflow="fold")
+        for match in self.matches:
+            roles = " + ".join(match.roles)
+            table.add_row(match.name, match.pattern.name, roles, "yes" if match.apply else "no", match.reason)
+        return table
+
+    def to_json(self) -> str:
+        rows = [
+            {"where": match.name, "pattern": match.pattern.name, "apply": match.apply, "reason": match.reason}
+            for match in self.matches
+        ]
+        return json.dumps({"version": VERSION, "matches": rows}, indent=2)
+
+    def load_json(self, text: str) -> None:
+        """Take over what a saved plan says of each match; one that is not in this plan is an error."""
+        data = parse_json(text)
+        if not isinstance(data, dict) or data.get("version") != VERSION or not isinstance(data.get("matches"), list):
+            raise PatternError(f"not a plan of version {VERSION}")
+        own = {(match.name, match.pattern.name): match for match in self.matches}
+        saved: list[tuple[PatternMatch, dict[str, Any]]] = []
+        for row in data["matches"]:
+            if not isinstance(row, dict) or not isinstance(row.get("apply"), bool):
+                raise PatternError(f"a row of a plan has 'where', 'pattern' and 'apply', not {row!r}")
+            match = own.get((row.get("where", ""), row.get("pattern", "")))
+            if match is None:
+                raise PatternError(f"a plan of another model: {row.get('pattern')} at {row.get('where')} is not here")
+            saved.append((match, row))
+        for match, row in saved:
+            match.apply, match.reason = row["apply"], str(row.get("reason", ""))
+
+
+def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> TransformationPlan:
+    """Match the patterns, longest first and in graph order; an operation belongs to one match."""
+    by_kind: dict[str, list[fx.Node]] = {}
+    order = {}
+    for index, node in enumerate(model.graph.nodes):
+        order[node] = index
+        by_kind.setdefault(kind_of(node), []).append(node)
+    taken: set[fx.Node] = set()
+    matches: list[PatternMatch] = []
+    refusals: list[Refusal] = []
+    for pattern in sorted(patterns, key=lambda pattern: -len(pattern.match)):
+        anchors = [node for kind in pattern.anchor.kinds for node in by_kind.get(kind, ())]
+        for anchor in sorted(anchors, key=order.__getitem__):
+            if anchor in taken:
+                continue
+            found = match_at(pattern, anchor)
+            if isinstance(found, PatternMatch) and taken.isdisjoint(found.nodes.values()):
+                matches.append(found)
+                taken.update(found.nodes.values())
+            elif isinstance(found, Refusal):
+                refusals.append(found)
+    matches.sort(key=lambda match: order[match.nodes[match.pattern.anchor.role]])
+    return TransformationPlan(model, matches, refusals)

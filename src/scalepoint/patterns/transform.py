@@ -1,0 +1,170 @@
+"""Transform: a captured graph whose operations are grouped as the target's compiler will fuse them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.errors import GraphError
+from scalepoint.graph import capture, check_graph
+from scalepoint.graph.lift import as_operation
+from scalepoint.patterns.base import BASE_PATTERNS
+from scalepoint.patterns.conversions import convert
+from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
+from scalepoint.patterns.plan import TransformationPlan, make_plan
+
+
+@dataclass(frozen=True)
+class TransformationReport:
+    """What was applied, what was skipped and why, and the places that a pattern almost fitted."""
+
+    applied: tuple[PatternMatch, ...]
+    skipped: tuple[PatternMatch, ...]
+    refusals: tuple[Refusal, ...]
+
+    def counts(self) -> dict[str, int]:
+        return dict(Counter(match.pattern.name for match in self.applied))
+
+    def table(self) -> Table:
+        table = Table(title=f"{len(self.applied)} groups, {len(self.skipped)} skipped")
+        for column in ("pattern", "applied", "skipped"):
+            table.add_column(column)
+        skipped = Counter(match.pattern.name for match in self.skipped)
+        for name in sorted({*self.counts(), *skipped}):
+            table.add_row(name, str(self.counts().get(name, 0)), str(skipped[name]))
+        return table
+
+
+@dataclass(frozen=True)
+class TransformationResult:
+    """The graph of fused modules, the matches that made it, and the report."""
+
+    model: fx.GraphModule
+    matches: list[PatternMatch]
+    report: TransformationReport
+
+
+def transform(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: Any = None,
+    patterns: Sequence[Pattern] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    copy: bool = True,
+    leave: Sequence[str] = (),
+    check: bool = False,
+) -> TransformationResult:
+    """Capture a model for inputs like these and group its operations by the patterns.
+
+    check=True also runs both models on the inputs and compares.
+    """
+    plan = get_transformation_plan(model, args, patterns, kwargs=kwargs, copy=copy, leave=leave)
+    result = apply_transformation_plan(plan)
+    if check and isinstance(model, nn.Module):
+        _compare(model, result.model, args, kwargs)
+    return result
+
+
+def get_transformation_plan(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: Any = None,
+    patterns: Sequence[Pattern] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    copy: bool = True,
+    leave: Sequence[str] = (),
+) -> TransformationPlan:
+    """What transform would do; edit `match.apply`, then apply it."""
+    graph_module = capture(model, args, kwargs, copy=copy, leave=leave)
+    converted = convert(graph_module)
+    plan = make_plan(graph_module, tuple(BASE_PATTERNS if patterns is None else patterns))
+    plan.converted = converted
+    return plan
+
+
+def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
+    """Fuse every match whose `apply` is True. One that fails is skipped with its reason; the rest goes on."""
+    applied: list[PatternMatch] = []
+    skipped: list[PatternMatch] = []
+    for match in plan.matches:
+        if not match.apply:
+            match.reason = match.reason or "switched off in the plan"
+            skipped.append(match)
+            continue
+        try:
+            _fuse(plan.model, match)
+            applied.append(match)
+        except Exception as error:  # a user's pattern may fail in any way, and never aborts the rest
+            match.apply, match.reason = False, f"{type(error).__name__}: {error}"
+            skipped.append(match)
+    plan.model.recompile()
+    check_graph(plan.model)
+    report = TransformationReport(tuple(applied), tuple(skipped), tuple(plan.refusals))
+    return TransformationResult(plan.model, applied, report)
+
+
+def _fuse(model: fx.GraphModule, match: PatternMatch) -> None:
+    """Replace the nodes of a match by one call of its fused module."""
+    inputs: list[fx.Node] = []
+    wiring: list[list[int | None]] = []
+    parts: dict[str, nn.Module] = {}
+    previous: fx.Node | None = None
+    for role, node in match.nodes.items():
+        parts[role], takes = _part(model, node)
+        inputs += [source for source in takes if source is not previous and source not in inputs]
+        wiring.append([None if source is previous else inputs.index(source) for source in takes])
+        previous = node
+    match.fused = _add(model, match, match.pattern.make(parts, wiring))
+    last = list(match.nodes.values())[-1]
+    with model.graph.inserting_before(last):
+        fused = model.graph.call_module(match.fused, tuple(inputs))
+    fused.meta = {**last.meta, "kind": "fused", "pattern": match.pattern.name, "roles": match.roles}
+    last.replace_all_uses_with(fused)
+    for node in reversed(list(match.nodes.values())):
+        model.graph.erase_node(node)
+
+
+def _part(model: fx.GraphModule, node: fx.Node) -> tuple[nn.Module, list[fx.Node]]:
+    """The module of a node and the nodes it takes; a function becomes an operation."""
+    if node.op == "call_module":
+        return model.get_submodule(str(node.target)), list(node.all_input_nodes)
+    return as_operation(node, model)
+
+
+def _add(model: fx.GraphModule, match: PatternMatch, module: nn.Module) -> str:
+    """A readable name: layer1.0.conv1 with its bn1 and relu is layer1.0.conv1_bn1_relu."""
+    targets = [place_of(node) for node in match.nodes.values()]
+    leaves = [target.rpartition(".")[2] for target in targets[1:]] or ["fused"]
+    name = free = "_".join([targets[0], *leaves])
+    number = 0
+    parent = model.get_submodule(name.rpartition(".")[0])
+    while hasattr(parent, free.rpartition(".")[2]):
+        number += 1
+        free = f"{name}_{number}"
+    model.add_submodule(free, module)
+    return free
+
+
+def _compare(model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None) -> None:
+    """max |difference| <= 1e-4 * max |output| in eval, or a GraphError."""
+    positional, keyword = (args if isinstance(args, tuple) else (args,)), dict(kwargs or {})
+    if isinstance(args, Mapping):
+        positional, keyword = (), {**args, **keyword}
+    modes = [(module, module.training) for module in (*model.modules(), *graph_module.modules())]
+    try:
+        with torch.no_grad():
+            outputs = [pytree.tree_leaves(run.eval()(*positional, **keyword)) for run in (model, graph_module)]
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    for index, (expected, found) in enumerate(zip(*outputs, strict=True)):
+        if not isinstance(expected, Tensor) or not expected.is_floating_point():
+            continue
+        difference, size = (expected - found).abs().max(), expected.abs().max()
+        if not bool(difference <= 1e-4 * size):
+            raise GraphError(f"output {index} differs by {float(difference):.3g}, outputs reach {float(size):.3g}")
