@@ -201,7 +201,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A small language model: rotary grouped-query attention, gated MLP, RMS norm, head tied to the embedding."""
 
-    def __init__(self, vocabulary: int = 50, hidden: int = 32, layers: int = 2, heads: int = 4, groups: int = 2) -> None:
+    def __init__(
+        self, vocabulary: int = 50, hidden: int = 32, layers: int = 2, heads: int = 4, groups: int = 2
+    ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, hidden)
         self.layers = nn.ModuleList(DecoderLayer(hidden, heads, groups) for _ in range(layers))

@@ -99,7 +99,9 @@ def test_importing_the_tensor_layer_imports_no_runtime_and_no_torchao():
     assert run.stdout == "[]\n"
 
 
-FORBIDDEN = re.compile(r"\bpickle\b|(?<![.\w])eval\(|(?<![.\w])exec\(|yaml\.load\(|shell=True|torch\.export\.load|torch\.load\(")
+FORBIDDEN = re.compile(
+    r"\bpickle\b|(?<![.\w])eval\(|(?<![.\w])exec\(|yaml\.load\(|shell=True|torch\.export\.load|torch\.load\("
+)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import is_dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, shown
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.left import replaced, restore
-from scalepoint.graph.lift import lift
+from scalepoint.graph.lift import lift, writes_through_views
 from scalepoint.graph.symbolic import trace
 
 Inputs = Any
@@ -47,7 +48,9 @@ def capture(
     submodules that are not looked into: they are called as they are.
     """
     if isinstance(model, torch.export.ExportedProgram):
-        return _finish(model, model.module(check_guards=False))
+        with _quiet():
+            graph_module = _finish(model, _with_state(model)).eval()
+            return copying.deepcopy(graph_module) if copy else graph_module
     _check_model(model)
     working = _copied(model) if copy else shadow(model)
     modes = {name: module.training for name, module in working.named_modules()}
@@ -58,33 +61,54 @@ def capture(
                 raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
             graph_module = _checked(trace(working))
         else:
-            inputs = _widened(*_as_inputs(args, kwargs)) if dynamic else _as_inputs(args, kwargs)
+            inputs = _widened(*as_inputs(args, kwargs)) if dynamic else as_inputs(args, kwargs)
             with ExitStack() as stack:
                 keys = stack.enter_context(replaced(working, leave, *inputs)) if leave else {}
-                program = _export(working, *_as_inputs(args, kwargs), dynamic)
+                program = _export(working, *as_inputs(args, kwargs), dynamic)
             graph_module = _finish(program, working, keys)
     for name, module in graph_module.named_modules():
-        module.training = modes.get(name, model.training)
+        place = name
+        while place not in modes:  # a new operation takes the mode of the module it stands in
+            place = place.rpartition(".")[0]
+        module.training = modes[place]
     return graph_module
+
+
+def _with_state(program: torch.export.ExportedProgram) -> nn.Module:
+    """The modules of a program with all of its state, also what its graph does not read."""
+    owner = program.module(check_guards=False)
+    for name, value in program.state_dict.items():
+        path, _, leaf = name.rpartition(".")
+        module = owner.get_submodule(path)
+        if not hasattr(module, leaf):
+            module.register_buffer(leaf, value)
+    return owner
 
 
 def _finish(
     program: torch.export.ExportedProgram, owner: nn.Module, left: dict[int, str] | None = None
 ) -> fx.GraphModule:
     """The exported graph over the modules of `owner`, lifted and checked."""
-    unlifted = program.module(check_guards=False)
+    with _quiet():
+        if writes_through_views(program.graph):
+            program = program.run_decompositions({})
+        unlifted = program.module(check_guards=False)
     graph_module = fx.GraphModule(unlifted, unlifted.graph, class_name=type(owner).__name__)
-    for name, child in owner.named_children():
-        graph_module.add_module(name, child)
-    for own in (*owner._parameters.items(), *owner._buffers.items()):
-        name, value = own
-        if isinstance(value, nn.Parameter):
-            graph_module.register_parameter(name, value)
-        elif value is not None:
-            graph_module.register_buffer(name, value, persistent=name not in owner._non_persistent_buffers_set)
-    _keep_constants(graph_module, unlifted)
+    _keep_constants(graph_module, unlifted, owner)
+    _adopt(graph_module, owner)
     restore(graph_module, left or {})
-    return _checked(lift(graph_module))
+    return _checked(lift(graph_module, owner))
+
+
+def _adopt(graph_module: fx.GraphModule, owner: nn.Module) -> None:
+    """Give the graph the modules, parameters and buffers of `owner`, in their order."""
+    added = {name: child for name, child in graph_module._modules.items() if name not in owner._modules}
+    constants = {name: value for name, value in graph_module._buffers.items() if name.startswith("constant_")}
+    own = vars(graph_module)
+    own["_modules"] = {**owner._modules, **added}
+    own["_parameters"] = dict(owner._parameters)
+    own["_buffers"] = {**owner._buffers, **constants}
+    own["_non_persistent_buffers_set"] = owner._non_persistent_buffers_set | set(constants)
 
 
 def _checked(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -95,17 +119,15 @@ def _checked(graph_module: fx.GraphModule) -> fx.GraphModule:
     return graph_module
 
 
-def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module) -> None:
+def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module, owner: nn.Module) -> None:
     """Tensors that the model made in its forward: buffers of the graph that no state_dict holds."""
-    known = {name for name, _ in (*graph_module.named_parameters(), *graph_module.named_buffers())}
+    known = {name for name, _ in (*owner.named_parameters(remove_duplicate=False), *owner.named_buffers())}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target not in known:
             path, _, name = node.target.rpartition(".")
             value = getattr(unlifted.get_submodule(path), name)
             if isinstance(value, Tensor):
                 node.target = f"constant_{node.name}"
-                if hasattr(graph_module, node.target):
-                    delattr(graph_module, node.target)
                 graph_module.register_buffer(node.target, value, persistent=False)
 
 
@@ -125,9 +147,24 @@ def _export(
             with _quiet():
                 return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
         except Exception as error:  # torch.export raises every kind; each is a rung of the ladder
+            if "not a known type" in str(error):
+                _register_outputs(model, args, kwargs)
             first = first or error
     assert first is not None  # noqa: S101  # the loop ran
     raise CaptureError(_explained(model, first)) from first
+
+
+def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell torch.export of the dataclass or dict that the model gives, so that the next rung takes it."""
+    kind = type(model(*args, **kwargs))
+    if kind in pytree.SUPPORTED_NODES:
+        return
+    if issubclass(kind, dict):
+        pytree.register_pytree_node(
+            kind, lambda d: (list(d.values()), list(d)), lambda v, keys: kind(**dict(zip(keys, v, strict=True)))
+        )
+    elif is_dataclass(kind):
+        torch.export.register_dataclass(kind)
 
 
 def _explained(model: nn.Module, error: Exception) -> str:
@@ -161,7 +198,8 @@ def _check_model(model: object) -> None:
             raise CaptureError(f"{name or type(model).__name__} is a lazy module without shapes: run one batch first")
 
 
-def _as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs, however they were given."""
     keyword = dict(kwargs or {})
     if isinstance(args, Mapping):
         return (), {**args, **keyword}
@@ -188,8 +226,9 @@ def shadow(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Mo
     twin = copying.copy(module)
     seen[id(module)] = twin
     own = vars(twin)
-    for table in ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        own[table] = copying.copy(own[table])
+    for name, table in list(own.items()):
+        if name.startswith("_") and isinstance(table, dict | set):
+            own[name] = copying.copy(table)
     own["_modules"] = {name: None if child is None else shadow(child, seen) for name, child in module._modules.items()}
     return twin
 

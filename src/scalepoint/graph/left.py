@@ -118,11 +118,16 @@ def _record(
 
     for name, module in left.items():
         watch(name, module)
+    buffers = [(module, module._buffers) for module in model.modules()]
+    for module, own in buffers:  # the run may write to buffers: let it write to copies
+        vars(module)["_buffers"] = {name: None if value is None else value.clone() for name, value in own.items()}
     try:
         model(*args, **kwargs)
     finally:
         for handle in hooks:
             handle.remove()
+        for module, own in buffers:
+            vars(module)["_buffers"] = own
     missing = set(left) - set(keys.values())
     if missing:
         raise CaptureError(f"leave={sorted(missing)}: never called by the model on these inputs")

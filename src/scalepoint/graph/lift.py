@@ -6,6 +6,7 @@ For each operation, in this order:
   3. anything else (shapes, indexing): stays a function.
 """
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,15 +19,15 @@ from scalepoint.graph.modules import Operation, Reference, Slot
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def lift(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite the aten graph in place; its attributes are already the modules of the model."""
+def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
+    """Rewrite the aten graph in place; its attributes are already those of the model, which is `owner`."""
     graph = graph_module.graph
     _resolve_in_place(graph)
     _untranspose(graph)
     tree = Tree(graph_module)
     for node in list(graph.nodes):
         if node.op == "call_function":
-            _lift_node(tree, node)
+            _lift_node(tree, node, owner)
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
@@ -65,7 +66,7 @@ class Tree:
         return free
 
 
-def _lift_node(tree: Tree, node: fx.Node) -> None:
+def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
     arguments = arguments_of(node)
     settings = {name: value for name, value in arguments.items() if not list(nodes_in(value))}
     kind = kind_of_function(node.target, settings)  # type: ignore[arg-type]  # call_function targets are callables
@@ -78,11 +79,13 @@ def _lift_node(tree: Tree, node: fx.Node) -> None:
     bound = {name: bind(value, inputs, tree.root) for name, value in arguments.items()}
     if not inputs:
         return
-    path = _own_module(tree, module_path(node), kind, bound, inputs)
+    path = _own_module(tree, module_path(node), kind, bound, inputs) if tensor_of(node) is not None else None
     if path is None:
         path = module_path(node)
         leaf = _leaf_name(kind, bound)
-        target = tree.add(f"{path}.{leaf}" if path else leaf, Operation(kind, node.target, bound))
+        operation = Operation(kind, node.target, bound)
+        operation.in_train = _in_train(tree.modules.get(path) if path else owner, kind, bound)
+        target = tree.add(f"{path}.{leaf}" if path else leaf, operation)
     else:
         target, inputs = path, inputs[:1]
     with node.graph.inserting_before(node):
@@ -90,6 +93,16 @@ def _lift_node(tree: Tree, node: fx.Node) -> None:
     lifted.meta = {**node.meta, "kind": kind, "path": path}
     node.replace_all_uses_with(lifted)
     node.graph.erase_node(node)
+
+
+def _in_train(module: nn.Module | None, kind: str, bound: dict[str, Any]) -> dict[str, Any]:
+    """What capture in eval switched off, and train() switches on again: dropout, batch statistics."""
+    live: dict[str, Any] = {name: True for name in ("train", "training") if bound.get(name) is False}
+    if kind == "attention" and not bound.get("dropout_p"):
+        found = (getattr(module, name, None) for name in ("dropout", "attention_dropout", "attn_dropout", "dropout_p"))
+        share = next((value for value in found if isinstance(value, float)), 0.0)
+        live |= {"dropout_p": share} if share else {}
+    return live
 
 
 def _leaf_name(kind: str, bound: dict[str, Any]) -> str:
@@ -127,6 +140,26 @@ def _untranspose(graph: fx.Graph) -> None:
         graph.erase_node(node)
         if not other.users:
             graph.erase_node(other)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.linear.default and len(node.args) == 2:
+            _absorb_bias(graph, node)
+
+
+def _absorb_bias(graph: fx.Graph, linear: fx.Node) -> None:
+    """linear(x, w) + b, b a parameter with a value for each output, is linear(x, w, b)."""
+    add = next(iter(linear.users)) if len(linear.users) == 1 else None
+    if add is None or add.target not in (torch.ops.aten.add.Tensor, operator.add) or add.kwargs or len(add.args) != 2:
+        return
+    bias = next((arg for arg in add.args if arg is not linear), None)
+    value, weight = (tensor_of(node) if isinstance(node, fx.Node) else None for node in (bias, linear.args[1]))
+    if not _is_parameter(bias) or value is None or weight is None or value.shape != weight.shape[:1]:
+        return
+    with graph.inserting_before(add):
+        whole = graph.call_function(torch.ops.aten.linear.default, (*linear.args, bias))
+    whole.meta = dict(add.meta)
+    add.replace_all_uses_with(whole)
+    graph.erase_node(add)
+    graph.erase_node(linear)
 
 
 def _transposes_parameter(node: fx.Node) -> bool:
@@ -193,11 +226,34 @@ def _does_this(module: nn.Module | None, kind: str, bound: dict[str, Any], input
         return False
     if any(getattr(module, hooks) for hooks in _HOOKS) or nn.utils.parametrize.is_parametrized(module):
         return False
+    if getattr(module, "padding_mode", "zeros") != "zeros":
+        return False  # the padding is an operation of its own in the graph
     references = [value for value in bound.values() if isinstance(value, Reference)]
     own = {id(tensor) for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]}
     held = {id(reference.value) for reference in references}
     needed = own - {id(getattr(module, "num_batches_tracked", None))}
     return held == needed and all(reference.owner is module for reference in references)
+
+
+def writes_through_views(graph: fx.Graph) -> bool:
+    """Whether something is written in place that others see through a view: then the graph must be made functional."""
+    for node in graph.nodes:
+        if node.op == "call_function" and is_in_place(node.target) and isinstance(node.args[0], fx.Node):
+            written = node.args[0]
+            if written.op == "get_attr":
+                continue
+            readers = [user for user in written.users if user is not node]
+            if _is_view(written) or any(_is_view(user) for user in readers):
+                return True
+    return False
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in node.target._schema.returns
+    )
 
 
 def tensor_of(node: fx.Node) -> Tensor | None:

@@ -45,6 +45,7 @@ class Operation(nn.Module):
         self.function = function
         self.arguments = dict(arguments)
         self.positional = positional or 0
+        self.in_train: dict[str, Any] = {}  # arguments that are other in train mode
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -75,7 +76,8 @@ class Operation(nn.Module):
         return found
 
     def forward(self, *inputs: Any) -> Any:
-        filled = [(name, _filled(value, inputs)) for name, value in self.arguments.items()]
+        arguments = {**self.arguments, **self.in_train} if self.training and self.in_train else self.arguments
+        filled = [(name, _filled(value, inputs)) for name, value in arguments.items()]
         return self.function(*(value for _, value in filled[: self.positional]), **dict(filled[self.positional :]))
 
     def extra_repr(self) -> str:

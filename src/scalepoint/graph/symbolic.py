@@ -4,6 +4,8 @@ It sees no shapes and no control flow that depends on values; with example input
 """
 
 import operator
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +35,15 @@ def trace(model: nn.Module) -> fx.GraphModule:
     try:
         graph_module = fx.symbolic_trace(model)
     except Exception as error:
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent), "<"))
+        ]
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
         raise CaptureError(
-            f"{type(model).__name__} cannot be recorded without example inputs ({type(error).__name__}: {error}): "
-            "pass inputs as the model takes them"
+            f"{type(model).__name__} cannot be recorded without example inputs{where} ({type(error).__name__}: "
+            f"{error}): pass inputs as the model takes them"
         ) from error
     for name, child in model.named_children():
         graph_module.add_module(name, child)

@@ -88,7 +88,7 @@ def is_scores(node: fx.Node) -> bool:
     """Whether a matrix product is followed, through scaling and a mask, by a softmax."""
     following: fx.Node | None = node if kind_of(node) == "matmul" else None
     while following is not None and kind_of(following) != "softmax":
-        following = _sole_reader(following, "mul", "div", "add", "softmax", *CASTS)
+        following = _sole_reader(following, "mul", "div", "add", "masked_fill", "softmax", *CASTS)
     return following is not None
 
 
@@ -167,6 +167,7 @@ ATTENTION_SPELLED_OUT = Pattern(
         op("scores", "matmul"),
         optional(op("scale", "mul", "div", where=is_scaling)),
         optional(join("mask", "add")),
+        optional(op("fill", "masked_fill")),
         optional(op("cast", *CASTS)),
         op("softmax"),
         optional(op("cast_back", *CASTS)),

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from scalepoint.graph.kinds import base_name
 from scalepoint.graph.lift import Tree, tensor_of
 from scalepoint.graph.modules import Operation, Reference
+from scalepoint.patterns.gelu import join_gelu
 from scalepoint.patterns.language import kind_of
 
 _ASSERTS = ("assert", "assert_scalar", "assert_tensor_metadata", "assert_async", "sym_constrain_range_for_size")
@@ -117,6 +118,7 @@ CONVERSIONS: tuple[Callable[[fx.GraphModule], int], ...] = (
     remove_identities,
     remove_idle_pools,
     head_to_convolution,
+    join_gelu,
     remove_dead_code,
 )
 

@@ -45,6 +45,8 @@ class Element:
 
 def op(role: str, *kinds: str, where: Condition | None = None) -> Element:
     """An operation of one of these kinds (the role's name if none is given)."""
+    if not role:
+        raise PatternError("an operation of a pattern has a role")
     return Element(role, frozenset(kinds or (role,)), where)
 
 
@@ -71,6 +73,12 @@ class Pattern:
     points: tuple[Point, ...] = ()
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name):
+            raise PatternError(f"a pattern has a name, not {self.name!r}")
+        if not (isinstance(self.match, tuple) and all(isinstance(element, Element) for element in self.match)):
+            raise PatternError(f"{self.name}: match is chain(op(...), ...), not {self.match!r}")
+        if not all(isinstance(point, Point) for point in self.points):
+            raise PatternError(f"{self.name}: points are members of Point, not {self.points!r}")
         if not self.match or self.match[0].is_optional or self.match[0].is_join:
             raise PatternError(f"{self.name}: a chain starts with an operation that is there and has one chain input")
         roles = [element.role for element in self.match]
@@ -134,13 +142,14 @@ def match_at(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None
     if reason:
         return Refusal(pattern.name, place_of(anchor), reason)
     nodes: Nodes = {pattern.anchor.role: anchor}
-    last = anchor
+    last, told = anchor, ""
     for element in pattern.match[1:]:
         following, reason = _next(last, element, nodes)
+        told = reason or told
         if following is not None:
             nodes[element.role] = last = following
         elif not element.is_optional:
-            return Refusal(pattern.name, place_of(anchor), reason) if reason else None
+            return Refusal(pattern.name, place_of(anchor), told) if told else None
     return PatternMatch(pattern, nodes)
 
 

@@ -5,14 +5,21 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
 from scalepoint.documents import parse_json
-from scalepoint.errors import PatternError
-from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, kind_of, match_at
+from scalepoint.errors import PatternError, shown
+from scalepoint.graph.kinds import WEIGHTED
+from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, kind_of, match_at, place_of
 
 VERSION = 1
+
+
+def plain(text: str) -> str:
+    """A name as a table shows it: no markup, no control characters."""
+    return escape("".join(character if character.isprintable() else repr(character)[1:-1] for character in text))
 
 
 @dataclass
@@ -23,6 +30,7 @@ class TransformationPlan:
     matches: list[PatternMatch]
     refusals: list[Refusal] = field(default_factory=list)
     converted: dict[str, int] = field(default_factory=dict)
+    is_applied: bool = False
 
     def counts(self) -> dict[str, int]:
         """How many matches of each pattern would be applied."""
@@ -33,8 +41,12 @@ class TransformationPlan:
         for column in ("where", "pattern", "operations", "apply", "reason"):
             table.add_column(column, overflow="fold")
         for match in self.matches:
-            roles = " + ".join(match.roles)
-            table.add_row(match.name, match.pattern.name, roles, "yes" if match.apply else "no", match.reason)
+            answer = "yes" if match.apply else "no"
+            row = (match.name, match.pattern.name, " + ".join(match.roles), answer, match.reason)
+            table.add_row(*map(plain, row))
+        for refusal in self.refusals:
+            if not refusal.pattern:
+                table.add_row(*map(plain, (refusal.name, "", "", "no", refusal.reason)))
         return table
 
     def to_json(self) -> str:
@@ -49,21 +61,26 @@ class TransformationPlan:
         data = parse_json(text)
         if not isinstance(data, dict) or data.get("version") != VERSION or not isinstance(data.get("matches"), list):
             raise PatternError(f"not a plan of version {VERSION}")
-        own = {(match.name, match.pattern.name): match for match in self.matches}
+        own: dict[tuple[str, str], list[PatternMatch]] = {}
+        for match in self.matches:
+            own.setdefault((match.name, match.pattern.name), []).append(match)
         saved: list[tuple[PatternMatch, dict[str, Any]]] = []
         for row in data["matches"]:
             if not isinstance(row, dict) or not isinstance(row.get("apply"), bool):
-                raise PatternError(f"a row of a plan has 'where', 'pattern' and 'apply', not {row!r}")
-            match = own.get((row.get("where", ""), row.get("pattern", "")))
-            if match is None:
+                raise PatternError(f"a row of a plan has 'where', 'pattern' and 'apply', not {shown(row)}")
+            there = own.get((str(row.get("where", "")), str(row.get("pattern", ""))))
+            if not there:
                 raise PatternError(f"a plan of another model: {row.get('pattern')} at {row.get('where')} is not here")
-            saved.append((match, row))
+            saved.append((there.pop(0), row))
         for match, row in saved:
             match.apply, match.reason = row["apply"], str(row.get("reason", ""))
 
 
 def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> TransformationPlan:
     """Match the patterns, longest first and in graph order; an operation belongs to one match."""
+    strangers = [pattern for pattern in patterns if not isinstance(pattern, Pattern)]
+    if strangers:
+        raise PatternError(f"patterns are Pattern values, not {strangers[0]!r}")
     by_kind: dict[str, list[fx.Node]] = {}
     order = {}
     for index, node in enumerate(model.graph.nodes):
@@ -77,11 +94,30 @@ def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> Transform
         for anchor in sorted(anchors, key=order.__getitem__):
             if anchor in taken:
                 continue
-            found = match_at(pattern, anchor)
+            found = _attempt(pattern, anchor)
             if isinstance(found, PatternMatch) and taken.isdisjoint(found.nodes.values()):
                 matches.append(found)
                 taken.update(found.nodes.values())
             elif isinstance(found, Refusal):
                 refusals.append(found)
     matches.sort(key=lambda match: order[match.nodes[match.pattern.anchor.role]])
-    return TransformationPlan(model, matches, refusals)
+    return TransformationPlan(model, matches, [*refusals, *_unmatched(model, taken, refusals)])
+
+
+def _unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[Refusal]) -> list[Refusal]:
+    """The operations with weights that no pattern took and nobody spoke of yet."""
+    told = {refusal.name for refusal in refusals}
+    weighted = [node for node in model.graph.nodes if kind_of(node) in (*WEIGHTED, "attention", "left")]
+    return [
+        Refusal("", place_of(node), f"no pattern takes a {kind_of(node)}: it stays as it is")
+        for node in weighted
+        if node not in taken and place_of(node) not in told
+    ]
+
+
+def _attempt(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None:
+    """A match, or a refusal, also when a condition of the pattern fails."""
+    try:
+        return match_at(pattern, anchor)
+    except Exception as error:  # a user's condition may fail in any way, and never aborts the rest
+        return Refusal(pattern.name, place_of(anchor), f"{type(error).__name__}: {error}")

@@ -10,13 +10,14 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import GraphError
+from scalepoint.errors import GraphError, PatternError
 from scalepoint.graph import capture, check_graph
+from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.lift import as_operation
 from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
-from scalepoint.patterns.plan import TransformationPlan, make_plan
+from scalepoint.patterns.plan import TransformationPlan, make_plan, plain
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class TransformationReport:
     def table(self) -> Table:
         table = Table(title=f"{len(self.applied)} groups, {len(self.skipped)} skipped")
         for column in ("pattern", "applied", "skipped"):
-            table.add_column(column)
+            table.add_column(column, overflow="fold")
         skipped = Counter(match.pattern.name for match in self.skipped)
         for name in sorted({*self.counts(), *skipped}):
-            table.add_row(name, str(self.counts().get(name, 0)), str(skipped[name]))
+            table.add_row(plain(name), str(self.counts().get(name, 0)), str(skipped[name]))
         return table
 
 
@@ -89,6 +90,9 @@ def get_transformation_plan(
 
 def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
     """Fuse every match whose `apply` is True. One that fails is skipped with its reason; the rest goes on."""
+    if plan.is_applied:
+        raise PatternError("this plan was applied already: make a new one with get_transformation_plan")
+    plan.is_applied = True
     applied: list[PatternMatch] = []
     skipped: list[PatternMatch] = []
     for match in plan.matches:
@@ -152,13 +156,16 @@ def _add(model: fx.GraphModule, match: PatternMatch, module: nn.Module) -> str:
 
 def _compare(model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: Mapping[str, Any] | None) -> None:
     """max |difference| <= 1e-4 * max |output| in eval, or a GraphError."""
-    positional, keyword = (args if isinstance(args, tuple) else (args,)), dict(kwargs or {})
-    if isinstance(args, Mapping):
-        positional, keyword = (), {**args, **keyword}
+    if args is None and not kwargs:
+        raise PatternError("check=True needs example inputs")
+    inputs = as_inputs(args, kwargs)
     modes = [(module, module.training) for module in (*model.modules(), *graph_module.modules())]
     try:
         with torch.no_grad():
-            outputs = [pytree.tree_leaves(run.eval()(*positional, **keyword)) for run in (model, graph_module)]
+            outputs = []
+            for run in (model, graph_module):
+                positional, keyword = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs)
+                outputs.append(pytree.tree_leaves(run.eval()(*positional, **keyword)))
     finally:
         for module, mode in modes:
             module.training = mode

@@ -1,0 +1,129 @@
+"""What becomes of real architectures: captured or not, parity with the model, matches, time, weights covered.
+
+`python bench/coverage.py [--quick]` prints the table and writes out/bench-coverage.json. Parity is the worst
+max |difference| / max |output| of batch 1 and batch 3; operations with weights are counted by torch's dispatcher.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from scalepoint.errors import ScalepointError
+from scalepoint.patterns import transform
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own the list
+from architectures import ARCHITECTURES, Architecture
+from weighted import batch, covered, executed, relative_difference, run
+
+LIMIT = 1e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture; `note` says why it was not captured."""
+
+    model: str
+    captured: bool
+    parity: float = float("inf")
+    matches: int = 0
+    seconds: float = 0.0
+    covered: int = 0
+    weighted: int = 0
+    expected_failure: bool = False
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        if not self.captured:
+            return self.expected_failure
+        return self.parity <= LIMIT and self.covered == self.weighted
+
+
+def measure(architecture: Architecture) -> Row:
+    model, inputs = architecture.build()
+    start = time.process_time()
+    try:
+        result = transform(model, inputs)
+    except ScalepointError as error:
+        return Row(
+            architecture.name,
+            captured=False,
+            seconds=time.process_time() - start,
+            expected_failure=bool(architecture.cannot),
+            note=architecture.cannot or str(error),
+        )
+    seconds = time.process_time() - start
+    result.model.eval()
+    batches = [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
+    with torch.no_grad():
+        parity = max(relative_difference(run(model, each), run(result.model, each)) for each in batches)
+    return Row(
+        architecture.name,
+        captured=True,
+        parity=parity,
+        matches=len(result.matches),
+        seconds=seconds,
+        covered=sum(covered(result).values()),
+        weighted=sum(executed(model, inputs).values()),
+    )
+
+
+def attempt(architecture: Architecture) -> Row:
+    """A row also for what fails otherwise: the table is about all of them."""
+    try:
+        return measure(architecture)
+    except Exception as error:
+        return Row(architecture.name, captured=False, note=f"{type(error).__name__}: {error}")
+
+
+def report(rows: list[Row], path: Path) -> bool:
+    table = Table(title=f"architectures, 1 thread, torch {torch.__version__}")
+    for column in ("model", "captured", "parity", "matches", "CPU s", "weights covered", "note"):
+        right = column in ("parity", "matches", "CPU s", "weights covered")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        values = (f"{row.parity:.1e}", str(row.matches), f"{row.seconds:.1f}", f"{row.covered} of {row.weighted}")
+        shown = values if row.captured else ("", "", f"{row.seconds:.1f}", "")
+        style = None if row.holds else "bold red"
+        table.add_row(row.model, "yes" if row.captured else "no", *shown, row.note[:200], style=style)
+    console = Console(width=118)
+    console.print(table)
+    missed = [row.model for row in rows if not row.holds]
+    console.print(f"{sum(row.captured for row in rows)} of {len(rows)} captured, {len(rows) - len(missed)} as expected")
+    for name in missed:
+        console.print(f"missed: {name}")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        json.dumps([{**asdict(row), "parity": as_json(row.parity), "holds": row.holds} for row in rows], indent=2)
+    )
+    console.print(f"written to {path}")
+    return not missed
+
+
+def as_json(parity: float) -> float | None:
+    """JSON has no infinity."""
+    return parity if parity < float("inf") else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the spread of ten that the default tests run")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the models' libraries, at import and in forward
+    chosen = [each for each in ARCHITECTURES.values() if each.quick or not quick]
+    rows = [attempt(each) for each in track(chosen, "transforming", transient=True)]
+    return 0 if report(rows, Path("out/bench-coverage.json")) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

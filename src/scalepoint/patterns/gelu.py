@@ -1,0 +1,95 @@
+"""GELU written out, as one operation again.
+
+0.5 x (1 + erf(x / sqrt 2))                                gelu(x)
+0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))          gelu(x, approximate="tanh")
+"""
+
+import math
+
+import torch
+from torch import fx
+
+from scalepoint.graph.lift import Tree
+from scalepoint.graph.modules import Operation, Slot
+from scalepoint.patterns.language import kind_of
+
+
+def join_gelu(model: fx.GraphModule) -> int:
+    """Replace every written-out GELU; how many there were."""
+    changed = 0
+    for node in list(model.graph.nodes):
+        if kind_of(node) in ("erf", "tanh") and len(node.users) == 1:
+            x = _inside(model, node)
+            outer = _outer(model, node, x) if x is not None else None
+            if x is not None and outer is not None:
+                _replace(model, outer, x, "tanh" if kind_of(node) == "tanh" else "none")
+                changed += 1
+    if changed:
+        model.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.is_impure())
+    return changed
+
+
+def _inside(model: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The x of erf(x / sqrt 2) or of tanh(c (x + 0.044715 x^3))."""
+    scaled = node.all_input_nodes[0]
+    if kind_of(node) == "erf":
+        factor = _constant(model, scaled, "mul") or 1 / (_constant(model, scaled, "div") or math.inf)
+        return scaled.all_input_nodes[0] if math.isclose(factor, math.sqrt(0.5), rel_tol=1e-4) else None
+    if not _is(model, scaled, "mul", math.sqrt(2 / math.pi)):
+        return None
+    both = scaled.all_input_nodes[0]
+    if kind_of(both) != "add" or len(both.all_input_nodes) != 2:
+        return None
+    for x, cubic in (both.all_input_nodes, reversed(both.all_input_nodes)):
+        if _is(model, cubic, "mul", 0.044715):
+            power = cubic.all_input_nodes[0]
+            if kind_of(power) == "pow" and 3 in power.args and power.all_input_nodes == [x]:
+                return x
+    return None
+
+
+def _outer(model: fx.GraphModule, node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """The last multiplication: (1 + f) times half of x, or times x and then a half."""
+    plus = next(iter(node.users))
+    if not _is(model, plus, "add", 1.0) or len(plus.users) != 1:
+        return None
+    product = next(iter(plus.users))
+    others = [source for source in product.all_input_nodes if source is not plus]
+    if kind_of(product) != "mul" or len(others) != 1:
+        return None
+    if others[0] is x and len(product.users) == 1:
+        last = next(iter(product.users))
+        return last if _is(model, last, "mul", 0.5) else None
+    halved = others[0]
+    return product if _is(model, halved, "mul", 0.5) and halved.all_input_nodes == [x] else None
+
+
+def _is(model: fx.GraphModule, node: fx.Node, kind: str, value: float) -> bool:
+    constant = _constant(model, node, kind)
+    return constant is not None and math.isclose(constant, value, rel_tol=1e-4)
+
+
+def _constant(model: fx.GraphModule, node: fx.Node, kind: str) -> float | None:
+    """The number that an operation of this kind combines with its one input."""
+    if kind_of(node) != kind or node.op != "call_module" or len(node.all_input_nodes) != 1:
+        return None
+    module = model.get_submodule(str(node.target))
+    numbers = (
+        [value for value in module.settings.values() if isinstance(value, int | float)]
+        if isinstance(module, Operation)
+        else []
+    )
+    return float(numbers[0]) if len(numbers) == 1 else None
+
+
+def _replace(model: fx.GraphModule, last: fx.Node, x: fx.Node, approximate: str) -> None:
+    arguments = {"self": Slot(0), "approximate": approximate}
+    path = str(last.meta.get("path", ""))
+    name = Tree(model).add(
+        f"{path}.gelu" if path else "gelu", Operation("gelu", torch.ops.aten.gelu.default, arguments)
+    )
+    with model.graph.inserting_before(last):
+        gelu = model.graph.call_module(name, (x,))
+    gelu.meta = {**last.meta, "kind": "gelu"}
+    last.replace_all_uses_with(gelu)
+    model.graph.erase_node(last)

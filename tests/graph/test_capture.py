@@ -1,0 +1,1098 @@
+"""Capture: one kind for one operation however it was written, the user's names kept, the user's model untouched."""
+
+import copy
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils import _pytree as pytree
+
+from scalepoint.errors import CaptureError, ScalepointError
+from scalepoint.graph import capture, check_graph
+from tests.models import Decoder, SilentSkip, UNet, resnet50, settled, vit_b16
+
+LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # torch's own deepcopy of a graph warns of torch's own class
+
+
+class Function(nn.Module):
+    """A model whose forward is a function of x and one parameter and bias."""
+
+    def __init__(self, function, weight=None, bias=None):
+        super().__init__()
+        self.function = function
+        self.weight = None if weight is None else nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def forward(self, x):
+        own = [value for value in (self.weight, self.bias) if value is not None]
+        return self.function(x, *own)
+
+
+class Layer(nn.Module):
+    """One module, called by keyword-free forward, under the name `layer`."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def kinds(graph_module):
+    return [node.meta["kind"] for node in graph_module.graph.nodes if node.meta.get("kind") not in (None, "output")]
+
+
+def lifted(graph_module):
+    return [node.meta.get("kind") for node in graph_module.graph.nodes if node.op == "call_module"]
+
+
+def close(found, expected):
+    leaves = pytree.tree_leaves(found), pytree.tree_leaves(expected)
+    assert len(leaves[0]) == len(leaves[1])
+    for one, other in zip(*leaves, strict=True):
+        if isinstance(other, Tensor):
+            torch.testing.assert_close(one, other)
+        else:
+            assert one == other
+
+
+def captured(model, *args, **kwargs):
+    """The graph, after checking that it is sound and gives the model's output in eval."""
+    graph_module = capture(model.eval(), args, kwargs or None)
+    check_graph(graph_module)
+    inputs = copy.deepcopy((args, kwargs))
+    close(graph_module(*args, **kwargs), model(*inputs[0], **inputs[1]))
+    return graph_module
+
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+IMAGE = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(2))
+W = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
+B = torch.randn(3, generator=torch.Generator().manual_seed(4))
+
+
+ACTIVATIONS = {
+    "relu": [F.relu, torch.relu, Tensor.relu, lambda x: (x * 1).relu_(), nn.ReLU(), nn.ReLU(inplace=True)],
+    "relu6": [F.relu6, nn.ReLU6(), lambda x: x.clamp(0, 6), lambda x: torch.clamp(x, min=0, max=6)],
+    "gelu": [F.gelu, nn.GELU(), nn.GELU(approximate="tanh"), lambda x: F.gelu(x, approximate="tanh")],
+    "silu": [F.silu, nn.SiLU(), lambda x: F.silu(x * 1, inplace=True)],
+    "leaky_relu": [F.leaky_relu, nn.LeakyReLU(0.2), lambda x: F.leaky_relu_(x * 1)],
+    "elu": [F.elu, nn.ELU(), lambda x: F.elu(x * 1, inplace=True)],
+    "hardswish": [F.hardswish, nn.Hardswish()],
+    "hardsigmoid": [F.hardsigmoid, nn.Hardsigmoid()],
+    "sigmoid": [torch.sigmoid, Tensor.sigmoid, nn.Sigmoid(), lambda x: (x * 1).sigmoid_()],
+    "tanh": [torch.tanh, Tensor.tanh, nn.Tanh()],
+    "mish": [F.mish, nn.Mish()],
+    "softplus": [F.softplus, nn.Softplus()],
+    "softmax": [lambda x: F.softmax(x, -1), lambda x: torch.softmax(x, -1), lambda x: x.softmax(-1), nn.Softmax(-1)],
+}
+
+
+class TestOneKindHoweverItWasSpelt:
+    @pytest.mark.parametrize(
+        ("kind", "spelling"),
+        [
+            pytest.param(kind, spelling, id=f"{kind}-{index}")
+            for kind, spellings in ACTIVATIONS.items()
+            for index, spelling in enumerate(spellings)
+        ],
+    )
+    def test_an_activation(self, kind, spelling):
+        model = Layer(spelling) if isinstance(spelling, nn.Module) else Function(spelling)
+        found = lifted(captured(model, X))
+        assert found.count(kind) == 1
+        assert set(found) <= {kind, "mul"}
+
+    @pytest.mark.parametrize(
+        "model",
+        [
+            pytest.param(Layer(nn.Linear(4, 3)), id="module"),
+            pytest.param(Function(F.linear, W), id="bare-parameter"),
+            pytest.param(Function(F.linear, W, B), id="bare-parameter-and-bias"),
+            pytest.param(Function(lambda x, w: x @ w.T, W), id="matmul-transposed"),
+            pytest.param(Function(lambda x, w: torch.matmul(x, w.t()), W), id="matmul-t"),
+            pytest.param(Function(lambda x, w: x.mm(w.transpose(0, 1)), W), id="mm-transpose"),
+            pytest.param(Function(lambda x, w: x @ w.mT, W), id="matmul-mT"),
+            pytest.param(Function(lambda x, w, b: x @ w.T + b, W, B), id="matmul-plus-bias"),
+            pytest.param(Function(lambda x, w, b: b + x @ w.T, W, B), id="bias-plus-matmul"),
+            pytest.param(Function(lambda x, w, b: torch.addmm(b, x, w.t()), W, B), id="addmm"),
+            pytest.param(Function(lambda x, w, b: torch.addmm(b, x, w), W.T.contiguous(), B), id="conv1d-of-gpt2"),
+            pytest.param(Function(lambda x, w: x @ w, W.T.contiguous()), id="matmul-in-out"),
+        ],
+    )
+    def test_a_linear_layer(self, model):
+        graph_module = captured(model, X)
+        assert [kind for kind in kinds(graph_module) if kind in ("linear", "matmul", "add", "addmm")] == ["linear"]
+
+    def test_a_linear_layer_on_tokens_keeps_its_kind_and_bias(self):
+        tokens = torch.randn(2, 5, 4)
+        graph_module = captured(Function(lambda x, w, b: x @ w.T + b, W, B), tokens)
+        assert lifted(graph_module) == ["linear"]
+
+    def test_conv1d_of_gpt2_on_tokens(self):
+        def conv1d(x, w, b):
+            size = (*x.size()[:-1], w.shape[1])
+            return torch.addmm(b, x.view(-1, x.size(-1)), w).view(size)
+
+        graph_module = captured(Function(conv1d, W.T.contiguous(), B), torch.randn(2, 5, 4))
+        assert lifted(graph_module) == ["linear"]
+
+    def test_addmm_with_factors_keeps_its_meaning(self):
+        captured(Function(lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5, alpha=2.0), W, B), X)
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            pytest.param(lambda x, y: x + y, id="plus"),
+            pytest.param(torch.add, id="torch.add"),
+            pytest.param(lambda x, y: x.add(y), id="method"),
+            pytest.param(lambda x, y: (x * 1).add_(y), id="in-place-method"),
+        ],
+    )
+    def test_an_addition(self, function):
+        model = Function(lambda x: function(torch.relu(x), torch.tanh(x)))
+        assert [kind for kind in lifted(captured(model, X)) if kind != "mul"] == ["relu", "tanh", "add"]
+
+    def test_an_augmented_addition(self):
+        def add(x):
+            y = torch.relu(x)
+            y += torch.tanh(x)
+            return y
+
+        assert lifted(captured(Function(add), X)) == ["relu", "tanh", "add"]
+
+    def test_a_scaled_addition_keeps_its_factor(self):
+        captured(Function(lambda x: torch.add(torch.relu(x), torch.tanh(x), alpha=3)), X)
+
+    @pytest.mark.parametrize(
+        ("kind", "function"),
+        [
+            pytest.param("mul", lambda x: torch.relu(x) * torch.tanh(x), id="mul"),
+            pytest.param("mul", lambda x: torch.mul(torch.relu(x), torch.tanh(x)), id="torch.mul"),
+            pytest.param("mul", lambda x: torch.relu(x).mul_(torch.tanh(x)), id="mul_"),
+            pytest.param("cat", lambda x: torch.cat([torch.relu(x), torch.tanh(x)], 1), id="cat"),
+            pytest.param("cat", lambda x: torch.concat([torch.relu(x), torch.tanh(x)], dim=-1), id="concat"),
+            pytest.param("cat", lambda x: torch.concatenate([torch.relu(x), torch.tanh(x)]), id="concatenate"),
+            pytest.param("matmul", lambda x: torch.relu(x) @ torch.tanh(x).transpose(-1, -2), id="at"),
+            pytest.param("matmul", lambda x: torch.matmul(torch.relu(x), torch.tanh(x).mT), id="matmul"),
+            pytest.param("matmul", lambda x: torch.bmm(torch.relu(x), torch.tanh(x).mT), id="bmm"),
+        ],
+    )
+    def test_what_joins_two_tensors(self, kind, function):
+        assert lifted(captured(Function(function), torch.randn(2, 3, 4))) == ["relu", "tanh", kind]
+
+    @pytest.mark.parametrize("dimensions", [1, 2, 3])
+    @pytest.mark.parametrize("written", ["module", "function"])
+    @pytest.mark.parametrize("kind", ["max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"])
+    def test_a_pool(self, kind, written, dimensions):
+        x = torch.randn(2, 3, *[6] * dimensions)
+        if written == "module":
+            name = "".join(part.capitalize() for part in kind.split("_")) + f"{dimensions}d"
+            model = Layer(getattr(nn, name)(2))
+        else:
+            function = getattr(F, f"{kind}{dimensions}d")
+            model = Function(lambda x: function(x, 2))
+        assert lifted(captured(model, x)) == [kind]
+
+    @pytest.mark.parametrize("dimensions", [1, 2, 3])
+    @pytest.mark.parametrize("written", ["module", "function"])
+    @pytest.mark.parametrize("kind", ["conv", "conv_transpose"])
+    def test_a_convolution(self, kind, written, dimensions):
+        x = torch.randn(2, 3, *[6] * dimensions)
+        if written == "module":
+            name = {"conv": "Conv", "conv_transpose": "ConvTranspose"}[kind]
+            model = Layer(getattr(nn, f"{name}{dimensions}d")(3, 4, 3, stride=2, padding=1))
+        else:
+            function = getattr(F, f"{kind}{dimensions}d")
+            shape = (4, 3) if kind == "conv" else (3, 4)
+            model = Function(
+                lambda x, w, b: function(x, w, b, stride=2), torch.randn(*shape, *[3] * dimensions), torch.randn(4)
+            )
+        assert lifted(captured(model, x)) == [kind]
+
+    @pytest.mark.parametrize("padding", ["same", "valid"])
+    @pytest.mark.parametrize("mode", ["zeros", "reflect"])
+    def test_a_convolution_with_a_padding_mode(self, padding, mode):
+        model = Layer(nn.Conv2d(4, 4, 3, padding=padding, padding_mode=mode))
+        assert [kind for kind in kinds(captured(model, IMAGE)) if kind == "conv"] == ["conv"]
+
+    @pytest.mark.parametrize(
+        ("kind", "model"),
+        [
+            pytest.param("batch_norm", Layer(settled(nn.BatchNorm2d(4))), id="batch"),
+            pytest.param("batch_norm", Layer(nn.BatchNorm2d(4, affine=False)), id="batch-without-affine"),
+            pytest.param("layer_norm", Layer(nn.LayerNorm(6)), id="layer"),
+            pytest.param(
+                "layer_norm", Layer(nn.LayerNorm([6, 6], elementwise_affine=False)), id="layer-without-affine"
+            ),
+            pytest.param("layer_norm", Function(lambda x: F.layer_norm(x, (6,))), id="layer-function"),
+            pytest.param("group_norm", Layer(nn.GroupNorm(2, 4)), id="group"),
+            pytest.param("group_norm", Function(lambda x: F.group_norm(x, 2)), id="group-function"),
+            pytest.param("instance_norm", Layer(nn.InstanceNorm2d(4, affine=True)), id="instance"),
+            pytest.param("instance_norm", Function(F.instance_norm), id="instance-function"),
+            pytest.param("rms_norm", Layer(nn.RMSNorm(6)), id="rms"),
+            pytest.param("rms_norm", Function(lambda x, w: F.rms_norm(x, (6,), w), torch.rand(6)), id="rms-function"),
+        ],
+    )
+    def test_a_norm(self, kind, model):
+        assert lifted(captured(model, IMAGE)) == [kind]
+
+    @pytest.mark.parametrize(
+        "model",
+        [
+            pytest.param(Layer(nn.Embedding(10, 4)), id="module"),
+            pytest.param(Layer(nn.Embedding(10, 4, padding_idx=0)), id="module-with-padding"),
+            pytest.param(Function(F.embedding, torch.randn(10, 4)), id="function"),
+        ],
+    )
+    def test_an_embedding(self, model):
+        assert lifted(captured(model, torch.randint(0, 10, (2, 5)))) == ["embedding"]
+
+    @pytest.mark.parametrize("settings", [{}, {"num_layers": 2}, {"bidirectional": True}, {"bias": False}], ids=str)
+    @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=["lstm", "gru", "rnn"])
+    def test_a_recurrent_layer(self, layer, settings):
+        model = Layer(layer(4, 3, batch_first=True, **settings))
+        graph_module = captured(model, torch.randn(2, 5, 4))
+        assert lifted(graph_module) == [layer.__name__.lower()]
+
+    def test_attention_is_a_projection_a_core_and_an_output_projection(self):
+        model = vit_b16(24, 32).encoder.layers[0]
+        found = lifted(captured(model, torch.randn(2, 5, 24)))
+        assert [kind for kind in found if kind in ("linear", "attention")][:3] == ["linear", "attention", "linear"]
+
+
+class TestWholeModels:
+    @pytest.mark.parametrize(
+        ("model", "example", "larger"),
+        [
+            pytest.param(settled(resnet50(4, 10)), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 32, 32), id="resnet50"),
+            pytest.param(vit_b16(24, 32, 10).eval(), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 32, 32), id="vit"),
+            pytest.param(Decoder().eval(), torch.randint(0, 50, (1, 6)), torch.randint(0, 50, (3, 9)), id="decoder"),
+            pytest.param(settled(UNet()), torch.randn(1, 3, 16, 16), torch.randn(3, 3, 16, 16), id="unet"),
+            pytest.param(SilentSkip().eval(), torch.randn(1, 5, 8), torch.randn(3, 5, 8), id="silent-skip"),
+        ],
+    )
+    def test_the_output_is_the_models_at_batch_1_and_at_batch_3(self, model, example, larger):
+        graph_module = capture(model, example)
+        close(graph_module(example), model(example))
+        close(graph_module(larger), model(larger))
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("model", "x"),
+        [
+            pytest.param(resnet50(4, 10), torch.randn(1, 3, 32, 32), id="resnet50"),
+            pytest.param(vit_b16(24, 32), torch.randn(1, 3, 32, 32), id="vit"),
+            pytest.param(Decoder(), torch.randint(0, 50, (1, 6)), id="decoder-with-tied-weights"),
+            pytest.param(SilentSkip(), torch.randn(1, 5, 8), id="silent-skip"),
+        ],
+    )
+    def test_parameters_and_buffers_keep_their_names_order_and_values(self, model, x):
+        graph_module = capture(model, x)
+        state, found = model.state_dict(), graph_module.state_dict()
+        assert list(found) == list(state)
+        assert all(torch.equal(found[name], state[name]) for name in state)
+        assert [name for name, _ in graph_module.named_parameters()] == [name for name, _ in model.named_parameters()]
+        graph_module.load_state_dict(state)
+
+    def test_the_users_modules_are_the_ones_called(self):
+        graph_module = capture(resnet50(4, 10), torch.randn(1, 3, 32, 32))
+        targets = [node.target for node in graph_module.graph.nodes if node.op == "call_module"]
+        assert targets[:5] == ["conv1", "bn1", "relu", "maxpool", "layer1.0.conv1"]
+        assert {"layer4.2.bn3", "layer2.0.downsample.0", "avgpool", "fc"} <= set(targets)
+        assert type(graph_module.get_submodule("layer1.0.conv1")) is nn.Conv2d
+
+    def test_parameters_come_in_the_order_they_were_registered_not_used(self):
+        class Backwards(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+                self.c = nn.Parameter(torch.ones(4))
+
+            def forward(self, x):
+                return self.a(self.b(x * self.c))
+
+        model = Backwards()
+        found = captured(model, X).named_parameters()
+        assert [name for name, _ in found] == [name for name, _ in model.named_parameters()]
+
+    def test_tied_weights_stay_tied(self):
+        graph_module = capture(Decoder(), torch.randint(0, 50, (1, 6)))
+        assert graph_module.lm_head.weight is graph_module.embed_tokens.weight
+
+    def test_tied_weights_are_copies_of_the_callers(self):
+        model = Decoder()
+        graph_module = capture(model, torch.randint(0, 50, (1, 6)))
+        with torch.no_grad():
+            graph_module.lm_head.weight.zero_()
+        assert model.embed_tokens.weight.abs().sum() > 0
+
+    def test_buffers_keep_their_persistence(self):
+        model = BuffersModel()
+        graph_module = captured(model, X)
+        assert list(graph_module.state_dict()) == ["kept"]
+        assert {"kept", "passing"} <= {name for name, _ in graph_module.named_buffers()}
+
+    def test_parameters_that_the_forward_never_reads_are_kept(self):
+        model = Layer(nn.Linear(4, 3))
+        model.unread = nn.Linear(2, 2)
+        model.bare = nn.Parameter(torch.ones(2))
+        assert set(captured(model, X).state_dict()) == set(model.state_dict())
+
+    def test_dtype_is_kept(self):
+        graph_module = capture(Layer(nn.Linear(4, 3)).to(torch.bfloat16), X.to(torch.bfloat16))
+        assert graph_module(X.to(torch.bfloat16)).dtype == torch.bfloat16
+        assert {value.dtype for value in graph_module.parameters()} == {torch.bfloat16}
+
+    def test_requires_grad_is_kept(self):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        model[0].requires_grad_(False)
+        graph_module = capture(model, X)
+        assert [value.requires_grad for value in graph_module.parameters()] == [False, False, True, True]
+
+    def test_names_that_collide_with_operations_are_not_overwritten(self):
+        model = CollidingNames()
+        graph_module = captured(model, X)
+        assert list(graph_module.state_dict()) == list(model.state_dict())
+
+
+class BuffersModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.full((4,), 2.0))
+        self.register_buffer("passing", torch.full((4,), 3.0), persistent=False)
+
+    def forward(self, x):
+        return x * self.kept + self.passing
+
+
+class CollidingNames(nn.Module):
+    """The user's own attributes are called as the lifted operations would be."""
+
+    def __init__(self):
+        super().__init__()
+        self.relu = nn.Linear(4, 4)
+        self.add = nn.Parameter(torch.ones(4))
+        self.linear = nn.ReLU()
+
+    def forward(self, x):
+        return torch.relu(self.relu(x)) + self.add + self.linear(x)
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+pytree.register_dataclass(Result, serialized_type_name="tests.graph.Result")
+
+
+class ModelOutput(OrderedDict):
+    """A dict that is also read by attribute, as transformers' is."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class InputsAndOutputs(nn.Module):
+    def __init__(self, returns):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.returns = returns
+
+    def forward(self, x, y=None, *, scale=1.0, mask=None):
+        out = self.fc(x) * scale
+        if y is not None:
+            out = out + y
+        if mask is not None:
+            out = out * mask
+        return self.returns(out)
+
+
+class TestInputsAndOutputs:
+    @pytest.mark.parametrize(
+        ("args", "kwargs"),
+        [
+            pytest.param(X, None, id="a-tensor"),
+            pytest.param((X,), None, id="a-tuple"),
+            pytest.param([X], None, id="a-list"),
+            pytest.param((X, X * 2), None, id="several"),
+            pytest.param({"x": X}, None, id="a-dict"),
+            pytest.param({"x": X, "mask": X > 0}, None, id="a-dict-with-keyword-only"),
+            pytest.param(X, {"y": X * 2}, id="a-tensor-and-keywords"),
+            pytest.param((X,), {"mask": X > 0, "y": X}, id="keywords-in-another-order"),
+            pytest.param((X, None), {"mask": X > 0}, id="none-between"),
+            pytest.param((X,), {"scale": 2.0}, id="a-number"),
+        ],
+    )
+    def test_inputs_are_given_as_the_model_takes_them(self, args, kwargs):
+        model = InputsAndOutputs(lambda out: out)
+        graph_module = capture(model, args, kwargs)
+        keyword = {**(args if isinstance(args, dict) else {}), **(kwargs or {})}
+        positional = () if isinstance(args, dict) else (args,) if isinstance(args, Tensor) else tuple(args)
+        close(graph_module(*positional, **keyword), model(*positional, **keyword))
+
+        def larger(value):
+            return torch.cat([value, value, value]) if isinstance(value, Tensor) else value
+
+        positional, keyword = pytree.tree_map(larger, (positional, keyword))
+        close(graph_module(*positional, **keyword), model(*positional, **keyword))
+
+    @pytest.mark.parametrize(
+        "returns",
+        [
+            pytest.param(lambda out: (out, out.relu()), id="tuple"),
+            pytest.param(lambda out: [out, out.relu()], id="list"),
+            pytest.param(lambda out: {"logits": out, "hidden": [out.relu(), out.tanh()]}, id="nested-dict"),
+            pytest.param(lambda out: (out, None), id="with-none"),
+            pytest.param(lambda out: {"logits": out, "loss": None}, id="dict-with-none"),
+            pytest.param(lambda out: (out, 3), id="with-a-number"),
+            pytest.param(lambda out: (out, out), id="one-tensor-twice"),
+            pytest.param(lambda out: Result(out, out.relu()), id="dataclass"),
+            pytest.param(Result, id="dataclass-with-none"),
+            pytest.param(lambda out: OrderedDict(logits=out), id="ordered-dict"),
+        ],
+    )
+    def test_outputs_come_as_the_model_gives_them(self, returns):
+        model = InputsAndOutputs(returns)
+        graph_module = captured(model, X)
+        assert type(graph_module(X)) is type(model(X))
+        assert pytree.tree_structure(graph_module(X)) == pytree.tree_structure(model(X))
+
+    def test_a_dataclass_that_torch_does_not_know(self):
+        @dataclass
+        class Unknown:
+            logits: Tensor
+
+        model = InputsAndOutputs(Unknown)
+        graph_module = capture(model.eval(), X)
+        assert type(graph_module(X)) is Unknown
+        close(graph_module(X).logits, model(X).logits)
+
+    def test_a_subclass_of_dict_that_torch_does_not_know(self):
+        model = InputsAndOutputs(lambda out: ModelOutput(logits=out))
+        graph_module = capture(model.eval(), X)
+        close(graph_module(X)["logits"], model(X)["logits"])
+
+    def test_an_output_that_is_the_input(self):
+        captured(Function(lambda x: (x, x.relu())), X)
+
+    def test_a_structured_input(self):
+        model = Function(lambda inputs: inputs["a"] + inputs["b"][0])
+        graph_module = capture(model, ({"a": X, "b": [X * 2]},))
+        close(graph_module({"a": X, "b": [X * 2]}), X * 3)
+
+    def test_no_parameters_at_all(self):
+        assert kinds(captured(Function(lambda x: x.flatten(1)), IMAGE)) == ["flatten"]
+
+    def test_sequence_length_of_token_inputs_is_dynamic(self):
+        model = Decoder().eval()
+        graph_module = capture(model, {"input_ids": torch.randint(0, 50, (1, 6))})
+        for batch, length in ((1, 6), (1, 11), (4, 3)):
+            tokens = torch.randint(0, 50, (batch, length))
+            close(graph_module(input_ids=tokens), model(input_ids=tokens))
+
+    def test_a_model_that_needs_its_batch_is_captured_at_that_batch(self):
+        model = Function(lambda x: x.view(2, 2, 2))
+        close(capture(model, X)(X), model(X))
+
+    def test_a_model_that_needs_a_batch_of_one_is_captured_at_that_batch(self):
+        model = Function(lambda x: x.view(4))
+        close(capture(model, X[:1])(X[:1]), model(X[:1]))
+
+
+class Stateful(nn.Module):
+    """Everything that a mode changes, as modules and as functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 64)
+        self.bn = nn.BatchNorm1d(64)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(self.bn(self.fc(x)))
+
+
+class FunctionalDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 64)
+
+    def forward(self, x):
+        return F.dropout(self.fc(x), 0.5, self.training)
+
+
+class FunctionalBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+class TestTrainAndEval:
+    def test_modes_come_out_as_they_went_in(self):
+        model = resnet50(4, 10).train()
+        model.layer1.eval()
+        graph_module = capture(model, torch.randn(1, 3, 32, 32))
+        expected = {name: module.training for name, module in model.named_modules()}
+        found = {name: module.training for name, module in graph_module.named_modules()}
+        assert {name: found[name] for name in expected} == expected
+
+    def test_new_operations_take_the_mode_of_the_module_they_stand_in(self):
+        model = nn.Sequential(Function(torch.relu), Function(torch.tanh)).train()
+        model[0].eval()
+        graph_module = capture(model, X)
+        inner = {name: module.training for name, module in graph_module.named_modules() if name.count(".") == 1}
+        assert inner == {"0.relu": False, "1.tanh": True}
+
+    def test_batch_norm_learns_again_in_train(self):
+        graph_module = capture(Stateful().eval(), X)
+        before = graph_module.bn.running_mean.clone()
+        graph_module.train()(X)
+        assert not torch.equal(graph_module.bn.running_mean, before)
+        assert int(graph_module.bn.num_batches_tracked) == 1
+        kept = graph_module.bn.running_mean.clone()
+        graph_module.eval()(X)
+        assert torch.equal(graph_module.bn.running_mean, kept)
+
+    @pytest.mark.parametrize("model", [Stateful, FunctionalDropout], ids=["module", "function"])
+    @pytest.mark.parametrize("mode", [True, False], ids=["captured-in-train", "captured-in-eval"])
+    def test_dropout_is_live_in_train_and_off_in_eval(self, model, mode):
+        graph_module = capture(model().train(mode), X)
+        outputs = graph_module.train()(X), graph_module(X)
+        assert not torch.equal(*outputs)
+        assert 0.3 < (outputs[0] == 0).float().mean() < 0.7
+        outputs = graph_module.eval()(X), graph_module(X)
+        assert torch.equal(*outputs)
+        assert (outputs[0] == 0).sum() == 0
+
+    def test_dropout_between_recurrent_layers_is_live_in_train(self):
+        graph_module = capture(Layer(nn.LSTM(4, 8, num_layers=2, dropout=0.5, batch_first=True)), torch.randn(2, 5, 4))
+        x = torch.randn(2, 5, 4)
+        assert not torch.equal(graph_module.train()(x)[0], graph_module(x)[0])
+        assert torch.equal(graph_module.eval()(x)[0], graph_module(x)[0])
+
+    def test_batch_norm_written_as_a_function_learns_in_train(self):
+        graph_module = capture(FunctionalBatchNorm().train(), X)
+        graph_module.train()(X)
+        assert graph_module.mean.abs().sum() > 0
+
+    def test_a_forward_in_train_equals_the_models(self):
+        model = settled(resnet50(4, 10)).train()
+        twin = copy.deepcopy(model)
+        x = torch.randn(2, 3, 32, 32)
+        graph_module = capture(model, x)
+        close(graph_module(x), twin(x))
+        assert torch.equal(graph_module.bn1.running_var, twin.bn1.running_var)
+
+    def test_gradients_reach_the_copies_and_not_the_callers_model(self):
+        model = SilentSkip().train()
+        twin = copy.deepcopy(model)
+        x = torch.randn(2, 5, 8)
+        graph_module = capture(model, x)
+        graph_module(x).sum().backward()
+        twin(x).sum().backward()
+        assert all(value.grad is None for value in model.parameters())
+        expected = dict(twin.named_parameters())
+        for name, value in graph_module.named_parameters():
+            torch.testing.assert_close(value.grad, expected[name].grad)
+
+    def test_training_the_graph_leaves_the_callers_model_as_it_was(self):
+        model = resnet50(4, 10).train()
+        before = copy.deepcopy(model.state_dict())
+        graph_module = capture(model, torch.randn(2, 3, 32, 32))
+        optimizer = torch.optim.SGD(graph_module.parameters(), lr=0.1)
+        graph_module(torch.randn(2, 3, 32, 32)).sum().backward()
+        optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert not torch.equal(graph_module.fc.weight, model.fc.weight)
+
+    @pytest.mark.filterwarnings(LEAF_SPEC)
+    def test_a_deepcopy_of_the_graph_is_independent(self):
+        graph_module = capture(SilentSkip().eval(), torch.randn(1, 5, 8))
+        x = torch.randn(2, 5, 8)
+        twin = copy.deepcopy(graph_module)
+        expected = graph_module(x)
+        assert torch.equal(twin(x), expected)
+        with torch.no_grad():
+            for value in twin.parameters():
+                value.zero_()
+        assert torch.equal(graph_module(x), expected)
+        assert not torch.equal(twin(x), expected)
+
+    def test_moving_the_graph_moves_what_functions_read(self):
+        graph_module = capture(Function(F.linear, W, B), X).to(torch.float64)
+        assert graph_module(X.double()).dtype == torch.float64
+
+
+def snapshot(model):
+    """What a caller can see of a model: state, identity of tensors, modes, hooks, gradients."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+    return {
+        "state": {name: (value.clone(), value._version) for name, value in model.state_dict().items()},
+        "tensors": [(name, id(value)) for name, value in (*model.named_parameters(), *model.named_buffers())],
+        "grads": [(name, value.requires_grad, value.grad) for name, value in model.named_parameters()],
+        "modules": [(name, id(module), type(module)) for name, module in model.named_modules()],
+        "modes": [module.training for module in model.modules()],
+        "inplace": [getattr(module, "inplace", None) for module in model.modules()],
+        "hooks": [[list(getattr(module, table).items()) for table in hooks] for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+    }
+
+
+def same(before, after):
+    assert {key: value for key, value in before.items() if key != "state"} == {
+        key: value for key, value in after.items() if key != "state"
+    }
+    assert list(before["state"]) == list(after["state"])
+    for name, (value, version) in before["state"].items():
+        assert torch.equal(value, after["state"][name][0]), name
+        assert version == after["state"][name][1], name
+
+
+class DataDependent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = self.bn(self.fc(x))
+        if x.sum() > 0:  # the line of the error
+            return x.relu()
+        return x.tanh()
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise KeyError("the user's own fault")
+
+
+class TestTheCallersModel:
+    @pytest.mark.parametrize("shared", [False, True], ids=["copy", "shared"])
+    @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+    def test_capturing_changes_nothing(self, mode, shared):
+        model = resnet50(4, 10).train(mode)
+        model.layer2.eval()
+        model.layer1.requires_grad_(False)
+        model.layer1[0].register_forward_hook(lambda module, args, output: output * 1)
+        model.fc.register_forward_pre_hook(lambda module, args: None)
+        before, rng = snapshot(model), torch.get_rng_state()
+        x = torch.randn(1, 3, 32, 32)
+        rng = torch.get_rng_state()
+        kept = x.clone()
+        capture(model, x, copy=not shared)
+        same(before, snapshot(model))
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert torch.equal(x, kept)
+
+    @pytest.mark.parametrize("shared", [False, True], ids=["copy", "shared"])
+    @pytest.mark.parametrize("model", [DataDependent, Raises], ids=["data-dependent", "raises"])
+    def test_a_failed_capture_changes_nothing(self, model, shared):
+        made = model().train()
+        before, rng = snapshot(made), torch.get_rng_state()
+        with pytest.raises(CaptureError):
+            capture(made, X, copy=not shared)
+        same(before, snapshot(made))
+        assert torch.equal(torch.get_rng_state(), rng)
+
+    def test_dropout_during_capture_does_not_move_the_random_state(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+        rng = torch.get_rng_state()
+        capture(model, X)
+        assert torch.equal(torch.get_rng_state(), rng)
+
+    def test_grad_mode_and_warnings_filters_are_left_alone(self):
+        filters = list(warnings.filters)
+        capture(Layer(nn.Linear(4, 3)), X)
+        assert torch.is_grad_enabled()
+        assert warnings.filters == filters
+
+    def test_shared_parameters_are_the_callers_own(self):
+        model = SilentSkip()
+        graph_module = capture(model, torch.randn(1, 5, 8), copy=False)
+        own, found = dict(model.named_parameters()), dict(graph_module.named_parameters())
+        assert list(found) == list(own)
+        assert all(found[name] is own[name] for name in own)
+
+    def test_modes_and_hooks_of_a_shared_graph_are_its_own(self):
+        model = resnet50(4, 10).eval()
+        graph_module = capture(model, torch.randn(1, 3, 32, 32), copy=False)
+        before = snapshot(model)
+        graph_module.train()
+        graph_module.layer1[0].conv1.register_forward_hook(lambda module, args, output: None)
+        graph_module.layer1[0].conv1.register_full_backward_pre_hook(lambda module, grad: None)
+        graph_module.layer1[0].conv1.register_state_dict_pre_hook(lambda *args: None)
+        graph_module.layer1[0].conv1.register_load_state_dict_post_hook(lambda *args: None)
+        same(before, snapshot(model))
+        conv = model.layer1[0].conv1
+        assert not conv._backward_pre_hooks
+        assert not conv._state_dict_pre_hooks
+        assert not conv._load_state_dict_post_hooks
+
+    def test_new_buffers_of_a_shared_graph_are_its_own(self):
+        model = BuffersModel()
+        graph_module = capture(nn.Sequential(model), X, copy=False)
+        graph_module.get_submodule("0").register_buffer("scale", torch.ones(1), persistent=False)
+        assert not hasattr(model, "scale")
+        assert model._non_persistent_buffers_set == {"passing"}
+
+    def test_copies_share_no_memory_with_the_callers_model(self):
+        model = resnet50(4, 10)
+        graph_module = capture(model, torch.randn(1, 3, 32, 32))
+        own = {value.data_ptr() for value in (*model.parameters(), *model.buffers())}
+        assert own.isdisjoint(value.data_ptr() for value in (*graph_module.parameters(), *graph_module.buffers()))
+
+    @pytest.mark.parametrize(
+        "mutate", [lambda x: x.add_(1), lambda x: x.relu_(), lambda x: x.zero_()], ids=["add_", "relu_", "zero_"]
+    )
+    def test_a_model_that_writes_into_its_input_leaves_the_callers_batch_alone(self, mutate):
+        model = Function(lambda x: torch.tanh(mutate(x)))
+        x = X.clone()
+        graph_module = capture(model, x)
+        assert torch.equal(x, X)
+        assert x._version == 0
+        y = X.clone()
+        close(graph_module(y), model(X.clone()))
+
+    def test_a_write_through_a_view_is_seen(self):
+        def write(x):
+            y = x * 1
+            y[:, 0] = 5.0
+            y[:, 1:].mul_(2.0)
+            return y
+
+        captured(Function(write), X)
+
+    def test_an_in_place_operation_read_through_an_earlier_view_is_seen(self):
+        def write(x):
+            y = x * 1
+            z = y.view(-1)
+            y.relu_()
+            return z + 1
+
+        captured(Function(write), X)
+
+    def test_a_counter_that_the_forward_writes_counts(self):
+        model = Counter()
+        graph_module = capture(model, X)
+        assert int(model.calls) == 0
+        assert int(graph_module.calls) == 0
+        graph_module(X)
+        graph_module(X)
+        assert int(graph_module.calls) == 2
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x * 2
+
+
+class CalledTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.fc(self.act(self.fc(x))))
+
+
+def with_hook(make):
+    model = Layer(nn.Linear(4, 3))
+    make(model.layer)
+    return model
+
+
+class TestHardModules:
+    def test_the_same_module_called_twice_is_two_nodes_of_one_module(self):
+        graph_module = captured(CalledTwice(), X)
+        assert lifted(graph_module) == ["linear", "relu", "linear", "relu"]
+        targets = [node.target for node in graph_module.graph.nodes if node.meta.get("kind") == "linear"]
+        assert len({id(graph_module.get_submodule(target)) for target in targets}) == 1
+        assert len(list(graph_module.parameters())) == 2
+
+    @pytest.mark.parametrize(
+        "model",
+        [
+            pytest.param(with_hook(lambda fc: fc.register_forward_hook(lambda m, a, out: out * 2)), id="forward-hook"),
+            pytest.param(with_hook(lambda fc: fc.register_forward_pre_hook(lambda m, a: (a[0] * 2,))), id="pre-hook"),
+            pytest.param(with_hook(parametrizations.weight_norm), id="weight_norm"),
+            pytest.param(with_hook(parametrizations.spectral_norm), id="spectral_norm"),
+        ],
+    )
+    def test_hooks_and_parametrizations_are_captured_with_equal_output(self, model):
+        graph_module = captured(model, X)
+        assert set(graph_module.state_dict()) == set(model.state_dict())
+        assert "linear" in kinds(graph_module)
+
+    def test_a_pruned_layer_cannot_be_copied_and_is_captured_shared(self):
+        model = with_hook(lambda fc: prune.l1_unstructured(fc, "weight", 0.5))
+        with pytest.raises(CaptureError, match="copy=False"):
+            capture(model, X)
+        graph_module = capture(model, X, copy=False)
+        close(graph_module(X), model(X))
+        assert set(graph_module.state_dict()) == set(model.state_dict())
+
+    def test_a_hook_runs_once_and_not_again_in_the_graph(self):
+        model = with_hook(lambda fc: fc.register_forward_hook(lambda module, args, output: output + 1))
+        close(capture(model, X)(X), model(X))
+
+    def test_a_subclass_of_a_torch_module_keeps_its_own_forward(self):
+        class Doubled(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * 2
+
+        captured(Layer(Doubled(4, 3)), X)
+
+    def test_an_edited_layer_is_captured_as_it_runs(self):
+        model = Layer(nn.Linear(4, 3))
+        model.layer.forward = lambda x: F.linear(x * 2, model.layer.weight)
+        expected = model(X)
+        close(capture(model, X)(X), expected)
+
+    def test_a_constant_made_in_the_forward_is_no_state(self):
+        graph_module = captured(Function(lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0])), X)
+        assert list(graph_module.state_dict()) == []
+
+    def test_module_lists_and_dicts_keep_their_paths(self):
+        class Lists(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+                self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
+
+            def forward(self, x):
+                for block in self.blocks:
+                    x = block(x)
+                return {name: head(x) for name, head in self.heads.items()}
+
+        graph_module = captured(Lists(), X)
+        targets = [node.target for node in graph_module.graph.nodes if node.op == "call_module"]
+        assert targets == ["blocks.0", "blocks.1", "heads.a", "heads.b"]
+
+    def test_autocast_and_no_grad_blocks_inside_a_forward(self):
+        def forward(x, w):
+            with torch.no_grad():
+                scale = w.abs().max()
+            return F.linear(x, w) / scale
+
+        model = Function(forward, W)
+        close(capture(model, X)(X), model(X))
+
+
+class TestErrors:
+    def test_data_dependent_control_flow_names_the_file_and_the_line(self):
+        with pytest.raises(CaptureError) as caught:
+            capture(DataDependent(), X)
+        lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+        line = next(index for index, text in enumerate(lines, 1) if text.lstrip().startswith("if x.sum() > 0:"))
+        assert f"{__file__}:{line}" in str(caught.value)
+        assert "x.sum() > 0" in str(caught.value)
+        assert "DataDependent" in str(caught.value)
+
+    def test_an_error_of_the_users_forward_is_told(self):
+        with pytest.raises(CaptureError, match="the user's own fault") as caught:
+            capture(Raises(), X)
+        assert __file__ in str(caught.value)
+
+    def test_wrong_inputs_are_told(self):
+        with pytest.raises(CaptureError, match=r"reduction dim|mat1"):
+            capture(Layer(nn.Linear(4, 3)), torch.randn(2, 5))
+
+    def test_too_many_inputs_are_told(self):
+        with pytest.raises(CaptureError):
+            capture(Layer(nn.Linear(4, 3)), (X, X))
+
+    def test_an_unknown_keyword_is_told(self):
+        with pytest.raises(CaptureError, match="unknown"):
+            capture(Layer(nn.Linear(4, 3)), X, {"unknown": X})
+
+    def test_a_lazy_module_is_named(self):
+        with pytest.raises(CaptureError, match=r"layer .*lazy"):
+            capture(Layer(nn.LazyLinear(3)), X)
+
+    @pytest.mark.parametrize("path", ["model.pt2", "../model.pt", "/tmp/model.py"])  # noqa: S108
+    def test_a_path_is_refused_without_trust(self, path):
+        with pytest.raises(CaptureError, match="runs code"):
+            capture(path, X)
+        with pytest.raises(CaptureError, match="runs code"):
+            capture(Path(path), X)
+
+    @pytest.mark.parametrize(
+        "model", [None, 3, {}, F.relu, nn.Linear], ids=["none", "int", "dict", "function", "class"]
+    )
+    def test_what_is_no_module_is_refused(self, model):
+        with pytest.raises(CaptureError, match="Module"):
+            capture(model, X)
+
+    def test_every_error_is_ours_and_a_value_error(self):
+        with pytest.raises(ScalepointError) as caught:
+            capture("model.pt2", X)
+        assert isinstance(caught.value, ValueError)
+        assert "SP-G001" in str(caught.value)
+
+
+class Unpredictable(nn.Module):
+    """A part that cannot be captured, between two that can."""
+
+    def __init__(self, wide=4):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = DataDependent()
+        self.last = nn.Linear(4, wide)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+class TestLeave:
+    def test_a_left_submodule_is_called_as_it_is(self):
+        model = Unpredictable().eval()
+        graph_module = capture(model, X, leave=["middle"])
+        assert lifted(graph_module) == ["linear", "left", "linear"]
+        assert list(graph_module.state_dict()) == list(model.state_dict())
+        for x in (X, -X, torch.randn(5, 4)):
+            close(graph_module(x), model(x))
+
+    def test_a_left_submodule_whose_width_is_the_batch(self):
+        model = nn.Sequential(nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 3), nn.Flatten()).eval()
+        graph_module = capture(model, X, leave=["1"])
+        x = torch.randn(5, 4)
+        close(graph_module(x), model(x))
+
+    def test_a_left_submodule_called_twice(self):
+        model = CalledTwice().eval()
+        graph_module = capture(model, X, leave=["fc"])
+        assert lifted(graph_module).count("left") == 2
+        close(graph_module(X), model(X))
+
+    @pytest.mark.parametrize("shared", [False, True], ids=["copy", "shared"])
+    def test_leaving_runs_nothing_that_shows(self, shared):
+        model = nn.Sequential(Counter(), Function(lambda x: x.add_(1)), nn.Linear(4, 4)).train()
+        x = X.clone()
+        before, rng = snapshot(model), torch.get_rng_state()
+        graph_module = capture(model, x, leave=["2"], copy=not shared)
+        same(before, snapshot(model))
+        assert torch.equal(x, X)
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert int(graph_module.get_submodule("0").calls) == 0
+
+    def test_a_name_that_is_not_there_is_refused_with_the_nearest(self):
+        with pytest.raises(CaptureError, match="middle"):
+            capture(Unpredictable(), X, leave=["midle"])
+
+    def test_the_error_of_a_model_that_cannot_be_captured_tells_of_leave(self):
+        with pytest.raises(CaptureError, match="leave="):
+            capture(Unpredictable(), X)
+
+    def test_a_left_submodule_trains(self):
+        graph_module = capture(Unpredictable().eval(), X, leave=["middle"]).train()
+        graph_module(X).sum().backward()
+        assert all(value.grad is not None for value in graph_module.parameters())
+
+
+class TestWithoutInputs:
+    @pytest.mark.parametrize(
+        ("model", "x"),
+        [
+            pytest.param(settled(resnet50(4, 10)), torch.randn(2, 3, 32, 32), id="resnet50"),
+            pytest.param(vit_b16(24, 32, 10).eval(), torch.randn(2, 3, 32, 32), id="vit"),
+            pytest.param(settled(UNet()), torch.randn(2, 3, 16, 16), id="unet"),
+        ],
+    )
+    def test_the_graph_has_the_same_operations_and_output(self, model, x):
+        graph_module = capture(model, None)
+        close(graph_module(x), model(x))
+        weighted = ("conv", "conv_transpose", "linear", "layer_norm", "batch_norm", "attention")
+        expected = [kind for kind in lifted(capture(model, x)) if kind in weighted]
+        assert [kind for kind in kinds(graph_module) if kind in weighted] == expected
+        assert list(graph_module.state_dict()) == list(model.state_dict())
+
+    def test_capturing_changes_nothing(self):
+        model = resnet50(4, 10).train()
+        before, rng = snapshot(model), torch.get_rng_state()
+        capture(model, None)
+        same(before, snapshot(model))
+        assert torch.equal(torch.get_rng_state(), rng)
+
+    def test_a_functional_linear_is_a_linear(self):
+        graph_module = capture(Function(F.linear, W, B), None)
+        close(graph_module(X), F.linear(X, W, B))
+        assert kinds(graph_module) == ["linear"]
+
+    def test_dropout_and_batch_norm_are_live_in_train(self):
+        graph_module = capture(Stateful().eval(), None).train()
+        assert not torch.equal(graph_module(X), graph_module(X))
+        assert int(graph_module.bn.num_batches_tracked) == 2
+
+    def test_data_dependent_control_flow_names_the_line_and_asks_for_inputs(self):
+        with pytest.raises(CaptureError, match=r"x\.sum\(\) > 0"):
+            capture(DataDependent(), None)
+
+
+class TestOtherForms:
+    @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+    def test_an_exported_program(self, strict):
+        model = settled(resnet50(4, 10))
+        x = torch.randn(2, 3, 32, 32)
+        program = torch.export.export(model, (x,), strict=strict)
+        graph_module = capture(program, x)
+        close(graph_module(x), model(x))
+        assert set(graph_module.state_dict()) == set(program.state_dict)
+        assert lifted(graph_module).count("conv") == 53
+
+    def test_capturing_an_exported_program_leaves_it_as_it_was(self):
+        model = Layer(nn.Linear(4, 3)).eval()
+        program = torch.export.export(model, (X,))
+        text, state = str(program.graph), {name: value.clone() for name, value in program.state_dict.items()}
+        graph_module = capture(program, X)
+        with torch.no_grad():
+            for value in graph_module.parameters():
+                value.zero_()
+        assert str(program.graph) == text
+        assert all(torch.equal(value, state[name]) for name, value in program.state_dict.items())
+        close(program.module()(X), model(X))
+
+    def test_a_graph_module(self):
+        model = settled(UNet())
+        x = torch.randn(1, 3, 16, 16)
+        graph_module = capture(torch.fx.symbolic_trace(model), x)
+        close(graph_module(x), model(x))
+        assert lifted(graph_module).count("conv") == 11
+
+    @pytest.mark.filterwarnings(LEAF_SPEC)
+    def test_a_captured_graph_is_captured_again(self):
+        model = settled(UNet())
+        x = torch.randn(1, 3, 16, 16)
+        once = capture(model, x)
+        twice = capture(once, x)
+        close(twice(x), model(x))
+        assert lifted(twice) == lifted(once)
+
+    def test_the_graph_reads_like_the_model(self):
+        graph_module = capture(resnet50(4, 10), torch.randn(1, 3, 32, 32))
+        text = str(graph_module)
+        assert text.startswith("ResNet(")
+        assert "self.layer1" in graph_module.code
+        order = [text.index(f"({name})") for name in ("conv1", "bn1", "layer1", "layer4", "fc")]
+        assert all(first < second for first, second in pairwise(order))

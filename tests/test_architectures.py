@@ -1,0 +1,138 @@
+"""Every architecture of the list becomes a graph of fused modules that computes the same, and misses no weight."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.errors import CaptureError
+from scalepoint.patterns import TransformationResult, transform
+from tests.architectures import ARCHITECTURES, Architecture, Inputs
+from tests.weighted import batch, covered, executed, left, relative_difference, run
+
+TOLERANCE = 1e-4
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+@dataclass
+class Case:
+    """A model, what it was before it was transformed, and what came out."""
+
+    model: nn.Module
+    inputs: Inputs
+    before: dict[str, Any]
+    result: TransformationResult
+
+
+def marked(architecture: Architecture) -> Any:
+    marks = [] if architecture.quick else [pytest.mark.slow]
+    if architecture.cannot:
+        marks.append(pytest.mark.xfail(reason=architecture.cannot, raises=CaptureError))
+    return pytest.param(architecture, id=architecture.name, marks=marks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=[marked(each) for each in ARCHITECTURES.values()])
+def case(request: pytest.FixtureRequest) -> Case:
+    model, inputs = request.param.build()
+    before = description(model)
+    return Case(model, inputs, before, transform(model, inputs))
+
+
+def description(model: nn.Module) -> dict[str, Any]:
+    """All that capturing might change: values, identities, modes, gradients, hooks, the random state."""
+    return {
+        "state": {name: (id(value), value.clone()) for name, value in tensors(model)},
+        "modes": [(name, type(module), module.training) for name, module in model.named_modules()],
+        "gradients": [(name, value.requires_grad, value.grad) for name, value in tensors(model)],
+        "hooks": {hooks: sum(len(getattr(module, hooks)) for module in model.modules()) for hooks in HOOKS},
+        "random": torch.get_rng_state(),
+    }
+
+
+def tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("samples", [[0], [0, 1, 0]], ids=["batch-1", "batch-3"])
+def test_outputs_equal_the_models(case: Case, samples: list[int]) -> None:
+    inputs = batch(case.inputs, samples)
+    with torch.no_grad():
+        expected, found = run(case.model, inputs), run(case.result.model.eval(), inputs)
+    assert pytree.tree_structure(expected) == pytree.tree_structure(found)
+    assert relative_difference(expected, found) <= TOLERANCE
+
+
+def test_state_has_the_models_names(case: Case) -> None:
+    assert set(case.result.model.state_dict()) == set(case.model.state_dict())
+
+
+def test_no_weight_is_left_outside_the_matches(case: Case) -> None:
+    assert [f"{match.name}: {match.reason}" for match in case.result.report.skipped] == []
+    assert left(case.result) == []
+
+
+def test_matches_hold_every_weighted_operation_that_the_model_runs(case: Case) -> None:
+    assert covered(case.result) == executed(case.model, case.inputs)
+
+
+def test_the_callers_model_is_untouched(case: Case) -> None:
+    before, after = case.before, description(case.model)
+    assert after["modes"] == before["modes"]
+    assert after["gradients"] == before["gradients"]
+    assert after["hooks"] == before["hooks"]
+    assert before["state"].keys() == after["state"].keys()
+    for name, (identity, value) in before["state"].items():
+        assert after["state"][name][0] == identity, name
+        assert same_bits(after["state"][name][1], value), name
+
+
+def test_the_result_owns_copies(case: Case) -> None:
+    theirs = {value.untyped_storage().data_ptr() for _, value in tensors(case.model) if value.numel()}
+    shared = [name for name, value in tensors(case.result.model) if value.untyped_storage().data_ptr() in theirs]
+    assert shared == []
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Every rate by which a model drops at random is zero, whichever way it is kept."""
+    for module in model.modules():
+        random = "dropout" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth"
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (random and name == "p")):
+                setattr(module, name, 0.0)
+    return model
+
+
+def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+    """The gradient of the sum of squares of all outputs, by parameter; those that none reaches are left out."""
+    outputs = [value for value in pytree.tree_leaves(run(model.train(), inputs)) if isinstance(value, Tensor)]
+    sum(value.square().sum() for value in outputs if value.requires_grad).backward()
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(each, id=each.name) for each in ARCHITECTURES.values() if each.quick]
+)
+def test_gradients_in_train_mode_equal_the_models(architecture: Architecture) -> None:
+    model, inputs = architecture.build()
+    graph = transform(without_dropout(model), inputs).model
+    expected, found = gradients(model, inputs), gradients(graph, inputs)
+    assert found.keys() == expected.keys()
+    scale = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        assert float((found[name] - value).abs().max()) <= 1e-4 * scale, name

@@ -1,0 +1,152 @@
+"""Operations that hold weights: those that a model runs, those that the matches cover, those that were left.
+
+What a model runs is counted by torch's dispatcher, below everything that captures or matches: an outside judge.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scalepoint.graph import Operation
+from scalepoint.patterns import TransformationResult, kind_of
+
+KINDS = ("conv", "linear", "embedding", "recurrent")
+CONVOLUTIONS = ("conv", "conv_transpose")
+RECURRENT = ("lstm", "gru", "rnn")
+PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum")
+
+
+def run(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def batch(inputs: Any, samples: list[int]) -> Any:
+    """These samples of the inputs; what is no tensor stays."""
+    return pytree.tree_map(lambda value: value[samples] if isinstance(value, Tensor) else value, inputs)
+
+
+def relative_difference(expected: Any, found: Any) -> float:
+    """The worst max |difference| / max |output| over the outputs; infinity when one is missing or of another kind."""
+    pairs = [pytree.tree_leaves(expected), pytree.tree_leaves(found)]
+    if len(pairs[0]) != len(pairs[1]):
+        return float("inf")
+    return max(_one_difference(ours, theirs) for ours, theirs in zip(*pairs, strict=True))
+
+
+def _one_difference(expected: Any, found: Any) -> float:
+    if not isinstance(expected, Tensor):
+        return 0.0 if expected == found else float("inf")
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return float("inf")
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(expected, found) else float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    difference = float((expected - found).abs().max() / expected.abs().max())
+    return float("inf") if math.isnan(difference) else difference
+
+
+class _Counting(TorchDispatchMode):
+    """Counts convolutions, recurrent cells, and products and look-ups with a parameter of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = self._kind(function._schema.name.split("::")[-1], args)
+        if kind:
+            self.counts[kind] += 1
+        return function(*args, **(kwargs or {}))
+
+    def _kind(self, name: str, args: tuple[Any, ...]) -> str:
+        if "convolution" in name:
+            return "conv"
+        if name == "embedding" and self._is_parameter(args[0]):
+            return "embedding"
+        factors = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+        if name in ("mm", "addmm", "bmm", "baddbmm", "linear") and self._is_parameter(factors[1]):
+            return "linear"
+        return "recurrent" if any(cell in name for cell in RECURRENT) else ""
+
+    def _is_parameter(self, value: Tensor) -> bool:
+        return value.untyped_storage().data_ptr() in self.storages
+
+
+def executed(model: nn.Module, inputs: Any) -> dict[str, int]:
+    """How many operations with weights one call runs, by kind. With gradients on: there are no fused fast paths."""
+    with _Counting(model) as counting, torch.enable_grad():
+        run(model, inputs)
+    return {kind: counting.counts[kind] for kind in KINDS}
+
+
+def covered(result: TransformationResult) -> dict[str, int]:
+    """How many operations with weights the applied matches hold, by kind."""
+    kinds = Counter(_group(kind_of(node)) for match in result.matches for node in match.nodes.values())
+    return {kind: kinds[kind] for kind in KINDS}
+
+
+def _group(kind: str) -> str:
+    if kind in CONVOLUTIONS:
+        return "conv"
+    if kind == "head":  # a classifier's linear layer, turned into a convolution
+        return "linear"
+    return "recurrent" if kind in RECURRENT else kind
+
+
+def left(result: TransformationResult) -> list[str]:
+    """Operations with weights that no applied match holds, as `name: target`."""
+    return [f"{node.name}: {node.target}" for node in result.model.graph.nodes if _is_left(result.model, node)]
+
+
+def _is_left(model: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        return _group(kind_of(node)) in KINDS or (isinstance(module, Operation) and _multiplies_parameter(module))
+    if node.op != "call_function":
+        return False
+    name = _base_name(node.target)
+    if name.startswith("conv") and name[4:5] in ("1", "2", "3", "o", "_"):
+        return True
+    if name in PRODUCTS or name == "embedding" or name in RECURRENT:
+        return any(_is_weight(model, source) for source in node.all_input_nodes)
+    return False
+
+
+def _multiplies_parameter(operation: Operation) -> bool:
+    held = (reference.value for reference in operation.references().values())
+    return operation.kind in PRODUCTS and any(isinstance(value, nn.Parameter) for value in held)
+
+
+def _base_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return str(getattr(target, "__name__", target))
+
+
+def _is_weight(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a value is a parameter, or made of parameters alone by functions (a transposed or a cast weight)."""
+    sources = list(_leaves([node]))
+    if not sources or any(source.op != "get_attr" for source in sources):
+        return False
+    return any(isinstance(_attribute(model, str(source.target)), nn.Parameter) for source in sources)
+
+
+def _leaves(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    for node in nodes:
+        if node.op == "call_function":
+            yield from _leaves(node.all_input_nodes)
+        else:
+            yield node
+
+
+def _attribute(model: fx.GraphModule, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
