@@ -16,12 +16,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import nn
 
 from scalepoint.errors import ScalepointError
 from scalepoint.patterns import transform
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own the list
-from architectures import ARCHITECTURES, Architecture
+from architectures import ARCHITECTURES, Architecture, Inputs
 from weighted import batch, covered, executed, relative_difference, run
 
 LIMIT = 1e-4
@@ -29,7 +30,7 @@ LIMIT = 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture; `note` says why it was not captured."""
+    """One architecture; `note` says why it was not captured or does not run."""
 
     model: str
     captured: bool
@@ -62,10 +63,7 @@ def measure(architecture: Architecture) -> Row:
             note=architecture.cannot or str(error),
         )
     seconds = time.process_time() - start
-    result.model.eval()
-    batches = [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
-    with torch.no_grad():
-        parity = max(relative_difference(run(model, each), run(result.model, each)) for each in batches)
+    parity, note = compare(model, result.model.eval(), inputs)
     return Row(
         architecture.name,
         captured=True,
@@ -74,15 +72,18 @@ def measure(architecture: Architecture) -> Row:
         seconds=seconds,
         covered=sum(covered(result).values()),
         weighted=sum(executed(model, inputs).values()),
+        note=note,
     )
 
 
-def attempt(architecture: Architecture) -> Row:
-    """A row also for what fails otherwise: the table is about all of them."""
+def compare(model: nn.Module, graph: nn.Module, inputs: Inputs) -> tuple[float, str]:
+    """The worst difference of both batches, and what went wrong where a graph does not even run."""
+    batches = [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
     try:
-        return measure(architecture)
-    except Exception as error:
-        return Row(architecture.name, captured=False, note=f"{type(error).__name__}: {error}")
+        with torch.no_grad():
+            return max(relative_difference(run(model, each), run(graph, each)) for each in batches), ""
+    except Exception as error:  # a row also for these: the table is about all of them
+        return float("inf"), f"{type(error).__name__}: {error}"
 
 
 def report(rows: list[Row], path: Path) -> bool:
@@ -121,7 +122,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the models' libraries, at import and in forward
     chosen = [each for each in ARCHITECTURES.values() if each.quick or not quick]
-    rows = [attempt(each) for each in track(chosen, "transforming", transient=True)]
+    rows = [measure(each) for each in track(chosen, "transforming", transient=True)]
     return 0 if report(rows, Path("out/bench-coverage.json")) else 1
 
 

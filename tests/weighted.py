@@ -19,7 +19,7 @@ from scalepoint.patterns import TransformationResult, kind_of
 KINDS = ("conv", "linear", "embedding", "recurrent")
 CONVOLUTIONS = ("conv", "conv_transpose")
 RECURRENT = ("lstm", "gru", "rnn")
-PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum")
+PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "_grouped_mm", "grouped_mm_fallback")
 
 
 def run(model: nn.Module, inputs: Any) -> Any:
@@ -72,7 +72,7 @@ class _Counting(TorchDispatchMode):
         if name == "embedding" and self._is_parameter(args[0]):
             return "embedding"
         factors = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-        if name in ("mm", "addmm", "bmm", "baddbmm", "linear") and self._is_parameter(factors[1]):
+        if name in PRODUCTS and any(map(self._is_parameter, factors)):
             return "linear"
         return "recurrent" if any(cell in name for cell in RECURRENT) else ""
 
