@@ -41,6 +41,8 @@ format: $(STAMP)
 bench: $(STAMP)
 	-$(BIN)/python bench/tensor.py
 	-$(BIN)/python bench/import_cost.py
+	-$(BIN)/python bench/graph.py
+	-$(BIN)/python bench/coverage.py
 	$(BIN)/python bench/write_page.py
 
 docs: $(STAMP)
