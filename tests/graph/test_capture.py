@@ -1096,3 +1096,34 @@ class TestOtherForms:
         assert "self.layer1" in graph_module.code
         order = [text.index(f"({name})") for name in ("conv1", "bn1", "layer1", "layer4", "fc")]
         assert all(first < second for first, second in pairwise(order))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "inputs"),
+    [
+        *((spelling, X) for spelling in ("module", "method", "function", "operator")),
+        *((spelling, None) for spelling in ("module", "method", "function")),  # torch.fx does not record +=
+    ],
+)
+def test_who_reads_a_tensor_after_it_was_written_in_place_reads_the_new_value(spelling, inputs):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.relu = nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            y = self.fc(x)
+            if spelling == "module":
+                z = self.relu(y)
+            elif spelling == "method":
+                z = y.relu_()
+            elif spelling == "function":
+                z = F.relu(y, inplace=True)
+            else:
+                z = y
+                z += 1.0
+            return y * 2 + z
+
+    model = Writes().eval()
+    x = torch.randn(3, 4)
+    assert torch.equal(capture(model, inputs)(x), model(x))

@@ -9,7 +9,6 @@ random state stay as they were.
 import copy as copying
 import inspect
 import logging
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -23,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, shown
+from scalepoint.graph.blame import user_line
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.left import replaced, restore
 from scalepoint.graph.lift import lift, writes_through_views
@@ -169,17 +169,10 @@ def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 def _explained(model: nn.Module, error: Exception) -> str:
     """What failed, at which line of the user's code, why, and the way out."""
-    torch_folder = str(Path(torch.__file__).parent)
-    here = str(Path(__file__).parent.parent)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((torch_folder, here, "<"))
-    ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     reason = str(error).strip().splitlines()
     return (
-        f"{type(model).__name__} cannot be captured{where}. {type(error).__name__}: {reason[0] if reason else ''} "
+        f"{type(model).__name__} cannot be captured{user_line(error)}. "
+        f"{type(error).__name__}: {reason[0] if reason else ''} "
         "Make that line independent of tensor values (torch.where, torch.cond), or leave the submodule that it stands "
         "in as it is: leave=['path.of.submodule']"
     )

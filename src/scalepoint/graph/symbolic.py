@@ -1,17 +1,17 @@
 """Capture without example inputs: torch.fx records modules, functions and methods, and the lift names them alike.
 
-It sees no shapes and no control flow that depends on values; with example inputs torch.export sees more.
+It sees no shapes, no control flow that depends on values, and takes `z += y` for `z = z + y`, which differs where the
+old z has another name; with example inputs torch.export sees all of it.
 """
 
 import operator
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from scalepoint.errors import CaptureError
+from scalepoint.graph.blame import user_line
 from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, SPELLINGS, kind_of_function
 from scalepoint.graph.lift import Tree, bind
 from scalepoint.graph.modules import Operation, Reference, Slot
@@ -35,18 +35,13 @@ def trace(model: nn.Module) -> fx.GraphModule:
     try:
         graph_module = fx.symbolic_trace(model)
     except Exception as error:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent), "<"))
-        ]
-        where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
         raise CaptureError(
-            f"{type(model).__name__} cannot be recorded without example inputs{where} ({type(error).__name__}: "
-            f"{error}): pass inputs as the model takes them"
+            f"{type(model).__name__} cannot be recorded without example inputs{user_line(error)} "
+            f"({type(error).__name__}: {error}): pass inputs as the model takes them"
         ) from error
     for name, child in model.named_children():
         graph_module.add_module(name, child)
+    _follow_writes(graph_module)
     _expand_attention(graph_module)
     tree = Tree(graph_module)
     for node in list(graph_module.graph.nodes):
@@ -56,6 +51,23 @@ def trace(model: nn.Module) -> fx.GraphModule:
             graph_module.graph.erase_node(node)
     graph_module.recompile()
     return graph_module
+
+
+def _follow_writes(graph_module: fx.GraphModule) -> None:
+    """What is written in place becomes a new value, and whoever reads the old one afterwards reads the new one."""
+    order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+    for node, index in order.items():
+        if node.args and isinstance(node.args[0], fx.Node) and _writes(graph_module, node):
+            for user in [user for user in node.args[0].users if order[user] > index]:
+                user.replace_input_with(node.args[0], node)
+
+
+def _writes(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(graph_module.get_submodule(str(node.target)), "inplace", False))
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return node.op == "call_function" and (node.target in _FUNCTIONAL or bool(node.kwargs.get("inplace")))
 
 
 def _lift_node(tree: Tree, node: fx.Node) -> None:
