@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from scalepoint.errors import ScalepointError
-from scalepoint.patterns import transform
+from scalepoint.transformation import transform
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own the list
 from architectures import ARCHITECTURES, Architecture, Inputs

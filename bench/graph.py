@@ -18,9 +18,10 @@ from torch import Tensor, fx, nn
 
 from measure import Row, report
 from scalepoint.graph import capture
-from scalepoint.patterns import BASE_PATTERNS, apply_transformation_plan
+from scalepoint.patterns import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.plan import make_plan
+from scalepoint.transformation import apply_transformation_plan
 
 SMALL, LARGE = 1_000, 10_000
 NODES_A_BLOCK = 7

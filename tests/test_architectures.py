@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError
-from scalepoint.patterns import TransformationResult, transform
+from scalepoint.transformation import TransformationResult, transform
 from tests.architectures import ARCHITECTURES, Architecture, Inputs
 from tests.weighted import batch, covered, executed, left, relative_difference, run
 

@@ -24,14 +24,22 @@ def test_the_public_names_are_pinned():
     assert sorted(scalepoint.__all__) == [
         "__version__",
         "apply_transformation_plan",
+        "calibrate",
+        "coverage",
         "errors",
         "get_transformation_plan",
         "graph",
+        "insert_qdq",
+        "load",
         "numerics",
         "patterns",
+        "quantize",
+        "save",
         "spec",
+        "targets",
         "tensorrt",
         "transform",
+        "transformation",
     ]
     assert sorted(spec.__all__) == [
         "BlockSizeMismatchError",

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalepoint.graph import Operation
-from scalepoint.patterns import TransformationResult, kind_of
+from scalepoint.patterns import kind_of
+from scalepoint.transformation import TransformationResult
 
 KINDS = ("conv", "linear", "embedding", "recurrent")
 CONVOLUTIONS = ("conv", "conv_transpose")

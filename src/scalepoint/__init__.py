@@ -8,11 +8,16 @@ from typing import Any
 
 __version__ = "0.1.0.dev0"
 
-_SUBMODULES = ("errors", "graph", "numerics", "patterns", "spec", "tensorrt")
+_SUBMODULES = ("errors", "graph", "numerics", "patterns", "quantize", "spec", "targets", "tensorrt", "transformation")
 _FUNCTIONS = {
-    "apply_transformation_plan": "patterns",
-    "get_transformation_plan": "patterns",
-    "transform": "patterns",
+    "apply_transformation_plan": "transformation",
+    "calibrate": "quantize",
+    "coverage": "quantize",
+    "get_transformation_plan": "transformation",
+    "insert_qdq": "quantize",
+    "load": "quantize",
+    "save": "quantize",
+    "transform": "transformation",
 }
 
 __all__ = ["__version__", *_SUBMODULES, *_FUNCTIONS]  # noqa: PLE0604  # names, loaded on first use

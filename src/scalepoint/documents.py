@@ -72,9 +72,9 @@ def _expanded(node: Any, sizes: dict[int, int], open_nodes: set[int]) -> int:
     return sizes[id(node)]
 
 
-def parse_json(text: str) -> Any:
-    """The plain value of a JSON text of at most 1 MB."""
-    _check_text(text)
+def parse_json(text: str, limit: int = MAX_BYTES) -> Any:
+    """The plain value of a JSON text of at most 1 MB, or another limit."""
+    _check_text(text, limit)
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except DocumentError:
@@ -98,9 +98,9 @@ def dump_yaml(value: Any) -> str:
     return text
 
 
-def _check_text(text: object) -> None:
+def _check_text(text: object, limit: int = MAX_BYTES) -> None:
     if not isinstance(text, str):
         raise DocumentError(f"a text is needed, not {type(text).__name__}")
     size = len(text.encode(errors="surrogatepass"))
-    if size > MAX_BYTES:
-        raise DocumentError(f"{size} bytes: a config has at most {MAX_BYTES}")
+    if size > limit:
+        raise DocumentError(f"{size} bytes: at most {limit} are read")

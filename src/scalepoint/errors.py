@@ -12,7 +12,12 @@
     ├── CaptureError (ValueError)               SP-G001  a model that cannot become a graph
     ├── PatternError (ValueError)               SP-G003  a pattern or a plan that makes no sense
     ├── GraphError (RuntimeError)               SP-G002  a graph that is not sound: our fault, please report it
-    └── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
+    ├── ConfigError (ValueError)                SP-Q001  a quantization config that makes no sense for this model
+    ├── TargetError (ValueError)                SP-Q002  something that the target cannot run
+    ├── CoverageError (ValueError)              SP-Q003  strict=True, and an operation stays float unasked
+    ├── CalibrationError (RuntimeError)         SP-Q004  calibration that saw no data, or not all of the model
+    ├── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
+    └── StoreError (ValueError)                 SP-C002  a saved model that is damaged, or of another model
 
 Fields of a spec are checked by pydantic, whose ValidationError (a ValueError too) carries our messages.
 A message says what was given, what is allowed, where, and the way out.
@@ -76,8 +81,28 @@ class GraphError(ScalepointError, RuntimeError):
     code = "SP-G002"
 
 
+class ConfigError(ScalepointError, ValueError):
+    code = "SP-Q001"
+
+
+class TargetError(ScalepointError, ValueError):
+    code = "SP-Q002"
+
+
+class CoverageError(ScalepointError, ValueError):
+    code = "SP-Q003"
+
+
+class CalibrationError(ScalepointError, RuntimeError):
+    code = "SP-Q004"
+
+
 class DocumentError(ScalepointError, ValueError):
     code = "SP-C001"
+
+
+class StoreError(ScalepointError, ValueError):
+    code = "SP-C002"
 
 
 def shown(value: object) -> str:

@@ -1,7 +1,5 @@
 """TensorRT: the groups its builder fuses into one kernel, and the operands on which it wants Q/DQ."""
 
-from scalepoint.patterns.base import BASE_PATTERNS
+from scalepoint.targets.tensorrt import TENSORRT, TENSORRT_PATTERNS
 
-TENSORRT_PATTERNS = BASE_PATTERNS
-
-__all__ = ["TENSORRT_PATTERNS"]
+__all__ = ["TENSORRT", "TENSORRT_PATTERNS"]

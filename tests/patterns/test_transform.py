@@ -22,15 +22,13 @@ from scalepoint.patterns import (
     Pattern,
     Point,
     TransformationPlan,
-    apply_transformation_plan,
     chain,
-    get_transformation_plan,
     join,
     op,
     optional,
-    transform,
 )
 from scalepoint.patterns.fused import FusedAttention, FusedConvBN, FusedLinear, FusedLinearReLU, FusedNorm
+from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, transform
 from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, settled, vit_b16
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -644,7 +642,7 @@ import sys, warnings
 import torch
 torch.set_num_threads(1)
 torch.manual_seed(0)
-from scalepoint.patterns import transform
+from scalepoint import transform
 from tests.models import {models}
 for model, x in {cases}:
     for match in transform(model.eval(), x).matches:

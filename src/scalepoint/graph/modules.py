@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+WEIGHTS = ("weight", "mat2", "other")  # the names that torch's functions give a weight, and a bias
+BIASES = ("bias", "self")
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -54,11 +57,11 @@ class Operation(nn.Module):
 
     @property
     def weight(self) -> Tensor | None:
-        return self._parameter("weight", "mat2", "other")
+        return self._parameter(*WEIGHTS)
 
     @property
     def bias(self) -> Tensor | None:
-        return self._parameter("bias", "self")
+        return self._parameter(*BIASES)
 
     @property
     def has_input_first(self) -> bool:
@@ -76,7 +79,12 @@ class Operation(nn.Module):
         return found
 
     def forward(self, *inputs: Any) -> Any:
+        return self.run(inputs, {})
+
+    def run(self, inputs: Sequence[Any], instead: Mapping[str, Any]) -> Any:
+        """The operation with some of its arguments replaced."""
         arguments = {**self.arguments, **self.in_train} if self.training and self.in_train else self.arguments
+        arguments = {**arguments, **instead} if instead else arguments
         filled = [(name, _filled(value, inputs)) for name, value in arguments.items()]
         return self.function(*(value for _, value in filled[: self.positional]), **dict(filled[self.positional :]))
 

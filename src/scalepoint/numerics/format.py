@@ -129,6 +129,7 @@ class Grid:
     scale_dtype: torch.dtype | None = None
     scale_rounding: ScaleRounding = ScaleRounding.FLOOR
     exact_zero: bool = False
+    least_range: float | None = None  # the narrowest range; None floors the scale at float32 epsilon instead
 
     @property
     def is_symmetric(self) -> bool:

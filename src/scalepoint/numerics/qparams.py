@@ -69,13 +69,14 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid) -> QParams:
     if grid.format.is_float:
         return QParams(float_scale(max_abs, grid))
     if grid.is_symmetric:
-        scale = (max_abs / (grid.span / 2)).clamp(min=EPS)
+        scale = (max_abs / (grid.span / 2)).clamp(min=_least(grid, grid.span / 2))
         zero_point = torch.full_like(scale, grid.middle, dtype=torch.int32)
         minval = -max_abs
     else:
         width = high - low
         # A range wider than float32 itself: divide first, so that the scale stays finite.
-        scale = torch.where(width.isinf(), high / grid.span - low / grid.span, width / grid.span).clamp(min=EPS)
+        scale = torch.where(width.isinf(), high / grid.span - low / grid.span, width / grid.span)
+        scale = scale.clamp(min=_least(grid, grid.span))
         zero_point = (grid.low - (low / scale).round()).clamp(grid.low, grid.high).to(torch.int32)
         minval = low
     # A range at the very end of float32: no code may stand for infinity.
@@ -86,6 +87,11 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid) -> QParams:
     if grid.exact_zero and grid.formulation == QuantizationFormulation.MINVAL:
         minval = (minval / scale).round() * scale
     return QParams(scale, zero_point, minval)
+
+
+def _least(grid: Grid, steps: float) -> float:
+    """The smallest scale of a grid."""
+    return EPS if grid.least_range is None else grid.least_range / steps
 
 
 def float_scale(max_abs: Tensor, grid: Grid) -> Tensor:

@@ -137,14 +137,14 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         granularity = self.granularity
         return None if granularity.broadcasts else granularity.get_block_size(tensor.shape)
 
-    def _simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
+    def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
         if not self._may_cache(tensor) or qparams.scale.is_inference():
-            return super()._simulate(tensor, qparams)
+            return super().simulate(tensor, qparams)
         marks = _marks(tensor, qparams)
         cache = self._cache
         if cache is not None and cache.weight is tensor and cache.marks == marks and cache.is_untouched:
             return cache.result
-        result = super()._simulate(tensor, qparams)
+        result = super().simulate(tensor, qparams)
         self._cache = _Cached(tensor, marks, result, result._version)
         return result
 

@@ -23,6 +23,7 @@ from scalepoint.numerics import (
 )
 from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.granularity import QuantizationGranularity
+from scalepoint.spec.onnx_form import quantize_linear
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 from scalepoint.spec.registry import Registry, member
 from scalepoint.spec.state import Stateful
@@ -105,7 +106,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     def forward(self, tensor: Tensor) -> Tensor:
         observing, quantizing, disabled = self.are_on(_SWITCHES)
-        if disabled or not (observing or quantizing) or self._passes(tensor, observing):
+        if disabled or not (observing or quantizing) or self.passes(tensor, observing):
             return tensor
         calculator: Any = self._modules["qparams_calculator"]
         try:
@@ -117,7 +118,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
                     raise NotObservedError(self._without_parameters())
                 if qparams.scale.numel() > 1 and tensor.shape != self._fitting_shape:
                     self._check_shape(tensor, qparams.scale)
-            return tensor if qparams is None or not quantizing else self._simulate(tensor, qparams)
+            return tensor if qparams is None or not quantizing else self.simulate(tensor, qparams)
         except BlockSizeMismatchError as error:
             return self._give_up(tensor, error)
 
@@ -127,7 +128,10 @@ class FakeQuantizeImplBase(Registry, Stateful):
             "Run calibration data through the model with the observer on, or load a calibrated state"
         )
 
-    def _simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
+    def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
+        """The tensor as its codes keep it, whatever the switches say; in an ONNX export, the Q/DQ nodes that do it."""
+        if torch.onnx.is_in_onnx_export():
+            return quantize_linear(tensor, qparams, self.grid, self.granularity, self._where())
         if qparams.scale.ndim != tensor.ndim or qparams.scale.device != tensor.device:
             qparams = self._fitted(tensor, qparams)
         return self.fake_quantize(tensor, *qparams)
@@ -212,7 +216,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
     def _where(self) -> str:
         return self.name or f"an unnamed {self.quantization_target} quantizer"
 
-    def _passes(self, tensor: Tensor, observing: bool) -> bool:
+    def passes(self, tensor: Tensor, observing: bool) -> bool:
         """Whether a tensor is returned as it came: it holds no values to quantize."""
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             _check_type(tensor, self._where())

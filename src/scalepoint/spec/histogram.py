@@ -28,6 +28,7 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
         super().__init__(*args, **kwargs)
         self.bins = check_bins(bins)
         self.search_steps = search_steps
+        self.is_deferred = False  # True: batches are only counted, and settle() chooses the range once
         self.add_empty("counts", torch.int64)
         self.add_empty("power", torch.int32)
 
@@ -41,14 +42,19 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
         if torch.compiler.is_compiling():
             tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; the running range counts the batch
         self._take(histogram_of_blocks(tensor, self.granularity.get_block_size(tensor.shape), self.bins))
-        super().compute_qparams(tensor, min_val, max_val)
-        return self._from_histogram()
+        at_extremes = super().compute_qparams(tensor, min_val, max_val)
+        return at_extremes if self.is_deferred else self._from_histogram()
 
     def _take(self, seen: Histogram) -> None:
         if self.counts.numel():
             seen = merge(Histogram(self.counts, self.power), seen)
         self._keep("counts", seen.counts)
         self._keep("power", seen.power)
+
+    def settle(self) -> QParams:
+        if self.counts.numel():
+            self.store(self._from_histogram())
+        return super().settle()
 
     def _from_histogram(self) -> QParams:
         histogram = Histogram(self.counts, self.power)

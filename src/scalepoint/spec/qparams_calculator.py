@@ -156,16 +156,14 @@ class QParamsCalculatorBase(Registry, Stateful):
                 self._keep(name, value)
 
     def _keep(self, name: str, value: Tensor) -> None:
-        """Set a buffer: in place inside a graph, where it cannot be replaced, else as a new tensor."""
+        """Set a buffer: in place where it fits (a graph, a compiler or DDP holds on to it), else as a new tensor."""
         own = self._buffers[name]
-        if torch.compiler.is_compiling() and own is not None and own.shape == value.shape:
+        fits = own is not None and own.shape == value.shape and own.device == value.device
+        if own is not None and fits and (torch.compiler.is_compiling() or not own.is_inference()):
             own.copy_(value)
             return
-        value = value.detach()
-        if not torch.compiler.is_compiling() and value.is_inference():
-            with torch.inference_mode(False):  # a state that can be written and trained on later
-                value = value.clone()
-        setattr(self, name, value)
+        with torch.inference_mode(False):  # a state that can be written and trained on later
+            setattr(self, name, value.detach().clone())
 
     @property
     def stored(self) -> QParams:
@@ -177,6 +175,14 @@ class QParamsCalculatorBase(Registry, Stateful):
         if not self.is_initialized:
             warnings.warn(f"{self._where()} has observed nothing yet: its parameters are empty", stacklevel=2)
         return self.stored
+
+    def seed(self, qparams: QParams) -> None:
+        """Start from parameters that were found elsewhere, as if their range had been observed."""
+        self.store(qparams)
+
+    def settle(self) -> QParams:
+        """The parameters for all that was observed; what a calculator put off, it does now."""
+        return self.get_qparams()
 
     def set_export_mode(self, enabled: bool = True) -> None:
         """In export mode the stored parameters are final."""

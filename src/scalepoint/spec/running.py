@@ -44,6 +44,12 @@ class RunningRangeMixin(QParamsCalculatorBase):
         self._keep("running_max", high)
         return self.choose(low, high)
 
+    def seed(self, qparams: QParams) -> None:
+        super().seed(qparams)
+        zero_point = 0 if qparams.zero_point is None else qparams.zero_point
+        self._keep("running_min", (self.grid.low - zero_point) * qparams.scale)
+        self._keep("running_max", (self.grid.high - zero_point) * qparams.scale)
+
     def merge(self, other: QParamsCalculatorBase) -> None:
         check_same_kind(self, other)
         assert isinstance(other, RunningRangeMixin)  # noqa: S101  # same kind

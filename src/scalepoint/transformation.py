@@ -18,6 +18,7 @@ from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
 from scalepoint.patterns.plan import TransformationPlan, make_plan, plain
+from scalepoint.targets import Target, find_target
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,18 @@ def transform(
     model: nn.Module | torch.export.ExportedProgram,
     args: Any = None,
     patterns: Sequence[Pattern] | None = None,
+    target: str | Target | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     copy: bool = True,
     leave: Sequence[str] = (),
     check: bool = False,
 ) -> TransformationResult:
-    """Capture a model for inputs like these and group its operations by the patterns.
+    """Capture a model for inputs like these and group its operations by the patterns, those of the target unless given.
 
     check=True also runs both models on the inputs and compares.
     """
-    plan = get_transformation_plan(model, args, patterns, kwargs=kwargs, copy=copy, leave=leave)
+    plan = get_transformation_plan(model, args, patterns, target, kwargs=kwargs, copy=copy, leave=leave)
     result = apply_transformation_plan(plan)
     if check and isinstance(model, nn.Module):
         _compare(model, result.model, args, kwargs)
@@ -75,6 +77,7 @@ def get_transformation_plan(
     model: nn.Module | torch.export.ExportedProgram,
     args: Any = None,
     patterns: Sequence[Pattern] | None = None,
+    target: str | Target | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     copy: bool = True,
@@ -83,8 +86,12 @@ def get_transformation_plan(
     """What transform would do; edit `match.apply`, then apply it."""
     graph_module = capture(model, args, kwargs, copy=copy, leave=leave)
     converted = convert(graph_module)
-    plan = make_plan(graph_module, tuple(BASE_PATTERNS if patterns is None else patterns))
+    chosen = None if target is None else find_target(target)
+    if patterns is None:
+        patterns = BASE_PATTERNS if chosen is None else chosen.patterns
+    plan = make_plan(graph_module, tuple(patterns))
     plan.converted = converted
+    graph_module.meta |= {"target": chosen, "leave": tuple(leave)}
     return plan
 
 
@@ -109,6 +116,7 @@ def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
     plan.model.recompile()
     check_graph(plan.model)
     report = TransformationReport(tuple(applied), tuple(skipped), tuple(plan.refusals))
+    plan.model.meta["refusals"] = report.refusals
     return TransformationResult(plan.model, applied, report)
 
 

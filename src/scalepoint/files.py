@@ -1,0 +1,69 @@
+"""Files that are never half-written: a temporary one in the same folder, flushed to the disk, then renamed."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scalepoint.errors import StoreError
+
+TEMPORARY = ".tmp-"
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make the file under a temporary name; then it replaces `path` in one step."""
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}. What was there before is untouched"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    replace_file(path, lambda temporary: _write_bytes(temporary, text.encode()))
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Without this a rename may be lost when the power goes."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one process writes into a folder; a second one gets an error."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise StoreError(f"another process is writing into {folder}: wait for it, or choose another folder") from None
+    finally:
+        os.close(handle)

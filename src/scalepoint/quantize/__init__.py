@@ -1,0 +1,45 @@
+"""The quantized model: where quantizers go, how they get their ranges, how it trains, how it is kept."""
+
+from scalepoint.quantize.calibrate import calibrate, freeze
+from scalepoint.quantize.config import CalibrationMethod, Override, QuantConfig, SmoothQuantConfig, TensorQuantConfig
+from scalepoint.quantize.coverage import Coverage, coverage
+from scalepoint.quantize.insert import insert_qdq
+from scalepoint.quantize.qat import (
+    QATSchedule,
+    disable_fake_quant,
+    disable_observer,
+    enable_fake_quant,
+    enable_observer,
+    freeze_bn_stats,
+    prepare_qat,
+)
+from scalepoint.quantize.road import quantize
+from scalepoint.quantize.smooth import SmoothQuantObserver
+from scalepoint.quantize.store import load, save
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+
+__all__ = [
+    "CalibrationMethod",
+    "Coverage",
+    "Override",
+    "QATSchedule",
+    "QuantConfig",
+    "QuantStub",
+    "SmoothQuantConfig",
+    "SmoothQuantObserver",
+    "TensorQuantConfig",
+    "WeightFakeQuantize",
+    "calibrate",
+    "coverage",
+    "disable_fake_quant",
+    "disable_observer",
+    "enable_fake_quant",
+    "enable_observer",
+    "freeze",
+    "freeze_bn_stats",
+    "insert_qdq",
+    "load",
+    "prepare_qat",
+    "quantize",
+    "save",
+]

@@ -1,0 +1,269 @@
+"""What the user asks for: how tensors are quantized, and where that differs.
+
+    QuantConfig(activation=TensorQuantConfig(), weight=TensorQuantConfig(per_channel=True),
+                overrides=(Override(name="head", weight="float", activation="float"),
+                           Override(type=nn.Linear, weight=TensorQuantConfig(n_bits=4))))
+
+An override is chosen by how narrowly it fits: an exact name before a glob before a type; among equals the later wins.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from torch import nn
+
+from scalepoint.documents import dump_yaml, parse_json, parse_yaml
+from scalepoint.errors import ConfigError, nearest, shown
+from scalepoint.spec import PerChannelGranularity, PerTensorGranularity, QuantizationSpec
+from scalepoint.spec.spec import SchemaGenerator
+
+FLOAT = "float"  # in the place of a tensor's config: leave it as it is
+
+
+class CalibrationMethod(StrEnum):
+    """How the range of a tensor follows from the data."""
+
+    MINMAX = "minmax"
+    MOVING_AVERAGE_MINMAX = "moving_average_minmax"
+    HISTOGRAM = "histogram"  # of all batches, cut where the squared error is least: the same as MSE
+    PERCENTILE = "percentile"
+    ENTROPY = "entropy"
+    MSE = "mse"
+
+
+# calibration method -> (memory over the batches of an activation, range of a weight)
+_COMPONENTS = {
+    CalibrationMethod.MINMAX: ("global_minmax", "minmax"),
+    CalibrationMethod.MOVING_AVERAGE_MINMAX: ("moving_average", "minmax"),
+    CalibrationMethod.HISTOGRAM: ("histogram_mse", "mse"),
+    CalibrationMethod.PERCENTILE: ("histogram_percentile", "percentile"),
+    CalibrationMethod.ENTROPY: ("histogram_entropy", "entropy"),
+    CalibrationMethod.MSE: ("histogram_mse", "mse"),
+}
+
+
+class _Config(BaseModel):
+    """Frozen, and a misspelt field is refused with the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise ConfigError(f"{cls.__name__} has no field {name!r}: {nearest(str(name), cls.model_fields)}")
+        return data
+
+
+class TensorQuantConfig(_Config):
+    """The short form of a QuantizationSpec: signed integers when symmetric, unsigned when not."""
+
+    n_bits: Annotated[int, Field(strict=True)] = 8
+    symmetric: bool = True
+    per_channel: bool = False
+    calibration_method: CalibrationMethod = CalibrationMethod.MINMAX
+
+    WIDTHS: ClassVar[tuple[int, ...]] = (2, 4, 8)
+
+    @model_validator(mode="after")
+    def _known_width(self) -> Self:
+        if self.n_bits not in self.WIDTHS:
+            widths = ", ".join(map(str, self.WIDTHS))
+            raise ConfigError(
+                f"n_bits={self.n_bits}: integers of {widths} bits; for fp8 and fp4 give a QuantizationSpec"
+            )
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, f"{'int' if self.symmetric else 'uint'}{self.n_bits}")
+        return kind
+
+    @property
+    def quant_min(self) -> int:
+        return -(1 << (self.n_bits - 1)) if self.symmetric else 0
+
+    @property
+    def quant_max(self) -> int:
+        return (1 << (self.n_bits - 1)) - 1 if self.symmetric else (1 << self.n_bits) - 1
+
+    def activation_spec(self) -> QuantizationSpec:
+        if self.per_channel:
+            raise ConfigError("per_channel=True is for weights: no runtime has activations with a scale a channel")
+        memory, _ = _COMPONENTS[self.calibration_method]
+        return QuantizationSpec(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
+
+    def weight_spec(self) -> QuantizationSpec:
+        _, search = _COMPONENTS[self.calibration_method]
+        return QuantizationSpec(
+            dtype=self.dtype,
+            qscheme=self._scheme,
+            granularity=PerChannelGranularity() if self.per_channel else PerTensorGranularity(),
+            qparam_calculator_cls="static",
+            range_calculator_cls=search,
+        )
+
+    @property
+    def _scheme(self) -> str:
+        return "symmetric" if self.symmetric else "asymmetric"
+
+
+TensorConfig = TensorQuantConfig | QuantizationSpec
+
+
+def _tensor_config(value: Any) -> Any:
+    """A dict is the short form when it has only the short form's fields."""
+    if value is None or isinstance(value, TensorQuantConfig | QuantizationSpec):
+        return value
+    if value == FLOAT or isinstance(value, dict):
+        if value == FLOAT:
+            return value
+        short = set(value) <= set(TensorQuantConfig.model_fields)
+        return TensorQuantConfig(**value) if short else QuantizationSpec.from_dict(value)
+    raise ConfigError(
+        f"how a tensor is quantized: a TensorQuantConfig, a QuantizationSpec or 'float', not {shown(value)}"
+    )
+
+
+def _dumped(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+def _class_name(value: Any) -> str:
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return value.__name__
+    if isinstance(value, str) and value:
+        return value
+    raise ConfigError(f"a module class or its name is wanted, not {shown(value)}")
+
+
+_ANY = {"anyOf": [{"type": "object"}, {"const": FLOAT}, {"type": "null"}]}
+Tensors = Annotated[
+    TensorQuantConfig | QuantizationSpec | Literal["float"] | None,
+    BeforeValidator(_tensor_config),
+    PlainSerializer(_dumped),
+    WithJsonSchema(_ANY),
+]
+ClassName = Annotated[str, BeforeValidator(_class_name)]
+
+
+class SmoothQuantConfig(_Config):
+    """s = act_max^alpha / weight_max^(1 - alpha) for each channel; alpha="search" takes the best of `alphas`.
+
+    `layers` gives single norms, by name or glob, an alpha of their own.
+    """
+
+    enabled: bool = False
+    alpha: float | Literal["search"] = 0.5
+    alphas: tuple[float, ...] = (0.0, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    layers: dict[str, float | Literal["search"]] = {}
+
+    @model_validator(mode="after")
+    def _between(self) -> Self:
+        for alpha in (self.alpha, *self.alphas, *self.layers.values()):
+            if alpha != "search" and not 0 <= alpha <= 1:
+                raise ConfigError(f"alpha={alpha}: it weighs activations against weights, from 0 to 1")
+        if not self.alphas:
+            raise ConfigError("alphas is empty: give the values that a search tries")
+        return self
+
+
+class Override(_Config):
+    """What is other for some operations: by exact name or glob of their path, or by type (a class, its name, a kind).
+
+    `activation` stands for input and output; None says nothing, "float" leaves the tensor as it is.
+    """
+
+    name: str | None = None
+    type: ClassName | None = None
+    weight: Tensors = None
+    activation: Tensors = None
+    input: Tensors = None
+    output: Tensors = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if (self.name is None) == (self.type is None):
+            raise ConfigError("an override has a name (a path or a glob) or a type, and not both")
+        if not any((self.weight, self.activation, self.input, self.output)):
+            raise ConfigError(f"the override for {self.label} says nothing: give weight, activation, input or output")
+        return self
+
+    @property
+    def label(self) -> str:
+        return repr(self.name if self.type is None else self.type)
+
+    @property
+    def is_glob(self) -> bool:
+        return self.name is not None and any(character in self.name for character in "*?[")
+
+    @property
+    def rank(self) -> int:
+        """How narrowly it fits."""
+        return 0 if self.name is None else 1 if self.is_glob else 2
+
+    def fits(self, names: Iterable[str], types: Iterable[str]) -> bool:
+        if self.name is None:
+            return self.type in tuple(types)
+        return any(fnmatchcase(name, self.name) if self.is_glob else name == self.name for name in names)
+
+    def says(self, role: str) -> Any:
+        own = getattr(self, role)
+        return self.activation if own is None and role != "weight" else own
+
+
+class QuantConfig(_Config):
+    """How the tensors of a model are quantized. What is None is the target's choice."""
+
+    activation: Tensors = None
+    weight: Tensors = None
+    skip_weight_quant_for: tuple[ClassName, ...] = ()
+    smooth_quant: SmoothQuantConfig = SmoothQuantConfig()
+    overrides: tuple[Override, ...] = ()
+
+    def spec_for(self, role: str, names: Iterable[str], types: Iterable[str]) -> QuantizationSpec | str | None:
+        """The spec of a weight, input or output of an operation; "float" when it is to stay, None when nobody says."""
+        names, types = tuple(names), tuple(types)
+        said: Any = None
+        fitting = [each for each in self.overrides if each.fits(names, types) and each.says(role) is not None]
+        if fitting:
+            said = max(enumerate(fitting), key=lambda pair: (pair[1].rank, pair[0]))[1].says(role)
+        elif role == "weight" and set(types) & set(self.skip_weight_quant_for):
+            said = FLOAT
+        else:
+            said = self.weight if role == "weight" else self.activation
+        if isinstance(said, TensorQuantConfig):
+            return said.weight_spec() if role == "weight" else said.activation_spec()
+        answer: QuantizationSpec | str | None = said
+        return answer
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """JSON Schema, for editors that complete config files."""
+        return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        if not isinstance(fields, dict):
+            raise ConfigError(f"a {cls.__name__} is a mapping of its fields, not {type(fields).__name__}")
+        return cls.model_validate(fields)
+
+    def to_yaml(self) -> str:
+        return dump_yaml(self.to_dict())
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        return cls.from_dict(parse_yaml(text))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls.from_dict(parse_json(text))

@@ -1,0 +1,206 @@
+"""Coverage: every operation with weights or a matrix product, and what became of it. Nothing is silent."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx, nn
+
+from scalepoint.errors import CoverageError, UsageError
+from scalepoint.graph import WEIGHTED
+from scalepoint.patterns.language import kind_of, place_of
+from scalepoint.patterns.plan import plain
+from scalepoint.quantize.cost import macs_of
+from scalepoint.quantize.placement import Decision, Site, State
+from scalepoint.quantize.stubs import Quantizing
+from scalepoint.spec import QuantizationGranularity, QuantizationSpec
+
+PRODUCTS = ("matmul", "attention")
+KEY = "scalepoint.coverage"  # where a graph module's meta holds its coverage
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row: an operation of the model, and how it runs."""
+
+    name: str
+    kind: str
+    state: State
+    how: str  # "w int8 per_channel, x int8"
+    reason: str
+    parameters: int
+    macs: int | None
+    is_asked: bool = False
+
+    @property
+    def precision(self) -> str:
+        return self.how or "float"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """All operations with weights or a matrix product, each in exactly one state."""
+
+    operations: tuple[Operation, ...]
+
+    def share_of_macs(self) -> dict[str, float] | None:
+        """Precision -> share of the multiply-accumulates; None when capture had no example inputs."""
+        if any(row.macs is None for row in self.operations):
+            return None
+        return self._shares([(row.precision, row.macs or 0) for row in self.operations])
+
+    def share_of_parameters(self) -> dict[str, float]:
+        """Precision -> share of the weights."""
+        return self._shares([(row.precision, row.parameters) for row in self.operations])
+
+    @staticmethod
+    def _shares(rows: list[tuple[str, int]]) -> dict[str, float]:
+        total = sum(amount for _, amount in rows) or 1
+        shares: dict[str, float] = {}
+        for precision, amount in rows:
+            shares[precision] = shares.get(precision, 0.0) + amount / total
+        return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
+
+    @property
+    def unasked(self) -> tuple[Operation, ...]:
+        """What stays float though nobody wished it."""
+        return tuple(row for row in self.operations if row.state != State.QUANTIZED and not row.is_asked)
+
+    def in_state(self, state: State | str) -> tuple[Operation, ...]:
+        return tuple(row for row in self.operations if row.state == state)
+
+    def check(self) -> None:
+        """strict=True: an error that names what stays float unasked."""
+        if not self.unasked:
+            return
+        listed = "; ".join(f"{row.name} ({row.kind}): {row.reason}" for row in self.unasked[:8])
+        more = f"; and {len(self.unasked) - 8} more" if len(self.unasked) > 8 else ""
+        raise CoverageError(
+            f"{len(self.unasked)} operations stay float unasked: {listed}{more}. Ask for it with "
+            "Override(name=..., weight='float', activation='float'), or leave strict=True away"
+        )
+
+    def summary(self) -> str:
+        counts = {state: len(self.in_state(state)) for state in State}
+        text = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
+        macs = self.share_of_macs()
+        for label, shares in (("MACs", macs), ("parameters", self.share_of_parameters())):
+            if shares is not None:
+                low = sum(share for precision, share in shares.items() if precision != "float")
+                text += f"; {low:.1%} of the {label} in low precision"
+        return text
+
+    def table(self) -> Table:
+        table = Table(title=self.summary(), title_justify="left")
+        for column in ("operation", "kind", "runs in", "why"):
+            table.add_column(column, overflow="fold")
+        for column in ("MACs", "weights"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in self.operations:
+            cells = (row.name, row.kind, row.precision, row.reason)
+            table.add_row(*map(plain, cells), _count(row.macs), _count(row.parameters))
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=None)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Plain values, for JSON."""
+        return [{**vars(row), "state": row.state.value} for row in self.operations]
+
+
+def _count(value: int | None) -> str:
+    if value is None:
+        return "?"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return str(value)
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """The coverage of a model that insert_qdq made; a quantizer that gave up since is listed as float."""
+    found = getattr(model, "meta", {}).get(KEY)
+    if not isinstance(found, Coverage):
+        raise UsageError("this model has no coverage: it was not made by insert_qdq")
+    gave_up = {
+        name: module.quantizer.reason
+        for module in model.modules()
+        if isinstance(module, Quantizing) and module.quantizer.is_disabled()
+        for name in module.consumers
+    }
+    return Coverage(tuple(_given_up(row, gave_up) for row in found.operations))
+
+
+def _given_up(row: Operation, gave_up: dict[str, str]) -> Operation:
+    if row.name not in gave_up:
+        return row
+    return Operation(row.name, row.kind, State.REFUSED, "", gave_up[row.name], row.parameters, row.macs)
+
+
+def make_coverage(model: fx.GraphModule, decisions: Sequence[Decision], refusals: Iterable[Any]) -> Coverage:
+    """One row a decision that concerns weights or products, and one for each such operation that no pattern took."""
+    why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
+    fused = {decision.site.node: decision for decision in decisions}
+    rows = []
+    for node in model.graph.nodes:
+        if node in fused:
+            if _counts(fused[node].site):
+                rows.append(_row(fused[node]))
+        elif kind_of(node) in (*WEIGHTED, *PRODUCTS, "left"):
+            rows.append(_left_row(model, node, why))
+    return Coverage(tuple(rows))
+
+
+def _counts(site: Site) -> bool:
+    return site.role is not None or site.kind in (*WEIGHTED, *PRODUCTS) or _parameters(site.fused.parts.values()) > 0
+
+
+def _row(decision: Decision) -> Operation:
+    site = decision.site
+    operands = [argument for argument in site.node.args if isinstance(argument, fx.Node)]
+    kind = "attention" if site.match.pattern.name.startswith("Attention") else site.kind
+    macs = macs_of(kind, site.part or next(iter(site.fused.parts.values())), site.node, operands)
+    words = [f"w {describe(decision.weight)}"] if decision.weight else []
+    inputs = {describe(spec) for point, spec in decision.points.items()}
+    words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
+    parameters = _parameters(site.fused.parts.values())
+    how = ", ".join(words)
+    return Operation(site.name, kind, decision.state, how, decision.reason, parameters, macs, decision.is_asked)
+
+
+def _left_row(model: fx.GraphModule, node: fx.Node, why: dict[str, str]) -> Operation:
+    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+    kind, name = kind_of(node), place_of(node)
+    reason = why.get(name) or f"no pattern of this target takes a {kind}"
+    parameters = _parameters([module] if module is not None else [])
+    macs = macs_of(kind, module, node, list(node.all_input_nodes))
+    return Operation(name, kind, State.FLOAT, "", reason, parameters, macs)
+
+
+def _parameters(parts: Iterable[nn.Module]) -> int:
+    """Elements of the weights that parts hold or refer to; a weight that two read counts once."""
+    held: dict[int, int] = {}
+    for part in parts:
+        references = getattr(part, "references", None)
+        tensors = [reference.value for reference in references().values()] if callable(references) else []
+        tensors += list(part.parameters())
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, Tensor) and not tensors:
+            tensors = [weight]
+        for tensor in tensors:
+            if tensor.ndim > 0:
+                held[tensor.data_ptr()] = tensor.numel()
+    return sum(held.values())
+
+
+def describe(spec: QuantizationSpec) -> str:
+    """int8 per_channel"""
+    key = QuantizationGranularity.key_of(type(spec.granularity))
+    dtype: str = spec.to_dict()["dtype"]
+    return dtype if key == "per_tensor" else f"{dtype} {key}"

@@ -1,0 +1,20 @@
+"""What a float model was: every tensor by name, so that a saved quantized model knows the one it was made from."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from scalepoint.numerics import dtype_name
+
+
+def fingerprint(model: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer by name: type, shape and a checksum of its values."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {name: _mark(value) for name, value in sorted(named.items())}
+
+
+def _mark(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()[:16]}"

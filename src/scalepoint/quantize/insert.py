@@ -1,0 +1,156 @@
+"""insert_qdq: quantizers go onto the operands that the matched patterns declare, and onto their weights."""
+
+import copy as copying
+from collections.abc import Mapping, Sequence
+
+from torch import fx, nn
+
+from scalepoint.errors import ConfigError, shown
+from scalepoint.graph import check_graph
+from scalepoint.graph.lift import Tree
+from scalepoint.patterns import PatternMatch, Point
+from scalepoint.patterns.language import place_of
+from scalepoint.quantize.config import QuantConfig
+from scalepoint.quantize.coverage import KEY, make_coverage
+from scalepoint.quantize.fingerprint import fingerprint
+from scalepoint.quantize.placement import Decision, Site, decide, sites_of
+from scalepoint.quantize.smooth import add_smoothing
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.weighted import QuantizedWeighted, can_fold, kind_of_part
+from scalepoint.spec import QuantizationSpec
+from scalepoint.targets import Target, find_target
+
+
+def insert_qdq(
+    model: fx.GraphModule,
+    matches: Sequence[PatternMatch],
+    config: QuantConfig | Mapping[str, object] | None = None,
+    *,
+    target: str | Target | None = None,
+    strict: bool = False,
+    copy: bool = True,
+) -> fx.GraphModule:
+    """The transformed model with quantizers where the patterns declare them; it still computes in float until
+    it is calibrated.
+
+    One QuantStub stands on a tensor and is shared by its readers; a WeightFakeQuantize stands on each weight, with the
+    batch norm folded in. `target` (that of the transform, unless given) adds its rules and says what it can run.
+    strict=True makes an operation that would stay float unasked an error. copy=False changes the given model.
+    """
+    config = _config(config)
+    found = target if target is not None else getattr(model, "meta", {}).get("target")
+    chosen = None if found is None else find_target(found)
+    quantized = copying.deepcopy(model) if copy else model
+    marks = fingerprint(quantized)
+    decisions = decide(sites_of(quantized, matches), config, chosen)
+    coverage = make_coverage(quantized, decisions, model.meta.get("refusals", ()))
+    if strict:
+        coverage.check()
+    tree = Tree(quantized)
+    _place_stubs(quantized, tree, decisions)
+    _place_weights(decisions)
+    add_smoothing(quantized, [decision.site for decision in decisions], config.smooth_quant)
+    quantized.recompile()
+    check_graph(quantized)
+    quantized.meta |= {
+        KEY: coverage,
+        "target": chosen,
+        "config": config,
+        "plan": [(match.name, match.pattern.name) for match in matches],
+        "float": marks,
+    }
+    return quantized
+
+
+def _config(config: object) -> QuantConfig:
+    if config is None:
+        return QuantConfig()
+    if isinstance(config, QuantConfig):
+        return config
+    if isinstance(config, Mapping):
+        return QuantConfig.from_dict(dict(config))
+    raise ConfigError(f"config is a QuantConfig or a mapping of its fields, not {shown(config)}")
+
+
+def _place_stubs(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision]) -> None:
+    """One stub a tensor and spec; whoever declared a point on the tensor reads the stub."""
+    stubs: dict[tuple[fx.Node, QuantizationSpec], fx.Node] = {}
+    for decision in decisions:
+        for point, spec in decision.points.items():
+            tensor = decision.site.operands[point]
+            stub = stubs.get((tensor, spec))
+            if stub is None:
+                stub = stubs[tensor, spec] = _add_stub(model, tree, tensor, spec)
+            _reader(model, stub).consumers.append(decision.site.name)
+            if point == Point.OUTPUT:
+                others = [user for user in tensor.users if user not in stubs.values()]
+                for user in others:
+                    user.replace_input_with(tensor, stub)
+            else:
+                decision.site.node.replace_input_with(tensor, stub)
+
+
+def _reader(model: fx.GraphModule, stub: fx.Node) -> QuantStub:
+    module = model.get_submodule(str(stub.target))
+    assert isinstance(module, QuantStub)  # noqa: S101  # it was made here
+    return module
+
+
+def _add_stub(model: fx.GraphModule, tree: Tree, tensor: fx.Node, spec: QuantizationSpec) -> fx.Node:
+    """A stub right after the tensor, named after it."""
+    stub = QuantStub([], spec=spec)
+    place = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else place_of(tensor)
+    stub.name = tree.add(f"{place}_quant", stub)
+    after = tensor
+    while after.op == "placeholder" and after.next.op == "placeholder":
+        after = after.next
+    with model.graph.inserting_after(after):
+        node = model.graph.call_module(stub.name, (tensor,))
+    node.meta = {**tensor.meta, "kind": "quant"}
+    return node
+
+
+def _place_weights(decisions: Sequence[Decision]) -> None:
+    """A quantizer for each weight; one that two groups share has one."""
+    made: dict[tuple[int, int, QuantizationSpec], QuantizedWeighted] = {}
+    for decision in decisions:
+        site, spec = decision.site, decision.weight
+        if spec is None or site.role is None or isinstance(site.part, QuantizedWeighted):
+            continue
+        norm_role = _norm_after(site)
+        norm = site.fused.parts[norm_role] if norm_role else None
+        key = (id(site.part), id(norm), spec)
+        if key not in made:
+            made[key] = _quantized(site, norm, spec)
+            name = site.role if not hasattr(site.fused, site.role) else f"{site.role}_quantized"
+            site.fused.add_module(name, made[key])
+        made[key].weight_quant.consumers.append(site.name)
+        _swap(site, made[key], norm_role)
+
+
+def _quantized(site: Site, norm: nn.Module | None, spec: QuantizationSpec) -> QuantizedWeighted:
+    assert site.part is not None  # noqa: S101  # there is a role
+    quantizer = WeightFakeQuantize([], spec=spec, channel_axis=1 if site.kind == "conv_transpose" else 0)
+    quantizer.name = f"{site.name}.weight"
+    quantizer.enabled = False
+    return QuantizedWeighted(site.part, norm, quantizer)
+
+
+def _norm_after(site: Site) -> str | None:
+    """The role of the batch norm that follows the weighted part, when it can be folded."""
+    roles = list(site.fused.parts)
+    following = roles[roles.index(str(site.role)) + 1 :][:1]
+    for role in following:
+        part = site.fused.parts[role]
+        if kind_of_part(part) == "batch_norm" and can_fold(part):
+            return role
+    return None
+
+
+def _swap(site: Site, weighted: QuantizedWeighted, norm_role: str | None) -> None:
+    """The group runs the quantized operation in the place of its own, and no batch norm after it."""
+    fused = site.fused
+    roles = list(fused.parts)
+    kept = [role for role in roles if role != norm_role]
+    fused.wiring = [fused.wiring[roles.index(role)] for role in kept]
+    fused.parts = {role: weighted if role == site.role else fused.parts[role] for role in kept}

@@ -1,0 +1,172 @@
+"""Quantization-aware training: the same graph, with fake quantization on while the weights learn.
+
+prepare_qat -> train -> (disable observers, freeze batch norm statistics) -> eval -> export
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from scalepoint.errors import ConfigError, UsageError
+from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
+from scalepoint.quantize.weighted import QuantizedWeighted
+
+
+def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool | None = None) -> nn.Module:
+    """Ready for training: train mode, weights live, fake quantization on. Returns the model.
+
+    A stub that calibration gave a range holds it; one without follows a moving average of what passes. `observe` says
+    it for all. learn_scales=True makes every scale a Parameter (LSQ): build the optimizer afterwards, so that it sees
+    them.
+    """
+    quantizers = _quantizers(model)
+    for quantizer in quantizers:
+        if isinstance(quantizer, WeightFakeQuantize):
+            quantizer.unfreeze()
+    model.train()
+    if learn_scales:
+        _learn(model, quantizers)
+    if observe is not None:
+        enable_observer(model, observe)
+    else:
+        _observe_the_unseen(quantizers)
+    enable_fake_quant(model)
+    return model
+
+
+def _observe_the_unseen(quantizers: list[Quantizing]) -> None:
+    for quantizer in quantizers:
+        if isinstance(quantizer, QuantStub) and not quantizer.has_observed and not quantizer.skipped_because:
+            quantizer.use("moving_average")
+            quantizer.calibrating = True
+
+
+def _learn(model: nn.Module, quantizers: list[Quantizing]) -> None:
+    for module in model.modules():
+        if isinstance(module, QuantizedWeighted) and not module.weight_quant.calculator.is_initialized:
+            module.freeze()
+            module.weight_quant.unfreeze()
+    for quantizer in quantizers:
+        if isinstance(quantizer, QuantStub) and not quantizer.has_observed:
+            raise UsageError(f"{quantizer.name} has no range to learn from: calibrate before prepare_qat")
+        is_dynamic = quantizer.calculator.always_called and not quantizer.is_learned
+        if not is_dynamic and quantizer.spec.scale_dtype is None and not quantizer.quantizer.is_disabled():
+            quantizer.learn()
+
+
+def enable_fake_quant(model: nn.Module) -> None:
+    """Quantize and dequantize in every forward."""
+    quantizers = _quantizers(model)
+    stubs = [each for each in quantizers if isinstance(each, QuantStub)]
+    blind = [stub.name for stub in stubs if not (stub.has_observed or stub.calibrating or stub.skipped_because)]
+    if blind:
+        raise UsageError(
+            f"{len(blind)} stubs have no range and do not observe, {blind[0]} first: calibrate before this"
+        )
+    for quantizer in quantizers:
+        quantizer.enabled = not (isinstance(quantizer, QuantStub) and quantizer.skipped_because)
+
+
+def disable_fake_quant(model: nn.Module) -> None:
+    """Compute in float; observers go on if they were on."""
+    for quantizer in _quantizers(model):
+        quantizer.enabled = False
+
+
+def enable_observer(model: nn.Module, enabled: bool = True) -> None:
+    """Let the stubs follow a moving average of the ranges of what passes."""
+    for quantizer in _quantizers(model):
+        if isinstance(quantizer, QuantStub) and not quantizer.is_fixed and not quantizer.is_learned:
+            if enabled:
+                quantizer.use("moving_average")
+            quantizer.calibrating = enabled
+
+
+def disable_observer(model: nn.Module) -> None:
+    enable_observer(model, False)
+
+
+def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
+    """Hold the statistics of all batch norms from now on, through any later train(); their affine still learns."""
+    folded = set()
+    if isinstance(model, fx.GraphModule):
+        model.meta["is_norm_frozen"] = frozen
+    for module in model.modules():
+        if isinstance(module, QuantizedWeighted) and module.norm is not None:
+            module.freeze_norm(frozen)
+            folded.add(id(module.norm))
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and id(module) not in folded:
+            _hold(module, frozen)
+
+
+def _hold(norm: _BatchNorm, frozen: bool) -> None:
+    """A batch norm outside any group: in eval whenever it runs."""
+    for key, hook in list(norm._forward_pre_hooks.items()):
+        if hook is _stay:
+            del norm._forward_pre_hooks[key]
+    if frozen:
+        norm.register_forward_pre_hook(_stay)
+
+
+def _stay(module: nn.Module, inputs: Any) -> None:
+    module.training = False
+
+
+def _quantizers(model: nn.Module) -> list[Quantizing]:
+    found = [module for module in model.modules() if isinstance(module, Quantizing)]
+    if not found:
+        raise UsageError("this model has no quantizers: train what insert_qdq made, not the float model")
+    return found
+
+
+@dataclass
+class QATSchedule:
+    """When what begins, in optimizer steps: call `step(model)` once a step.
+
+    Observers watch from `enable_observer`, fake quantization is on from `enable_fake_quant`, and ranges (and batch norm
+    statistics, from `freeze_bn`) are held from `disable_observer`.
+    """
+
+    enable_observer: int = 0
+    enable_fake_quant: int = 0
+    disable_observer: int | None = None
+    freeze_bn: int | None = None
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        marks = (self.enable_observer, self.enable_fake_quant, self.disable_observer, self.freeze_bn)
+        if any(mark is not None and mark < 0 for mark in marks):
+            raise ConfigError(f"a schedule counts steps from 0: {self}")
+        if self.enable_fake_quant < self.enable_observer:
+            raise ConfigError(
+                f"fake quantization from step {self.enable_fake_quant} needs ranges, observers start at "
+                f"{self.enable_observer}"
+            )
+        if self.disable_observer is not None and self.disable_observer <= self.enable_observer:
+            raise ConfigError(f"observers end at step {self.disable_observer}, before they saw anything")
+
+    def step(self, model: nn.Module) -> None:
+        """Before the forward of each step."""
+        for mark, change in self._marks(model):
+            if mark == self.steps:
+                change()
+        self.steps += 1
+
+    def _marks(self, model: nn.Module) -> Iterator[tuple[int | None, Any]]:
+        if self.steps == 0:
+            disable_fake_quant(model)
+            disable_observer(model)
+        yield self.enable_observer, lambda: enable_observer(model)
+        yield self.enable_fake_quant, lambda: enable_fake_quant(model)
+        yield self.disable_observer, lambda: disable_observer(model)
+        yield self.freeze_bn, lambda: freeze_bn_stats(model)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = int(state["steps"])

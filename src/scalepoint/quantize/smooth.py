@@ -1,0 +1,288 @@
+"""SmoothQuant (Xiao et al. 2023): outlier channels move from activations, where they hurt, into weights.
+
+    s_j = max|x_j|^alpha / max|W_j|^(1 - alpha)        norm weight and bias / s, columns of the linears after it * s
+
+The product is the same, so the float output is unchanged.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.hooks import RemovableHandle
+
+from scalepoint.errors import ConfigError, NotObservedError, nearest
+from scalepoint.graph import Operation, Reference
+from scalepoint.quantize.config import SmoothQuantConfig
+from scalepoint.quantize.placement import Site
+from scalepoint.quantize.weighted import QuantizedWeighted
+
+LEAST = 1e-5
+NORMS = ("layer_norm", "rms_norm")
+KEY = "scalepoint.smooth_refusals"
+
+
+class SmoothQuantObserver(nn.Module):
+    """Watches a norm, then moves the difference between channels from its output into the linears that read it.
+
+    `layer_norm` and `downstream_linears` are the modules themselves; they stay where they live in the model.
+    """
+
+    def __init__(
+        self,
+        consumers: Sequence[str],
+        layer_norm: nn.Module,
+        enabled: bool = False,
+        config: SmoothQuantConfig | None = None,
+        downstream_linears: Sequence[nn.Module] = (),
+        activation_max: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.consumers = list(consumers)
+        self.enabled = enabled
+        self.config = config or SmoothQuantConfig(enabled=enabled)
+        self.refers: dict[str, Any] = {"norm": layer_norm, "linears": list(downstream_linears)}
+        self.activation_max = activation_max
+        self.mean_square: Tensor | None = None
+        self.count = 0
+        self.alpha: float | None = None
+        self.name = ""
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def layer_norm(self) -> nn.Module:
+        norm: nn.Module = self.refers["norm"]
+        return norm
+
+    @property
+    def downstream_linears(self) -> list[nn.Module]:
+        linears: list[nn.Module] = self.refers["linears"]
+        return linears
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Without arguments: watch the norm. With a hook, that of nn.Module."""
+        if args or kwargs:
+            return super().register_forward_hook(*args, **kwargs)
+        self._handle = self.layer_norm.register_forward_hook(self._see)
+        return self._handle
+
+    def remove_hook(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def reset(self) -> None:
+        self.activation_max, self.mean_square, self.count = None, None, 0
+
+    def _see(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.observe(output)
+
+    @torch.no_grad()
+    def observe(self, output: Tensor) -> None:
+        """Take in the largest magnitude and the mean square of each channel."""
+        rows = output.detach().to(torch.float32).reshape(-1, output.shape[-1])
+        if not rows.numel():
+            return
+        largest, square = rows.abs().amax(0), rows.square().mean(0)
+        if self.activation_max is None or self.mean_square is None:
+            self.activation_max = largest if self.activation_max is None else largest.maximum(self.activation_max)
+            self.mean_square, self.count = square, 1
+            return
+        self.activation_max = torch.maximum(self.activation_max, largest)
+        self.count += 1
+        self.mean_square += (square - self.mean_square) / self.count
+
+    @torch.no_grad()
+    def compute_smooth_scales(self) -> Tensor | None:
+        """Smooth; returns s, or None when no linear reads the norm."""
+        if not self.downstream_linears:
+            return None
+        if self.activation_max is None:
+            raise NotObservedError(
+                f"{self.name or 'a SmoothQuantObserver'} (read by {', '.join(self.consumers)}) has observed nothing: "
+                "register_forward_hook(), then run data through the model"
+            )
+        weights = [weight_of(linear) for linear in self.downstream_linears]
+        largest = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
+        self.alpha = self._best_alpha(weights, largest)
+        s = smooth_scales(self.activation_max.to(largest.device), largest, self.alpha)
+        scale_norm(self.layer_norm, s)
+        for weight in weights:
+            weight.mul_(s.to(weight.dtype))
+        self.activation_max = self.activation_max.to(s.device) / s
+        return s
+
+    def _best_alpha(self, weights: Sequence[Tensor], largest: Tensor) -> float:
+        alpha = next(
+            (value for glob, value in self.config.layers.items() if fnmatchcase(self.name, glob)), self.config.alpha
+        )
+        if alpha != "search":
+            return alpha
+        seen = self.activation_max
+        assert seen is not None  # noqa: S101  # checked by the caller
+        square = self.mean_square if self.mean_square is not None else seen.square() / 9
+        stacked = torch.cat([weight.to(torch.float32) for weight in weights])
+        return min(self.config.alphas, key=lambda each: expected_error(stacked, seen, square, each))
+
+    def extra_repr(self) -> str:
+        alpha = self.config.alpha if self.alpha is None else self.alpha
+        return f"{self.name}, enabled={self.enabled}, alpha={alpha}, {len(self.downstream_linears)} linears"
+
+
+def smooth_scales(activation_max: Tensor, weight_max: Tensor, alpha: float) -> Tensor:
+    s: Tensor = activation_max.clamp(min=LEAST) ** alpha / weight_max.clamp(min=LEAST) ** (1 - alpha)
+    return s
+
+
+def expected_error(weight: Tensor, activation_max: Tensor, square: Tensor, alpha: float) -> float:
+    """Expected squared error of the outputs in W8A8 after smoothing with alpha: rounding of x plus rounding of W.
+
+    E|W (x' - x)|^2 = step_x^2 / 12 * |W|^2, and E|(W' - W) x|^2 = sum over channels of E x_j^2 * |W'_j - W_j|^2.
+    """
+    s = smooth_scales(activation_max, weight.abs().amax(0), alpha)
+    scaled = weight * s
+    step_x = (activation_max / s).amax() / 127.5
+    step_w = scaled.abs().amax(1, keepdim=True).clamp(min=LEAST) / 127.5
+    from_x = step_x.square() / 12 * scaled.square().sum()
+    from_w = (((scaled / step_w).round() * step_w - scaled).square().sum(0) * square / s.square()).sum()
+    return float(from_x + from_w)
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    """The weight as (out, in), a view where it is stored as (in, out)."""
+    operation: Any = linear.operation if isinstance(linear, QuantizedWeighted) else linear
+    weight: Tensor = operation.weight.data
+    if isinstance(operation, Operation) and operation.has_input_first:
+        return weight.transpose(0, 1)
+    return weight
+
+
+@dataclass(frozen=True)
+class _Affine:
+    """Where a norm keeps its weight and bias; one that has none is given a weight."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def affine_of(norm: Any, like: Tensor) -> _Affine:
+    if isinstance(norm, Operation):
+        held = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
+        if norm.kind == "mul":  # the last part of a norm that is written out: its weight is the only parameter
+            return _Affine(next(iter(held.values())).data, None)
+        if "weight" not in held:
+            shape = norm.arguments["normalized_shape"]
+            norm.register_parameter("weight", nn.Parameter(like.new_ones(shape)))
+            norm.arguments["weight"] = Reference(norm, "weight")
+            held["weight"] = norm.arguments["weight"].value
+        return _Affine(held["weight"].data, held["bias"].data if "bias" in held else None)
+    if getattr(norm, "weight", None) is None:
+        norm.weight = nn.Parameter(like.new_ones(norm.normalized_shape))
+        norm.elementwise_affine = True
+    bias = getattr(norm, "bias", None)
+    return _Affine(norm.weight.data, None if bias is None else bias.data)
+
+
+def scale_norm(norm: nn.Module, s: Tensor) -> None:
+    """Divide what a norm gives by s, channel by channel."""
+    affine = affine_of(norm, s)
+    for tensor in (affine.weight, affine.bias):
+        if tensor is not None:
+            tensor.div_(s.to(tensor.dtype))
+
+
+def add_smoothing(model: fx.GraphModule, sites: Sequence[Site], config: SmoothQuantConfig) -> None:
+    """An observer for each norm that is read by linears alone; the others are listed with the reason."""
+    if not config.enabled:
+        return
+    by_node = {site.node: site for site in sites}
+    shared = _shared_parameters(sites)
+    refusals: dict[str, str] = {}
+    count = 0
+    for site in sites:
+        norm = _norm_part(site)
+        if norm is None:
+            continue
+        readers, why = _linear_readers(site, by_node, shared)
+        if why:
+            refusals[site.name] = why
+            continue
+        observer = SmoothQuantObserver(
+            [reader.name for reader in readers], norm, True, config, [_part(reader) for reader in readers]
+        )
+        observer.name = site.name
+        model.add_submodule(f"smooth_quant_{count}", observer)
+        count += 1
+    _check_layers(config, [*refusals, *(o.name for o in observers_of(model))])
+    model.meta[KEY] = refusals
+
+
+def observers_of(model: nn.Module) -> list[SmoothQuantObserver]:
+    return [module for module in model.modules() if isinstance(module, SmoothQuantObserver)]
+
+
+def _part(site: Site) -> nn.Module:
+    assert site.part is not None  # noqa: S101  # it is a linear
+    return site.part
+
+
+def _norm_part(site: Site) -> nn.Module | None:
+    """The module whose output is scaled: the norm, or the last multiplication of one that is written out."""
+    if site.kind in NORMS:
+        return next(iter(site.fused.parts.values()))
+    if site.match.pattern.name == "RMSNormSpelledOutPattern":
+        return list(site.fused.parts.values())[-1]
+    return None
+
+
+def _linear_readers(site: Site, by_node: dict[fx.Node, Site], shared: set[int]) -> tuple[list[Site], str]:
+    readers = []
+    for user in _users(site.node):
+        reader = by_node.get(user)
+        if reader is None or reader.kind != "linear" or _input_of(reader) is not site.node:
+            return [], f"also read by {user.target}, which cannot take the scales back"
+        if weight_of(_part(reader)).data_ptr() in shared:
+            return [], f"the weight of {reader.name} is used elsewhere too"
+        readers.append(reader)
+    norm = _norm_part(site)
+    if norm is not None and id(norm) in shared:
+        return [], "the norm is used more than once"
+    return (readers, "") if readers else ([], "no linear reads it")
+
+
+def _users(node: fx.Node) -> Iterable[fx.Node]:
+    """The readers of a tensor, through the stub that stands on it."""
+    for user in node.users:
+        if user.meta.get("kind") == "quant":
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _input_of(site: Site) -> Any:
+    source = site.node.args[0]
+    while isinstance(source, fx.Node) and source.meta.get("kind") == "quant":
+        source = source.args[0]
+    return source
+
+
+def _shared_parameters(sites: Sequence[Site]) -> set[int]:
+    """Weights (by address) and norms (by id) that more than one group uses; an embedding may be tied to a linear."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for site in sites:
+        norm = _norm_part(site)
+        weights = [getattr(part, "weight", None) for part in site.fused.parts.values()] if norm is None else []
+        keys = [weight.data_ptr() for weight in weights if isinstance(weight, Tensor)]
+        for key in [id(norm)] if norm is not None else keys:
+            (twice if key in seen else seen).add(key)
+    return twice
+
+
+def _check_layers(config: SmoothQuantConfig, names: Sequence[str]) -> None:
+    for glob in config.layers:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ConfigError(f"smooth_quant.layers: {glob!r} fits no norm of this model: {nearest(glob, names)}")

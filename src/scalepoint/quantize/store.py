@@ -1,0 +1,242 @@
+"""save and load: a folder with the tensors (safetensors) and a manifest (JSON) of all else.
+
+    write model-<hash>.safetensors  ->  replace scalepoint.json, which names it  ->  remove the old tensors
+
+The manifest is the commit point: whoever is killed leaves the old model or the new one. Loading builds the graph anew
+from the float model, so nothing is ever unpickled, and a float model that changed is refused.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx, nn
+
+import scalepoint
+from scalepoint.documents import parse_json
+from scalepoint.errors import DocumentError, StoreError, UsageError, shown
+from scalepoint.files import digest, locked, replace_file, replace_text
+from scalepoint.patterns import Pattern
+from scalepoint.quantize.config import QuantConfig
+from scalepoint.quantize.fingerprint import fingerprint
+from scalepoint.quantize.insert import insert_qdq
+from scalepoint.quantize.qat import freeze_bn_stats
+from scalepoint.quantize.smooth import affine_of, observers_of
+from scalepoint.quantize.stubs import Quantizing, QuantStub
+from scalepoint.spec import QParamsCalculatorBase
+from scalepoint.targets import Target
+from scalepoint.transformation import apply_transformation_plan, get_transformation_plan
+
+MANIFEST = "scalepoint.json"
+FORMAT = 1
+LARGEST_MANIFEST = 256_000_000
+
+
+def save(model: nn.Module, folder: str | Path) -> Path:
+    """Write a quantized model; returns the folder. The folder then holds this model, or, when something fails, what it
+    held before."""
+    folder = Path(folder)
+    if not isinstance(model, fx.GraphModule) or "config" not in model.meta:
+        raise UsageError("only a model that insert_qdq made can be saved")
+    if folder.exists() and not folder.is_dir():
+        raise StoreError(f"{folder} is a file: give a folder")
+    tensors, aliases = _untied(model.state_dict())
+    with locked(folder):
+        part = folder / "model.safetensors.part"
+        replace_file(part, lambda path: save_file(tensors, path))
+        file_digest = digest(part)
+        path = folder / f"model-{file_digest[:16]}.safetensors"
+        part.replace(path)
+        manifest = _manifest(model) | {"aliases": aliases, "tensors": {"file": path.name, "sha256": file_digest}}
+        replace_text(folder / MANIFEST, _sealed(manifest))
+        for old in (*folder.glob("model-*.safetensors"), *folder.glob(".tmp-*")):
+            if old != path:
+                old.unlink(missing_ok=True)
+    return folder
+
+
+def load(
+    folder: str | Path,
+    float_model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    target: str | Target | None = None,
+    patterns: Iterable[Pattern] | None = None,
+) -> fx.GraphModule:
+    """The saved model over the float model it was made from, in eval mode; no calibration is needed.
+
+    A target or patterns of your own are not in the folder: give them again.
+    """
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    plan = get_transformation_plan(
+        float_model,
+        example_inputs,
+        None if patterns is None else tuple(patterns),
+        target=target if target is not None or patterns is not None else manifest["target"],
+        kwargs=kwargs,
+        leave=manifest["leave"],
+    )
+    _check_same_float_model(manifest["float"], fingerprint(plan.model))
+    _follow_plan(plan, manifest["plan"])
+    result = apply_transformation_plan(plan)
+    config = QuantConfig.from_dict(manifest["config"])
+    chosen = target if target is not None else manifest["target"]
+    model = insert_qdq(result.model, result.matches, config, target=chosen, copy=False)
+    _restore(model, manifest, _read_tensors(folder, manifest))
+    return model.eval()
+
+
+def _manifest(model: fx.GraphModule) -> dict[str, Any]:
+    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizing)}
+    return {
+        "format": FORMAT,
+        "versions": {"scalepoint": scalepoint.__version__, "torch": str(torch.__version__)},
+        "target": model.meta["target"].name if model.meta.get("target") else None,
+        "leave": list(model.meta.get("leave", ())),
+        "plan": [list(row) for row in model.meta["plan"]],
+        "config": model.meta["config"].to_dict(),
+        "float": model.meta["float"],
+        "calculators": {
+            name: QParamsCalculatorBase.key_of(type(module.calculator)) for name, module in quantizers.items()
+        },
+        "fixed": {
+            name: list(module.fixed_calibration)
+            for name, module in quantizers.items()
+            if isinstance(module, QuantStub) and module.fixed_calibration
+        },
+        "skipped": {
+            name: module.skipped_because
+            for name, module in quantizers.items()
+            if isinstance(module, QuantStub) and module.skipped_because
+        },
+        "is_smoothed": any(observer.alpha is not None for observer in observers_of(model)),
+        "is_norm_frozen": bool(model.meta.get("is_norm_frozen")),
+    }
+
+
+def _sealed(manifest: dict[str, Any]) -> str:
+    body = json.dumps(manifest, sort_keys=True)
+    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "manifest": manifest}, indent=1)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        sealed = parse_json(path.read_text(), LARGEST_MANIFEST)
+    except FileNotFoundError:
+        raise StoreError(f"{folder} holds no saved model: there is no {MANIFEST}") from None
+    except (OSError, UnicodeDecodeError, DocumentError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    manifest = sealed.get("manifest") if isinstance(sealed, dict) else None
+    if not isinstance(manifest, dict):
+        raise StoreError(f"{path} is not a manifest of scalepoint")
+    if manifest.get("format") != FORMAT:
+        made = (
+            manifest.get("versions", {}).get("scalepoint", "?") if isinstance(manifest.get("versions"), dict) else "?"
+        )
+        raise StoreError(
+            f"{path} has format {shown(manifest.get('format'))}, written by scalepoint {made}; this one reads {FORMAT}"
+        )
+    if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != sealed.get("sha256"):
+        raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
+    return manifest
+
+
+def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
+    path = folder / Path(str(manifest["tensors"]["file"])).name
+    if not path.is_file():
+        raise StoreError(f"{path} is missing: the folder was changed after it was written")
+    if digest(path) != manifest["tensors"]["sha256"]:
+        raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+    except SafetensorError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    return tensors | {name: tensors[original] for name, original in manifest["aliases"].items()}
+
+
+def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that share memory are stored once; the others are named as aliases."""
+    first: dict[tuple[Any, ...], str] = {}
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, value in state.items():
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
+        if key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+            tensors[name] = value.detach().cpu().contiguous()
+    by_memory: dict[int, int] = {}
+    for name, value in tensors.items():
+        place = value.untyped_storage().data_ptr()
+        by_memory[place] = by_memory.get(place, 0) + 1
+        if value.numel() and by_memory[place] > 1:
+            tensors[name] = value.clone()
+    return tensors, aliases
+
+
+def _follow_plan(plan: Any, saved: list[list[str]]) -> None:
+    """Apply the matches that the saved model applied; what is not there any more is an error."""
+    wanted = [tuple(row) for row in saved]
+    here = [(match.name, match.pattern.name) for match in plan.matches]
+    missing = [row for row in wanted if row not in here]
+    if missing:
+        where, pattern = missing[0]
+        raise StoreError(
+            f"the float model is another one: {pattern} at {where} is not there ({len(missing)} of {len(wanted)})"
+        )
+    for match in plan.matches:
+        match.apply = (match.name, match.pattern.name) in wanted
+
+
+def _check_same_float_model(saved: dict[str, str], given: dict[str, str]) -> None:
+    differences = [f"{name} is missing" for name in saved if name not in given]
+    differences += [f"{name} is new" for name in given if name not in saved]
+    for name in saved.keys() & given.keys():
+        if saved[name] != given[name]:
+            differences.append(f"{name} was {_readable(saved[name])}, is {_readable(given[name])}")
+    if differences:
+        listed = "; ".join(sorted(differences)[:5])
+        raise StoreError(
+            f"this is not the float model that was quantized, {len(differences)} tensors differ: {listed}. Give the "
+            "same model, or quantize this one"
+        )
+
+
+def _readable(mark: str) -> str:
+    kind, _, rest = mark.partition(" ")
+    shape, _, checksum = rest.rpartition(" ")
+    return f"{kind} {shape} with checksum {checksum}"
+
+
+def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    modules = dict(model.named_modules())
+    for name, key in manifest["calculators"].items():
+        quantizer = modules.get(name)
+        if not isinstance(quantizer, Quantizing):
+            raise StoreError(
+                f"the saved model has a quantizer at {name}, this one does not: its config or target changed"
+            )
+        quantizer.use(key)
+    for name, why in manifest["skipped"].items():
+        modules[name].skipped_because = why
+    for name, given in manifest["fixed"].items():
+        modules[name].fixed_calibration = tuple(given)
+    if manifest["is_smoothed"]:
+        for observer in observers_of(model):
+            observer.enabled = False
+            affine_of(observer.layer_norm, tensors[next(iter(tensors))].new_ones((), dtype=torch.float32))
+    if manifest["is_norm_frozen"]:
+        freeze_bn_stats(model)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    if missing or unexpected:
+        raise StoreError(f"the saved tensors do not fit: missing {missing[:3]}, too many {unexpected[:3]}")

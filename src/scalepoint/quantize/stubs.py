@@ -1,0 +1,307 @@
+"""The quantizers of a model: a QuantStub on an activation, a WeightFakeQuantize on a weight.
+
+Both hold the parameters that the deployed file will hold (`scale`, `zero_point`) and a quantizer of the tensor layer,
+which observes and does the arithmetic.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalepoint.errors import NotObservedError, SpecError, UsageError, shown
+from scalepoint.numerics import QParams
+from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig
+from scalepoint.spec import (
+    CompressionTargetTensor,
+    HistogramQParamsCalculator,
+    LearnedScaleQParamsCalculator,
+    PerChannelGranularity,
+    PerTensorGranularity,
+    QParamsCalculatorBase,
+    QuantizationComponentFactory,
+    QuantizationSpec,
+)
+from scalepoint.spec.state import Stateful
+
+LEAST_WEIGHT_RANGE = 1e-8
+
+
+class Quantizing(Stateful):
+    """What both have: the spec, the parameters and the switch `enabled`."""
+
+    def __init__(self, consumers: Sequence[str], spec: QuantizationSpec, target: CompressionTargetTensor) -> None:
+        super().__init__()
+        self.consumers = list(consumers)
+        self.spec = spec
+        self.quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, target)
+        self.quantizer.disable_fake_quant()  # it observes; when to simulate is said here
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+        self.register_buffer("minval", None)
+        self.add_switch("is_enabled", False)
+
+    scale: Tensor
+    zero_point: Tensor
+    minval: Tensor | None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the tensor is quantized and dequantized, or passes as it is."""
+        return self.is_on("is_enabled")
+
+    @enabled.setter
+    def enabled(self, on: bool) -> None:
+        self.switch("is_enabled", on)
+
+    @property
+    def name(self) -> str:
+        return self.quantizer.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.quantizer.name = name
+
+    @property
+    def calculator(self) -> QParamsCalculatorBase:
+        found: QParamsCalculatorBase = self.quantizer.qparams_calculator
+        return found
+
+    @property
+    def is_learned(self) -> bool:
+        return isinstance(self.calculator, LearnedScaleQParamsCalculator)
+
+    def use(self, key: str) -> None:
+        """Observe in another way ("moving_average", "learned", ..) from now on, starting from the present range."""
+        kind = QParamsCalculatorBase.get_class(key)
+        old = self.calculator
+        if type(old) is kind:
+            return
+        spec = self.spec.replace(qparam_calculator_cls=key)
+        new = QuantizationComponentFactory.create_qparams_calculator(spec, self.quantizer.quantization_target)
+        new.name, new.grid, new.granularity, new.on_nan = old.name, old.grid, old.granularity, old.on_nan
+        if old.is_initialized:
+            new.seed(old.stored)
+        self.quantizer.qparams_calculator = new.to(self.scale.device)
+
+    def learn(self) -> nn.Parameter:
+        """Make the scale a Parameter that training changes (LSQ), starting from the present one; it is returned."""
+        self.use("learned")
+        scale = self.calculator.scale
+        assert isinstance(scale, nn.Parameter)  # noqa: S101  # a learned scale is one
+        return scale
+
+    def take(self, qparams: QParams) -> None:
+        """Make these the parameters of the deployed tensor."""
+        for name, value in zip(QParams._fields, qparams, strict=True):
+            if value is not None and not (name == "minval" and self.spec.qformulation == "zp"):
+                self._set(name, self._stored_form(value.detach()))
+
+    def _set(self, name: str, value: Tensor) -> None:
+        """In place where it fits: an optimizer step, a compiled graph or DDP may hold on to the buffer."""
+        own = self._buffers[name]
+        if own is not None and own.shape == value.shape and own.device == value.device:
+            with torch.no_grad():
+                own.copy_(value)
+        else:
+            with torch.inference_mode(False):
+                setattr(self, name, value.clone())
+
+    def _stored_form(self, value: Tensor) -> Tensor:
+        """One scale has no axes, one a channel has one; blocks keep the shape of their tensor."""
+        if isinstance(self.calculator.granularity, PerTensorGranularity):
+            return value.reshape(())
+        return value.reshape(-1) if isinstance(self.calculator.granularity, PerChannelGranularity) else value
+
+    def qparams_for(self, tensor: Tensor) -> QParams:
+        """The parameters as they broadcast against a tensor."""
+        parameters = QParams(self.scale, None if self.quantizer.grid.format.is_float else self.zero_point, self.minval)
+        granularity = self.calculator.granularity
+        if isinstance(granularity, PerChannelGranularity) and self.scale.ndim == 1:
+            shape = [1] * tensor.ndim
+            shape[granularity.axis or 0] = -1
+            return parameters.map(lambda value: value.view(shape))
+        return parameters
+
+    def simulate(self, tensor: Tensor) -> Tensor:
+        """The tensor as its codes keep it."""
+        if self.calculator.always_called:
+            qparams: QParams = self.calculator(tensor)
+            if self.is_learned and not torch.compiler.is_compiling():
+                self.take(qparams)
+        else:
+            qparams = self.qparams_for(tensor)
+        return self.quantizer.simulate(tensor, qparams)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in QParams._fields:
+            saved, own = state_dict.get(prefix + name), self._buffers[name]
+            if saved is not None and (own is None or own.shape != saved.shape):
+                setattr(self, name, torch.empty_like(saved, device=self.scale.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        many = self.scale.numel() > 1
+        scale = f"{tuple(self.scale.shape)}" if many else f"{float(self.scale):.6g}"
+        zero = "" if many else f", zero_point={int(self.zero_point)}"
+        return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {', '.join(self.consumers)}"
+
+
+def _is_exporting() -> bool:
+    """An exported eval graph holds constant scales, as the switch to eval mode left them."""
+    return torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
+
+
+def _short(spec: QuantizationSpec) -> str:
+    return f"{spec.to_dict()['dtype']} {spec.qscheme}"
+
+
+class QuantStub(Quantizing):
+    """Stands on an activation: identity until enabled.
+
+    While `calibrating` it observes; `compute_parameters()` derives `scale` and `zero_point` from what was seen. With
+    `fixed_calibration=(scale, zero_point)` both are given and calibration leaves them alone.
+    """
+
+    def __init__(
+        self,
+        consumers: Sequence[str],
+        n_bits: int = 8,
+        symmetric: bool = True,
+        calibration_method: CalibrationMethod = CalibrationMethod.MINMAX,
+        *,
+        fixed_calibration: tuple[float, int] | None = None,
+        spec: QuantizationSpec | None = None,
+    ) -> None:
+        if spec is None:
+            short = TensorQuantConfig(n_bits=n_bits, symmetric=symmetric, calibration_method=calibration_method)
+            spec = short.activation_spec()
+        super().__init__(consumers, spec, CompressionTargetTensor.ACTIVATION)
+        self.fixed_calibration = fixed_calibration
+        self.skipped_because = ""
+        self.add_switch("is_calibrating", False)
+        if isinstance(self.calculator, HistogramQParamsCalculator):
+            self.calculator.is_deferred = True  # the range is searched once, in compute_parameters
+        if fixed_calibration is not None:
+            self._fix(fixed_calibration)
+
+    def _fix(self, given: tuple[float, int]) -> None:
+        try:
+            scale, zero_point = float(given[0]), int(given[1])
+        except (TypeError, ValueError, IndexError):
+            raise SpecError(f"fixed_calibration is (scale, zero_point), not {shown(given)}") from None
+        low, high = self.spec.quant_min, self.spec.quant_max
+        if not 0 < scale < float("inf") or not low <= zero_point <= high:
+            raise SpecError(f"fixed_calibration={given}: the scale is positive, the zero point from {low} to {high}")
+        self.scale.fill_(scale)
+        self.zero_point.fill_(zero_point)
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether tensors that pass are observed."""
+        return self.is_on("is_calibrating")
+
+    @calibrating.setter
+    def calibrating(self, on: bool) -> None:
+        self.switch("is_calibrating", on)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether calibration has nothing to find: the parameters are given, or made anew for every tensor."""
+        return self.fixed_calibration is not None or (self.calculator.always_called and not self.is_learned)
+
+    @property
+    def has_observed(self) -> bool:
+        return self.is_fixed or self.calculator.is_initialized
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        calibrating, enabled = self.are_on(("is_calibrating", "is_enabled"))
+        if not (calibrating or enabled) or self.quantizer.passes(tensor, calibrating):
+            return tensor
+        if calibrating and not self.is_fixed:
+            self.quantizer(tensor)
+            if enabled and not self.is_learned:
+                self.take(self.calculator.stored)
+        return self.simulate(tensor) if enabled and not self.quantizer.is_disabled() else tensor
+
+    def compute_parameters(self) -> None:
+        """Derive scale and zero point from what was observed; an error names the stub if that was nothing."""
+        if self.is_fixed or self.quantizer.is_disabled():
+            return
+        if not self.calculator.is_initialized:
+            raise NotObservedError(
+                f"{self.name or 'a QuantStub'} (read by {', '.join(self.consumers)}) has observed nothing: run data "
+                "through the model while it is calibrating"
+            )
+        self.take(self.calculator.settle())
+
+    def reset(self) -> None:
+        """Forget what was observed."""
+        if not self.is_fixed:
+            self.calculator.reset()
+
+
+class WeightFakeQuantize(Quantizing):
+    """Stands on a weight: the scale follows the live weight, until `freeze` makes it a constant."""
+
+    def __init__(
+        self,
+        consumers: Sequence[str],
+        n_bits: int = 8,
+        symmetric: bool = True,
+        per_channel: bool = False,
+        *,
+        channel_axis: int = 0,
+        spec: QuantizationSpec | None = None,
+    ) -> None:
+        if spec is None:
+            spec = TensorQuantConfig(n_bits=n_bits, symmetric=symmetric, per_channel=per_channel).weight_spec()
+        if isinstance(spec.granularity, PerChannelGranularity) and spec.granularity.axis is None:
+            spec = spec.replace(granularity=PerChannelGranularity(axis=channel_axis))
+        super().__init__(consumers, spec, CompressionTargetTensor.WEIGHT)
+        self.calculator.grid = replace(self.calculator.grid, least_range=LEAST_WEIGHT_RANGE)
+        self.add_switch("is_frozen", False)
+        self.enabled = True
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the scale is a constant."""
+        return self.is_on("is_frozen")
+
+    def forward(self, weight: Tensor) -> Tensor:
+        enabled, frozen = self.are_on(("is_enabled", "is_frozen"))
+        if not enabled or self.quantizer.is_disabled():
+            return weight
+        frozen = frozen or (not self.training and _is_exporting())
+        if not frozen and not self.is_learned:
+            self.quantizer(weight)
+            if self.quantizer.is_disabled():
+                return weight
+            self.take(self.calculator.stored)
+        if frozen:
+            return self.quantizer.simulate(weight, self.qparams_for(weight))
+        return self.simulate(weight)
+
+    def freeze(self, weight: Tensor) -> None:
+        """Keep the scale of this weight as a constant, so that an exported file holds constant scales."""
+        if self.is_learned and self.calculator.is_initialized:
+            self.take(self.calculator.stored)
+        else:
+            with torch.no_grad():
+                self.quantizer(weight.detach())
+                if not self.quantizer.is_disabled():
+                    self.take(self.calculator.stored)
+        self.switch("is_frozen", True)
+
+    def unfreeze(self) -> None:
+        self.switch("is_frozen", False)
+
+    def codes(self, weight: Tensor) -> Tensor:
+        """The integers (or float8 values) that the deployed file holds, in their storage type."""
+        if self.quantizer.is_disabled():
+            raise UsageError(f"{self.name} is disabled ({self.quantizer.reason}): its weight has no codes")
+        with torch.no_grad():
+            codes: Tensor = self.quantizer.quantize(weight, *self.qparams_for(weight))
+        return codes

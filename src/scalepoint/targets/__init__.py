@@ -1,0 +1,6 @@
+"""Deployment targets: each is one declaration; write your own as a plain value."""
+
+from scalepoint.targets.registry import find_target, list_targets
+from scalepoint.targets.target import Accepted, Facts, Rule, Target
+
+__all__ = ["Accepted", "Facts", "Rule", "Target", "find_target", "list_targets"]

@@ -1,0 +1,15 @@
+"""The reference target: every format anywhere the base patterns have a point; for experiments and tests."""
+
+from scalepoint.patterns import BASE_PATTERNS
+from scalepoint.spec import PerChannelGranularity, QuantizationSpec
+from scalepoint.targets.target import Target
+
+REFERENCE = Target(
+    name="reference",
+    summary="accepts everything; runs only as a simulation",
+    patterns=BASE_PATTERNS,
+    activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="histogram_mse"),
+    weight=QuantizationSpec(
+        qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
+    ),
+)

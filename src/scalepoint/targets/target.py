@@ -1,0 +1,118 @@
+"""A target as a declaration: what its compiler fuses, where it wants Q/DQ, what it can run, what does not pay.
+
+    Target("mine", patterns=BASE_PATTERNS, activation=spec, weight=spec, accepts=(Accepted(...),), rules=(my_rule,))
+
+A target never sees an algorithm, and nothing here runs a model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from scalepoint.errors import SpecError, TargetError, shown
+from scalepoint.numerics import dtype_name
+from scalepoint.patterns import Pattern
+from scalepoint.spec import PerBlockGranularity, QuantizationGranularity, QuantizationScheme, QuantizationSpec
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a cost rule may know of an operation."""
+
+    name: str
+    kind: str
+    pattern: str
+    weight_shape: tuple[int, ...] = ()
+    groups: int = 1
+    is_first: bool = False
+
+    @property
+    def is_depthwise(self) -> bool:
+        return self.kind == "conv" and self.groups > 1 and len(self.weight_shape) > 1 and self.weight_shape[1] == 1
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.weight_shape[2:]
+
+
+Rule = Callable[[Facts], str | None]  # why the operation is better left float, or None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """One family of tensors that the target can run. An empty tuple allows all."""
+
+    role: str  # weight or activation
+    dtypes: tuple[torch.dtype, ...]
+    schemes: tuple[QuantizationScheme, ...] = ()
+    granularities: tuple[str, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    def complaint(self, spec: QuantizationSpec, kind: str) -> str | None:
+        """What about the spec does not fit, or None."""
+        granularity = spec.granularity
+        key = QuantizationGranularity.key_of(type(granularity))
+        if spec.dtype not in self.dtypes:
+            return f"dtype {dtype_name(spec.dtype)}"
+        if self.kinds and kind not in self.kinds:
+            return f"{dtype_name(spec.dtype)} for {kind}"
+        if self.schemes and spec.qscheme not in self.schemes:
+            return f"scheme {spec.qscheme.value}"
+        if self.granularities and key not in self.granularities:
+            return f"granularity {key}"
+        blocks = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
+        if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
+            return f"blocks of {blocks}"
+        return None
+
+    def __str__(self) -> str:
+        words = ["/".join(map(dtype_name, self.dtypes)), "/".join(scheme.value for scheme in self.schemes)]
+        blocks = f" of {'/'.join(map(str, self.block_sizes))}" if self.block_sizes else ""
+        words.append("/".join(self.granularities) + blocks)
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One deployment target."""
+
+    name: str
+    summary: str
+    patterns: tuple[Pattern, ...]
+    activation: QuantizationSpec
+    weight: QuantizationSpec
+    accepts: tuple[Accepted, ...] = ()  # nothing: everything
+    rules: tuple[Rule, ...] = ()
+    shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name):
+            raise SpecError(f"a target has a name, not {shown(self.name)}")
+        for spec, role in ((self.activation, "activation"), (self.weight, "weight")):
+            self.check(spec, role, "", self.name)
+
+    @property
+    def pattern_names(self) -> tuple[str, ...]:
+        return tuple(pattern.name for pattern in self.patterns)
+
+    def why_float(self, facts: Facts) -> str | None:
+        """The first rule that says that an operation is better left float."""
+        return next((reason for rule in self.rules if (reason := rule(facts))), None)
+
+    def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:
+        """Raise TargetError for what cannot run here, with the nearest choice that can."""
+        if not self.accepts:
+            return
+        rows = [row for row in self.accepts if row.role == role]
+        complaints = [
+            (row, row.complaint(spec, kind) if kind else row.complaint(spec, row.kinds[0] if row.kinds else ""))
+            for row in rows
+        ]
+        if any(complaint is None for _, complaint in complaints):
+            return
+        same = [pair for pair in complaints if spec.dtype in pair[0].dtypes]
+        row, complaint = (same or complaints)[0] if complaints else (None, f"any {role}")
+        way = f"the nearest it can: {row}" if row else "leave it float"
+        raise TargetError(f"{where}: target {self.name!r} cannot run {complaint} as {role} ({way})")
