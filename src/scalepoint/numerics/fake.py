@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from scalepoint.numerics.affine import Steps, centred_code, narrow, round_trip, round_trip_traced, steps_of
+from scalepoint.numerics.affine import Steps, centred_code, clamp, narrow, round_trip, round_trip_traced, steps_of
 from scalepoint.numerics.blocks import is_ragged
 from scalepoint.numerics.format import Format, Grid
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.quantize import Block, by_block
+from scalepoint.numerics.rounding import round_to_float
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -104,10 +105,16 @@ class _LearnedScale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
-        with torch.enable_grad():
-            y = _learned(x, ctx.steps._replace(scale=scale), ctx.fmt)
-        return *torch.autograd.grad(y, (x, scale), grad), None, None
+        x, scale = ctx.saved_tensors
+        steps, fmt = ctx.steps, ctx.fmt
+        t = torch.div(x if steps.shift is None else x - steps.shift, scale).to(torch.float32)
+        rounded = t if fmt.is_float else t.round()
+        c = clamp(rounded, steps)
+        inside = c == rounded
+        if fmt.is_float:
+            c = round_to_float(c, fmt)
+        slope = c.sub_(t.mul_(inside)).mul_(grad)  # c - t inside the range, c where clamped
+        return torch.where(inside, grad, 0.0), slope.sum_to_size(scale.shape), None, None
 
 
 def _learned(x: Tensor, steps: Steps, fmt: Format) -> Tensor:

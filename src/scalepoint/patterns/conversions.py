@@ -68,7 +68,7 @@ def _swap(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
     name = Tree(model).add(f"{linear.target}_conv", head)
     with model.graph.inserting_before(linear):
         conv = model.graph.call_module(name, (flatten.all_input_nodes[0],))
-        conv.meta = {"kind": "head", "path": linear.meta.get("path", ""), "nn_module_stack": {}}
+        conv.meta = {"kind": "head", "place": str(linear.target), "nn_module_stack": {}}
         flat = model.graph.node_copy(flatten, lambda _: conv)
         flat.meta = dict(flatten.meta) | {"val": linear.meta.get("val")}
     linear.replace_all_uses_with(flat)

@@ -129,7 +129,7 @@ def kind_of(node: fx.Node) -> str:
 def place_of(node: fx.Node) -> str:
     """Where a node stands in the model: its module, or the module that ran it and its kind."""
     if node.op == "call_module":
-        return str(node.target)
+        return str(node.meta.get("place", node.target))  # what a conversion made stands where its origin stood
     path = module_path(node)
     return f"{path}.{kind_of(node)}" if path else kind_of(node)
 
