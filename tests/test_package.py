@@ -59,6 +59,7 @@ def test_the_public_names_are_pinned():
         "MinMaxRangeCalculator",
         "MovingAverageQParamsCalculator",
         "MseRangeCalculator",
+        "PairSafeRangeCalculator",
         "PerBlockGranularity",
         "PerChannelGranularity",
         "PerTensorGranularity",

@@ -16,6 +16,8 @@
     ├── TargetError (ValueError)                SP-Q002  something that the target cannot run
     ├── CoverageError (ValueError)              SP-Q003  strict=True, and an operation stays float unasked
     ├── CalibrationError (RuntimeError)         SP-Q004  calibration that saw no data, or not all of the model
+    ├── ExportError (RuntimeError)              SP-E001  a model that cannot be written for its target
+    ├── VerificationError (RuntimeError)        SP-V001  a file that the runtime does not run as it should
     ├── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
     └── StoreError (ValueError)                 SP-C002  a saved model that is damaged, or of another model
 
@@ -95,6 +97,14 @@ class CoverageError(ScalepointError, ValueError):
 
 class CalibrationError(ScalepointError, RuntimeError):
     code = "SP-Q004"
+
+
+class ExportError(ScalepointError, RuntimeError):
+    code = "SP-E001"
+
+
+class VerificationError(ScalepointError, RuntimeError):
+    code = "SP-V001"
 
 
 class DocumentError(ScalepointError, ValueError):

@@ -85,8 +85,8 @@ def get_transformation_plan(
 ) -> TransformationPlan:
     """What transform would do; edit `match.apply`, then apply it."""
     graph_module = capture(model, args, kwargs, copy=copy, leave=leave)
-    converted = convert(graph_module)
     chosen = None if target is None else find_target(target)
+    converted = convert(graph_module) if chosen is None else convert(graph_module, chosen.conversions)
     if patterns is None:
         patterns = BASE_PATTERNS if chosen is None else chosen.patterns
     plan = make_plan(graph_module, tuple(patterns))

@@ -3,7 +3,7 @@
 Each is a function that changes the graph and says how often it did; all are repeated until nothing changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, fx, nn
 
@@ -113,7 +113,8 @@ def remove_dead_code(model: fx.GraphModule) -> int:
     return len(nodes)
 
 
-CONVERSIONS: tuple[Callable[[fx.GraphModule], int], ...] = (
+Conversion = Callable[[fx.GraphModule], int]
+CONVERSIONS: tuple[Conversion, ...] = (
     remove_asserts,
     remove_identities,
     remove_idle_pools,
@@ -123,11 +124,11 @@ CONVERSIONS: tuple[Callable[[fx.GraphModule], int], ...] = (
 )
 
 
-def convert(model: fx.GraphModule) -> dict[str, int]:
+def convert(model: fx.GraphModule, conversions: Sequence[Conversion] = CONVERSIONS) -> dict[str, int]:
     """Apply all until nothing changes; how often each did something."""
-    done = dict.fromkeys((conversion.__name__ for conversion in CONVERSIONS), 0)
+    done = dict.fromkeys((conversion.__name__ for conversion in conversions), 0)
     while True:
-        changed = {conversion.__name__: conversion(model) for conversion in CONVERSIONS}
+        changed = {conversion.__name__: conversion(model) for conversion in conversions}
         for name, count in changed.items():
             done[name] += count
         if not any(changed.values()):

@@ -99,6 +99,10 @@ class FusedGatedLinear(Fused):
     """y = act(linear(x)) * g: SwiGLU, GeGLU"""
 
 
+class FusedAdd(Fused):
+    """y = act(a + b)"""
+
+
 class FusedConcat(Fused):
     """y = [x, ...]"""
 

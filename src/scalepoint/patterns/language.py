@@ -92,6 +92,11 @@ class Pattern:
         return self.match[0]
 
 
+def without_points(pattern: Pattern) -> Pattern:
+    """The same for a target that has no kernel for it in low precision."""
+    return replace(pattern, points=())
+
+
 @dataclass
 class PatternMatch:
     """One place where a pattern fits. `apply = False` leaves it alone; `reason` says why it was skipped."""

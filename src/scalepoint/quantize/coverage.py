@@ -167,7 +167,7 @@ def _row(decision: Decision) -> Operation:
     kind = "attention" if site.match.pattern.name.startswith("Attention") else site.kind
     macs = macs_of(kind, site.part or next(iter(site.fused.parts.values())), site.node, operands)
     words = [f"w {describe(decision.weight)}"] if decision.weight else []
-    inputs = {describe(spec) for point, spec in decision.points.items()}
+    inputs = {describe(spec) for _, _, spec in decision.points}
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
     parameters = _parameters(site.fused.parts.values())
     how = ", ".join(words)

@@ -9,7 +9,7 @@ from scalepoint.errors import ConfigError, shown
 from scalepoint.graph import check_graph
 from scalepoint.graph.lift import Tree
 from scalepoint.patterns import PatternMatch, Point
-from scalepoint.patterns.language import place_of
+from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import KEY, make_coverage
 from scalepoint.quantize.fingerprint import fingerprint
@@ -47,8 +47,10 @@ def insert_qdq(
     if strict:
         coverage.check()
     tree = Tree(quantized)
-    _place_stubs(quantized, tree, decisions)
+    _place_stubs(quantized, tree, decisions, frozenset() if chosen is None else chosen.shares)
     _place_weights(decisions)
+    if chosen is not None and chosen.bias == "int32":
+        _round_biases(quantized, decisions)
     add_smoothing(quantized, [decision.site for decision in decisions], config.smooth_quant)
     quantized.recompile()
     check_graph(quantized)
@@ -72,15 +74,14 @@ def _config(config: object) -> QuantConfig:
     raise ConfigError(f"config is a QuantConfig or a mapping of its fields, not {shown(config)}")
 
 
-def _place_stubs(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision]) -> None:
+def _place_stubs(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision], shares: frozenset[str]) -> None:
     """One stub a tensor and spec; whoever declared a point on the tensor reads the stub."""
     stubs: dict[tuple[fx.Node, QuantizationSpec], fx.Node] = {}
     for decision in decisions:
-        for point, spec in decision.points.items():
-            tensor = decision.site.operands[point]
+        for point, tensor, spec in decision.points:
             stub = stubs.get((tensor, spec))
             if stub is None:
-                stub = stubs[tensor, spec] = _add_stub(model, tree, tensor, spec)
+                stub = stubs[tensor, spec] = _add_stub(model, tree, tensor, spec, _shared(stubs, tensor, spec, shares))
             _reader(model, stub).consumers.append(decision.site.name)
             if point == Point.OUTPUT:
                 others = [user for user in tensor.users if user not in stubs.values()]
@@ -96,16 +97,36 @@ def _reader(model: fx.GraphModule, stub: fx.Node) -> QuantStub:
     return module
 
 
-def _add_stub(model: fx.GraphModule, tree: Tree, tensor: fx.Node, spec: QuantizationSpec) -> fx.Node:
-    """A stub right after the tensor, named after it."""
-    stub = QuantStub([], spec=spec)
-    place = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else place_of(tensor)
-    stub.name = tree.add(f"{place}_quant", stub)
+def _shared(
+    stubs: dict[tuple[fx.Node, QuantizationSpec], fx.Node],
+    tensor: fx.Node,
+    spec: QuantizationSpec,
+    shares: frozenset[str],
+) -> str | None:
+    """The stub before an operation that only moves values: the same one stands after it, with the same parameters."""
+    while kind_of(tensor) in shares and tensor.all_input_nodes:
+        tensor = tensor.all_input_nodes[0]
+        if kind_of(tensor) == "quant":
+            tensor = tensor.all_input_nodes[0]
+        if (tensor, spec) in stubs:
+            return str(stubs[tensor, spec].target)
+    return None
+
+
+def _add_stub(
+    model: fx.GraphModule, tree: Tree, tensor: fx.Node, spec: QuantizationSpec, shared: str | None
+) -> fx.Node:
+    """A call of a stub right after the tensor: of the one it shares, or of a new one that is named after it."""
+    name = shared
+    if name is None:
+        stub = QuantStub([], spec=spec)
+        place = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else place_of(tensor)
+        name = stub.name = tree.add(f"{place}_quant", stub)
     after = tensor
     while after.op == "placeholder" and after.next.op == "placeholder":
         after = after.next
     with model.graph.inserting_after(after):
-        node = model.graph.call_module(stub.name, (tensor,))
+        node = model.graph.call_module(name, (tensor,))
     node.meta = {**tensor.meta, "kind": "quant"}
     return node
 
@@ -154,3 +175,11 @@ def _swap(site: Site, weighted: QuantizedWeighted, norm_role: str | None) -> Non
     kept = [role for role in roles if role != norm_role]
     fused.wiring = [fused.wiring[roles.index(role)] for role in kept]
     fused.parts = {role: weighted if role == site.role else fused.parts[role] for role in kept}
+
+
+def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:
+    """Let each quantized operation know the stub on its input: its bias has the scale of the products."""
+    for decision in decisions:
+        weighted, source = decision.site.part, decision.site.node.args[0]
+        if isinstance(weighted, QuantizedWeighted) and isinstance(source, fx.Node) and kind_of(source) == "quant":
+            weighted.refers["input"] = _reader(model, source)

@@ -40,7 +40,7 @@ class Site:
     fused: Fused
     role: str | None  # of the part with a weight
     kind: str
-    operands: dict[Point, fx.Node]
+    operands: list[tuple[Point, fx.Node]]
 
     @property
     def part(self) -> nn.Module | None:
@@ -73,7 +73,7 @@ class Decision:
 
     site: Site
     weight: QuantizationSpec | None = None
-    points: dict[Point, QuantizationSpec] = field(default_factory=dict)
+    points: list[tuple[Point, fx.Node, QuantizationSpec]] = field(default_factory=list)
     state: State = State.FLOAT
     reason: str = ""
     is_asked: bool = False  # whether config or pattern wants it float
@@ -107,11 +107,12 @@ def _site(match: PatternMatch, node: fx.Node, fused: Fused) -> Site:
     return Site(match, node, fused, role, kind, operands_of(match, node, fused))
 
 
-def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> dict[Point, fx.Node]:
+def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[Point, fx.Node]]:
     """The tensor of each point that the pattern declares.
 
     INPUT, KEY_INPUT and VALUE_INPUT are the first three inputs of the first part (or, where attention is written out,
-    the value is what the last part joins); RESIDUAL_INPUT is what a join takes from elsewhere.
+    the value is what the last part joins); RESIDUAL_INPUT is what a join takes from elsewhere, or the second input of
+    an add. The INPUT of a concat are all its inputs.
     """
     joins = [
         next(index for index in sources if index is not None)
@@ -119,18 +120,17 @@ def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> dict[Point,
         if any(index is not None for index in sources)
     ]
     first = _ordered_inputs(next(iter(fused.parts.values())), fused.wiring[0])
-    index = {
-        Point.INPUT: first[0] if first else None,
-        Point.KEY_INPUT: first[1] if len(first) > 1 else None,
-        Point.VALUE_INPUT: first[2] if len(first) > 2 else (joins[-1] if joins else None),
-        Point.RESIDUAL_INPUT: joins[0] if joins else None,
+    is_concat = kind_of_part(next(iter(fused.parts.values()))) == "cat"
+    places: dict[Point, list[int]] = {
+        Point.INPUT: list(range(len(node.args))) if is_concat else first[:1],
+        Point.KEY_INPUT: first[1:2],
+        Point.VALUE_INPUT: first[2:3] or joins[-1:],
+        Point.RESIDUAL_INPUT: joins[:1] or first[1:2],
     }
-    found: dict[Point, fx.Node] = {}
+    found: list[tuple[Point, fx.Node]] = []
     for point in match.pattern.points:
-        place = index.get(point)
-        operand = node if point == Point.OUTPUT else None if place is None else node.args[place]
-        if isinstance(operand, fx.Node) and _is_float(operand):
-            found[point] = operand
+        operands = [node] if point == Point.OUTPUT else [node.args[place] for place in places[point]]
+        found += [(point, each) for each in operands if isinstance(each, fx.Node) and _is_float(each)]
     return found
 
 
@@ -155,7 +155,7 @@ def facts_of(site: Site) -> Facts:
     if isinstance(part, Operation) and part.has_input_first:
         shape = shape[::-1]
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
-    is_first = any(operand.op == "placeholder" for operand in site.operands.values())
+    is_first = any(operand.op == "placeholder" for _, operand in site.operands)
     return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first)
 
 
@@ -177,13 +177,13 @@ def _decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
         decision.reason = why
         return decision
     said: list[str] = []
-    for point in site.operands:
+    for point, operand in site.operands:
         role = "output" if point == Point.OUTPUT else "input"
         spec = _spec(site, role, config, target)
         if spec is None:
             said.append(role)
         else:
-            decision.points[point] = spec
+            decision.points.append((point, operand, spec))
     if site.role is not None:
         decision.weight = _spec(site, "weight", config, target)
         said += [] if decision.weight else ["weight"]
@@ -212,6 +212,7 @@ def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> 
         target.check(spec, kind, site.kind, site.name)
     if role == "weight" and site.part is not None:
         _check_weight(site)
+        spec = spec if target is None else target.weight_for(spec, facts_of(site))
         spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
     return spec
 

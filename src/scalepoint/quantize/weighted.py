@@ -21,11 +21,12 @@ from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.modules import BIASES, WEIGHTS
 from scalepoint.numerics import is_traced
 from scalepoint.patterns.conversions import HeadConvolution
-from scalepoint.quantize.stubs import WeightFakeQuantize
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.spec.state import Stateful
 
 MULTIPLIES = frozenset(("conv", "conv_transpose", "linear", "head"))
 TINY = 1e-12
+LARGEST_BIAS = 2.0**30
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -54,7 +55,7 @@ class QuantizedWeighted(Stateful):
 
     def __init__(self, operation: nn.Module, norm: nn.Module | None, quantizer: WeightFakeQuantize) -> None:
         super().__init__()
-        self.refers = {"operation": operation, "norm": norm}  # a plain dict: not registered a second time
+        self.refers = {"operation": operation, "norm": norm, "input": None}  # a plain dict: not registered twice
         self.weight_quant = quantizer
         self.add_switch("is_norm_frozen", False)
         self._folded: _Folded | None = None
@@ -68,6 +69,12 @@ class QuantizedWeighted(Stateful):
     @property
     def norm(self) -> Any:
         return self.refers["norm"]
+
+    @property
+    def input_stub(self) -> QuantStub | None:
+        """The stub on the input, when the bias is rounded to integers of scale s_x * s_w."""
+        stub = self.refers["input"]
+        return stub if isinstance(stub, QuantStub) else None
 
     @property
     def kind(self) -> str:
@@ -120,21 +127,41 @@ class QuantizedWeighted(Stateful):
     def deployed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The quantized, folded weight and its bias: computed once where nothing changes."""
         if not self._may_keep(x):
-            self._folded = None if not is_traced(x) else self._folded
-            weight, bias = self.folded()
-            return self.quantized(weight), bias
-        marks = self._marks()
-        if self._folded is None or self._folded.marks != marks:
-            weight, bias = self.folded()
-            self._folded = _Folded(marks, self.quantized(weight), bias)
-            self._folded = self._folded._replace(marks=self._marks())
+            return self._deployed()
+        if self._folded is None or self._folded.marks != self._marks():
+            weight, bias = self._deployed()
+            self._folded = _Folded(self._marks(), weight, bias)
         return self._folded.weight, self._folded.bias
+
+    def _deployed(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.folded()
+        weight = self.quantized(weight)
+        scale = None if self.training else self.bias_scale()
+        if bias is None or scale is None:
+            return weight, bias
+        return weight, (bias / scale).round() * scale
+
+    def bias_scale(self) -> Tensor | None:
+        """s_x * s_w, one value an output channel, where the bias is kept as int32; else None."""
+        stub, quant = self.input_stub, self.weight_quant
+        if stub is None or not (stub.enabled and quant.enabled) or quant.quantizer.is_disabled():
+            return None
+        return stub.scale * quant.scale if quant.scale.ndim <= 1 else None
 
     def freeze(self) -> None:
         """Make the scales of the folded weight constants."""
         with torch.no_grad():
-            weight, _ = self.folded()
+            weight, bias = self.folded()
             self.weight_quant.freeze(weight.transpose(0, 1) if self.is_input_first else weight)
+            self._fit_bias(bias)
+
+    def _fit_bias(self, bias: Tensor | None) -> None:
+        """A channel with weights near zero has a tiny scale: raise it until the bias fits into int32."""
+        stub, scale = self.input_stub, self.weight_quant.scale
+        if bias is None or stub is None or scale.ndim > 1 or self.weight_quant.quantizer.is_disabled():
+            return
+        least = bias.abs() / (stub.scale * LARGEST_BIAS)
+        scale.copy_(torch.maximum(scale, least if scale.ndim else least.amax()))
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -179,7 +206,9 @@ class QuantizedWeighted(Stateful):
 
     def _marks(self) -> tuple[int, ...]:
         quant = self.weight_quant
+        stub = self.input_stub
         values: list[Tensor | None] = [self.weight, self.bias, quant.scale, quant.zero_point]
+        values += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
         values += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]
         if self.norm is not None:
             settings = norm_settings(self.norm)

@@ -21,6 +21,7 @@ from scalepoint.spec.histogram import (
     HistogramQParamsCalculator,
 )
 from scalepoint.spec.learned import LearnedScaleQParamsCalculator
+from scalepoint.spec.pair_safe import PairSafeRangeCalculator
 from scalepoint.spec.qparams_calculator import (
     DefaultQParamsCalculator,
     QParamsCalculatorBase,
@@ -62,6 +63,7 @@ __all__ = [
     "MinMaxRangeCalculator",
     "MovingAverageQParamsCalculator",
     "MseRangeCalculator",
+    "PairSafeRangeCalculator",
     "PerBlockGranularity",
     "PerChannelGranularity",
     "PerTensorGranularity",

@@ -5,14 +5,16 @@
 A target never sees an algorithm, and nothing here runs a model.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
 from scalepoint.errors import SpecError, TargetError, shown
 from scalepoint.numerics import dtype_name
 from scalepoint.patterns import Pattern
+from scalepoint.patterns.conversions import CONVERSIONS, Conversion
 from scalepoint.spec import PerBlockGranularity, QuantizationGranularity, QuantizationScheme, QuantizationSpec
 
 
@@ -86,6 +88,10 @@ class Target:
     accepts: tuple[Accepted, ...] = ()  # nothing: everything
     rules: tuple[Rule, ...] = ()
     shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
+    conversions: tuple[Conversion, ...] = CONVERSIONS
+    adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
+    bias: Literal["float", "int32"] = "float"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
@@ -100,6 +106,10 @@ class Target:
     def why_float(self, facts: Facts) -> str | None:
         """The first rule that says that an operation is better left float."""
         return next((reason for rule in self.rules if (reason := rule(facts))), None)
+
+    def weight_for(self, spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
+        """The weight's spec as this target's kernels want it."""
+        return spec if self.adapt_weight is None else self.adapt_weight(spec, facts)
 
     def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:
         """Raise TargetError for what cannot run here, with the nearest choice that can."""

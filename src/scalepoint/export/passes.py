@@ -1,0 +1,115 @@
+"""What is done to the exporter's graph before it is written: real integers, plain names, nothing of this machine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+KEPT_METADATA = "pkg.torch.onnx.name_scopes"
+_NARROW = {
+    "INT4": ml_dtypes.int4,
+    "UINT4": ml_dtypes.uint4,
+    "INT2": ml_dtypes.int2,
+    "UINT2": ml_dtypes.uint2,
+    "FLOAT4E2M1": ml_dtypes.float4_e2m1fn,
+    "FLOAT8E4M3FN": ml_dtypes.float8_e4m3fn,
+    "FLOAT8E5M2": ml_dtypes.float8_e5m2,
+    "INT8": np.int8,
+    "UINT8": np.uint8,
+}
+
+
+def finish(model: Any, ir_version: int) -> None:
+    """All passes, in order."""
+    fold_casts(model)
+    use_global_pools(model)
+    name_nodes(model)
+    forget_the_machine(model)
+    drop_unused(model)
+    model.ir_version = ir_version
+    model.producer_name = "scalepoint"
+    model.producer_version = ""
+
+
+def fold_casts(model: Any) -> None:
+    """Cast(stored codes) becomes an initializer of the narrow type."""
+    graph = model.graph
+    made: dict[tuple[str, str], Any] = {}
+    for node in list(graph):
+        if node.op_type != "Cast" or node.inputs[0] is None or node.inputs[0].const_value is None:
+            continue
+        kind = ir.DataType(node.attributes["to"].as_int())
+        source = node.inputs[0]
+        if kind.name not in _NARROW or not source.is_initializer():
+            continue
+        key = (source.name, kind.name)
+        if key not in made:
+            made[key] = _converted(graph, source, kind)
+        ir.convenience.replace_all_uses_with(node.outputs[0], made[key])
+        graph.remove(node, safe=True)
+
+
+def _converted(graph: Any, source: Any, kind: Any) -> Any:
+    array = source.const_value.numpy()
+    if source.const_value.dtype == kind:
+        return source
+    name = f"{source.name}.{kind.name.lower()}"
+    tensor = ir.Tensor(array.astype(_NARROW[kind.name]), dtype=kind, name=name)
+    value = ir.Value(name=name, shape=source.shape, type=ir.TensorType(kind), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def use_global_pools(model: Any) -> None:
+    """ReduceMean over the two last of four axes is GlobalAveragePool, for which runtimes have an int8 kernel."""
+    for node in list(model.graph):
+        if node.op_type != "ReduceMean" or len(node.inputs) < 2 or node.inputs[1] is None:
+            continue
+        axes = node.inputs[1].const_value
+        rank = None if node.inputs[0].shape is None else len(node.inputs[0].shape)
+        keeps = "keepdims" not in node.attributes or node.attributes["keepdims"].as_int() == 1
+        if axes is None or rank != 4 or not keeps:
+            continue
+        if sorted(int(axis) % 4 for axis in axes.numpy().reshape(-1)) == [2, 3]:
+            pool = ir.Node("", "GlobalAveragePool", [node.inputs[0]], name=node.name)
+            pool.outputs[0].shape, pool.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
+            pool.metadata_props.update(node.metadata_props)
+            ir.convenience.replace_nodes_and_values(
+                model.graph, node, [node], [pool], [node.outputs[0]], [pool.outputs[0]]
+            )
+
+
+def name_nodes(model: Any) -> None:
+    """Nodes are named after the modules that made them: layer1.0.conv1/Conv."""
+    taken: dict[str, int] = {}
+    for node in model.graph:
+        name = f"{_scope(node)}/{node.op_type}".lstrip("/")
+        count = taken[name] = taken.get(name, -1) + 1
+        node.name = name if count == 0 else f"{name}_{count}"
+
+
+def _scope(node: Any) -> str:
+    text = node.metadata_props.get(KEPT_METADATA, "")
+    scopes: Sequence[str] = [part.strip(" '\"") for part in text.strip("[]").split(",")]
+    return scopes[-2] if len(scopes) > 1 else ""
+
+
+def forget_the_machine(model: Any) -> None:
+    """Stack traces and paths of whoever exported do not belong into a file."""
+    for holder in (model, model.graph, *model.graph, *model.graph.inputs, *model.graph.outputs):
+        holder.metadata_props.clear()
+    for node in model.graph:
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in model.graph.initializers.values():
+        value.metadata_props.clear()
+        value.doc_string = None
+
+
+def drop_unused(model: Any) -> None:
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            model.graph.initializers.pop(name)

@@ -1,0 +1,125 @@
+"""ONNX Runtime on a CPU: u8 activations, s8 weights, Q/DQ on inputs and outputs of what runs in QLinear kernels.
+
+Convolutional parts are quantized throughout (inputs, outputs, residual adds, pools), so that integers flow from kernel
+to kernel. Of transformers the linear layers are: their outputs, norms, GELU, softmax, attention and residuals stay
+float, where int8 wins nothing.
+"""
+
+from functools import cache
+
+import torch
+from torch import fx
+
+from scalepoint.patterns import Pattern, Point, chain, kind_of, op, optional
+from scalepoint.patterns.base import (
+    ATTENTION,
+    ATTENTION_SPELLED_OUT,
+    BATCH_NORM,
+    CONV,
+    CONV_TRANSPOSE,
+    EMBEDDING,
+    GATED_LINEAR,
+    GROUP_NORM,
+    LAYER_NORM,
+    LINEAR_ONLY,
+    LINEAR_RELU,
+    MHA_IN_PROJECTION,
+    RMS_NORM,
+    RMS_NORM_SPELLED_OUT,
+    SHAPES,
+)
+from scalepoint.patterns.conversions import CONVERSIONS, head_to_convolution
+from scalepoint.patterns.fused import FusedAdd, FusedConcat, FusedConvBN, FusedConvBNReLU, FusedPool
+from scalepoint.patterns.language import Nodes, without_points
+from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec.spec import to_dtype
+from scalepoint.targets.cpu import instruction_set
+from scalepoint.targets.target import Accepted, Facts, Target
+
+FOLDED = op("activation", "relu", "relu6")
+COPIES = frozenset(("max_pool", "identity", "dropout", *SHAPES))
+
+
+def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
+    """Both operands are tensors, and one comes from a convolution: then integers flow through."""
+    tensors = add.all_input_nodes
+    if len(tensors) != 2:
+        return "does not join two tensors"
+    return None if any(_from_convolution(each) for each in tensors) else "no convolution gives one of its operands"
+
+
+def _from_convolution(node: fx.Node) -> bool:
+    while kind_of(node) in ("batch_norm", "relu", "relu6", *COPIES) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return kind_of(node) in ("conv", "add")
+
+
+def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
+    sources = node.all_input_nodes
+    return None if sources and all(map(_from_convolution, sources)) else "not all of its inputs come from convolutions"
+
+
+NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4", "int2")))  # weight-only: MatMulNBits
+BOTH = (Point.INPUT, Point.OUTPUT)
+PATTERNS = (
+    Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), FOLDED), FusedConvBNReLU, BOTH),
+    Pattern("ConvBNPattern", chain(CONV, optional(BATCH_NORM)), FusedConvBN, BOTH),
+    Pattern(
+        "AddReLUPattern",
+        chain(op("add", where=joins_convolutions), optional(FOLDED)),
+        FusedAdd,
+        (Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
+    ),
+    Pattern("AdaptiveAvgPoolPattern", chain(op("adaptive_avg_pool", where=reads_convolution)), FusedPool, BOTH),
+    Pattern("AvgPoolPattern", chain(op("avg_pool", where=reads_convolution)), FusedPool, BOTH),
+    Pattern("ConcatPattern", chain(op("cat", where=reads_convolution)), FusedConcat, BOTH),
+    MHA_IN_PROJECTION,
+    GATED_LINEAR,
+    LINEAR_RELU,
+    LINEAR_ONLY,
+    *(
+        without_points(pattern)
+        for pattern in (CONV_TRANSPOSE, ATTENTION, ATTENTION_SPELLED_OUT, LAYER_NORM, RMS_NORM, RMS_NORM_SPELLED_OUT)
+    ),
+    GROUP_NORM,
+    EMBEDDING,
+)
+
+
+def pair_safe(spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
+    """int8 weights whose products cannot saturate; depthwise kernels do not add in pairs and keep all 8 bits."""
+    if spec.dtype != torch.int8 or facts.is_depthwise or spec.qscheme == QuantizationScheme.ASYMMETRIC:
+        return spec
+    return spec.replace(range_calculator_cls="pair_safe", qscheme=QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
+
+
+@cache
+def onnxruntime_target(cpu: str = "auto") -> Target:
+    """For a CPU: "vnni" uses all 8 bits of the weights, "avx2" the pair-safe scale, "auto" looks at this machine."""
+    chosen = instruction_set(cpu)
+    return Target(
+        name="onnxruntime",
+        summary="ONNX Runtime on CPUs: u8 activations, s8 weights, int32 biases",
+        patterns=PATTERNS,
+        conversions=tuple(conversion for conversion in CONVERSIONS if conversion is not head_to_convolution),
+        activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="histogram_mse"),
+        weight=QuantizationSpec(
+            qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
+        ),
+        accepts=(
+            Accepted("activation", (torch.uint8,), (), ("per_tensor",)),
+            Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
+            Accepted(
+                "weight",
+                tuple(map(to_dtype, ("int4", "uint4", "int2", "int8"))),
+                (),
+                ("per_block", "per_channel"),
+                (16, 32, 64, 128, 256),
+                ("linear",),
+            ),
+        ),
+        adapt_weight=None if chosen == "vnni" else pair_safe,
+        shares=COPIES,
+        bias="int32",
+        options={"cpu": chosen},
+    )
