@@ -33,7 +33,6 @@ class Case:
 
 # What capture does not do yet; each is an open end, listed so that nothing is hidden.
 OPEN = {
-    "rt_detr": "torch.export fixes the batch where the model takes len(tensor), and capture does not notice",
     "mixtral": "the grouped matrix product of experts has no kind yet",
     "mamba": "a parameter as the left operand of a product is not taken for a linear",
 }

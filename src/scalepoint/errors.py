@@ -14,6 +14,7 @@
     ├── GraphError (RuntimeError)               SP-G002  a graph that is not sound: our fault, please report it
     └── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
 
+What works, but not as one may think, is a ScalepointWarning (UserWarning).
 Fields of a spec are checked by pydantic, whose ValidationError (a ValueError too) carries our messages.
 A message says what was given, what is allowed, where, and the way out.
 """
@@ -78,6 +79,10 @@ class GraphError(ScalepointError, RuntimeError):
 
 class DocumentError(ScalepointError, ValueError):
     code = "SP-C001"
+
+
+class ScalepointWarning(UserWarning):
+    """A result that is right but narrower than one may think."""
 
 
 def shown(value: object) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CaptureError, ScalepointError
+from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning
 from scalepoint.graph import capture, check_graph
 from tests.models import Decoder, SilentSkip, UNet, resnet50, settled, vit_b16
 
@@ -502,13 +502,31 @@ class TestInputsAndOutputs:
             tokens = torch.randint(0, 50, (batch, length))
             close(graph_module(input_ids=tokens), model(input_ids=tokens))
 
-    def test_a_model_that_needs_its_batch_is_captured_at_that_batch(self):
-        model = Function(lambda x: x.view(2, 2, 2))
-        close(capture(model, X)(X), model(X))
+    @pytest.mark.parametrize(
+        ("function", "batch"),
+        [
+            pytest.param(lambda x: x.view(2, 2, 2), 2, id="a-batch-of-two"),
+            pytest.param(lambda x: x.view(4), 1, id="a-batch-of-one"),
+        ],
+    )
+    def test_a_model_that_needs_its_batch_is_captured_at_that_batch_and_it_is_told(self, function, batch):
+        model = Function(function)
+        with pytest.warns(ScalepointWarning, match=f"'x' is fixed at {batch}") as caught:
+            graph_module = capture(model, X[:batch])
+        assert [warning.filename for warning in caught] == [__file__]
+        assert graph_module.meta["fixed_batch"] == {"x": batch}
+        close(graph_module(X[:batch]), model(X[:batch]))
 
-    def test_a_model_that_needs_a_batch_of_one_is_captured_at_that_batch(self):
-        model = Function(lambda x: x.view(4))
-        close(capture(model, X[:1])(X[:1]), model(X[:1]))
+    def test_a_batch_that_is_fixed_on_purpose_is_not_warned_of(self):
+        graph_module = capture(Layer(nn.Linear(4, 3)), X, dynamic=False)
+        assert graph_module.meta["fixed_batch"] == {"x": 2}
+
+    def test_a_batch_that_only_the_first_rung_fixes_stays_free(self):
+        model = Function(lambda x: x / len(x))  # len() of a tensor is a number to torch.export, not to its strict form
+        graph_module = capture(model, X)
+        assert graph_module.meta["fixed_batch"] == {}
+        x = torch.randn(5, 4)
+        close(graph_module(x), model(x))
 
 
 class Stateful(nn.Module):
