@@ -177,6 +177,94 @@ class TestOtherModels:
         assert any("lstm" in item.name and item.reason for item in told)
 
 
+class Reads(nn.Module):
+    """A forward that is a function of x and a weight."""
+
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(*shape))
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+class Cell(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        y = self.cell(x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bilinear = nn.Bilinear(4, 4, 3)
+
+    def forward(self, x):
+        return self.bilinear(x, x)
+
+
+def named_as_left(result):
+    return [(item.name, item.reason) for item in result.report.refusals if not item.pattern]
+
+
+class TestWeightsThatAreReadInAnotherWay:
+    @pytest.mark.parametrize(
+        ("model", "weight"),
+        [
+            pytest.param(Reads(lambda x, w: torch.einsum("bi,oi->bo", x, w), 3, 4), "weight", id="einsum"),
+            pytest.param(Reads(lambda x, w: x @ (w * 2).T, 3, 4), "weight", id="a-scaled-weight"),
+            pytest.param(Reads(lambda x, w: torch.baddbmm(x[None], x[None], w), 1, 4, 4), "weight", id="baddbmm"),
+            pytest.param(Reads(lambda x, w: w[(x > 0).long()], 2, 4), "weight", id="a-table-by-index"),
+            pytest.param(Reads(torch.cdist, 3, 4), "weight", id="distances"),
+            pytest.param(Cell(nn.LSTMCell(4, 3)), "cell.weight_ih", id="lstm-cell"),
+            pytest.param(Cell(nn.GRUCell(4, 3)), "cell.weight_ih", id="gru-cell"),
+            pytest.param(Pair(), "bilinear.weight", id="bilinear"),
+        ],
+    )
+    def test_they_are_named_with_the_reason(self, model, weight):
+        result = transform(model, torch.randn(2, 4))
+        assert [reason for _, reason in named_as_left(result)] == [
+            f"reads the weight {weight} in a way that is not known: it stays float"
+        ]
+        parity(model, result, torch.randn(3, 4))
+
+    def test_a_module_that_is_not_looked_into_is_named_without_inputs_too(self):
+        assert named_as_left(transform(Pair())) == [
+            ("bilinear", "reads the weight bilinear.weight in a way that is not known: it stays float")
+        ]
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            pytest.param(lambda x, w: x + w, id="a-position"),
+            pytest.param(lambda x, w: torch.cat([x, w.expand(x.shape[0], -1)]), id="a-token"),
+            pytest.param(lambda x, w: x * w.sigmoid(), id="a-scale"),
+            pytest.param(lambda x, w: torch.where(x > 0, x, w), id="a-fill"),
+            pytest.param(lambda x, w: x - torch.tanh(w).unsqueeze(0).squeeze(0), id="of-parameters-alone"),
+        ],
+    )
+    @pytest.mark.parametrize("inputs", [True, False], ids=["with-inputs", "without"])
+    def test_what_is_added_scaled_or_joined_is_no_weight(self, function, inputs):
+        assert named_as_left(transform(Reads(function, 1, 4), torch.randn(2, 4) if inputs else None)) == []
+
+    @pytest.mark.parametrize("batch", [(2,), (2, 3)], ids=["tokens", "windows"])
+    def test_a_weight_as_the_left_operand_is_a_linear_layer(self, batch):
+        model = Reads(lambda x, w: w @ x, 3, 4)
+        result = transform(model, torch.randn(*batch, 4, 5))
+        assert result.report.counts() == {"LinearPattern": 1}
+        parity(model, result, torch.randn(*batch, 4, 5))
+
+    def test_the_experts_of_a_mixture_are_named(self):
+        model = Reads(lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=torch.tensor([2, 4]).int()), 2, 8, 8)
+        result = transform(model.bfloat16(), torch.randn(4, 8).bfloat16())
+        assert named_as_left(result) == [("grouped_linear", "no pattern takes a grouped_linear: it stays as it is")]
+
+
 def places_of_kind(plan, kind):
     return sum(kind in {node.meta["kind"] for node in match.nodes.values()} for match in plan.matches)
 

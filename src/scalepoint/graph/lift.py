@@ -125,7 +125,9 @@ def _is_parameter(value: Any) -> bool:
 
 
 def _untranspose(graph: fx.Graph) -> None:
-    """x @ w.T and addmm(b, x, w.T), w a parameter, are linear(x, w, b)."""
+    """x @ w.T and addmm(b, x, w.T), w a parameter, are linear(x, w, b); w @ x is linear(x.T, w).T."""
+    for node in list(graph.nodes):
+        _turn(graph, node)
     for node in list(graph.nodes):
         name = base_name(node.target) if node.op == "call_function" else ""
         if name not in ("matmul", "mm", "addmm") or node.kwargs:
@@ -143,6 +145,27 @@ def _untranspose(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.linear.default and len(node.args) == 2:
             _absorb_bias(graph, node)
+
+
+def _turn(graph: fx.Graph, node: fx.Node) -> None:
+    """w @ x, w a matrix and x tokens in columns, as a linear layer on tokens in rows."""
+    if node.op != "call_function" or node.target not in (torch.ops.aten.matmul.default, torch.ops.aten.mm.default):
+        return
+    weight, x = node.args
+    value, taken = (tensor_of(arg) if isinstance(arg, fx.Node) else None for arg in (weight, x))
+    if not _is_parameter(weight) or _is_parameter(x) or value is None or taken is None:
+        return
+    if value.ndim != 2 or taken.ndim < 2:
+        return
+    with graph.inserting_before(node):
+        rows = graph.call_function(torch.ops.aten.transpose.int, (x, -2, -1))
+        linear = graph.call_function(torch.ops.aten.linear.default, (rows, weight))
+        columns = graph.call_function(torch.ops.aten.transpose.int, (linear, -2, -1))
+    for made, like in ((rows, taken), (linear, tensor_of(node)), (columns, tensor_of(node))):
+        turned = like if made is columns or like is None else like.transpose(-2, -1)
+        made.meta = dict(node.meta) | {"val": turned}
+    node.replace_all_uses_with(columns)
+    graph.erase_node(node)
 
 
 def _absorb_bias(graph: fx.Graph, linear: fx.Node) -> None:
@@ -243,12 +266,13 @@ def writes_through_views(graph: fx.Graph) -> bool:
             if written.op == "get_attr":
                 continue
             readers = [user for user in written.users if user is not node]
-            if _is_view(written) or any(_is_view(user) for user in readers):
+            if is_view(written) or any(is_view(user) for user in readers):
                 return True
     return False
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether an aten operation gives another look at memory that its input holds."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return any(

@@ -12,6 +12,7 @@ from torch import fx
 from scalepoint.documents import parse_json
 from scalepoint.errors import PatternError, shown
 from scalepoint.graph.kinds import WEIGHTED
+from scalepoint.graph.weights import unknown_readers
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, kind_of, match_at, place_of
 
 VERSION = 1
@@ -108,9 +109,12 @@ def _unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[Refusa
     """The operations with weights that no pattern took and nobody spoke of yet."""
     told = {refusal.name for refusal in refusals}
     weighted = [node for node in model.graph.nodes if kind_of(node) in (*WEIGHTED, "attention", "left")]
+    reasons = {node: f"no pattern takes a {kind_of(node)}: it stays as it is" for node in weighted}
+    for node, weight in unknown_readers(model):
+        reasons[node] = f"reads the weight {weight} in a way that is not known: it stays float"
     return [
-        Refusal("", place_of(node), f"no pattern takes a {kind_of(node)}: it stays as it is")
-        for node in weighted
+        Refusal("", place_of(node), reason)
+        for node, reason in reasons.items()
         if node not in taken and place_of(node) not in told
     ]
 

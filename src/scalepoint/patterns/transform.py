@@ -57,6 +57,7 @@ def transform(
     *,
     kwargs: Mapping[str, Any] | None = None,
     copy: bool = True,
+    dynamic: bool = True,
     leave: Sequence[str] = (),
     check: bool = False,
 ) -> TransformationResult:
@@ -64,7 +65,7 @@ def transform(
 
     check=True also runs both models on the inputs and compares.
     """
-    plan = get_transformation_plan(model, args, patterns, kwargs=kwargs, copy=copy, leave=leave)
+    plan = get_transformation_plan(model, args, patterns, kwargs=kwargs, copy=copy, dynamic=dynamic, leave=leave)
     result = apply_transformation_plan(plan)
     if check and isinstance(model, nn.Module):
         _compare(model, result.model, args, kwargs)
@@ -78,10 +79,11 @@ def get_transformation_plan(
     *,
     kwargs: Mapping[str, Any] | None = None,
     copy: bool = True,
+    dynamic: bool = True,
     leave: Sequence[str] = (),
 ) -> TransformationPlan:
     """What transform would do; edit `match.apply`, then apply it."""
-    graph_module = capture(model, args, kwargs, copy=copy, leave=leave)
+    graph_module = capture(model, args, kwargs, copy=copy, dynamic=dynamic, leave=leave)
     converted = convert(graph_module)
     plan = make_plan(graph_module, tuple(BASE_PATTERNS if patterns is None else patterns))
     plan.converted = converted
