@@ -951,10 +951,20 @@ class TestErrors:
 
     @pytest.mark.parametrize("path", ["model.pt2", "../model.pt", "/tmp/model.py"])  # noqa: S108
     def test_a_path_is_refused_without_trust(self, path):
-        with pytest.raises(CaptureError, match="runs code"):
-            capture(path, X)
-        with pytest.raises(CaptureError, match="runs code"):
-            capture(Path(path), X)
+        for given in (path, Path(path)):
+            with pytest.raises(CaptureError, match=r"runs code.*trust=True"):
+                capture(given, X)
+
+    @pytest.mark.parametrize("content", [None, b"", b"not a program", "half"], ids=["missing", "empty", "text", "cut"])
+    def test_a_trusted_file_that_is_no_program_is_named(self, content, tmp_path):
+        path = tmp_path / "model.pt2"
+        if content == "half":
+            torch.export.save(torch.export.export(nn.Linear(4, 3), (X,)), path)
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        elif content is not None:
+            path.write_bytes(content)
+        with pytest.raises(CaptureError, match=r"model\.pt2.*[a-z]: ."):
+            capture(path, X, trust=True)
 
     @pytest.mark.parametrize(
         "model", [None, 3, {}, F.relu, nn.Linear], ids=["none", "int", "dict", "function", "class"]
@@ -1078,6 +1088,15 @@ class TestOtherForms:
         close(graph_module(x), model(x))
         assert set(graph_module.state_dict()) == set(program.state_dict)
         assert lifted(graph_module).count("conv") == 53
+
+    @pytest.mark.parametrize("as_text", [True, False], ids=["str", "Path"])
+    def test_a_trusted_file(self, as_text, tmp_path):
+        model = Layer(nn.Linear(4, 3)).eval()
+        path = tmp_path / "model.pt2"
+        torch.export.save(torch.export.export(model, (X,)), path)
+        graph_module = capture(str(path) if as_text else path, trust=True)
+        close(graph_module(X), model(X))
+        assert lifted(graph_module) == ["linear"]
 
     def test_capturing_an_exported_program_leaves_it_as_it_was(self):
         model = Layer(nn.Linear(4, 3)).eval()

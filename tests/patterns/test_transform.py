@@ -705,6 +705,15 @@ class TestChecks:
         for args, kwargs in ((x, None), ((x,), None), ([x], None), ({"input": x}, None), ((), {"input": x})):
             transform(model, args, kwargs=kwargs, check=True)
 
+    def test_a_check_of_a_trusted_file(self, tmp_path):
+        x = torch.randn(2, 4)
+        torch.export.save(torch.export.export(nn.Linear(4, 3).eval(), (x,)), tmp_path / "model.pt2")
+        result = transform(tmp_path / "model.pt2", x, check=True, trust=True)
+        assert result.report.counts() == {"LinearPattern": 1}
+        wrong = Pattern("WrongPattern", chain(op("linear")), Wrong)
+        with pytest.raises(GraphError):
+            transform(tmp_path / "model.pt2", x, [wrong], check=True, trust=True)
+
     def test_a_check_of_a_model_that_writes_into_its_input(self):
         class Writes(nn.Module):
             def __init__(self):

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from scalepoint.errors import CaptureError, ScalepointWarning, shown
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.check import check_graph
-from scalepoint.graph.export import export, fixed_batch, quiet, widened
+from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import replaced, restore
 from scalepoint.graph.lift import lift, writes_through_views
 from scalepoint.graph.symbolic import trace
@@ -27,23 +28,28 @@ from scalepoint.graph.symbolic import trace
 Inputs = Any
 
 
+Model = nn.Module | ExportedProgram | str | Path  # a path is one of a .pt2 file
+
+
 def capture(
-    model: nn.Module | torch.export.ExportedProgram,
+    model: Model,
     args: Inputs = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     copy: bool = True,
     dynamic: bool = True,
     leave: Sequence[str] = (),
+    trust: bool = False,
 ) -> fx.GraphModule:
     """The graph of a model for inputs like these.
 
     `args` is a tensor, a tuple of positional inputs, or a dict of keyword inputs; without any, torch.fx records what
     it can. The batch (axis 0) and, for integer inputs, the sequence (axis 1) stay dynamic where the model allows; where
     it does not, `meta["fixed_batch"]` of the graph says so, and a warning. copy=False shares the parameters. `leave`
-    names submodules that are not looked into: they are called as they are.
+    names submodules that are not looked into: they are called as they are. trust=True lets a .pt2 file be loaded.
     """
-    if isinstance(model, torch.export.ExportedProgram):
+    model = opened(model, trust)
+    if isinstance(model, ExportedProgram):
         with quiet():
             graph_module = _finish(model, _with_state(model)).eval()
             return copying.deepcopy(graph_module) if copy else graph_module
@@ -72,7 +78,7 @@ def capture(
     return graph_module
 
 
-def _with_state(program: torch.export.ExportedProgram) -> nn.Module:
+def _with_state(program: ExportedProgram) -> nn.Module:
     """The modules of a program with all of its state, also what its graph does not read."""
     owner = program.module(check_guards=False)
     for name, value in program.state_dict.items():
@@ -83,9 +89,7 @@ def _with_state(program: torch.export.ExportedProgram) -> nn.Module:
     return owner
 
 
-def _finish(
-    program: torch.export.ExportedProgram, owner: nn.Module, left: dict[int, str] | None = None
-) -> fx.GraphModule:
+def _finish(program: ExportedProgram, owner: nn.Module, left: dict[int, str] | None = None) -> fx.GraphModule:
     """The exported graph over the modules of `owner`, lifted and checked."""
     with quiet():
         if writes_through_views(program.graph):
@@ -140,12 +144,19 @@ def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module, owner: nn
                 graph_module.register_buffer(node.target, value, persistent=False)
 
 
-def _check_model(model: object) -> None:
-    if isinstance(model, str | Path):
+def opened(model: Model, trust: bool) -> nn.Module | ExportedProgram:
+    """The model, or the program at a path that is trusted."""
+    if not isinstance(model, str | Path):
+        return model
+    if not trust:
         raise CaptureError(
             f"{shown(str(model))} is a path: loading an exported program runs code from the file. If you trust it, "
-            "load it yourself and pass the program"
+            "say so: trust=True"
         )
+    return load(Path(model))
+
+
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"{shown(model)} is not an nn.Module")
     for name, module in model.named_modules():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CaptureError
+from scalepoint.errors import CaptureError, shown
 from scalepoint.graph.blame import user_line
 from scalepoint.graph.dry_run import dry_run
 
@@ -54,6 +55,15 @@ def _export_once(
         shapes = {**_positional_names(model, shapes[0]), **shapes[1]} if inputs[1] else shapes[0]
     with quiet():
         return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
+
+
+def load(path: Path) -> ExportedProgram:
+    """A program that torch.export saved. Loading runs code from the file: only for files that the user trusts."""
+    try:
+        with quiet():
+            return torch.export.load(path)
+    except Exception as error:  # a file may be anything
+        raise CaptureError(f"{shown(str(path))} is no program that torch.export can load. {_said(error)}") from error
 
 
 def fixed_batch(program: ExportedProgram) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import GraphError, PatternError
 from scalepoint.graph import capture, check_graph
-from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.capture import Model, as_inputs, opened
 from scalepoint.graph.lift import as_operation
 from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
@@ -51,7 +51,7 @@ class TransformationResult:
 
 
 def transform(
-    model: nn.Module | torch.export.ExportedProgram,
+    model: Model,
     args: Any = None,
     patterns: Sequence[Pattern] | None = None,
     *,
@@ -59,21 +59,23 @@ def transform(
     copy: bool = True,
     dynamic: bool = True,
     leave: Sequence[str] = (),
+    trust: bool = False,
     check: bool = False,
 ) -> TransformationResult:
     """Capture a model for inputs like these and group its operations by the patterns.
 
     check=True also runs both models on the inputs and compares.
     """
+    model = opened(model, trust)
     plan = get_transformation_plan(model, args, patterns, kwargs=kwargs, copy=copy, dynamic=dynamic, leave=leave)
     result = apply_transformation_plan(plan)
-    if check and isinstance(model, nn.Module):
-        _compare(model, result.model, args, kwargs)
+    if check:
+        _compare(model if isinstance(model, nn.Module) else model.module(), result.model, args, kwargs)
     return result
 
 
 def get_transformation_plan(
-    model: nn.Module | torch.export.ExportedProgram,
+    model: Model,
     args: Any = None,
     patterns: Sequence[Pattern] | None = None,
     *,
@@ -81,9 +83,10 @@ def get_transformation_plan(
     copy: bool = True,
     dynamic: bool = True,
     leave: Sequence[str] = (),
+    trust: bool = False,
 ) -> TransformationPlan:
     """What transform would do; edit `match.apply`, then apply it."""
-    graph_module = capture(model, args, kwargs, copy=copy, dynamic=dynamic, leave=leave)
+    graph_module = capture(model, args, kwargs, copy=copy, dynamic=dynamic, leave=leave, trust=trust)
     converted = convert(graph_module)
     plan = make_plan(graph_module, tuple(BASE_PATTERNS if patterns is None else patterns))
     plan.converted = converted
@@ -162,12 +165,14 @@ def _compare(model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: 
         raise PatternError("check=True needs example inputs")
     inputs = as_inputs(args, kwargs)
     modes = [(module, module.training) for module in (*model.modules(), *graph_module.modules())]
+    for module, _ in modes:
+        module.training = False  # by hand: the module of an exported program has no eval
     try:
         with torch.no_grad():
             outputs = []
             for run in (model, graph_module):
                 positional, keyword = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs)
-                outputs.append(pytree.tree_leaves(run.eval()(*positional, **keyword)))
+                outputs.append(pytree.tree_leaves(run(*positional, **keyword)))
     finally:
         for module, mode in modes:
             module.training = mode
