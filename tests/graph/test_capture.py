@@ -1,6 +1,8 @@
 """Capture: one kind for one operation however it was written, the user's names kept, the user's model untouched."""
 
 import copy
+import logging
+import sys
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -17,8 +19,6 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning
 from scalepoint.graph import capture, check_graph
 from tests.models import Decoder, SilentSkip, UNet, resnet50, settled, vit_b16
-
-LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # torch's own deepcopy of a graph warns of torch's own class
 
 
 class Function(nn.Module):
@@ -364,6 +364,25 @@ class TestNames:
         graph_module = captured(model, X)
         assert list(graph_module.state_dict()) == list(model.state_dict())
 
+    @pytest.mark.parametrize("x", [X, None], ids=["with-inputs", "without"])
+    @pytest.mark.parametrize(
+        "name", ["a\nb", 'a"b', "a\\b", "class", "None", "a\0b", "\ud800", "\N{LATIN SMALL LIGATURE FI}"], ids=ascii
+    )
+    def test_a_name_that_code_cannot_hold_is_told(self, name, x):
+        model = nn.Sequential()
+        model.add_module("block", nn.Sequential())
+        model.block.add_module(name, nn.Linear(4, 3))
+        with pytest.raises(CaptureError, match="rename it") as caught:
+            capture(model, x)
+        assert repr(f"block.{name}") in str(caught.value)
+
+    @pytest.mark.parametrize("x", [X, None], ids=["with-inputs", "without"])
+    @pytest.mark.parametrize("name", ["0", "a b", "a'b", "a-b", "naïve", "\u2028", "relu", "forward_"], ids=ascii)
+    def test_other_odd_names_work(self, name, x):
+        model = nn.Sequential()
+        model.add_module(name, nn.Linear(4, 3))
+        close(capture(model, x)(X), model(X))
+
 
 class BuffersModel(nn.Module):
     def __init__(self):
@@ -639,7 +658,6 @@ class TestTrainAndEval:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert not torch.equal(graph_module.fc.weight, model.fc.weight)
 
-    @pytest.mark.filterwarnings(LEAF_SPEC)
     def test_a_deepcopy_of_the_graph_is_independent(self):
         graph_module = capture(SilentSkip().eval(), torch.randn(1, 5, 8))
         x = torch.randn(2, 5, 8)
@@ -933,9 +951,39 @@ class TestErrors:
             capture(Raises(), X)
         assert __file__ in str(caught.value)
 
-    def test_wrong_inputs_are_told(self):
-        with pytest.raises(CaptureError, match=r"reduction dim|mat1"):
-            capture(Layer(nn.Linear(4, 3)), torch.randn(2, 5))
+    @pytest.mark.parametrize(
+        ("model", "line"),
+        [
+            pytest.param(Layer(nn.Linear(4, 3)), "return self.layer(x)", id="a-module"),
+            pytest.param(Function(lambda x, w: x @ w.T, W), "x @ w.T", id="a-product"),
+        ],
+    )
+    def test_inputs_on_which_the_model_itself_fails_are_told_with_the_line(self, model, line):
+        with pytest.raises(CaptureError, match=r"itself fails on these example inputs.*RuntimeError: .*mat1") as caught:
+            capture(model, torch.randn(2, 5))
+        assert f"{__file__}:" in str(caught.value)
+        assert line in str(caught.value)
+        assert "leave=" not in str(caught.value)
+
+    def test_telling_of_a_failure_runs_nothing_that_shows(self):
+        model = nn.Sequential(Counter(), Function(lambda x: x.add_(1)), DataDependent())
+        x = X.clone()
+        before = snapshot(model)
+        with pytest.raises(CaptureError):
+            capture(model, x, copy=False)
+        same(before, snapshot(model))
+        assert torch.equal(x, X)
+
+    def test_what_torch_logs_and_prints_meanwhile_does_not_reach_the_user(self, capfd, caplog):
+        def loud(x):
+            logging.getLogger("torch.of.tomorrow").error("a logger that is made during the export")
+            sys.stdout.write("a line of the export")
+            return x + 1
+
+        capture(Function(loud), X)
+        assert (*capfd.readouterr(), caplog.text) == ("", "", "")
+        logging.getLogger("of.the.user").error("heard again")
+        assert "heard again" in caplog.text
 
     def test_too_many_inputs_are_told(self):
         with pytest.raises(CaptureError):
@@ -1117,7 +1165,6 @@ class TestOtherForms:
         close(graph_module(x), model(x))
         assert lifted(graph_module).count("conv") == 11
 
-    @pytest.mark.filterwarnings(LEAF_SPEC)
     def test_a_captured_graph_is_captured_again(self):
         model = settled(UNet())
         x = torch.randn(1, 3, 16, 16)

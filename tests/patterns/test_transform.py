@@ -34,7 +34,6 @@ from scalepoint.patterns.fused import FusedAttention, FusedConvBN, FusedLinear, 
 from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, settled, vit_b16
 
 GOLDEN = Path(__file__).parent / "golden"
-LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # torch's own deepcopy of a graph warns of torch's own class
 
 
 def image(batch=1, size=32):
@@ -767,7 +766,7 @@ def outputs(script, seeds):
             subprocess.Popen(
                 [sys.executable, "-c", script],
                 cwd=root,
-                env={**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(root)},
+                env={**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"},
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -812,7 +811,6 @@ class TestDeterminism:
         assert first.model.code == second.model.code
 
 
-@pytest.mark.filterwarnings(LEAF_SPEC)
 class TestTheResult:
     def test_a_deepcopy_is_equal_and_independent(self, resnet):
         model, result = resnet

@@ -8,10 +8,13 @@ random state stay as they were.
 
 import copy as copying
 import warnings
+from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import torch
 from torch import Tensor, fx, nn
@@ -95,12 +98,21 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: dict[int, str] | N
         if writes_through_views(program.graph):
             program = program.run_decompositions({})
         unlifted = program.module(check_guards=False)
-    graph_module = fx.GraphModule(unlifted, unlifted.graph, class_name=type(owner).__name__)
+    graph_module = _Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     _adopt(graph_module, owner)
     restore(graph_module, left or {})
     graph_module.meta["fixed_batch"] = fixed_batch(program)
     return _checked(lift(graph_module, owner))
+
+
+class _Captured(fx.GraphModule):
+    """A graph whose deepcopy is silent: torch's own warns of torch's own class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+            return super().__deepcopy__(memo)
 
 
 def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:
@@ -162,6 +174,23 @@ def _check_model(model: object) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise CaptureError(f"{name or type(model).__name__} is a lazy module without shapes: run one batch first")
+    for table in (model.named_modules(), model.named_parameters(), model.named_buffers()):
+        for name, _ in table:
+            if not all(map(_can_be_code, name.split("."))):
+                raise CaptureError(
+                    f"{name!r} cannot be a name in the code of a graph: rename it without quotes, backslashes, line "
+                    "breaks and Python's own words"
+                )
+
+
+def _can_be_code(name: str) -> bool:
+    """Whether torch.fx, which writes `.name` or `getattr(_, "name")`, gets the same name back when the code runs."""
+    if name.isidentifier():
+        return not iskeyword(name) and normalize("NFKC", name) == name
+    try:
+        return name.isdigit() or literal_eval(f'"{name}"') == name
+    except (SyntaxError, ValueError):
+        return False
 
 
 def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -143,9 +143,11 @@ def _positional_names(model: nn.Module, shapes: tuple[Any, ...]) -> dict[str, An
 def quiet() -> Iterator[None]:
     """torch.export prints and logs of its own internals; what matters to the user is raised.
 
-    Logging is off as a whole: torch makes loggers and handlers while it works.
+    Logging is off as a whole: torch makes loggers and handlers while it works. Its trace log ignores that, and writes
+    thousands of records to whoever listens (pytest does), so nobody listens meanwhile.
     """
-    disabled = logging.root.manager.disable
+    trace, disabled = logging.getLogger("torch.__trace"), logging.root.manager.disable
+    listening, trace.handlers = trace.handlers, []
     logging.disable()
     try:
         with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -153,3 +155,4 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+        trace.handlers = listening
