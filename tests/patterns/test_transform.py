@@ -556,6 +556,17 @@ class TestPlans:
         ]
         assert other.to_json() == text
 
+    @pytest.mark.parametrize("kept", [0, 1, 2])
+    def test_a_saved_plan_of_a_part_of_the_matches_is_refused_and_changes_nothing(self, kept):
+        plan = get_transformation_plan(small(), image(1, 8))
+        saved = json.loads(plan.to_json())
+        cut = {**saved, "matches": [{**row, "apply": False} for row in saved["matches"][:kept]]}
+        with pytest.raises(PatternError, match="does not speak of") as caught:
+            plan.load_json(json.dumps(cut))
+        for row in saved["matches"][kept:]:
+            assert f"{row['pattern']} at {row['where']}" in str(caught.value)
+        assert plan.to_json() == json.dumps(saved, indent=2)
+
     def test_a_plan_keeps_apart_two_matches_at_one_module(self):
         class Twice(nn.Module):
             def __init__(self):
@@ -985,6 +996,11 @@ class TestInvalidPatterns:
     def test_a_pattern_that_makes_no_sense_is_refused_when_it_is_made(self, make):
         with pytest.raises(PatternError):
             make()
+
+    def test_two_patterns_of_one_name_are_refused(self):
+        twins = [Pattern("Mine", chain(op(kind)), Fused) for kind in ("linear", "conv")]
+        with pytest.raises(PatternError, match="two patterns are called 'Mine'"):
+            transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), twins)
 
     def test_what_is_no_pattern_is_refused(self):
         with pytest.raises(PatternError):
