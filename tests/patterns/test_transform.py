@@ -58,7 +58,7 @@ def parity(model, result, *inputs):
 def resnet():
     torch.manual_seed(0)
     model = settled(resnet50(8, 10))
-    return model, transform(model, image(1, 64))  # the last pool has four values to average, so it is not idle
+    return model, transform(model, image(1, 64))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,11 @@ class TestResNet50:
 
     def test_the_graph_is_sound(self, resnet):
         check_graph(resnet[1].model)
+
+    def test_an_image_that_leaves_the_last_pool_one_value_finds_the_same(self, resnet):
+        found = transform(resnet[0], image(1, 32))
+        assert golden_text(found.matches) == golden_text(resnet[1].matches)
+        parity(resnet[0], found, image(3, 64))
 
     def test_the_guide_form_without_inputs_finds_the_same(self, resnet):
         found = transform(resnet[0], patterns=BASE_PATTERNS)
@@ -266,6 +271,29 @@ class TestWeightsThatAreReadInAnotherWay:
 
 def places_of_kind(plan, kind):
     return sum(kind in {node.meta["kind"] for node in match.nodes.values()} for match in plan.matches)
+
+
+class TestPoolsThatChangeNothing:
+    @pytest.mark.parametrize("inputs", [True, False], ids=["with-inputs", "without"])
+    @pytest.mark.parametrize(
+        ("pool", "is_idle"),
+        [
+            pytest.param(nn.MaxPool2d(1), True, id="max-of-one"),
+            pytest.param(nn.AvgPool2d(1, 1), True, id="average-of-one"),
+            pytest.param(nn.AdaptiveAvgPool2d((None, None)), True, id="adaptive-to-what-comes"),
+            pytest.param(nn.MaxPool2d(1, 2), False, id="every-second"),
+            pytest.param(nn.MaxPool2d(3, 1, 1), False, id="max-of-nine"),
+            pytest.param(nn.AvgPool2d(1, 1, divisor_override=2), False, id="another-divisor"),
+            pytest.param(nn.AdaptiveAvgPool2d(8), False, id="adaptive-to-the-size-of-this-image"),
+            pytest.param(nn.AdaptiveAvgPool2d((None, 8)), False, id="adaptive-in-one-axis"),
+        ],
+    )
+    def test_they_go_and_others_stay(self, pool, is_idle, inputs):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), pool, nn.ReLU()).eval()
+        result = transform(model, image(1, 8) if inputs else None)
+        assert (result.report.counts() == {"ConvBNReLUPattern": 1}) is is_idle
+        parity(model, result, image(3, 8))
+        parity(model, result, image(1, 16) if not inputs else image(1, 8))
 
 
 class Residual(nn.Module):
