@@ -805,23 +805,51 @@ class TestTheCallersModel:
         y = X.clone()
         close(graph_module(y), model(X.clone()))
 
-    def test_a_write_through_a_view_is_seen(self):
-        def write(x):
+    @pytest.mark.parametrize(
+        "write",
+        [
+            pytest.param(lambda y: [y[:, 0].fill_(5.0), y[:, 1:].mul_(2.0)], id="parts"),
+            pytest.param(lambda y: y[0][1:3].add_(1), id="a-view-of-a-view"),
+            pytest.param(lambda y: [y.view(-1).mul_(2)], id="flat"),
+            pytest.param(lambda y: [y.t()[0].zero_()], id="a-row-of-the-transposed"),
+            pytest.param(lambda y: [part.add_(1) for part in y.chunk(2, 1)], id="chunks"),
+            pytest.param(lambda y: y[:, 0].copy_(y[:, 1]), id="a-copy"),
+            pytest.param(lambda y: y.gt_(0), id="a-comparison-keeps-its-type"),
+            pytest.param(lambda y: y.add_(torch.ones(4, dtype=torch.float64)), id="a-wider-operand"),
+            pytest.param(lambda y: y[:, :2].div_(y[:, 2:].exp()), id="parts-of-one-tensor"),
+            pytest.param(lambda y: y.reshape(-1).add_(1), id="a-reshape"),
+            pytest.param(lambda y: y[torch.tensor([0, 1]), torch.tensor([1, 2])].add_(1), id="a-gather-is-a-copy"),
+            pytest.param(lambda y: y[:, 0].relu_().add_(1).mul_(3), id="three-writes-on-one-view"),
+        ],
+    )
+    def test_a_write_is_seen_through_every_view(self, write):
+        def forward(x):
             y = x * 1
-            y[:, 0] = 5.0
-            y[:, 1:].mul_(2.0)
+            before, row = y + 0, y[0]
+            flat = y.view(-1)
+            write(y)
+            return y, row, flat, before, y.sum(), row[1:] * 2
+
+        captured(Function(forward), X)
+
+    @pytest.mark.parametrize("late", [True, False])
+    def test_what_a_write_gives_is_what_was_written(self, late):
+        def forward(x):
+            y = x * 1
+            part = y[:, 1:]
+            z = part.mul_(2)
+            y.add_(1)
+            return (z if late else z + 0), y, part
+
+        captured(Function(forward), X)
+
+    def test_dropout_stays_where_a_model_writes_through_a_view(self):
+        def forward(x):
+            y = F.dropout(x, 0.5, training=False)
+            y[:, 0] = 1.0
             return y
 
-        captured(Function(write), X)
-
-    def test_an_in_place_operation_read_through_an_earlier_view_is_seen(self):
-        def write(x):
-            y = x * 1
-            z = y.view(-1)
-            y.relu_()
-            return z + 1
-
-        captured(Function(write), X)
+        assert "dropout" in lifted(captured(Function(forward), X))
 
     def test_a_counter_that_the_forward_writes_counts(self):
         model = Counter()

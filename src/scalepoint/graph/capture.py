@@ -25,8 +25,9 @@ from scalepoint.graph.blame import user_level
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import replaced, restore
-from scalepoint.graph.lift import lift, writes_through_views
+from scalepoint.graph.lift import lift
 from scalepoint.graph.symbolic import trace
+from scalepoint.graph.writes import follow_writes
 
 Inputs = Any
 
@@ -95,9 +96,11 @@ def _with_state(program: ExportedProgram) -> nn.Module:
 def _finish(program: ExportedProgram, owner: nn.Module, left: dict[int, str] | None = None) -> fx.GraphModule:
     """The exported graph over the modules of `owner`, lifted and checked."""
     with quiet():
-        if writes_through_views(program.graph):
-            program = program.run_decompositions({})
         unlifted = program.module(check_guards=False)
+        if not follow_writes(unlifted.graph):
+            program = program.run_decompositions({})
+            unlifted = program.module(check_guards=False)
+            follow_writes(unlifted.graph)
     graph_module = _Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     _adopt(graph_module, owner)

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from scalepoint.graph.kinds import ACTIVATIONS, WEIGHTED
-from scalepoint.graph.lift import is_view
 from scalepoint.graph.modules import Operation
+from scalepoint.graph.writes import is_view
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "cat", "stack", "softmax", "attention", "dropout", "where", "lerp", "mean")
 _SHAPES = ("reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten", "repeat", "clone", "getitem")
