@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError
 from scalepoint.patterns import TransformationResult, transform
+from scalepoint.patterns.fused import FusedAttention
 from tests.architectures import ARCHITECTURES, Architecture, Inputs
 from tests.weighted import batch, covered, executed, left, relative_difference, run, told
 
@@ -117,6 +118,34 @@ def test_the_result_owns_copies(case: Case) -> None:
     theirs = {value.untyped_storage().data_ptr() for _, value in tensors(case.model) if value.numel()}
     shared = [name for name, value in tensors(case.result.model) if value.untyped_storage().data_ptr() in theirs]
     assert shared == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("written", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("name", "cores"),
+    [
+        pytest.param("bert", 2, id="encoder"),
+        pytest.param("gpt2", 2, id="causal"),
+        pytest.param("llama", 2, id="grouped-query"),
+        pytest.param("swin", 4, id="windows"),
+        pytest.param("t5", 6, id="relative-bias-and-cross"),
+        pytest.param("whisper", 6, id="cross"),
+    ],
+)
+def test_attention_is_found_however_it_is_written(name: str, cores: int, written: str) -> None:
+    model, inputs = ARCHITECTURES[name].build()
+    model.set_attn_implementation(written)
+    result = transform(model, inputs, check=True)
+    assert sum(issubclass(match.pattern.make, FusedAttention) for match in result.matches) == cores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cores"), [("swin_t", 12), ("swin_v2_t", 12), ("swinv2", 4), ("vit_small", 2)])
+def test_windowed_attention_is_found(name: str, cores: int) -> None:
+    model, inputs = ARCHITECTURES[name].build()
+    result = transform(model, inputs, check=True)
+    assert sum(issubclass(match.pattern.make, FusedAttention) for match in result.matches) == cores
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

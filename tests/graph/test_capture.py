@@ -145,6 +145,36 @@ class TestOneKindHoweverItWasSpelt:
         graph_module = captured(Function(conv1d, W.T.contiguous(), B), torch.randn(2, 5, 4))
         assert lifted(graph_module) == ["linear"]
 
+    def test_conv1d_of_gpt2_is_one_linear_layer_on_the_tokens(self):
+        def conv1d(x, w, b):
+            size = (*x.size()[:-1], w.shape[1])
+            return torch.addmm(b, x.view(-1, x.size(-1)), w).view(size)
+
+        model = Function(conv1d, W.T.contiguous(), B)
+        graph_module = captured(model, torch.randn(2, 5, 4))
+        assert "reshape" not in kinds(graph_module)
+        operation = graph_module.get_submodule("linear")
+        assert operation.weight is graph_module.weight
+        assert operation.bias is graph_module.bias
+        assert operation.has_input_first
+        x = torch.randn(3, 5, 4)
+        close(graph_module(x), model(x))
+
+    @pytest.mark.parametrize(
+        "back", [lambda y: y.view(5, 2, 3), lambda y: y.view(2, 15), lambda y: y.view(2, 5, 3, 1)], ids=str
+    )
+    def test_tokens_that_are_not_restored_stay_flat(self, back):
+        model = Function(lambda x, w: back(F.linear(x.view(-1, 4), w)), W)
+        graph_module = capture(model, torch.randn(2, 5, 4), dynamic=False)
+        assert kinds(graph_module) == ["reshape", "linear", "reshape"]
+
+    def test_an_operator_whose_name_ends_like_a_write_is_none(self):
+        def forward(x):
+            y = F.dropout(x, 0.5, training=False) > 0
+            return x * ((y & (x < 3)) | (x > 5))
+
+        assert "dropout" in lifted(captured(Function(forward), X))
+
     def test_addmm_with_factors_keeps_its_meaning(self):
         captured(Function(lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5, alpha=2.0), W, B), X)
 

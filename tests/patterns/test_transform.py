@@ -461,6 +461,33 @@ class TestFusions:
         assert sum(issubclass(match.pattern.make, FusedAttention) for match in result.matches) == 1
         parity(model, result, torch.randn(3, 5, 4))
 
+    @pytest.mark.parametrize(
+        "between",
+        [
+            pytest.param(lambda s, v: (s * 0.5).softmax(-1).type_as(s) @ v, id="type-of-the-scores"),
+            pytest.param(lambda s, v: torch.softmax((s + torch.ones(5, 5)).float(), -1).type_as(s) @ v, id="as-t5"),
+            pytest.param(lambda s, v: (s + torch.ones(5, 5) + torch.ones(5, 1)).softmax(-1) @ v, id="bias-and-mask"),
+            pytest.param(
+                lambda s, v: (s.view(-1, 1, 5, 5) + torch.ones(1, 5, 5)).view(-1, 5, 5).softmax(-1) @ v, id="windows"
+            ),
+            pytest.param(lambda s, v: (s * torch.ones(5, 1)).softmax(-1) @ v, id="a-learned-scale"),
+        ],
+    )
+    def test_attention_is_one_core_whatever_stands_before_its_softmax(self, between):
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x):
+                return between(self.q(x) @ self.k(x).transpose(-2, -1), self.v(x))
+
+        model = Attention().eval()
+        result = transform(model, torch.randn(1, 5, 4))
+        counts = result.report.counts()
+        assert counts == {"AttentionSpelledOutPattern": 1, "MHAInProjectionPattern": 3}
+        parity(model, result, torch.randn(3, 5, 4))
+
     def test_rms_norm_spelled_out_is_one_norm(self):
         class Norm(nn.Module):
             def __init__(self):

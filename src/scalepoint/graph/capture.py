@@ -27,6 +27,7 @@ from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import replaced, restore
 from scalepoint.graph.lift import lift
 from scalepoint.graph.symbolic import trace
+from scalepoint.graph.tokens import unflatten
 from scalepoint.graph.writes import follow_writes
 
 Inputs = Any
@@ -106,7 +107,8 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: dict[int, str] | N
     _adopt(graph_module, owner)
     restore(graph_module, left or {})
     graph_module.meta["fixed_batch"] = fixed_batch(program)
-    return _checked(lift(graph_module, owner))
+    unflatten(lift(graph_module, owner))
+    return _checked(graph_module)
 
 
 class _Captured(fx.GraphModule):

@@ -148,7 +148,10 @@ def kind_of_function(function: Callable[..., Any], settings: dict[str, Any]) -> 
 
 def is_in_place(function: Callable[..., Any]) -> bool:
     """Whether an aten overload writes into its first argument."""
-    return isinstance(function, torch._ops.OpOverload) and function._schema.name.endswith("_")
+    if not isinstance(function, torch._ops.OpOverload) or not function._schema.arguments:
+        return False
+    alias = function._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
 
 
 def functional(function: Any) -> Any:

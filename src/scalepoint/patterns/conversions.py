@@ -5,15 +5,17 @@ Each is a function that changes the graph and says how often it did; all are rep
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph.kinds import base_name
-from scalepoint.graph.lift import Tree
+from scalepoint.graph.lift import Tree, tensor_of
 from scalepoint.graph.modules import Operation, Reference
 from scalepoint.patterns.gelu import join_gelu
 from scalepoint.patterns.language import kind_of
 
 POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
+_PROMOTING = ("matmul", "mul", "div", "add")
 _ASSERTS = ("assert", "assert_scalar", "assert_tensor_metadata", "assert_async", "sym_constrain_range_for_size")
 
 
@@ -106,6 +108,28 @@ class HeadConvolution(nn.Module):
         return nn.functional.conv2d(x, self.weight, self.bias)
 
 
+def loosen_casts(model: fx.GraphModule) -> int:
+    """softmax(scores.float()).type_as(scores) takes its type from the product's operand: scores have one reader."""
+    changed = 0
+    for node in model.graph.nodes:
+        if kind_of(node) != "type_as" or len(node.all_input_nodes) != 2:
+            continue
+        source = like = node.all_input_nodes[1]
+        while kind_of(source) in ("matmul", "mul", "div", "add") and _dtype(source) == _dtype(
+            source.all_input_nodes[0]
+        ):
+            source = source.all_input_nodes[0]
+        if source is not like and _dtype(source) is not None:
+            node.replace_input_with(like, source)
+            changed += 1
+    return changed
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = tensor_of(node)
+    return None if value is None else value.dtype
+
+
 def remove_dead_code(model: fx.GraphModule) -> int:
     """Functions whose result nobody reads, such as a shape that only an assert used."""
     nodes = [node for node in model.graph.nodes if node.op == "call_function" and not node.users and _is_pure(node)]
@@ -120,6 +144,7 @@ CONVERSIONS: tuple[Callable[[fx.GraphModule], int], ...] = (
     remove_idle_pools,
     head_to_convolution,
     join_gelu,
+    loosen_casts,
     remove_dead_code,
 )
 
