@@ -1173,6 +1173,7 @@ class TestWithoutInputs:
         graph_module = capture(Function(F.linear, W, B), None)
         close(graph_module(X), F.linear(X, W, B))
         assert kinds(graph_module) == ["linear"]
+        assert graph_module.meta["fixed_batch"] == {}
 
     def test_dropout_and_batch_norm_are_live_in_train(self):
         graph_module = capture(Stateful().eval(), None).train()

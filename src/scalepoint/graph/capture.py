@@ -67,6 +67,7 @@ def capture(
             if leave:
                 raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
             graph_module = _checked(trace(working))
+            graph_module.meta["fixed_batch"] = {}  # torch.fx knows no sizes
         else:
             inputs = widened(*as_inputs(args, kwargs)) if dynamic else as_inputs(args, kwargs)
             with ExitStack() as stack:
