@@ -1,7 +1,9 @@
-"""How the time to transform grows with the graph: CPU time per node at 1,000 and at 10,000 nodes, one thread.
+"""How the time to transform grows with the graph, and what memory capture takes beside the model's.
 
+Time: CPU time per node at 1,000 and at 10,000 nodes, one thread.
 The graph is a chain of conv + BN + ReLU blocks with residuals, recorded without example inputs, because torch.export
 alone takes minutes at this size. Timed: conversions, matching and fusing. Runs of both sizes alternate; medians.
+Memory: how far the process grows at its peak, in units of the parameters, on linear layers of 420 MB.
 `python bench/graph.py [--quick]` prints the table and writes out/bench-graph.json.
 """
 
@@ -16,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx, nn
 
-from measure import Row, report
+from measure import Row, peak_extra_bytes, report
 from scalepoint.graph import capture
 from scalepoint.patterns import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
@@ -86,13 +88,41 @@ def linear_rows(small: int, large: int, repeats: int) -> list[Row]:
     return rows
 
 
+class Wide(nn.Module):
+    """Linear layers that are nearly all of the memory; one that writes through a view is made functional by torch."""
+
+    def __init__(self, layers: int, is_writing: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(layers)))
+        self.is_writing = is_writing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        if self.is_writing:
+            x[:, 0].relu_()
+        return x
+
+
+def memory_rows(layers: int) -> list[Row]:
+    capture(Wide(1, is_writing=True), torch.randn(1, 2048))  # what torch loads at the first export
+    rows = []
+    for name, is_writing in (("", False), (", a model that writes through views", True)):
+        model = Wide(layers, is_writing).eval()
+        size = sum(value.numel() * value.element_size() for value in model.parameters())
+        for how, copy, limit in (("copies", True, 1.2), ("shares", False, 0.2)):
+            peak = peak_extra_bytes(lambda model=model, copy=copy: capture(model, torch.randn(1, 2048), copy=copy))
+            rows.append(Row(f"peak memory, capture that {how}{name}", peak / size, limit, "the model's parameters"))
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="smaller graphs and fewer repeats: to see that it runs")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    rows = linear_rows(350, 1_400, 1) if quick else linear_rows(SMALL, LARGE, 5)
-    title = f"transform, chain of conv + BN + ReLU blocks, 1 thread, torch {torch.__version__}"
+    rows = memory_rows(5 if quick else 25)
+    rows += linear_rows(350, 1_400, 1) if quick else linear_rows(SMALL, LARGE, 5)
+    title = f"capture and transform, 1 thread, torch {torch.__version__}"
     return 0 if report(title, rows, Path("out/bench-graph.json")) else 1
 
 

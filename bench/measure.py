@@ -5,9 +5,10 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -66,10 +67,15 @@ def report(title: str, rows: list[Row], path: Path) -> bool:
     for row in rows:
         style = None if row.holds else "bold red"
         table.add_row(row.name, f"{row.ratio:.2f}", f"{row.limit:.2f}", row.against, row.note, style=style)
+    return publish(table, rows, path)
+
+
+def publish(table: Table, rows: Sequence[Any], path: Path) -> bool:
+    """Print a table of rows with `name` and `holds`, write them as JSON, and say whether every one holds."""
     console = Console(width=118)
     console.print(table)
     missed = [row.name for row in rows if not row.holds]
-    console.print(f"{len(rows) - len(missed)} of {len(rows)} rows within their limit")
+    console.print(f"{len(rows) - len(missed)} of {len(rows)} rows hold")
     for name in missed:
         console.print(f"missed: {name}")
     path.parent.mkdir(exist_ok=True)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalepoint.graph import Operation
 from scalepoint.patterns import kind_of
+from scalepoint.patterns.language import place_of
 from scalepoint.transformation import TransformationResult
 
 KINDS = ("conv", "linear", "embedding", "recurrent")
@@ -97,14 +98,23 @@ def covered(result: TransformationResult) -> dict[str, int]:
 def _group(kind: str) -> str:
     if kind in CONVOLUTIONS:
         return "conv"
-    if kind == "head":  # a classifier's linear layer, turned into a convolution
+    if kind in ("head", "grouped_linear"):  # a classifier turned into a convolution, the experts of a mixture
         return "linear"
     return "recurrent" if kind in RECURRENT else kind
 
 
+def told(result: TransformationResult) -> dict[str, int]:
+    """How many operations with weights are left and named in the report, by kind."""
+    names = {refusal.name for refusal in result.report.refusals if not refusal.pattern}
+    kinds = Counter(_group(kind_of(node)) for node in result.model.graph.nodes if place_of(node) in names)
+    return {kind: kinds[kind] for kind in KINDS}
+
+
 def left(result: TransformationResult) -> list[str]:
-    """Operations with weights that no applied match holds, as `name: target`."""
-    return [f"{node.name}: {node.target}" for node in result.model.graph.nodes if _is_left(result.model, node)]
+    """Operations with weights that no applied match holds and no refusal names, as `name: target`."""
+    names = {refusal.name for refusal in result.report.refusals if not refusal.pattern}
+    nodes = [node for node in result.model.graph.nodes if _is_left(result.model, node)]
+    return [f"{node.name}: {node.target}" for node in nodes if place_of(node) not in names]
 
 
 def _is_left(model: fx.GraphModule, node: fx.Node) -> bool:

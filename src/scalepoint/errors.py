@@ -21,6 +21,7 @@
     ├── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
     └── StoreError (ValueError)                 SP-C002  a saved model that is damaged, or of another model
 
+What works, but not as one may think, is a ScalepointWarning (UserWarning).
 Fields of a spec are checked by pydantic, whose ValidationError (a ValueError too) carries our messages.
 A message says what was given, what is allowed, where, and the way out.
 """
@@ -113,6 +114,10 @@ class DocumentError(ScalepointError, ValueError):
 
 class StoreError(ScalepointError, ValueError):
     code = "SP-C002"
+
+
+class ScalepointWarning(UserWarning):
+    """A result that is right but narrower than one may think."""
 
 
 def shown(value: object) -> str:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import GraphError, PatternError
 from scalepoint.graph import capture, check_graph
-from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.capture import Model, as_inputs, opened
 from scalepoint.graph.lift import as_operation
 from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
@@ -52,39 +52,46 @@ class TransformationResult:
 
 
 def transform(
-    model: nn.Module | torch.export.ExportedProgram,
+    model: Model,
     args: Any = None,
     patterns: Sequence[Pattern] | None = None,
     target: str | Target | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     copy: bool = True,
+    dynamic: bool = True,
     leave: Sequence[str] = (),
+    trust: bool = False,
     check: bool = False,
 ) -> TransformationResult:
     """Capture a model for inputs like these and group its operations by the patterns, those of the target unless given.
 
     check=True also runs both models on the inputs and compares.
     """
-    plan = get_transformation_plan(model, args, patterns, target, kwargs=kwargs, copy=copy, leave=leave)
+    model = opened(model, trust)
+    plan = get_transformation_plan(
+        model, args, patterns, target, kwargs=kwargs, copy=copy, dynamic=dynamic, leave=leave
+    )
     result = apply_transformation_plan(plan)
-    if check and isinstance(model, nn.Module):
-        _compare(model, result.model, args, kwargs)
+    if check:
+        _compare(model if isinstance(model, nn.Module) else model.module(), result.model, args, kwargs)
     return result
 
 
 def get_transformation_plan(
-    model: nn.Module | torch.export.ExportedProgram,
+    model: Model,
     args: Any = None,
     patterns: Sequence[Pattern] | None = None,
     target: str | Target | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     copy: bool = True,
+    dynamic: bool = True,
     leave: Sequence[str] = (),
+    trust: bool = False,
 ) -> TransformationPlan:
     """What transform would do; edit `match.apply`, then apply it."""
-    graph_module = capture(model, args, kwargs, copy=copy, leave=leave)
+    graph_module = capture(model, args, kwargs, copy=copy, dynamic=dynamic, leave=leave, trust=trust)
     chosen = None if target is None else find_target(target)
     converted = convert(graph_module) if chosen is None else convert(graph_module, chosen.conversions)
     if patterns is None:
@@ -168,12 +175,14 @@ def _compare(model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: 
         raise PatternError("check=True needs example inputs")
     inputs = as_inputs(args, kwargs)
     modes = [(module, module.training) for module in (*model.modules(), *graph_module.modules())]
+    for module, _ in modes:
+        module.training = False  # by hand: the module of an exported program has no eval
     try:
         with torch.no_grad():
             outputs = []
             for run in (model, graph_module):
                 positional, keyword = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs)
-                outputs.append(pytree.tree_leaves(run.eval()(*positional, **keyword)))
+                outputs.append(pytree.tree_leaves(run(*positional, **keyword)))
     finally:
         for module, mode in modes:
             module.training = mode

@@ -1,6 +1,8 @@
 """Capture: one kind for one operation however it was written, the user's names kept, the user's model untouched."""
 
 import copy
+import logging
+import sys
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,11 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CaptureError, ScalepointError
+from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning
 from scalepoint.graph import capture, check_graph
 from tests.models import Decoder, SilentSkip, UNet, resnet50, settled, vit_b16
-
-LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # torch's own deepcopy of a graph warns of torch's own class
 
 
 class Function(nn.Module):
@@ -144,6 +144,36 @@ class TestOneKindHoweverItWasSpelt:
 
         graph_module = captured(Function(conv1d, W.T.contiguous(), B), torch.randn(2, 5, 4))
         assert lifted(graph_module) == ["linear"]
+
+    def test_conv1d_of_gpt2_is_one_linear_layer_on_the_tokens(self):
+        def conv1d(x, w, b):
+            size = (*x.size()[:-1], w.shape[1])
+            return torch.addmm(b, x.view(-1, x.size(-1)), w).view(size)
+
+        model = Function(conv1d, W.T.contiguous(), B)
+        graph_module = captured(model, torch.randn(2, 5, 4))
+        assert "reshape" not in kinds(graph_module)
+        operation = graph_module.get_submodule("linear")
+        assert operation.weight is graph_module.weight
+        assert operation.bias is graph_module.bias
+        assert operation.has_input_first
+        x = torch.randn(3, 5, 4)
+        close(graph_module(x), model(x))
+
+    @pytest.mark.parametrize(
+        "back", [lambda y: y.view(5, 2, 3), lambda y: y.view(2, 15), lambda y: y.view(2, 5, 3, 1)], ids=str
+    )
+    def test_tokens_that_are_not_restored_stay_flat(self, back):
+        model = Function(lambda x, w: back(F.linear(x.view(-1, 4), w)), W)
+        graph_module = capture(model, torch.randn(2, 5, 4), dynamic=False)
+        assert kinds(graph_module) == ["reshape", "linear", "reshape"]
+
+    def test_an_operator_whose_name_ends_like_a_write_is_none(self):
+        def forward(x):
+            y = F.dropout(x, 0.5, training=False) > 0
+            return x * ((y & (x < 3)) | (x > 5))
+
+        assert "dropout" in lifted(captured(Function(forward), X))
 
     def test_addmm_with_factors_keeps_its_meaning(self):
         captured(Function(lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5, alpha=2.0), W, B), X)
@@ -364,6 +394,25 @@ class TestNames:
         graph_module = captured(model, X)
         assert list(graph_module.state_dict()) == list(model.state_dict())
 
+    @pytest.mark.parametrize("x", [X, None], ids=["with-inputs", "without"])
+    @pytest.mark.parametrize(
+        "name", ["a\nb", 'a"b', "a\\b", "class", "None", "a\0b", "\ud800", "\N{LATIN SMALL LIGATURE FI}"], ids=ascii
+    )
+    def test_a_name_that_code_cannot_hold_is_told(self, name, x):
+        model = nn.Sequential()
+        model.add_module("block", nn.Sequential())
+        model.block.add_module(name, nn.Linear(4, 3))
+        with pytest.raises(CaptureError, match="rename it") as caught:
+            capture(model, x)
+        assert repr(f"block.{name}") in str(caught.value)
+
+    @pytest.mark.parametrize("x", [X, None], ids=["with-inputs", "without"])
+    @pytest.mark.parametrize("name", ["0", "a b", "a'b", "a-b", "naïve", "\u2028", "relu", "forward_"], ids=ascii)
+    def test_other_odd_names_work(self, name, x):
+        model = nn.Sequential()
+        model.add_module(name, nn.Linear(4, 3))
+        close(capture(model, x)(X), model(X))
+
 
 class BuffersModel(nn.Module):
     def __init__(self):
@@ -502,13 +551,31 @@ class TestInputsAndOutputs:
             tokens = torch.randint(0, 50, (batch, length))
             close(graph_module(input_ids=tokens), model(input_ids=tokens))
 
-    def test_a_model_that_needs_its_batch_is_captured_at_that_batch(self):
-        model = Function(lambda x: x.view(2, 2, 2))
-        close(capture(model, X)(X), model(X))
+    @pytest.mark.parametrize(
+        ("function", "batch"),
+        [
+            pytest.param(lambda x: x.view(2, 2, 2), 2, id="a-batch-of-two"),
+            pytest.param(lambda x: x.view(4), 1, id="a-batch-of-one"),
+        ],
+    )
+    def test_a_model_that_needs_its_batch_is_captured_at_that_batch_and_it_is_told(self, function, batch):
+        model = Function(function)
+        with pytest.warns(ScalepointWarning, match=f"'x' is fixed at {batch}") as caught:
+            graph_module = capture(model, X[:batch])
+        assert [warning.filename for warning in caught] == [__file__]
+        assert graph_module.meta["fixed_batch"] == {"x": batch}
+        close(graph_module(X[:batch]), model(X[:batch]))
 
-    def test_a_model_that_needs_a_batch_of_one_is_captured_at_that_batch(self):
-        model = Function(lambda x: x.view(4))
-        close(capture(model, X[:1])(X[:1]), model(X[:1]))
+    def test_a_batch_that_is_fixed_on_purpose_is_not_warned_of(self):
+        graph_module = capture(Layer(nn.Linear(4, 3)), X, dynamic=False)
+        assert graph_module.meta["fixed_batch"] == {"x": 2}
+
+    def test_a_batch_that_only_the_first_rung_fixes_stays_free(self):
+        model = Function(lambda x: x / len(x))  # len() of a tensor is a number to torch.export, not to its strict form
+        graph_module = capture(model, X)
+        assert graph_module.meta["fixed_batch"] == {}
+        x = torch.randn(5, 4)
+        close(graph_module(x), model(x))
 
 
 class Stateful(nn.Module):
@@ -621,7 +688,6 @@ class TestTrainAndEval:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert not torch.equal(graph_module.fc.weight, model.fc.weight)
 
-    @pytest.mark.filterwarnings(LEAF_SPEC)
     def test_a_deepcopy_of_the_graph_is_independent(self):
         graph_module = capture(SilentSkip().eval(), torch.randn(1, 5, 8))
         x = torch.randn(2, 5, 8)
@@ -769,23 +835,51 @@ class TestTheCallersModel:
         y = X.clone()
         close(graph_module(y), model(X.clone()))
 
-    def test_a_write_through_a_view_is_seen(self):
-        def write(x):
+    @pytest.mark.parametrize(
+        "write",
+        [
+            pytest.param(lambda y: [y[:, 0].fill_(5.0), y[:, 1:].mul_(2.0)], id="parts"),
+            pytest.param(lambda y: y[0][1:3].add_(1), id="a-view-of-a-view"),
+            pytest.param(lambda y: [y.view(-1).mul_(2)], id="flat"),
+            pytest.param(lambda y: [y.t()[0].zero_()], id="a-row-of-the-transposed"),
+            pytest.param(lambda y: [part.add_(1) for part in y.chunk(2, 1)], id="chunks"),
+            pytest.param(lambda y: y[:, 0].copy_(y[:, 1]), id="a-copy"),
+            pytest.param(lambda y: y.gt_(0), id="a-comparison-keeps-its-type"),
+            pytest.param(lambda y: y.add_(torch.ones(4, dtype=torch.float64)), id="a-wider-operand"),
+            pytest.param(lambda y: y[:, :2].div_(y[:, 2:].exp()), id="parts-of-one-tensor"),
+            pytest.param(lambda y: y.reshape(-1).add_(1), id="a-reshape"),
+            pytest.param(lambda y: y[torch.tensor([0, 1]), torch.tensor([1, 2])].add_(1), id="a-gather-is-a-copy"),
+            pytest.param(lambda y: y[:, 0].relu_().add_(1).mul_(3), id="three-writes-on-one-view"),
+        ],
+    )
+    def test_a_write_is_seen_through_every_view(self, write):
+        def forward(x):
             y = x * 1
-            y[:, 0] = 5.0
-            y[:, 1:].mul_(2.0)
+            before, row = y + 0, y[0]
+            flat = y.view(-1)
+            write(y)
+            return y, row, flat, before, y.sum(), row[1:] * 2
+
+        captured(Function(forward), X)
+
+    @pytest.mark.parametrize("late", [True, False])
+    def test_what_a_write_gives_is_what_was_written(self, late):
+        def forward(x):
+            y = x * 1
+            part = y[:, 1:]
+            z = part.mul_(2)
+            y.add_(1)
+            return (z if late else z + 0), y, part
+
+        captured(Function(forward), X)
+
+    def test_dropout_stays_where_a_model_writes_through_a_view(self):
+        def forward(x):
+            y = F.dropout(x, 0.5, training=False)
+            y[:, 0] = 1.0
             return y
 
-        captured(Function(write), X)
-
-    def test_an_in_place_operation_read_through_an_earlier_view_is_seen(self):
-        def write(x):
-            y = x * 1
-            z = y.view(-1)
-            y.relu_()
-            return z + 1
-
-        captured(Function(write), X)
+        assert "dropout" in lifted(captured(Function(forward), X))
 
     def test_a_counter_that_the_forward_writes_counts(self):
         model = Counter()
@@ -915,9 +1009,39 @@ class TestErrors:
             capture(Raises(), X)
         assert __file__ in str(caught.value)
 
-    def test_wrong_inputs_are_told(self):
-        with pytest.raises(CaptureError, match=r"reduction dim|mat1"):
-            capture(Layer(nn.Linear(4, 3)), torch.randn(2, 5))
+    @pytest.mark.parametrize(
+        ("model", "line"),
+        [
+            pytest.param(Layer(nn.Linear(4, 3)), "return self.layer(x)", id="a-module"),
+            pytest.param(Function(lambda x, w: x @ w.T, W), "x @ w.T", id="a-product"),
+        ],
+    )
+    def test_inputs_on_which_the_model_itself_fails_are_told_with_the_line(self, model, line):
+        with pytest.raises(CaptureError, match=r"itself fails on these example inputs.*RuntimeError: .*mat1") as caught:
+            capture(model, torch.randn(2, 5))
+        assert f"{__file__}:" in str(caught.value)
+        assert line in str(caught.value)
+        assert "leave=" not in str(caught.value)
+
+    def test_telling_of_a_failure_runs_nothing_that_shows(self):
+        model = nn.Sequential(Counter(), Function(lambda x: x.add_(1)), DataDependent())
+        x = X.clone()
+        before = snapshot(model)
+        with pytest.raises(CaptureError):
+            capture(model, x, copy=False)
+        same(before, snapshot(model))
+        assert torch.equal(x, X)
+
+    def test_what_torch_logs_and_prints_meanwhile_does_not_reach_the_user(self, capfd, caplog):
+        def loud(x):
+            logging.getLogger("torch.of.tomorrow").error("a logger that is made during the export")
+            sys.stdout.write("a line of the export")
+            return x + 1
+
+        capture(Function(loud), X)
+        assert (*capfd.readouterr(), caplog.text) == ("", "", "")
+        logging.getLogger("of.the.user").error("heard again")
+        assert "heard again" in caplog.text
 
     def test_too_many_inputs_are_told(self):
         with pytest.raises(CaptureError):
@@ -933,10 +1057,20 @@ class TestErrors:
 
     @pytest.mark.parametrize("path", ["model.pt2", "../model.pt", "/tmp/model.py"])  # noqa: S108
     def test_a_path_is_refused_without_trust(self, path):
-        with pytest.raises(CaptureError, match="runs code"):
-            capture(path, X)
-        with pytest.raises(CaptureError, match="runs code"):
-            capture(Path(path), X)
+        for given in (path, Path(path)):
+            with pytest.raises(CaptureError, match=r"runs code.*trust=True"):
+                capture(given, X)
+
+    @pytest.mark.parametrize("content", [None, b"", b"not a program", "half"], ids=["missing", "empty", "text", "cut"])
+    def test_a_trusted_file_that_is_no_program_is_named(self, content, tmp_path):
+        path = tmp_path / "model.pt2"
+        if content == "half":
+            torch.export.save(torch.export.export(nn.Linear(4, 3), (X,)), path)
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        elif content is not None:
+            path.write_bytes(content)
+        with pytest.raises(CaptureError, match=r"model\.pt2.*[a-z]: ."):
+            capture(path, X, trust=True)
 
     @pytest.mark.parametrize(
         "model", [None, 3, {}, F.relu, nn.Linear], ids=["none", "int", "dict", "function", "class"]
@@ -1039,6 +1173,7 @@ class TestWithoutInputs:
         graph_module = capture(Function(F.linear, W, B), None)
         close(graph_module(X), F.linear(X, W, B))
         assert kinds(graph_module) == ["linear"]
+        assert graph_module.meta["fixed_batch"] == {}
 
     def test_dropout_and_batch_norm_are_live_in_train(self):
         graph_module = capture(Stateful().eval(), None).train()
@@ -1061,6 +1196,15 @@ class TestOtherForms:
         assert set(graph_module.state_dict()) == set(program.state_dict)
         assert lifted(graph_module).count("conv") == 53
 
+    @pytest.mark.parametrize("as_text", [True, False], ids=["str", "Path"])
+    def test_a_trusted_file(self, as_text, tmp_path):
+        model = Layer(nn.Linear(4, 3)).eval()
+        path = tmp_path / "model.pt2"
+        torch.export.save(torch.export.export(model, (X,)), path)
+        graph_module = capture(str(path) if as_text else path, trust=True)
+        close(graph_module(X), model(X))
+        assert lifted(graph_module) == ["linear"]
+
     def test_capturing_an_exported_program_leaves_it_as_it_was(self):
         model = Layer(nn.Linear(4, 3)).eval()
         program = torch.export.export(model, (X,))
@@ -1080,7 +1224,6 @@ class TestOtherForms:
         close(graph_module(x), model(x))
         assert lifted(graph_module).count("conv") == 11
 
-    @pytest.mark.filterwarnings(LEAF_SPEC)
     def test_a_captured_graph_is_captured_again(self):
         model = settled(UNet())
         x = torch.randn(1, 3, 16, 16)

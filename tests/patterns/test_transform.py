@@ -32,7 +32,6 @@ from scalepoint.transformation import apply_transformation_plan, get_transformat
 from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, settled, vit_b16
 
 GOLDEN = Path(__file__).parent / "golden"
-LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # torch's own deepcopy of a graph warns of torch's own class
 
 
 def image(batch=1, size=32):
@@ -57,7 +56,7 @@ def parity(model, result, *inputs):
 def resnet():
     torch.manual_seed(0)
     model = settled(resnet50(8, 10))
-    return model, transform(model, image(1, 64))  # the last pool has four values to average, so it is not idle
+    return model, transform(model, image(1, 64))
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +109,11 @@ class TestResNet50:
 
     def test_the_graph_is_sound(self, resnet):
         check_graph(resnet[1].model)
+
+    def test_an_image_that_leaves_the_last_pool_one_value_finds_the_same(self, resnet):
+        found = transform(resnet[0], image(1, 32))
+        assert golden_text(found.matches) == golden_text(resnet[1].matches)
+        parity(resnet[0], found, image(3, 64))
 
     def test_the_guide_form_without_inputs_finds_the_same(self, resnet):
         found = transform(resnet[0], patterns=BASE_PATTERNS)
@@ -175,8 +179,119 @@ class TestOtherModels:
         assert any("lstm" in item.name and item.reason for item in told)
 
 
+class Reads(nn.Module):
+    """A forward that is a function of x and a weight."""
+
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(*shape))
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+class Cell(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        y = self.cell(x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bilinear = nn.Bilinear(4, 4, 3)
+
+    def forward(self, x):
+        return self.bilinear(x, x)
+
+
+def named_as_left(result):
+    return [(item.name, item.reason) for item in result.report.refusals if not item.pattern]
+
+
+class TestWeightsThatAreReadInAnotherWay:
+    @pytest.mark.parametrize(
+        ("model", "weight"),
+        [
+            pytest.param(Reads(lambda x, w: torch.einsum("bi,oi->bo", x, w), 3, 4), "weight", id="einsum"),
+            pytest.param(Reads(lambda x, w: x @ (w * 2).T, 3, 4), "weight", id="a-scaled-weight"),
+            pytest.param(Reads(lambda x, w: torch.baddbmm(x[None], x[None], w), 1, 4, 4), "weight", id="baddbmm"),
+            pytest.param(Reads(lambda x, w: w[(x > 0).long()], 2, 4), "weight", id="a-table-by-index"),
+            pytest.param(Reads(torch.cdist, 3, 4), "weight", id="distances"),
+            pytest.param(Cell(nn.LSTMCell(4, 3)), "cell.weight_ih", id="lstm-cell"),
+            pytest.param(Cell(nn.GRUCell(4, 3)), "cell.weight_ih", id="gru-cell"),
+            pytest.param(Pair(), "bilinear.weight", id="bilinear"),
+        ],
+    )
+    def test_they_are_named_with_the_reason(self, model, weight):
+        result = transform(model, torch.randn(2, 4))
+        assert [reason for _, reason in named_as_left(result)] == [
+            f"reads the weight {weight} in a way that is not known: it stays float"
+        ]
+        parity(model, result, torch.randn(3, 4))
+
+    def test_a_module_that_is_not_looked_into_is_named_without_inputs_too(self):
+        assert named_as_left(transform(Pair())) == [
+            ("bilinear", "reads the weight bilinear.weight in a way that is not known: it stays float")
+        ]
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            pytest.param(lambda x, w: x + w, id="a-position"),
+            pytest.param(lambda x, w: torch.cat([x, w.expand(x.shape[0], -1)]), id="a-token"),
+            pytest.param(lambda x, w: x * w.sigmoid(), id="a-scale"),
+            pytest.param(lambda x, w: torch.where(x > 0, x, w), id="a-fill"),
+            pytest.param(lambda x, w: x - torch.tanh(w).unsqueeze(0).squeeze(0), id="of-parameters-alone"),
+        ],
+    )
+    @pytest.mark.parametrize("inputs", [True, False], ids=["with-inputs", "without"])
+    def test_what_is_added_scaled_or_joined_is_no_weight(self, function, inputs):
+        assert named_as_left(transform(Reads(function, 1, 4), torch.randn(2, 4) if inputs else None)) == []
+
+    @pytest.mark.parametrize("batch", [(2,), (2, 3)], ids=["tokens", "windows"])
+    def test_a_weight_as_the_left_operand_is_a_linear_layer(self, batch):
+        model = Reads(lambda x, w: w @ x, 3, 4)
+        result = transform(model, torch.randn(*batch, 4, 5))
+        assert result.report.counts() == {"LinearPattern": 1}
+        parity(model, result, torch.randn(*batch, 4, 5))
+
+    def test_the_experts_of_a_mixture_are_named(self):
+        model = Reads(lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=torch.tensor([2, 4]).int()), 2, 8, 8)
+        result = transform(model.bfloat16(), torch.randn(4, 8).bfloat16())
+        assert named_as_left(result) == [("grouped_linear", "no pattern takes a grouped_linear: it stays as it is")]
+
+
 def places_of_kind(plan, kind):
     return sum(kind in {node.meta["kind"] for node in match.nodes.values()} for match in plan.matches)
+
+
+class TestPoolsThatChangeNothing:
+    @pytest.mark.parametrize("inputs", [True, False], ids=["with-inputs", "without"])
+    @pytest.mark.parametrize(
+        ("pool", "is_idle"),
+        [
+            pytest.param(nn.MaxPool2d(1), True, id="max-of-one"),
+            pytest.param(nn.AvgPool2d(1, 1), True, id="average-of-one"),
+            pytest.param(nn.AdaptiveAvgPool2d((None, None)), True, id="adaptive-to-what-comes"),
+            pytest.param(nn.MaxPool2d(1, 2), False, id="every-second"),
+            pytest.param(nn.MaxPool2d(3, 1, 1), False, id="max-of-nine"),
+            pytest.param(nn.AvgPool2d(1, 1, divisor_override=2), False, id="another-divisor"),
+            pytest.param(nn.AdaptiveAvgPool2d(8), False, id="adaptive-to-the-size-of-this-image"),
+            pytest.param(nn.AdaptiveAvgPool2d((None, 8)), False, id="adaptive-in-one-axis"),
+        ],
+    )
+    def test_they_go_and_others_stay(self, pool, is_idle, inputs):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), pool, nn.ReLU()).eval()
+        result = transform(model, image(1, 8) if inputs else None)
+        assert (result.report.counts() == {"ConvBNReLUPattern": 1}) is is_idle
+        parity(model, result, image(3, 8))
+        parity(model, result, image(1, 16) if not inputs else image(1, 8))
 
 
 class Residual(nn.Module):
@@ -344,6 +459,33 @@ class TestFusions:
         assert sum(issubclass(match.pattern.make, FusedAttention) for match in result.matches) == 1
         parity(model, result, torch.randn(3, 5, 4))
 
+    @pytest.mark.parametrize(
+        "between",
+        [
+            pytest.param(lambda s, v: (s * 0.5).softmax(-1).type_as(s) @ v, id="type-of-the-scores"),
+            pytest.param(lambda s, v: torch.softmax((s + torch.ones(5, 5)).float(), -1).type_as(s) @ v, id="as-t5"),
+            pytest.param(lambda s, v: (s + torch.ones(5, 5) + torch.ones(5, 1)).softmax(-1) @ v, id="bias-and-mask"),
+            pytest.param(
+                lambda s, v: (s.view(-1, 1, 5, 5) + torch.ones(1, 5, 5)).view(-1, 5, 5).softmax(-1) @ v, id="windows"
+            ),
+            pytest.param(lambda s, v: (s * torch.ones(5, 1)).softmax(-1) @ v, id="a-learned-scale"),
+        ],
+    )
+    def test_attention_is_one_core_whatever_stands_before_its_softmax(self, between):
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x):
+                return between(self.q(x) @ self.k(x).transpose(-2, -1), self.v(x))
+
+        model = Attention().eval()
+        result = transform(model, torch.randn(1, 5, 4))
+        counts = result.report.counts()
+        assert counts == {"AttentionSpelledOutPattern": 1, "MHAInProjectionPattern": 3}
+        parity(model, result, torch.randn(3, 5, 4))
+
     def test_rms_norm_spelled_out_is_one_norm(self):
         class Norm(nn.Module):
             def __init__(self):
@@ -466,6 +608,17 @@ class TestPlans:
             (m.name, m.apply, m.reason) for m in plan.matches
         ]
         assert other.to_json() == text
+
+    @pytest.mark.parametrize("kept", [0, 1, 2])
+    def test_a_saved_plan_of_a_part_of_the_matches_is_refused_and_changes_nothing(self, kept):
+        plan = get_transformation_plan(small(), image(1, 8))
+        saved = json.loads(plan.to_json())
+        cut = {**saved, "matches": [{**row, "apply": False} for row in saved["matches"][:kept]]}
+        with pytest.raises(PatternError, match="does not speak of") as caught:
+            plan.load_json(json.dumps(cut))
+        for row in saved["matches"][kept:]:
+            assert f"{row['pattern']} at {row['where']}" in str(caught.value)
+        assert plan.to_json() == json.dumps(saved, indent=2)
 
     def test_a_plan_keeps_apart_two_matches_at_one_module(self):
         class Twice(nn.Module):
@@ -615,6 +768,15 @@ class TestChecks:
         for args, kwargs in ((x, None), ((x,), None), ([x], None), ({"input": x}, None), ((), {"input": x})):
             transform(model, args, kwargs=kwargs, check=True)
 
+    def test_a_check_of_a_trusted_file(self, tmp_path):
+        x = torch.randn(2, 4)
+        torch.export.save(torch.export.export(nn.Linear(4, 3).eval(), (x,)), tmp_path / "model.pt2")
+        result = transform(tmp_path / "model.pt2", x, check=True, trust=True)
+        assert result.report.counts() == {"LinearPattern": 1}
+        wrong = Pattern("WrongPattern", chain(op("linear")), Wrong)
+        with pytest.raises(GraphError):
+            transform(tmp_path / "model.pt2", x, [wrong], check=True, trust=True)
+
     def test_a_check_of_a_model_that_writes_into_its_input(self):
         class Writes(nn.Module):
             def __init__(self):
@@ -668,7 +830,7 @@ def outputs(script, seeds):
             subprocess.Popen(
                 [sys.executable, "-c", script],
                 cwd=root,
-                env={**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(root)},
+                env={**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"},
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -713,7 +875,6 @@ class TestDeterminism:
         assert first.model.code == second.model.code
 
 
-@pytest.mark.filterwarnings(LEAF_SPEC)
 class TestTheResult:
     def test_a_deepcopy_is_equal_and_independent(self, resnet):
         model, result = resnet
@@ -888,6 +1049,11 @@ class TestInvalidPatterns:
     def test_a_pattern_that_makes_no_sense_is_refused_when_it_is_made(self, make):
         with pytest.raises(PatternError):
             make()
+
+    def test_two_patterns_of_one_name_are_refused(self):
+        twins = [Pattern("Mine", chain(op(kind)), Fused) for kind in ("linear", "conv")]
+        with pytest.raises(PatternError, match="two patterns are called 'Mine'"):
+            transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), twins)
 
     def test_what_is_no_pattern_is_refused(self):
         with pytest.raises(PatternError):

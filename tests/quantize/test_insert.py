@@ -830,6 +830,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.filterwarnings("ignore:the first axis of .* is fixed")  # a sample without a batch axis
 class TestMacs:
     """Multiply-accumulates by hand: outputs times the length of each sum."""
 
@@ -895,6 +896,7 @@ class TestMacs:
     def test_of_an_lstm(self):
         model = SilentSkip()
         (found,) = [each for each in coverage(inserted(model, torch.randn(2, 5, 8))).operations if "lstm" in each.name]
+        # BUG: 0, so that the share in low precision looks larger than it is
         assert found.macs == 2 * 5 * 4 * 8 * (8 + 8)
 
     def test_shares_by_hand(self):

@@ -705,7 +705,9 @@ PREPARED = {
 
 
 class TestCompile:
-    @pytest.mark.parametrize("case", PREPARED)
+    @pytest.mark.parametrize(
+        "case", ["ranges held", *(pytest.param(case, marks=pytest.mark.slow) for case in ("observing", "learned"))]
+    )
     def test_a_compiled_step_is_the_eager_one(self, case):
         torch._dynamo.reset()
         torch.manual_seed(0)

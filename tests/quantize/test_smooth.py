@@ -374,7 +374,7 @@ class TestEveryNorm:
 
 class TestTheErrorShrinks:
     @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm", "RMSNorm written out"])
-    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_at_least_halved(self, norm, seed):
         model, batches = transformer(NORMS[norm], seed, OUTLIERS), data(4, seed)
         plain = quantization_error(model, unsmoothed(model, batches), batches[0])
@@ -402,7 +402,7 @@ class TestTheErrorShrinks:
 
 
 class TestAlpha:
-    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_a_search_is_no_worse_than_the_worst_and_near_the_best(self, seed):
         model, batches = transformer(seed=seed, outliers=OUTLIERS), data(4, seed)
         alphas = (0.0, 0.4, 0.8)

@@ -402,7 +402,10 @@ class TestNothingIsUnpickled:
             if words.search(line.partition("#")[0])
         ]
         assert len(sources) > 30
-        assert found == []
+        asked = (
+            "export.py:64: return torch.export.load(path)"  # a .pt2 file, only when the user says that it is trusted
+        )
+        assert [line for line in found if line.partition(": ")[2] != asked.partition(": ")[2]] == []
 
 
 class Kept:

@@ -16,9 +16,25 @@ Shape = tuple[int | None, ...]
 Values = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 COPIES = frozenset(
-    "Reshape Transpose Slice Split Squeeze Unsqueeze Gather Flatten Expand Tile Identity DepthToSpace SpaceToDepth".split()
+    [
+        "Reshape",
+        "Transpose",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Unsqueeze",
+        "Gather",
+        "Flatten",
+        "Expand",
+        "Tile",
+        "Identity",
+        "DepthToSpace",
+        "SpaceToDepth",
+    ]
 )
-_RANDOM = frozenset("RandomNormal RandomUniform RandomNormalLike RandomUniformLike Bernoulli Multinomial".split())
+_RANDOM = frozenset(
+    ["RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"]
+)
 _NUMBERS = ("value_float", "value_floats", "value_int", "value_ints")
 
 
@@ -43,10 +59,10 @@ class Node:
 
 
 class Use(NamedTuple):
-    """A tensor is operand `index` of `node`."""
+    """A tensor is operand `place` of `node`."""
 
     node: Node
-    index: int
+    place: int
 
 
 @dataclass
@@ -191,10 +207,17 @@ def _names_read(bodies: Iterable[GraphProto]) -> Iterator[str]:
 
 
 def _node(index: int, proto: NodeProto) -> Node:
-    outputs = tuple(proto.output)
-    name = proto.name or next(filter(None, outputs), f"{proto.op_type}_{index}")
-    attributes = {attribute.name: _value(attribute) for attribute in proto.attribute}
-    return Node(index, proto.op_type, name, tuple(proto.input), outputs, attributes)
+    inputs, outputs = tuple(map(_text, proto.input)), tuple(map(_text, proto.output))
+    name = _text(proto.name) or next(filter(None, outputs), f"{proto.op_type}_{index}")
+    attributes = {_text(attribute.name): _value(attribute) for attribute in proto.attribute}
+    return Node(index, _text(proto.op_type), name, inputs, outputs, attributes)
+
+
+def _text(name: str) -> str:
+    """protobuf hands out what is no UTF-8 as bytes."""
+    if not isinstance(name, str):
+        raise StoreError(f"the name {shown(name)} is no text: the file is damaged")
+    return name
 
 
 def _value(attribute: AttributeProto) -> Any:
@@ -215,9 +238,11 @@ def _value(attribute: AttributeProto) -> Any:
 
 
 def _constant(proto: NodeProto) -> TensorProto | None:
+    stored: TensorProto
     for attribute in proto.attribute:
         if attribute.name == "value" and attribute.HasField("t"):
-            return attribute.t
+            stored = attribute.t
+            return stored
         if attribute.name in _NUMBERS:
             numbers = _value(attribute)
             many = isinstance(numbers, list)
@@ -227,7 +252,7 @@ def _constant(proto: NodeProto) -> TensorProto | None:
 
 
 def _note_tensor(graph: Graph, name: str, tensor: TensorProto) -> None:
-    graph._tensors[name] = tensor
+    graph._tensors[_text(name)] = tensor
     graph._constant.add(name)
     graph._types[name] = tensor.data_type
     graph._shapes[name] = tuple(tensor.dims)
@@ -235,7 +260,7 @@ def _note_tensor(graph: Graph, name: str, tensor: TensorProto) -> None:
 
 def _note_type(graph: Graph, info: ValueInfoProto) -> None:
     kind = info.type.tensor_type
-    graph._types[info.name] = kind.elem_type
+    graph._types[_text(info.name)] = kind.elem_type
     if kind.HasField("shape"):
         graph._shapes[info.name] = tuple(
             size.dim_value if size.HasField("dim_value") and size.dim_value >= 0 else None for size in kind.shape.dim

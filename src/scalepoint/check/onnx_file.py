@@ -1,4 +1,4 @@
-"""Reading an ONNX file that nobody vouches for: it is sound, and its data lies beside it, or StoreError says why not."""
+"""Reading an ONNX file that nobody vouches for: it is sound and its data lies beside it, or StoreError says why not."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, inliner, shape_inference
 
 from scalepoint.errors import StoreError, shown
@@ -56,12 +56,14 @@ def _path(source: str | os.PathLike[str]) -> Path:
 
 
 def _parse(path: Path) -> ModelProto:
+    model = ModelProto()
     try:
-        return ModelProto.FromString(path.read_bytes())
+        model.ParseFromString(path.read_bytes())
     except DecodeError as error:
         raise StoreError(f"{path} is no ONNX file, or is cut off: write it again") from error
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+    return model
 
 
 def _check_header(model: ModelProto, name: str) -> None:
@@ -131,7 +133,7 @@ def _external(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]
     name = shown(tensor.name)
     if folder is None:
         raise StoreError(f"tensor {name} has external data: give the path of the file instead of a ModelProto")
-    entries = {entry.key: entry.value for entry in tensor.external_data}
+    entries = {str(entry.key): str(entry.value) for entry in tensor.external_data}
     unknown = sorted(entries.keys() - _EXTERNAL_KEYS)
     if unknown or len(entries) != len(tensor.external_data):
         raise StoreError(f"tensor {name} has unknown or repeated keys of external data: {shown(unknown)}")
@@ -144,7 +146,9 @@ def _external(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]
     except (OSError, ValueError) as error:
         raise StoreError(f"tensor {name}: external data {shown(location)} cannot be used: {error}") from error
     if not (offset >= 0 and length >= 0 and offset + length <= size):
-        raise StoreError(f"tensor {name} wants bytes {offset} to {offset + length} of {shown(location)}, which has {size}")
+        raise StoreError(
+            f"tensor {name} wants bytes {offset} to {offset + length} of {shown(location)}, which has {size}"
+        )
     return path, offset, length
 
 

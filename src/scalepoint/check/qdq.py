@@ -1,14 +1,15 @@
 """A graph seen through its Q/DQ pairs: what is quantized, how, and which operations a compiler moves them over."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from onnx import TensorProto
 
-from scalepoint.check.graph import COPIES, Graph, Node, Shape, Use, Values
+from scalepoint.check.graph import COPIES, Graph, Node, Shape, Use
 
 Version = tuple[int, int]
 
@@ -26,8 +27,10 @@ DEQUANTIZE = frozenset(
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 PRODUCTS = frozenset({"MatMul", "Gemm"})
 WEIGHTED = CONVOLUTIONS | PRODUCTS
-MOVES = COPIES | {"MaxPool"}  # Q moves backward and DQ forward over these; over Concat too if the scales are equal
-ACTIVATIONS = frozenset("Relu Clip LeakyRelu PRelu Elu HardSwish HardSigmoid Swish Gelu Mish".split())
+MOVES = COPIES | {"MaxPool", "Pad"}  # Q moves backward, DQ forward over these; over Concat too if scales are equal
+ACTIVATIONS = frozenset(
+    ["Relu", "Clip", "LeakyRelu", "PRelu", "Elu", "HardSwish", "HardSigmoid", "Swish", "Gelu", "Mish"]
+)
 _LINEAR = frozenset({"BatchNormalization", "Add", "Sub", "Mul", "Div"})  # with a constant: folded into the kernel
 
 
@@ -44,7 +47,6 @@ class View:
 
     graph: Graph
     version: Version
-    _kept: dict[str, Node] = field(default_factory=dict, compare=False)
 
     def nodes(self, *ops: str) -> Iterator[Node]:
         wanted = frozenset(ops)
@@ -71,8 +73,8 @@ class View:
     def quantizers(self, tensor: str, also: frozenset[str] = frozenset()) -> list[Node]:
         """The Q nodes that read a tensor, over operations that Q moves over (and those named)."""
         ops = MOVES | also
-        uses = self.graph.readers_past(tensor, lambda use: use.node.op in ops and use.index >= 0)
-        return [use.node for use in uses if use.node.op in QUANTIZE and use.index == 0]
+        uses = self.graph.readers_past(tensor, lambda use: use.node.op in ops and use.place >= 0)
+        return [use.node for use in uses if use.node.op in QUANTIZE and use.place == 0]
 
     def origin(self, tensor: str) -> tuple[str, Node | None]:
         """The tensor before its Q/DQ pairs, and the DQ next to the reader."""
@@ -107,8 +109,8 @@ class View:
         """Batch norm, or arithmetic with a constant: a compiler folds it into the kernel before."""
         node = use.node
         if node.op == "BatchNormalization":
-            return use.index == 0
-        others = [tensor for position, tensor in enumerate(node.inputs) if position != use.index]
+            return use.place == 0
+        others = [tensor for position, tensor in enumerate(node.inputs) if position != use.place]
         return node.op in _LINEAR and all(map(self.graph.is_constant, others))
 
     def epilogue(self, node: Node) -> Iterator[Step]:
@@ -126,12 +128,12 @@ class View:
     def _rank(self, use: Use) -> int | None:
         if self.is_linear(use):
             return 0
-        if use.node.op in ACTIVATIONS and use.index == 0:
+        if use.node.op in ACTIVATIONS and use.place == 0:
             return 1
         return 2 if use.node.op == "MaxPool" else None
 
     def convolution(self, tensor: str, *, alone: bool = True) -> Node | None:
-        """The convolution whose kernel makes the tensor, with what is linear folded in; `alone`: nobody reads within."""
+        """The convolution whose kernel makes the tensor, what is linear folded in; `alone`: nobody reads within."""
         while not alone or self.only_step(tensor) is not None:
             node = self.graph.producer(tensor)
             if node is None or node.op in CONVOLUTIONS:
@@ -172,7 +174,7 @@ class View:
     def is_fp8(self, node: Node | None) -> bool:
         return node is not None and self.kind(node) == FP8
 
-    def scale(self, node: Node) -> Values | None:
+    def scale(self, node: Node) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
         """The scale of a Q or DQ node in float32; None if it is not stored in the file."""
         values = self.graph.values(node.input(1))
         return None if values is None else values.astype(np.float32)
@@ -195,7 +197,7 @@ class View:
     def size(self, tensor: str) -> int | None:
         """The number of elements, if every size is known."""
         shape = self.graph.shape(tensor)
-        return None if shape is None or None in shape else int(np.prod([size or 0 for size in shape], dtype=np.float64))
+        return None if shape is None or None in shape else prod(size or 0 for size in shape)
 
 
 def last(shape: Shape | None, count: int) -> Shape:

@@ -1,4 +1,4 @@
-"""What a checker is made of: a table of rules, each a function that yields faults; a finding is a fault with its reasons."""
+"""What a checker is made of: rules, each a function that yields faults; a finding is a fault with its reasons."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
 from scalepoint.export.operators import BLOCKS_SINCE, TYPES, dequantize
-from scalepoint.numerics import dtype_name
+from scalepoint.numerics import QParams, dtype_name
 from scalepoint.patterns import Fused
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted, run_with
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
+from scalepoint.spec.onnx_form import quantize_linear
 
 
 class StoredWeight(nn.Module):
@@ -82,6 +82,25 @@ class StoredWeight(nn.Module):
         return max(TYPES[self.fmt][1], BLOCKS_SINCE if self.block else 0)
 
 
+class StoredStub(nn.Module):
+    """QuantizeLinear and DequantizeLinear with constant parameters."""
+
+    def __init__(self, stub: QuantStub) -> None:
+        super().__init__()
+        self.stub_name, self.grid, self.granularity = stub.name, stub.quantizer.grid, stub.calculator.granularity
+        if stub.calculator.always_called and not stub.is_learned:
+            raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
+        self.register_buffer("scale", stub.scale.detach().clone())
+        self.register_buffer("zero_point", stub.zero_point.detach().clone())
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = None if self.grid.format.is_float else self.zero_point
+        return quantize_linear(x, QParams(self.scale, zero), self.grid, self.granularity, self.stub_name)
+
+
 class FloatWeight(nn.Module):
     """The same operation in float, with the batch norm folded in: what the quantized file is compared with."""
 
@@ -109,7 +128,12 @@ class FloatWeight(nn.Module):
 def stored_form(model: fx.GraphModule) -> fx.GraphModule:
     """A copy whose weights are codes."""
     check_ready(model)
-    return _replaced(model, StoredWeight)
+    stored = _replaced(model, StoredWeight)
+    for name, module in list(stored.named_modules()):
+        if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
+            parent, _, leaf = name.rpartition(".")
+            setattr(stored.get_submodule(parent), leaf, StoredStub(module))
+    return stored
 
 
 def float_form(model: fx.GraphModule) -> fx.GraphModule:

@@ -1,10 +1,9 @@
 """export: a quantized model becomes an ONNX file with real integer weights, for one target.
 
-    model --weights as codes, stubs as Q/DQ--> stored form --torch.onnx--> graph --passes--> checked --atomically--> file
+model --weights as codes, stubs as Q/DQ--> stored form --torch.onnx--> graph --passes--> checked --atomically--> file
 """
 
 import hashlib
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from scalepoint.errors import ExportError
+from scalepoint.errors import ExportError, ScalepointError
 from scalepoint.export.form import StoredWeight, float_form, stored_form
 from scalepoint.files import replace_file
-from scalepoint.graph.capture import as_inputs, dynamic_shapes, quiet, widened
+from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.export import export as export_program
+from scalepoint.graph.export import quiet
 from scalepoint.targets import Target, find_target
 
 IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
@@ -66,22 +67,18 @@ def _to_onnx(
     from scalepoint.export.operators import translations  # noqa: PLC0415  # onnx is imported by an export only
     from scalepoint.export.passes import finish  # noqa: PLC0415
 
-    args, kwargs = widened(*inputs) if dynamic else inputs
-    shapes = dynamic_shapes(model, args, kwargs) if dynamic else None
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
-        with quiet(), torch.no_grad():
+        with torch.no_grad():
+            exported = export_program(model, *inputs, dynamic)
+        with quiet():
             program = torch.onnx.export(
-                model,
-                args,
-                kwargs=kwargs,
-                dynamo=True,
-                dynamic_shapes=shapes,
+                exported,
                 opset_version=opset,
                 custom_translation_table=translations(opset),
                 verbose=False,
-                optimize=True,
             )
+    except ScalepointError:
+        raise
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise ExportError(f"torch.onnx.export failed: {type(error).__name__}: {reason[0] if reason else ''}") from error

@@ -7,48 +7,55 @@ random state stay as they were.
 """
 
 import copy as copying
-import inspect
-import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import is_dataclass
-from io import StringIO
+from ast import literal_eval
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch.export import ExportedProgram
 
-from scalepoint.errors import CaptureError, shown
-from scalepoint.graph.blame import user_line
+from scalepoint.errors import CaptureError, ScalepointWarning, shown
+from scalepoint.graph.blame import user_level
 from scalepoint.graph.check import check_graph
+from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import replaced, restore
-from scalepoint.graph.lift import lift, writes_through_views
+from scalepoint.graph.lift import lift
 from scalepoint.graph.symbolic import trace
+from scalepoint.graph.tokens import unflatten
+from scalepoint.graph.writes import follow_writes
 
 Inputs = Any
 
 
+Model = nn.Module | ExportedProgram | str | Path  # a path is one of a .pt2 file
+
+
 def capture(
-    model: nn.Module | torch.export.ExportedProgram,
+    model: Model,
     args: Inputs = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     copy: bool = True,
     dynamic: bool = True,
     leave: Sequence[str] = (),
+    trust: bool = False,
 ) -> fx.GraphModule:
     """The graph of a model for inputs like these.
 
     `args` is a tensor, a tuple of positional inputs, or a dict of keyword inputs; without any, torch.fx records what
-    it can. The batch (axis 0) and, for integer
-    inputs, the sequence (axis 1) stay dynamic where the model allows. copy=False shares the parameters. `leave` names
-    submodules that are not looked into: they are called as they are.
+    it can. The batch (axis 0) and, for integer inputs, the sequence (axis 1) stay dynamic where the model allows; where
+    it does not, `meta["fixed_batch"]` of the graph says so, and a warning. copy=False shares the parameters. `leave`
+    names submodules that are not looked into: they are called as they are. trust=True lets a .pt2 file be loaded.
     """
-    if isinstance(model, torch.export.ExportedProgram):
-        with _quiet():
+    model = opened(model, trust)
+    if isinstance(model, ExportedProgram):
+        with quiet():
             graph_module = _finish(model, _with_state(model)).eval()
             return copying.deepcopy(graph_module) if copy else graph_module
     _check_model(model)
@@ -60,12 +67,15 @@ def capture(
             if leave:
                 raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
             graph_module = _checked(trace(working))
+            graph_module.meta["fixed_batch"] = {}  # torch.fx knows no sizes
         else:
-            inputs = _widened(*as_inputs(args, kwargs)) if dynamic else as_inputs(args, kwargs)
+            inputs = widened(*as_inputs(args, kwargs)) if dynamic else as_inputs(args, kwargs)
             with ExitStack() as stack:
                 keys = stack.enter_context(replaced(working, leave, *inputs)) if leave else {}
-                program = _export(working, *as_inputs(args, kwargs), dynamic)
+                program = export(working, *as_inputs(args, kwargs), dynamic)
             graph_module = _finish(program, working, keys)
+            if dynamic:
+                _tell_of_fixed_batch(graph_module)
     for name, module in graph_module.named_modules():
         place = name
         while place not in modes:  # a new operation takes the mode of the module it stands in
@@ -74,7 +84,7 @@ def capture(
     return graph_module
 
 
-def _with_state(program: torch.export.ExportedProgram) -> nn.Module:
+def _with_state(program: ExportedProgram) -> nn.Module:
     """The modules of a program with all of its state, also what its graph does not read."""
     owner = program.module(check_guards=False)
     for name, value in program.state_dict.items():
@@ -85,19 +95,40 @@ def _with_state(program: torch.export.ExportedProgram) -> nn.Module:
     return owner
 
 
-def _finish(
-    program: torch.export.ExportedProgram, owner: nn.Module, left: dict[int, str] | None = None
-) -> fx.GraphModule:
+def _finish(program: ExportedProgram, owner: nn.Module, left: dict[int, str] | None = None) -> fx.GraphModule:
     """The exported graph over the modules of `owner`, lifted and checked."""
-    with _quiet():
-        if writes_through_views(program.graph):
-            program = program.run_decompositions({})
+    with quiet():
         unlifted = program.module(check_guards=False)
-    graph_module = fx.GraphModule(unlifted, unlifted.graph, class_name=type(owner).__name__)
+        if not follow_writes(unlifted.graph):
+            program = program.run_decompositions({})
+            unlifted = program.module(check_guards=False)
+            follow_writes(unlifted.graph)
+    graph_module = _Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     _adopt(graph_module, owner)
     restore(graph_module, left or {})
-    return _checked(lift(graph_module, owner))
+    graph_module.meta["fixed_batch"] = fixed_batch(program)
+    unflatten(lift(graph_module, owner))
+    return _checked(graph_module)
+
+
+class _Captured(fx.GraphModule):
+    """A graph whose deepcopy is silent: torch's own warns of torch's own class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+            return super().__deepcopy__(memo)
+
+
+def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:
+    sizes = [f"{name!r} is fixed at {size}" for name, size in graph_module.meta["fixed_batch"].items()]
+    if sizes:
+        message = (
+            f"the first axis of {', '.join(sizes)}: the model computes with that number, so its graph takes inputs of "
+            "this size only. dynamic=False asks for that and says nothing"
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
 def _adopt(graph_module: fx.GraphModule, owner: nn.Module) -> None:
@@ -131,64 +162,41 @@ def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module, owner: nn
                 graph_module.register_buffer(node.target, value, persistent=False)
 
 
-def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
-) -> torch.export.ExportedProgram:
-    """The ladder: non-strict before strict, a dynamic batch before a fixed one; the first error is the one told."""
-    first: Exception | None = None
-    wide_args, wide_kwargs = _widened(args, kwargs)
-    tries = [(False, True), (True, True), (False, False), (True, False)]
-    for strict, is_dynamic in tries if dynamic else tries[2:]:
-        inputs = (wide_args, wide_kwargs) if is_dynamic else (args, kwargs)
-        shapes = pytree.tree_map(_dimensions, inputs) if is_dynamic else None
-        if shapes is not None:
-            shapes = {**_positional_names(model, shapes[0]), **shapes[1]} if inputs[1] else shapes[0]
-        try:
-            with _quiet():
-                return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
-        except Exception as error:  # torch.export raises every kind; each is a rung of the ladder
-            if "not a known type" in str(error):
-                _register_outputs(model, args, kwargs)
-            first = first or error
-    assert first is not None  # noqa: S101  # the loop ran
-    raise CaptureError(_explained(model, first)) from first
-
-
-def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell torch.export of the dataclass or dict that the model gives, so that the next rung takes it."""
-    kind = type(model(*args, **kwargs))
-    if kind in pytree.SUPPORTED_NODES:
-        return
-    if issubclass(kind, dict):
-        pytree.register_pytree_node(
-            kind, lambda d: (list(d.values()), list(d)), lambda v, keys: kind(**dict(zip(keys, v, strict=True)))
+def opened(model: Model, trust: bool) -> nn.Module | ExportedProgram:
+    """The model, or the program at a path that is trusted."""
+    if not isinstance(model, str | Path):
+        return model
+    if not trust:
+        raise CaptureError(
+            f"{shown(str(model))} is a path: loading an exported program runs code from the file. If you trust it, "
+            "say so: trust=True"
         )
-    elif is_dataclass(kind):
-        torch.export.register_dataclass(kind)
-
-
-def _explained(model: nn.Module, error: Exception) -> str:
-    """What failed, at which line of the user's code, why, and the way out."""
-    reason = str(error).strip().splitlines()
-    return (
-        f"{type(model).__name__} cannot be captured{user_line(error)}. "
-        f"{type(error).__name__}: {reason[0] if reason else ''} "
-        "Make that line independent of tensor values (torch.where, torch.cond), or leave the submodule that it stands "
-        "in as it is: leave=['path.of.submodule']"
-    )
+    return load(Path(model))
 
 
 def _check_model(model: object) -> None:
-    if isinstance(model, str | Path):
-        raise CaptureError(
-            f"{shown(str(model))} is a path: loading an exported program runs code from the file. If you trust it, "
-            "load it yourself and pass the program"
-        )
     if not isinstance(model, nn.Module):
         raise CaptureError(f"{shown(model)} is not an nn.Module")
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise CaptureError(f"{name or type(model).__name__} is a lazy module without shapes: run one batch first")
+    for table in (model.named_modules(), model.named_parameters(), model.named_buffers()):
+        for name, _ in table:
+            if not all(map(_can_be_code, name.split("."))):
+                raise CaptureError(
+                    f"{name!r} cannot be a name in the code of a graph: rename it without quotes, backslashes, line "
+                    "breaks and Python's own words"
+                )
+
+
+def _can_be_code(name: str) -> bool:
+    """Whether torch.fx, which writes `.name` or `getattr(_, "name")`, gets the same name back when the code runs."""
+    if name.isidentifier():
+        return not iskeyword(name) and normalize("NFKC", name) == name
+    try:
+        return name.isdigit() or literal_eval(f'"{name}"') == name
+    except (SyntaxError, ValueError):
+        return False
 
 
 def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -224,49 +232,3 @@ def shadow(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Mo
             own[name] = copying.copy(table)
     own["_modules"] = {name: None if child is None else shadow(child, seen) for name, child in module._modules.items()}
     return twin
-
-
-def _widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs with a batch of two where it was one: torch.export takes an extent of one for a constant."""
-
-    def widen(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == 1:
-            return value.repeat(2, *(1 for _ in value.shape[1:]))
-        return value
-
-    widened: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(widen, (args, kwargs))
-    return widened
-
-
-def _dimensions(value: Any) -> Any:
-    """Which axes of an input may change: the batch, and the length of token sequences."""
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return None
-    auto = torch.export.Dim.AUTO
-    return {0: auto, 1: auto} if not value.is_floating_point() and value.ndim == 2 else {0: auto}
-
-
-def _positional_names(model: nn.Module, shapes: tuple[Any, ...]) -> dict[str, Any]:
-    """Shapes of positional inputs by parameter name, which torch.export wants once there are keyword inputs."""
-    names = list(inspect.signature(model.forward).parameters)
-    return dict(zip(names, shapes, strict=False))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch.export prints and logs of its own internals; what matters to the user is raised."""
-    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
-    handlers = {handler for name in names for handler in logging.getLogger(name).handlers}
-    for handler in handlers:
-        handler.addFilter(_nothing)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False

@@ -45,6 +45,9 @@ SPELLINGS = {
     "concatenate": "cat",
     "view": "reshape",
     "_unsafe_view": "reshape",
+    "_grouped_mm": "grouped_linear",  # the experts of a mixture
+    "grouped_mm": "grouped_linear",
+    "grouped_mm_fallback": "grouped_linear",
     "rnn_tanh": "rnn",
     "rnn_relu": "rnn",
     "hardtanh": "hardtanh",
@@ -122,7 +125,8 @@ POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "mean
 ARITHMETIC = ("add", "sub", "mul", "div", "matmul", "cat", "softmax", "attention")
 
 ACTIVATIONS = frozenset((*RECTIFIERS, *SMOOTH))
-WEIGHTED = frozenset(("conv", "conv_transpose", "linear", "embedding", "prelu", *NORMS, *RECURRENT))
+PRODUCTS = ("conv", "conv_transpose", "linear", "grouped_linear", "embedding")
+WEIGHTED = frozenset((*PRODUCTS, "prelu", *NORMS, *RECURRENT))
 # What the lift makes a module of; shape operations stay functions.
 LIFTED = frozenset((*WEIGHTED, *ACTIVATIONS, *POOLS, *ARITHMETIC, "dropout", "flatten"))
 
@@ -144,7 +148,10 @@ def kind_of_function(function: Callable[..., Any], settings: dict[str, Any]) -> 
 
 def is_in_place(function: Callable[..., Any]) -> bool:
     """Whether an aten overload writes into its first argument."""
-    return isinstance(function, torch._ops.OpOverload) and function._schema.name.endswith("_")
+    if not isinstance(function, torch._ops.OpOverload) or not function._schema.arguments:
+        return False
+    alias = function._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
 
 
 def functional(function: Any) -> Any:

@@ -1,7 +1,7 @@
 """Submodules that stay as they are: not looked into, called as one module, float.
 
 For the time of the export a left module is replaced by one opaque operator whose output shapes were seen in a real run;
-afterwards the graph calls the module itself. Axes as long as the batch follow the batch.
+afterwards the graph calls the module itself. The first axis as long as the batch follows the batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import CaptureError, nearest
+from scalepoint.graph.dry_run import dry_run
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,7 @@ def _record(
             given = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
             if not (inputs and all(isinstance(value, Tensor) for value in (*inputs, *given))):
                 raise CaptureError(f"leave={name!r}: a left module takes tensors by place and gives tensors")
-            batch = inputs[0].shape[0]
-            shapes = tuple(tuple(None if size == batch else size for size in output.shape) for output in given)
+            shapes = tuple(_following(tuple(output.shape), inputs[0].shape[0]) for output in given)
             key = next(_KEYS)
             _SEEN[key] = _Seen(module, shapes, tuple(output.dtype for output in given), isinstance(outputs, Tensor))
             keys[key] = name
@@ -118,20 +118,21 @@ def _record(
 
     for name, module in left.items():
         watch(name, module)
-    buffers = [(module, module._buffers) for module in model.modules()]
-    for module, own in buffers:  # the run may write to buffers: let it write to copies
-        vars(module)["_buffers"] = {name: None if value is None else value.clone() for name, value in own.items()}
     try:
-        model(*args, **kwargs)
+        dry_run(model, args, kwargs)
     finally:
         for handle in hooks:
             handle.remove()
-        for module, own in buffers:
-            vars(module)["_buffers"] = own
     missing = set(left) - set(keys.values())
     if missing:
         raise CaptureError(f"leave={sorted(missing)}: never called by the model on these inputs")
     return {key: name for name, key in {name: key for key, name in keys.items()}.items()}
+
+
+def _following(shape: tuple[int, ...], batch: int) -> tuple[int | None, ...]:
+    """The shape with its first axis that is as long as the batch marked by None."""
+    place = shape.index(batch) if batch in shape else len(shape)
+    return (*shape[:place], None, *shape[place + 1 :])[: len(shape)]
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:

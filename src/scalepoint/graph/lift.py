@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, base_name, functional, is_in_place, kind_of_function
+from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, base_name, kind_of_function
 from scalepoint.graph.modules import Operation, Reference, Slot
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -22,7 +22,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
     """Rewrite the aten graph in place; its attributes are already those of the model, which is `owner`."""
     graph = graph_module.graph
-    _resolve_in_place(graph)
     _untranspose(graph)
     tree = Tree(graph_module)
     for node in list(graph.nodes):
@@ -33,19 +32,6 @@ def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
             graph.erase_node(node)
     graph_module.recompile()
     return graph_module
-
-
-def _resolve_in_place(graph: fx.Graph) -> None:
-    """x.relu_() becomes y = relu(x), and whoever reads x afterwards reads y."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if node.op == "call_function" and is_in_place(node.target) and isinstance(node.args[0], fx.Node):
-            replacement = functional(node.target)
-            if replacement is None or node.args[0].op == "get_attr":
-                continue  # a write to a buffer is meant
-            node.target = replacement
-            for user in [user for user in node.args[0].users if order[user] > order[node]]:
-                user.replace_input_with(node.args[0], node)
 
 
 class Tree:
@@ -125,7 +111,9 @@ def _is_parameter(value: Any) -> bool:
 
 
 def _untranspose(graph: fx.Graph) -> None:
-    """x @ w.T and addmm(b, x, w.T), w a parameter, are linear(x, w, b)."""
+    """x @ w.T and addmm(b, x, w.T), w a parameter, are linear(x, w, b); w @ x is linear(x.T, w).T."""
+    for node in list(graph.nodes):
+        _turn(graph, node)
     for node in list(graph.nodes):
         name = base_name(node.target) if node.op == "call_function" else ""
         if name not in ("matmul", "mm", "addmm") or node.kwargs:
@@ -143,6 +131,27 @@ def _untranspose(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.linear.default and len(node.args) == 2:
             _absorb_bias(graph, node)
+
+
+def _turn(graph: fx.Graph, node: fx.Node) -> None:
+    """w @ x, w a matrix and x tokens in columns, as a linear layer on tokens in rows."""
+    if node.op != "call_function" or node.target not in (torch.ops.aten.matmul.default, torch.ops.aten.mm.default):
+        return
+    weight, x = node.args
+    value, taken = (tensor_of(arg) if isinstance(arg, fx.Node) else None for arg in (weight, x))
+    if not _is_parameter(weight) or _is_parameter(x) or value is None or taken is None:
+        return
+    if value.ndim != 2 or taken.ndim < 2:
+        return
+    with graph.inserting_before(node):
+        rows = graph.call_function(torch.ops.aten.transpose.int, (x, -2, -1))
+        linear = graph.call_function(torch.ops.aten.linear.default, (rows, weight))
+        columns = graph.call_function(torch.ops.aten.transpose.int, (linear, -2, -1))
+    for made, like in ((rows, taken), (linear, tensor_of(node)), (columns, tensor_of(node))):
+        turned = like if made is columns or like is None else like.transpose(-2, -1)
+        made.meta = dict(node.meta) | {"val": turned}
+    node.replace_all_uses_with(columns)
+    graph.erase_node(node)
 
 
 def _absorb_bias(graph: fx.Graph, linear: fx.Node) -> None:
@@ -233,27 +242,6 @@ def _does_this(module: nn.Module | None, kind: str, bound: dict[str, Any], input
     held = {id(reference.value) for reference in references}
     needed = own - {id(getattr(module, "num_batches_tracked", None))}
     return held == needed and all(reference.owner is module for reference in references)
-
-
-def writes_through_views(graph: fx.Graph) -> bool:
-    """Whether something is written in place that others see through a view: then the graph must be made functional."""
-    for node in graph.nodes:
-        if node.op == "call_function" and is_in_place(node.target) and isinstance(node.args[0], fx.Node):
-            written = node.args[0]
-            if written.op == "get_attr":
-                continue
-            readers = [user for user in written.users if user is not node]
-            if _is_view(written) or any(_is_view(user) for user in readers):
-                return True
-    return False
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return any(
-        returned.alias_info is not None and not returned.alias_info.is_write for returned in node.target._schema.returns
-    )
 
 
 def tensor_of(node: fx.Node) -> Tensor | None:

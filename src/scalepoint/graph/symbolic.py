@@ -98,6 +98,8 @@ def _replace(tree: Tree, node: fx.Node, kind: str, function: Any) -> None:
     keyword = {name: False if name == "inplace" else value for name, value in node.kwargs.items()}
     inputs: list[fx.Node] = []
     bound = {name: bind(value, inputs, tree.root) for name, value in {**arguments, **keyword}.items()}
+    if not inputs:
+        return  # made of parameters alone
     path = _owner_path(node)
     target = tree.add(f"{path}.{kind}" if path else kind, Operation(kind, function, bound, len(node.args)))
     with node.graph.inserting_before(node):

@@ -67,9 +67,12 @@ def feeds_attention(linear: fx.Node, nodes: Nodes) -> str | None:
     open_nodes, found = [linear], False
     seen = set()
     while open_nodes:
-        for user in open_nodes.pop().users:
+        node = open_nodes.pop()
+        for user in node.users:
             if kind_of(user) == "attention" or is_scores(user) or reads_probabilities(user):
                 found = True
+            elif kind_of(user) == "type_as" and user.args[0] is not node:
+                continue  # reads its type alone
             elif kind_of(user) in SHAPES or (kind_of(user) in ("mul", "div") and len(user.all_input_nodes) == 1):
                 if user not in seen:
                     seen.add(user)
@@ -88,7 +91,7 @@ def is_scores(node: fx.Node) -> bool:
     """Whether a matrix product is followed, through scaling and a mask, by a softmax."""
     following: fx.Node | None = node if kind_of(node) == "matmul" else None
     while following is not None and kind_of(following) != "softmax":
-        following = _sole_reader(following, "mul", "div", "add", "masked_fill", "softmax", *CASTS)
+        following = _sole_reader(following, "mul", "div", "add", "masked_fill", "reshape", "softmax", *CASTS)
     return following is not None
 
 
@@ -165,8 +168,12 @@ ATTENTION_SPELLED_OUT = Pattern(
     "AttentionSpelledOutPattern",
     chain(
         op("scores", "matmul"),
-        optional(op("scale", "mul", "div", where=is_scaling)),
+        optional(op("scale", "mul", "div")),
+        optional(join("bias", "add")),
+        optional(op("windows", "reshape")),  # a mask for each window is added with the windows on an axis of their own
         optional(join("mask", "add")),
+        optional(join("mask_again", "add")),
+        optional(op("whole", "reshape")),
         optional(op("fill", "masked_fill")),
         optional(op("cast", *CASTS)),
         op("softmax"),

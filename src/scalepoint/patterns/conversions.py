@@ -5,6 +5,7 @@ Each is a function that changes the graph and says how often it did; all are rep
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph.kinds import base_name
@@ -13,6 +14,8 @@ from scalepoint.graph.modules import Operation, Reference
 from scalepoint.patterns.gelu import join_gelu
 from scalepoint.patterns.language import kind_of
 
+POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
+_PROMOTING = ("matmul", "mul", "div", "add")
 _ASSERTS = ("assert", "assert_scalar", "assert_tensor_metadata", "assert_async", "sym_constrain_range_for_size")
 
 
@@ -37,8 +40,8 @@ def remove_identities(model: fx.GraphModule) -> int:
 
 
 def remove_idle_pools(model: fx.GraphModule) -> int:
-    """An adaptive average pool to the size its input has."""
-    nodes = [node for node in model.graph.nodes if kind_of(node) == "adaptive_avg_pool" and _keeps_its_shape(node)]
+    """Pools that change no input of any size: windows of one value, or adaptive to the size that comes."""
+    nodes = [node for node in model.graph.nodes if kind_of(node) in POOLS and _is_idle(model, node)]
     for node in nodes:
         _bypass(model, node)
     return len(nodes)
@@ -105,6 +108,28 @@ class HeadConvolution(nn.Module):
         return nn.functional.conv2d(x, self.weight, self.bias)
 
 
+def loosen_casts(model: fx.GraphModule) -> int:
+    """softmax(scores.float()).type_as(scores) takes its type from the product's operand: scores have one reader."""
+    changed = 0
+    for node in model.graph.nodes:
+        if kind_of(node) != "type_as" or len(node.all_input_nodes) != 2:
+            continue
+        source = like = node.all_input_nodes[1]
+        while kind_of(source) in ("matmul", "mul", "div", "add") and _dtype(source) == _dtype(
+            source.all_input_nodes[0]
+        ):
+            source = source.all_input_nodes[0]
+        if source is not like and _dtype(source) is not None:
+            node.replace_input_with(like, source)
+            changed += 1
+    return changed
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = tensor_of(node)
+    return None if value is None else value.dtype
+
+
 def remove_dead_code(model: fx.GraphModule) -> int:
     """Functions whose result nobody reads, such as a shape that only an assert used."""
     nodes = [node for node in model.graph.nodes if node.op == "call_function" and not node.users and _is_pure(node)]
@@ -120,6 +145,7 @@ CONVERSIONS: tuple[Conversion, ...] = (
     remove_idle_pools,
     head_to_convolution,
     join_gelu,
+    loosen_casts,
     remove_dead_code,
 )
 
@@ -141,12 +167,21 @@ def _bypass(model: fx.GraphModule, node: fx.Node) -> None:
     model.graph.erase_node(node)
 
 
-def _keeps_its_shape(node: fx.Node) -> bool:
-    before, after = tensor_of(node.all_input_nodes[0]), tensor_of(node)
-    if before is None or after is None:
+def _is_idle(model: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op != "call_module" or len(node.all_input_nodes) != 1:
         return False
-    sizes = zip(before.shape[2:], after.shape[2:], strict=False)
-    return before.ndim == after.ndim and all(isinstance(a, int) and a == b for a, b in sizes)
+    module = model.get_submodule(str(node.target))
+    given = module.settings if isinstance(module, Operation) else vars(module)
+    if kind_of(node).startswith("adaptive"):
+        return _all_are(given.get("output_size", 0), None) and not given.get("return_indices")
+    windows = [given.get("kernel_size", 0), given.get("stride") or 1]
+    others = given.get("padding") or 0, given.get("divisor_override") or 1
+    is_plain = _all_are(others[0], 0) and others[1] == 1 and not given.get("return_indices")
+    return is_plain and all(_all_are(value, 1) for value in windows)
+
+
+def _all_are(value: object, expected: int | None) -> bool:
+    return all(item == expected for item in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -70,15 +70,15 @@ class Pattern:
     name: str
     match: tuple[Element, ...]
     make: type[Fused]
-    points: tuple[Point, ...] = ()
+    qdq_points: tuple[Point, ...] = ()
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
             raise PatternError(f"a pattern has a name, not {self.name!r}")
         if not (isinstance(self.match, tuple) and all(isinstance(element, Element) for element in self.match)):
             raise PatternError(f"{self.name}: match is chain(op(...), ...), not {self.match!r}")
-        if not all(isinstance(point, Point) for point in self.points):
-            raise PatternError(f"{self.name}: points are members of Point, not {self.points!r}")
+        if not all(isinstance(point, Point) for point in self.qdq_points):
+            raise PatternError(f"{self.name}: qdq_points are members of Point, not {self.qdq_points!r}")
         if not self.match or self.match[0].is_optional or self.match[0].is_join:
             raise PatternError(f"{self.name}: a chain starts with an operation that is there and has one chain input")
         roles = [element.role for element in self.match]
@@ -94,7 +94,7 @@ class Pattern:
 
 def without_points(pattern: Pattern) -> Pattern:
     """The same for a target that has no kernel for it in low precision."""
-    return replace(pattern, points=())
+    return replace(pattern, qdq_points=())
 
 
 @dataclass

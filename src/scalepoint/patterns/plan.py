@@ -12,6 +12,7 @@ from torch import fx
 from scalepoint.documents import parse_json
 from scalepoint.errors import PatternError, shown
 from scalepoint.graph.kinds import WEIGHTED
+from scalepoint.graph.weights import unknown_readers
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, kind_of, match_at, place_of
 
 VERSION = 1
@@ -57,7 +58,7 @@ class TransformationPlan:
         return json.dumps({"version": VERSION, "matches": rows}, indent=2)
 
     def load_json(self, text: str) -> None:
-        """Take over what a saved plan says of each match; one that is not in this plan is an error."""
+        """Take over what a saved plan says of each match: of all that are in this plan, and of no other."""
         data = parse_json(text)
         if not isinstance(data, dict) or data.get("version") != VERSION or not isinstance(data.get("matches"), list):
             raise PatternError(f"not a plan of version {VERSION}")
@@ -72,15 +73,18 @@ class TransformationPlan:
             if not there:
                 raise PatternError(f"a plan of another model: {row.get('pattern')} at {row.get('where')} is not here")
             saved.append((there.pop(0), row))
+        missing = [f"{match.pattern.name} at {match.name}" for matches in own.values() for match in matches]
+        if missing:
+            raise PatternError(
+                f"the saved plan does not speak of {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}"
+            )
         for match, row in saved:
             match.apply, match.reason = row["apply"], str(row.get("reason", ""))
 
 
 def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> TransformationPlan:
     """Match the patterns, longest first and in graph order; an operation belongs to one match."""
-    strangers = [pattern for pattern in patterns if not isinstance(pattern, Pattern)]
-    if strangers:
-        raise PatternError(f"patterns are Pattern values, not {strangers[0]!r}")
+    _check_patterns(patterns)
     by_kind: dict[str, list[fx.Node]] = {}
     order = {}
     for index, node in enumerate(model.graph.nodes):
@@ -104,13 +108,25 @@ def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> Transform
     return TransformationPlan(model, matches, [*refusals, *_unmatched(model, taken, refusals)])
 
 
+def _check_patterns(patterns: tuple[Pattern, ...]) -> None:
+    strangers = [pattern for pattern in patterns if not isinstance(pattern, Pattern)]
+    if strangers:
+        raise PatternError(f"patterns are Pattern values, not {strangers[0]!r}")
+    twice = [name for name, count in Counter(pattern.name for pattern in patterns).items() if count > 1]
+    if twice:
+        raise PatternError(f"two patterns are called {twice[0]!r}: plans and reports tell patterns by their names")
+
+
 def _unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[Refusal]) -> list[Refusal]:
     """The operations with weights that no pattern took and nobody spoke of yet."""
     told = {refusal.name for refusal in refusals}
     weighted = [node for node in model.graph.nodes if kind_of(node) in (*WEIGHTED, "attention", "left")]
+    reasons = {node: f"no pattern takes a {kind_of(node)}: it stays as it is" for node in weighted}
+    for node, weight in unknown_readers(model):
+        reasons[node] = f"reads the weight {weight} in a way that is not known: it stays float"
     return [
-        Refusal("", place_of(node), f"no pattern takes a {kind_of(node)}: it stays as it is")
-        for node in weighted
+        Refusal("", place_of(node), reason)
+        for node, reason in reasons.items()
         if node not in taken and place_of(node) not in told
     ]
 

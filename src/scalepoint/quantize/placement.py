@@ -128,7 +128,7 @@ def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[
         Point.RESIDUAL_INPUT: joins[:1] or first[1:2],
     }
     found: list[tuple[Point, fx.Node]] = []
-    for point in match.pattern.points:
+    for point in match.pattern.qdq_points:
         operands = [node] if point == Point.OUTPUT else [node.args[place] for place in places[point]]
         found += [(point, each) for each in operands if isinstance(each, fx.Node) and _is_float(each)]
     return found
@@ -168,7 +168,7 @@ def decide(sites: Iterable[Site], config: QuantConfig, target: Target | None) ->
 
 def _decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     decision = Decision(site)
-    if not site.match.pattern.points:
+    if not site.match.pattern.qdq_points:
         decision.reason, decision.is_asked = f"{site.match.pattern.name} has no Q/DQ points on this target", True
         return decision
     asked = any(override.fits(site.names, site.types) for override in config.overrides)

@@ -31,7 +31,7 @@ def quantize_linear(
     zero = torch.zeros_like(scale) if qparams.zero_point is None else qparams.zero_point.reshape(scale.shape)
     if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and not grid.format.is_float:
         tensor = _clipped(tensor, scale if is_single else qparams.scale, grid)
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or not torch.onnx.is_in_onnx_export():
         return _by_dynamo(tensor, scale, zero.to(dtype), axis, dtype)
     result: Tensor = _ByTorchScript.apply(tensor, scale, zero.to(dtype), axis)  # type: ignore[no-untyped-call]
     return result

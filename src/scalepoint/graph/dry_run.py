@@ -1,0 +1,27 @@
+"""One run of the user's model that leaves no trace: its inputs and buffers are copies for the time of the run."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the model gives for these inputs."""
+    args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
+    with _spared(model):
+        return model(*args, **kwargs)
+
+
+@contextmanager
+def _spared(model: nn.Module) -> Iterator[None]:
+    buffers = [(module, module._buffers) for module in model.modules()]
+    for module, own in buffers:
+        vars(module)["_buffers"] = {name: None if value is None else value.clone() for name, value in own.items()}
+    try:
+        yield
+    finally:
+        for module, own in buffers:
+            vars(module)["_buffers"] = own

@@ -1,0 +1,158 @@
+"""torch.export as a ladder: non-strict before strict, a free batch before a fixed one, and its errors in our words."""
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import is_dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+from torch.utils import _pytree as pytree
+
+from scalepoint.errors import CaptureError, shown
+from scalepoint.graph.blame import user_line
+from scalepoint.graph.dry_run import dry_run
+
+RUNGS = ((False, True), (True, True), (False, False), (True, False))  # (strict, dynamic)
+
+
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
+    """The program of the first rung that succeeds with every batch free, else the best that there is."""
+    first: Exception | None = None
+    fixed: list[ExportedProgram] = []  # programs in which torch.export took the batch for a constant
+    wide = widened(args, kwargs)
+    is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, ((args, kwargs), wide)), strict=True))
+    for strict, is_dynamic in RUNGS if dynamic else RUNGS[2:]:
+        if fixed and not is_dynamic and not is_wide:
+            break
+        try:
+            program = _export_once(model, wide if is_dynamic else (args, kwargs), strict, is_dynamic)
+        except Exception as error:  # torch.export raises every kind; each is a rung of the ladder
+            if "not a known type" in str(error):
+                _register_outputs(model, args, kwargs)
+            first = first or error
+            continue
+        if not is_dynamic or not fixed_batch(program):
+            return program
+        fixed.append(program)
+    if fixed and not is_wide:
+        return min(fixed, key=lambda program: len(fixed_batch(program)))
+    raise _explained(model, args, kwargs, first) from first
+
+
+def _export_once(
+    model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], strict: bool, is_dynamic: bool
+) -> ExportedProgram:
+    shapes = pytree.tree_map(_dimensions, inputs) if is_dynamic else None
+    if shapes is not None:
+        shapes = {**_positional_names(model, shapes[0]), **shapes[1]} if inputs[1] else shapes[0]
+    with quiet():
+        return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
+
+
+def load(path: Path) -> ExportedProgram:
+    """A program that torch.export saved. Loading runs code from the file: only for files that the user trusts."""
+    try:
+        with quiet():
+            return torch.export.load(path)
+    except Exception as error:  # a file may be anything
+        raise CaptureError(f"{shown(str(path))} is no program that torch.export can load. {_said(error)}") from error
+
+
+def fixed_batch(program: ExportedProgram) -> dict[str, int]:
+    """The inputs whose first axis is a constant in the program, and its extent."""
+    own = set(program.graph_signature.user_inputs)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in own]
+    shapes = {node.name: tuple(node.meta["val"].shape) for node in inputs if isinstance(node.meta.get("val"), Tensor)}
+    return {name: int(shape[0]) for name, shape in shapes.items() if _has_batch(shape) and is_concrete_int(shape[0])}
+
+
+def _has_batch(shape: tuple[int, ...]) -> bool:
+    """A vector of one value is a setting, not a batch."""
+    return len(shape) > 1 or (len(shape) == 1 and not (is_concrete_int(shape[0]) and shape[0] == 1))
+
+
+def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell torch.export of the dataclass or dict that the model gives, so that the next rung takes it."""
+    kind = type(dry_run(model, args, kwargs))
+    if kind in pytree.SUPPORTED_NODES:
+        return
+    if issubclass(kind, dict):
+        pytree.register_pytree_node(
+            kind, lambda d: (list(d.values()), list(d)), lambda v, keys: kind(**dict(zip(keys, v, strict=True)))
+        )
+    elif is_dataclass(kind):
+        torch.export.register_dataclass(kind)
+
+
+def _explained(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
+) -> CaptureError:
+    """What failed, at which line of the user's code, why, and the way out."""
+    name = type(model).__name__
+    try:
+        with quiet():
+            dry_run(model, args, kwargs)
+    except Exception as own:  # the user's code raises what it likes
+        return CaptureError(f"{name} itself fails on these example inputs{user_line(own)}. {_said(own)}")
+    return CaptureError(
+        f"{name} cannot be captured{user_line(error)}. {_said(error)} "
+        "Make that line independent of tensor values (torch.where, torch.cond), or leave the submodule that it stands "
+        "in as it is: leave=['path.of.submodule']"
+    )
+
+
+def _said(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs with a batch of two where it was one: torch.export takes an extent of one for a constant."""
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == 1:
+            return value.repeat(2, *(1 for _ in value.shape[1:]))
+        return value
+
+    wide: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(widen, (args, kwargs))
+    return wide
+
+
+def _dimensions(value: Any) -> Any:
+    """Which axes of an input may change: the batch, and the length of token sequences."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return None
+    auto = torch.export.Dim.AUTO
+    return {0: auto, 1: auto} if not value.is_floating_point() and value.ndim == 2 else {0: auto}
+
+
+def _positional_names(model: nn.Module, shapes: tuple[Any, ...]) -> dict[str, Any]:
+    """Shapes of positional inputs by parameter name, which torch.export wants once there are keyword inputs."""
+    names = list(inspect.signature(model.forward).parameters)
+    return dict(zip(names, shapes, strict=False))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch.export prints and logs of its own internals; what matters to the user is raised.
+
+    Logging is off as a whole: torch makes loggers and handlers while it works. Its trace log ignores that, and writes
+    thousands of records to whoever listens (pytest does), so nobody listens meanwhile.
+    """
+    trace, disabled = logging.getLogger("torch.__trace"), logging.root.manager.disable
+    listening, trace.handlers = trace.handlers, []
+    logging.disable()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        trace.handlers = listening
