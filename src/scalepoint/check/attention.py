@@ -49,13 +49,14 @@ def _back(view: View, tensor: str, path: tuple[Node, ...]) -> tuple[Node, ...]:
 
 def _forward(view: View, tensor: str) -> Node | None:
     for _ in range(_DEEPEST):
-        step = view.only_step(tensor)
-        if step is None:
+        steps = [step for step in view.steps(tensor) if step.use.node.op != "IsNaN"]  # torch guards against NaN
+        if len(steps) != 1 or tensor in view.graph.outputs:
             return None
+        step = steps[0]
         node = step.use.node
         if node.op == "MatMul":
             return node if step.use.place == 0 else None
-        if node.op not in COPIES | {"Cast", "Dropout"}:
+        if node.op not in COPIES | {"Cast", "Dropout", "Where"}:
             return None
         tensor = node.output
     return None

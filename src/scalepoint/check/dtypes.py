@@ -54,7 +54,7 @@ def zero_points(view: View) -> Iterator[Fault]:
 
 def _wrong_zero_point(view: View, node: Node) -> str | None:
     tensor, kind = node.input(2), view.kind(node)
-    if node.op == "QuantizeLinear" and not tensor and not node.attributes.get("output_dtype"):
+    if node.op == "QuantizeLinear" and not tensor and not node.integer("output_dtype"):
         return "there is no zero point and no output_dtype, which ONNX reads as uint8 and TensorRT as int8"
     if kind and kind not in SYMMETRIC and not _is_int32_dequantize(view, node) and not _is_scale(view, node):
         return f"the quantized type is {type_name(kind)}"
@@ -127,7 +127,7 @@ def _wrong_shape(view: View, node: Node, shape: Shape, data: Shape) -> str | Non
     if len(shape) not in (1, len(data)):
         return f"the scale has rank {len(shape)}, the data {len(data)}"
     if not 0 <= axis < len(data):
-        return f"axis {node.attributes.get('axis', 1)} is outside of data of rank {len(data)}"
+        return f"axis {node.integer('axis', 1)} is outside of data of rank {len(data)}"
     if len(shape) == 1 and not view.block(node):
         wanted: Shape = (data[axis],)
     else:
@@ -225,7 +225,7 @@ def _float_type(view: View, tensor: str) -> int:
     source = view.dequantizer(tensor)
     if source is None:
         return view.graph.dtype(tensor)
-    return int(source.attributes.get("output_dtype") or 0) or view.graph.dtype(source.input(1))
+    return source.integer("output_dtype") or view.graph.dtype(source.input(1))
 
 
 def _cast(view: View, node: Node) -> Iterator[Fault]:

@@ -1,6 +1,7 @@
 """Rules on groups that TensorRT fuses into one kernel: Q/DQ stands around them, never inside."""
 
 from collections.abc import Iterator
+from heapq import heappop, heappush
 
 from scalepoint.check.graph import COPIES, Node, Use
 from scalepoint.check.qdq import CONVOLUTIONS, DEQUANTIZE, QUANTIZE, WEIGHTED, View
@@ -66,7 +67,7 @@ def _one_convolution(view: View, node: Node, side: str, skip: str, kernel: Node)
 def _starts_at_convolution(view: View, skip: str, kernel: Node) -> bool:
     """The skip is the output of a convolution that the other side begins with (ConvNeXt): no residual for TensorRT."""
     first = view.convolution(view.origin(skip)[0], alone=False)
-    return first is not None and first.output in _distances(view, kernel.input(0))
+    return first is not None and _comes_from(view, kernel.input(0), first)
 
 
 def _two_convolutions(view: View, node: Node) -> Iterator[Fault]:
@@ -82,32 +83,46 @@ def _two_convolutions(view: View, node: Node) -> Iterator[Fault]:
 
 
 def _lengths(view: View, node: Node) -> tuple[int, int]:
-    """How far each input is from the last tensor that both come from; equal if there is none."""
-    first, second = (_distances(view, tensor) for tensor in node.inputs)
-    common = first.keys() & second.keys()
-    if not common:
-        return 0, 0
-    makers = {tensor: view.graph.producer(tensor) for tensor in common}
-    ancestor = max(common, key=lambda tensor: (maker.index if (maker := makers[tensor]) else -1, tensor))
-    return first[ancestor], second[ancestor]
+    """How many operations lie between each input and the last tensor that both come from; equal if there is none."""
+    sides = {node.inputs[0]: 0}, {node.inputs[1]: 0}
+    pending = sorted((-_index(view, tensor), tensor) for tensor in set(node.inputs))
+    while pending:  # backward in graph order, so that whatever leads to a tensor was seen before it
+        _, tensor = heappop(pending)
+        if tensor in sides[0] and tensor in sides[1]:
+            return sides[0][tensor], sides[1][tensor]
+        for operand, cost in _operands(view, tensor):
+            if operand not in sides[0] and operand not in sides[1]:
+                heappush(pending, (-_index(view, operand), operand))
+            for side in sides:
+                if tensor in side:
+                    side[operand] = min(side[tensor] + cost, side.get(operand, side[tensor] + cost))
+    return 0, 0
 
 
-def _distances(view: View, tensor: str) -> dict[str, int]:
-    """The tensors that this one is computed from, and how many operations lie between; Q/DQ counts nothing."""
-    found, row = {tensor: 0}, [tensor]
-    while row:
-        behind: list[str] = []
-        for name in row:
-            node = view.graph.producer(name)
-            if node is None:
-                continue
-            cost = 0 if node.op in QUANTIZE | DEQUANTIZE else 1
-            for operand in node.inputs:
-                if operand and operand not in found and not view.graph.is_constant(operand):
-                    found[operand] = found[name] + cost
-                    behind.append(operand)
-        row = behind
-    return found
+def _index(view: View, tensor: str) -> int:
+    maker = view.graph.producer(tensor)
+    return -1 if maker is None else maker.index
+
+
+def _operands(view: View, tensor: str) -> list[tuple[str, int]]:
+    """What a tensor is computed from, each with the number of operations that is; Q/DQ counts nothing."""
+    maker = view.graph.producer(tensor)
+    cost = 0 if maker is not None and maker.op in QUANTIZE | DEQUANTIZE else 1
+    names = () if maker is None else maker.inputs
+    return [(name, cost) for name in names if name and not view.graph.is_constant(name)]
+
+
+def _comes_from(view: View, tensor: str, source: Node) -> bool:
+    pending, seen = [tensor], {tensor}
+    while pending:
+        name = pending.pop()
+        if name == source.output:
+            return True
+        behind = [operand for operand, _ in _operands(view, name) if operand not in seen]
+        behind = [operand for operand in behind if _index(view, operand) >= source.index]
+        seen.update(behind)
+        pending += behind
+    return False
 
 
 def float_islands(view: View) -> Iterator[Fault]:
@@ -128,7 +143,8 @@ def _norm(view: View, node: Node) -> Iterator[Fault]:
         yield Fault(source, node.input(0), f"the input of {node.op} is quantized")
     elif source is None and wants:
         seen = "an int8 convolution writes float for the LayerNormalization behind it"
-        yield Fault(node, node.input(0), seen, Severity.PERFORMANCE, "Put Q/DQ on the input of this layer norm.")
+        why, way_out = "with Q/DQ there it writes int8 and is faster", "Put Q/DQ on the input of this layer norm."
+        yield Fault(node, node.input(0), seen, Severity.PERFORMANCE, why, way_out)
     for tensor in node.inputs[1:]:
         if view.dequantizer(tensor) is not None:
             yield Fault(node, tensor, f"a parameter of {node.op} is quantized")
@@ -205,7 +221,7 @@ def silu(view: View) -> Iterator[Fault]:
 
 def _is_depthwise(view: View, node: Node) -> bool:
     shape = view.graph.shape(node.input(1))
-    return int(node.attributes.get("group", 1)) > 1 and shape is not None and shape[1:2] == (1,)
+    return node.integer("group", 1) > 1 and shape is not None and shape[1:2] == (1,)
 
 
 def transposed_convolutions(view: View) -> Iterator[Fault]:
@@ -213,7 +229,7 @@ def transposed_convolutions(view: View) -> Iterator[Fault]:
     for node in view.nodes("ConvTranspose"):
         if not view.is_quantized(node):
             continue
-        shape, groups = view.graph.shape(node.input(1)), int(node.attributes.get("group", 1))
+        shape, groups = view.graph.shape(node.input(1)), node.integer("group", 1)
         few = shape[0] if shape else None
         if view.version < (10, 9) and groups > 1 and few is not None and few < 4 * groups:
             yield Fault(node, node.input(1), f"{few} input channels in {groups} groups", Severity.ERROR)

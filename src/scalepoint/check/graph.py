@@ -53,6 +53,10 @@ class Node:
         """The tensor's name; empty if the operand is left out."""
         return self.inputs[index] if index < len(self.inputs) else ""
 
+    def integer(self, attribute: str, default: int = 0) -> int:
+        value = self.attributes.get(attribute)
+        return value if isinstance(value, int) else default
+
     @property
     def output(self) -> str:
         return self.outputs[0] if self.outputs else ""

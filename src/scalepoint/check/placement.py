@@ -7,7 +7,9 @@ from scalepoint.check.qdq import ACTIVATIONS, DEQUANTIZE, INT4, MOVES, QUANTIZE,
 from scalepoint.check.rule import Fault, Severity
 
 _INT8_BOTH_WAYS = ("Add", "Mul", "AveragePool", "GlobalAveragePool")
-_POINTWISE = ACTIVATIONS | frozenset(["Add", "Sub", "Mul", "Div", "Sigmoid", "Tanh", "BatchNormalization"])
+_POINTWISE = ACTIVATIONS | frozenset(
+    ["Add", "Sub", "Mul", "Div", "Min", "Max", "Sigmoid", "Tanh", "BatchNormalization"]
+)
 _LOGIC = frozenset({"Shape", "Size", "Where", "NonZero", "TopK", "ArgMax", "ArgMin", "Not", "And", "Or", "Xor"})
 _COMPARE = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 _ONE_OPERAND = frozenset({"BatchNormalization", "Resize", "Upsample"})
@@ -37,6 +39,8 @@ def _dequantizer_past_cast(view: View, tensor: str) -> Node | None:
 def _is_probability(view: View, tensor: str) -> bool:
     """Fused attention takes the scale of the softmax as an option; rule R19 asks for it where it is needed."""
     maker = view.graph.producer(view.graph.source(tensor, COPIES | {"Cast", "Dropout"}))
+    if maker is not None and maker.op == "Where":  # torch guards against rows of NaN: where(isnan(p), 0, p)
+        maker = view.graph.producer(maker.input(2))
     return maker is not None and maker.op == "Softmax"
 
 
@@ -51,7 +55,8 @@ def int8_in_and_out(view: View) -> Iterator[Fault]:
             kernel = _kernel_behind(view, node.input(0))
             if kernel is not None and view.is_quantized(kernel):
                 seen = f"{node.op} reads float from the int8 {kernel.op} before it"
-                yield Fault(node, node.input(0), seen, Severity.ADVICE, f"Put Q/DQ on the input of {node.op}.")
+                why, way_out = "with Q/DQ there both run in int8", f"Put Q/DQ on the input of {node.op}."
+                yield Fault(node, node.input(0), seen, Severity.ADVICE, why, way_out)
 
 
 def _arrives_quantized(view: View, tensor: str) -> bool:

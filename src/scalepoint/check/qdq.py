@@ -162,7 +162,7 @@ class View:
         """The quantized type of a Q or DQ node, as ONNX says it; 0 if it is not known."""
         if node.op in DEQUANTIZE:
             return self.graph.dtype(node.input(0)) or self._zero_point_kind(node)
-        return self._zero_point_kind(node) or int(node.attributes.get("output_dtype") or 0) or UINT8
+        return self._zero_point_kind(node) or node.integer("output_dtype") or UINT8
 
     def _zero_point_kind(self, node: Node) -> int:
         if "FP8" in node.op:
@@ -180,11 +180,11 @@ class View:
         return None if values is None else values.astype(np.float32)
 
     def axis(self, node: Node, rank: int) -> int:
-        axis = int(node.attributes.get("axis", 1))
+        axis = node.integer("axis", 1)
         return axis + rank if axis < 0 else axis
 
     def block(self, node: Node) -> int:
-        return int(node.attributes.get("block_size") or 0)
+        return node.integer("block_size")
 
     def same_scale(self, left: Node, right: Node) -> bool:
         if left.input(1) == right.input(1):

@@ -21,12 +21,13 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rule saw: where, and in a few words what. A severity of its own overrides the rule's."""
+    """What a rule saw: where, and in a few words what. What else is given overrides the rule's own."""
 
     node: Node
     tensor: str
     seen: str
     severity: Severity | None = None
+    why: str = ""
     way_out: str = ""
 
 
@@ -63,7 +64,7 @@ def finding(rule: Rule, fault: Fault) -> Finding:
         severity=fault.severity or rule.severity,
         node=fault.node.name,
         tensor=fault.tensor,
-        why=f"{fault.seen}: {rule.why}",
+        why=f"{fault.seen}: {fault.why or rule.why}",
         way_out=fault.way_out or rule.way_out,
     )
 

@@ -26,10 +26,10 @@ def small_products(view: View) -> Iterator[Fault]:
 
 def _sizes(view: View, node: Node) -> tuple[int | None, int | None, int | None]:
     """M, K, N; None where a size is not known."""
-    left, right = (last(view.graph.shape(tensor), 2) for tensor in node.inputs[:2])
+    left, right = (last(view.graph.shape(node.input(place)), 2) for place in (0, 1))
     if node.op == "Gemm":
-        left = left[::-1] if node.attributes.get("transA") else left
-        right = right[::-1] if node.attributes.get("transB") else right
+        left = left[::-1] if node.integer("transA") else left
+        right = right[::-1] if node.integer("transB") else right
     return left[0], left[1] if left[1] is not None else right[0], right[1]
 
 
@@ -44,7 +44,7 @@ def small_convolutions(view: View) -> Iterator[Fault]:
         if not view.graph.is_constant(weight):
             yield Fault(node, weight, "the weight of a quantized Conv is not constant")
         elif shape is not None and len(shape) > 2:
-            groups = int(node.attributes.get("group", 1))
+            groups = node.integer("group", 1)
             if not (_fits_fp8(shape, groups) if view.is_fp8(source) else _fits_int8(view, node, shape, groups)):
                 kernel = "x".join(map(str, shape[2:]))
                 seen = f"a {kernel} Conv of {shape[1]} to {shape[0]} channels in {groups} groups has no fast kernel"

@@ -31,7 +31,7 @@ def weight_axis(view: View) -> Iterator[Fault]:
 
 def _one_scale(view: View, node: Node, place: int, wanted: int) -> Iterator[Fault]:
     shape = view.graph.shape(node.input(place))
-    if node.op != "ConvTranspose" and shape is not None and shape[wanted] != 1:
+    if node.op != "ConvTranspose" and shape is not None and wanted < len(shape) and shape[wanted] != 1:
         seen = f"the weight of {node.op} has one scale for all {shape[wanted]} output channels"
         yield Fault(node, node.input(place), seen, Severity.ACCURACY)
 
@@ -45,7 +45,7 @@ def _output_axis(view: View, node: Node, place: int) -> int | None:
     if shape is None or len(shape) != 2:
         return None
     if node.op == "Gemm":
-        return 0 if node.attributes.get("transB") else 1
+        return 0 if node.integer("transB") else 1
     return 1 if place == 1 else 0
 
 
@@ -58,11 +58,12 @@ def _axis_at(view: View, tensor: str, source: Node, rank: int) -> int | None:
     axis = view.axis(source, rank)
     for node in reversed(path):
         if node.op == "Transpose":
-            order = node.attributes.get("perm") or list(range(rank))[::-1]
+            given = node.attributes.get("perm")
+            order = given if isinstance(given, list) and given else list(range(rank))[::-1]
             axis = order.index(axis) if axis in order else -1
         elif node.op != "Identity":
             return None
-    return axis if axis >= 0 else None
+    return axis if 0 <= axis < rank else None  # outside: rule R02 speaks of it
 
 
 def block_formats(view: View) -> Iterator[Fault]:
@@ -111,6 +112,6 @@ def _wrong_fp4(view: View, node: Node) -> str | None:
 
 def _indivisible(view: View, node: Node, block: int) -> str | None:
     shape = view.graph.shape(node.input(0))
-    axis = int(node.attributes.get("axis", -1))
+    axis = node.integer("axis", -1)
     size = shape[axis] if shape and -len(shape) <= axis < len(shape) else None
     return f"blocks of {block} do not divide {size} values" if size is not None and size % block else None

@@ -10,6 +10,7 @@ from scalepoint.errors import ExportError
 from scalepoint.export.operators import BLOCKS_SINCE, TYPES, dequantize
 from scalepoint.numerics import QParams, dtype_name
 from scalepoint.patterns import Fused
+from scalepoint.patterns.language import place_of
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted, run_with
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
@@ -17,7 +18,7 @@ from scalepoint.spec.onnx_form import quantize_linear
 
 
 class StoredWeight(nn.Module):
-    """An operation over stored codes; a linear layer holds them as (in, out), which every runtime multiplies as it is."""
+    """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
@@ -158,6 +159,9 @@ def _replaced(model: fx.GraphModule, kind: type[StoredWeight | FloatWeight]) -> 
                         made[id(part)] = kind(part).eval()
                         fused.add_module(f"stored_{role}", made[id(part)])
                     fused.parts[role] = made[id(part)]
+    for node in twin.graph.nodes:  # torch.export names what it records after this
+        path = place_of(node) if node.op != "call_module" else str(node.target)
+        node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
     return twin
 
 

@@ -19,13 +19,14 @@ from unicodedata import normalize
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, ScalepointWarning, shown
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import replaced, restore
-from scalepoint.graph.lift import lift
+from scalepoint.graph.lift import lift, tensor_of
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
 from scalepoint.graph.writes import follow_writes
@@ -69,11 +70,13 @@ def capture(
             graph_module = _checked(trace(working))
             graph_module.meta["fixed_batch"] = {}  # torch.fx knows no sizes
         else:
-            inputs = widened(*as_inputs(args, kwargs)) if dynamic else as_inputs(args, kwargs)
+            given = as_inputs(args, kwargs)
+            inputs = widened(*given) if dynamic else given
             with ExitStack() as stack:
                 keys = stack.enter_context(replaced(working, leave, *inputs)) if leave else {}
-                program = export(working, *as_inputs(args, kwargs), dynamic)
+                program = export(working, *given, dynamic)
             graph_module = _finish(program, working, keys)
+            graph_module.meta["is_widened"] = _is_widened(graph_module, given)
             if dynamic:
                 _tell_of_fixed_batch(graph_module)
     for name, module in graph_module.named_modules():
@@ -119,6 +122,17 @@ class _Captured(fx.GraphModule):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
             return super().__deepcopy__(memo)
+
+
+def _is_widened(graph_module: fx.GraphModule, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Whether the sizes that the graph records are those of a batch of two though one was given."""
+    recorded = [tensor_of(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
+    leaves = pytree.tree_leaves(given)
+    pairs = zip(leaves, recorded, strict=False)
+    return any(
+        isinstance(one, Tensor) and other is not None and one.ndim > 1 and one.shape[0] == 1 and other.shape[0] != 1
+        for one, other in pairs
+    )
 
 
 def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:

@@ -53,13 +53,15 @@ def least_squares(
     grid: Grid,
     *,
     steps: int = 80,
-    least: float = 0.2,
+    least: float = 0.02,
 ) -> Range:
     """The range inside [low, high] whose quantization error sum(w * (fq(x) - x)^2) is smallest.
 
-    Tries `steps` equal shrinkings of both ends down to `least`; an asymmetric grid then tries each end alone.
+    Tries `steps` shrinkings of both ends down to `least`, each by the same factor; an asymmetric grid then tries each
+    end alone.
     """
-    shrink = torch.linspace(1.0, least, steps, dtype=torch.float32, device=values.device).unbind()
+    powers = torch.linspace(0.0, 1.0, steps, dtype=torch.float32, device=values.device)
+    shrink = torch.pow(least, powers).unbind()
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     best = _best(values, weights, [(low * s, high * s) for s in shrink], grid)
     if not grid.is_symmetric:
@@ -113,7 +115,7 @@ def least_divergence(histogram: Histogram, low: Tensor, high: Tensor, levels: in
 
 def _cells(centres: Tensor, clip: Tensor, levels: int) -> Tensor:
     width = (2 * clip / levels).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((centres + clip) / width).floor().clamp(0, levels - 1).to(torch.int64)
+    return ((centres + clip) / width).floor().nan_to_num(0.0).clamp(0, levels - 1).to(torch.int64)
 
 
 def _divergence(counts: Tensor, inside: Tensor, cells: Tensor, levels: int, bins: int) -> Tensor:

@@ -8,6 +8,7 @@ before afterwards, also when the data raises.
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,8 +18,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, ScalepointWarning, UsageError, shown
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -42,7 +44,8 @@ def calibrate(
     `forward_loop` is a function that runs data through the model it is given, or the data itself: an iterable of
     batches, each a tensor, a tuple or list of inputs (what comes after the model's own inputs, such as labels, is left
     away), or a dict of inputs by name. on_unseen="skip" leaves a stub that saw nothing as it is, float; on_nan="skip"
-    leaves out batches with NaN or infinity. The progress bar shows on a terminal unless `progress` says otherwise.
+    leaves out batches whose inputs hold NaN or infinity, and tensors inside the model that do. The progress bar shows
+    on a terminal unless `progress` says otherwise.
     """
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
@@ -55,6 +58,7 @@ def calibrate(
     _check_rereadable(forward_loop, smoothing)
     with _evaluating(model), _quantizers_off(stubs, weights):
         run = _Run(model, forward_loop, max_batches, progress)
+        run.skips_nan = on_nan == "skip"
         if smoothing:
             _smooth(run, smoothing)
         _observe(run, stubs, on_nan)
@@ -78,14 +82,19 @@ class _Run:
 
     def __init__(self, model: nn.Module, data: Any, max_batches: int | None, progress: bool | None) -> None:
         self.model, self.data, self.max_batches = model, data, max_batches
-        self.batches = 0
         self.calls = 0
+        self.is_inside = False
+        self.skips_nan = False
+        self.skipped: list[int] = []
         wanted = sys.stderr.isatty() if progress is None else progress
         self.console = Console(stderr=True, quiet=not wanted)
 
     def __call__(self, what: str) -> None:
-        self.batches = self.calls = 0
+        self.calls = 0
+        self.is_inside = False
+        self.skipped.clear()
         handle = self.model.register_forward_pre_hook(self._called)
+        done = self.model.register_forward_hook(self._returned)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -100,12 +109,22 @@ class _Run:
                     self.data(self.model)
                 else:
                     self._feed()
+        except ScalepointError:
+            raise
+        except Exception as error:
+            error.add_note(f"calibration: batch {max(self.calls - 1, 0) if self.is_inside else self.calls}")
+            raise
         finally:
             handle.remove()
+            done.remove()
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
         self.calls += 1
+        self.is_inside = True
         self._bar.advance(self._task)
+
+    def _returned(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.is_inside = False
 
     def _feed(self) -> None:
         for index, batch in enumerate(self.data):
@@ -114,26 +133,29 @@ class _Run:
             if index >= LIMIT and self.max_batches is None:
                 raise CalibrationError(f"the data did not end after {LIMIT} batches: pass max_batches=")
             args, kwargs = inputs_of(batch, self.model)
+            if self.skips_nan and not _is_finite((args, kwargs)):
+                self.skipped.append(index)
+                continue
             try:
                 self.model(*args, **kwargs)
             except ScalepointError:
                 raise
             except Exception as error:
-                error.add_note(f"calibration: batch {index} was {_described(batch)}")
+                error.add_note(f"it was {_described(batch)}")
                 raise
-            self.batches += 1
 
 
 def _smooth(run: _Run, observers: Sequence[SmoothQuantObserver]) -> None:
     for observer in observers:
         observer.reset()
+        observer.on_nan = "skip" if run.skips_nan else "error"
         observer.register_forward_hook()
     try:
         run("smoothing")
     finally:
         for observer in observers:
             observer.remove_hook()
-    _check_reached(run)
+    _check_reached(run, [observer.name for observer in observers])
     for observer in observers:
         observer.compute_smooth_scales()
         observer.enabled = False  # it is in the weights now
@@ -154,15 +176,25 @@ def _observe(run: _Run, stubs: Sequence[QuantStub], on_nan: Literal["error", "sk
         for stub in stubs:
             stub.calibrating = False
     if stubs:
-        _check_reached(run)
+        _check_reached(run, [stub.name for stub in stubs])
+    if run.skipped:
+        listed = ", ".join(map(str, run.skipped[:5]))
+        message = f"{len(run.skipped)} batches hold NaN or infinity and were left out: {listed}"
+        warnings.warn(ScalepointWarning(message), stacklevel=3)
 
 
-def _check_reached(run: _Run) -> None:
+def _check_reached(run: _Run, names: Sequence[str]) -> None:
     if run.calls:
         return
     if callable(run.data):
+        blind = f"{', '.join(names[:3])} and {len(names) - 3} more" if len(names) > 3 else ", ".join(names)
         raise CalibrationError(
-            "forward_loop never called the model it was given: it must run the model of its argument, not the original"
+            f"forward_loop never called the model it was given, so {blind} saw nothing: it must run the model of its "
+            "argument, not the original"
+        )
+    if run.skipped:
+        raise CalibrationError(
+            f"all {len(run.skipped)} batches hold NaN or infinity: nothing is left to calibrate with"
         )
     raise CalibrationError("the calibration data is empty: 0 batches. A generator can be read only once")
 
@@ -218,6 +250,11 @@ def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = [each for name, each in signature.parameters.items() if each.kind in kinds and name != "self"]
     return [each.name for each in found], [each.name for each in found if each.default is inspect.Parameter.empty]
+
+
+def _is_finite(inputs: Any) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _tensor(value: Any) -> Any:

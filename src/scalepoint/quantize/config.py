@@ -124,7 +124,7 @@ def _tensor_config(value: Any) -> Any:
     if value == FLOAT or isinstance(value, dict):
         if value == FLOAT:
             return value
-        short = set(value) <= set(TensorQuantConfig.model_fields)
+        short = not set(value) & set(QuantizationSpec.model_fields)
         return TensorQuantConfig(**value) if short else QuantizationSpec.from_dict(value)
     raise ConfigError(
         f"how a tensor is quantized: a TensorQuantConfig, a QuantizationSpec or 'float', not {shown(value)}"

@@ -36,7 +36,7 @@ def macs_of(kind: str, part: nn.Module | None, node: fx.Node, operands: Sequence
         shapes = [shape_of(operand) for operand in operands]
         return None if out is None or shapes[0] is None else prod(out) * shapes[0][-1]
     if kind == "attention":
-        return _attention([shape_of(operand) for operand in operands])
+        return _attention(part, [shape_of(operand) for operand in operands])
     if kind in _GATES:
         return _recurrent(part, operands)
     return 0
@@ -52,7 +52,8 @@ def _weighted(kind: str, part: nn.Module, source: tuple[int, ...] | None) -> int
         return prod(source) * prod(weight[1:])
     if kind == "head":
         return source[0] * prod(weight)
-    return prod(_out_sizes(part, source)) * source[0] * prod(weight)
+    batch = source[0] if len(source) == len(weight) else 1
+    return prod(_out_sizes(part, source)) * batch * prod(weight)
 
 
 def _out_sizes(part: nn.Module, source: tuple[int, ...]) -> list[int]:
@@ -74,17 +75,27 @@ def _out_sizes(part: nn.Module, source: tuple[int, ...]) -> list[int]:
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rows]
 
 
-def _attention(shapes: Sequence[tuple[int, ...] | None]) -> int | None:
-    if len(shapes) < 2 or shapes[0] is None or shapes[1] is None:
+def _attention(part: nn.Module | None, shapes: Sequence[tuple[int, ...] | None]) -> int | None:
+    """q k^T and p v. Where it is written out the key comes transposed, and the value is the last operand."""
+    known = [shape for shape in shapes if shape is not None and len(shape) > 1]
+    if len(known) < 2:
         return None
-    query, key = shapes[0], shapes[1]
-    return 2 * prod(query) * key[-2]
+    query, key = known[0], known[1]
+    is_spelled_out = isinstance(part, Operation) and part.kind == "matmul"
+    length = key[-1] if is_spelled_out else key[-2]
+    value = known[-1] if is_spelled_out else known[2] if len(known) > 2 else key
+    return prod(query) * length + prod(query[:-1]) * length * value[-1]
 
 
 def _recurrent(part: nn.Module | None, operands: Sequence[fx.Node]) -> int | None:
     source = shape_of(operands[0]) if operands else None
     if source is None or part is None:
         return None
-    weights = [value for name, value in part.named_parameters() if name.startswith("weight")]
-    steps = prod(source[:-1])
-    return steps * sum(value.numel() for value in weights)
+    references = part.references().values() if isinstance(part, Operation) else ()
+    weights = [*part.parameters(), *(reference.value for reference in references)]
+    return prod(source[:-1]) * sum(weight.numel() for weight in weights if weight.ndim == 2)
+
+
+def batch_share(model: fx.GraphModule) -> float:
+    """The share of the recorded work that the example stands for: an example of one is captured as two."""
+    return 0.5 if model.meta.get("is_widened") else 1.0

@@ -1,7 +1,7 @@
 """Coverage: every operation with weights or a matrix product, and what became of it. Nothing is silent."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -9,15 +9,13 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import CoverageError, UsageError
-from scalepoint.graph import WEIGHTED
-from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.patterns.plan import plain
-from scalepoint.quantize.cost import macs_of
-from scalepoint.quantize.placement import Decision, Site, State
-from scalepoint.quantize.stubs import Quantizing
+from scalepoint.quantize.config import QuantConfig
+from scalepoint.quantize.cost import batch_share, macs_of
+from scalepoint.quantize.placement import COUNTED, Decision, Left, Site, State
+from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
 
-PRODUCTS = ("matmul", "attention")
 KEY = "scalepoint.coverage"  # where a graph module's meta holds its coverage
 
 
@@ -128,37 +126,48 @@ def coverage(model: nn.Module) -> Coverage:
     found = getattr(model, "meta", {}).get(KEY)
     if not isinstance(found, Coverage):
         raise UsageError("this model has no coverage: it was not made by insert_qdq")
-    gave_up = {
-        name: module.quantizer.reason
-        for module in model.modules()
-        if isinstance(module, Quantizing) and module.quantizer.is_disabled()
-        for name in module.consumers
-    }
-    return Coverage(tuple(_given_up(row, gave_up) for row in found.operations))
+    gave_up: dict[str, list[tuple[str, str]]] = {}
+    for module in model.modules():
+        why = _why_off(module) if isinstance(module, Quantizing) else ""
+        if why:
+            for name in module.consumers:  # type: ignore[union-attr]  # it is Quantizing
+                gave_up.setdefault(name, []).append(("w" if isinstance(module, WeightFakeQuantize) else "x", why))
+    return Coverage(tuple(_given_up(row, gave_up.get(row.name, [])) for row in found.operations))
 
 
-def _given_up(row: Operation, gave_up: dict[str, str]) -> Operation:
-    if row.name not in gave_up:
+def _why_off(module: Quantizing) -> str:
+    skipped = module.skipped_because if isinstance(module, QuantStub) else ""
+    return module.quantizer.reason if module.quantizer.is_disabled() else skipped
+
+
+def _given_up(row: Operation, faults: Sequence[tuple[str, str]]) -> Operation:
+    """What a quantizer that is off was to do, the operation does not."""
+    if not faults:
         return row
-    return Operation(row.name, row.kind, State.REFUSED, "", gave_up[row.name], row.parameters, row.macs)
+    off = {kind for kind, _ in faults}
+    how = ", ".join(part for part in row.how.split(", ") if part.split(" ")[0] not in off)
+    state = State.QUANTIZED if how else State.REFUSED
+    return replace(row, state=state, how=how, reason="; ".join(dict.fromkeys(why for _, why in faults)))
 
 
-def make_coverage(model: fx.GraphModule, decisions: Sequence[Decision], refusals: Iterable[Any]) -> Coverage:
+def make_coverage(
+    model: fx.GraphModule,
+    decisions: Sequence[Decision],
+    left: Sequence[Left],
+    config: QuantConfig,
+    refusals: Iterable[Any],
+) -> Coverage:
     """One row a decision that concerns weights or products, and one for each such operation that no pattern took."""
     why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
-    fused = {decision.site.node: decision for decision in decisions}
-    rows = []
-    for node in model.graph.nodes:
-        if node in fused:
-            if _counts(fused[node].site):
-                rows.append(_row(fused[node]))
-        elif kind_of(node) in (*WEIGHTED, *PRODUCTS, "left"):
-            rows.append(_left_row(model, node, why))
-    return Coverage(tuple(rows))
+    rows = {decision.site.node: _row(decision) for decision in decisions if _counts(decision.site)}
+    rows |= {each.node: _left_row(each, config, why) for each in left}
+    share = batch_share(model)
+    ordered = [rows[node] for node in model.graph.nodes if node in rows]
+    return Coverage(tuple(replace(row, macs=None if row.macs is None else int(row.macs * share)) for row in ordered))
 
 
 def _counts(site: Site) -> bool:
-    return site.role is not None or site.kind in (*WEIGHTED, *PRODUCTS) or _parameters(site.fused.parts.values()) > 0
+    return site.role is not None or site.kind in COUNTED or _parameters(site.fused.parts.values()) > 0
 
 
 def _row(decision: Decision) -> Operation:
@@ -174,13 +183,14 @@ def _row(decision: Decision) -> Operation:
     return Operation(site.name, kind, decision.state, how, decision.reason, parameters, macs, decision.is_asked)
 
 
-def _left_row(model: fx.GraphModule, node: fx.Node, why: dict[str, str]) -> Operation:
-    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    kind, name = kind_of(node), place_of(node)
-    reason = why.get(name) or f"no pattern of this target takes a {kind}"
-    parameters = _parameters([module] if module is not None else [])
-    macs = macs_of(kind, module, node, list(node.all_input_nodes))
-    return Operation(name, kind, State.FLOAT, "", reason, parameters, macs)
+def _left_row(each: Left, config: QuantConfig, why: dict[str, str]) -> Operation:
+    asked = any(override.fits(each.names, each.types) for override in config.overrides)
+    reason = why.get(each.name) or f"no pattern of this target takes a {each.kind}"
+    parameters = _parameters([each.module] if each.module is not None else [])
+    macs = macs_of(each.kind, each.module, each.node, list(each.node.all_input_nodes))
+    return Operation(
+        each.name, each.kind, State.FLOAT, "", "asked for by the config" if asked else reason, parameters, macs, asked
+    )
 
 
 def _parameters(parts: Iterable[nn.Module]) -> int:

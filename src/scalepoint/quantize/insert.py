@@ -3,17 +3,17 @@
 import copy as copying
 from collections.abc import Mapping, Sequence
 
-from torch import fx, nn
+from torch import Tensor, fx
 
-from scalepoint.errors import ConfigError, shown
+from scalepoint.errors import ConfigError, CoverageError, shown
 from scalepoint.graph import check_graph
 from scalepoint.graph.lift import Tree
 from scalepoint.patterns import PatternMatch, Point
 from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import KEY, make_coverage
+from scalepoint.quantize.coverage import KEY, Coverage, make_coverage
 from scalepoint.quantize.fingerprint import fingerprint
-from scalepoint.quantize.placement import Decision, Site, decide, sites_of
+from scalepoint.quantize.placement import Decision, Site, State, check_overrides, decide, left_of, sites_of
 from scalepoint.quantize.smooth import add_smoothing
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted, can_fold, kind_of_part
@@ -42,8 +42,12 @@ def insert_qdq(
     chosen = None if found is None else find_target(found)
     quantized = copying.deepcopy(model) if copy else model
     marks = fingerprint(quantized)
-    decisions = decide(sites_of(quantized, matches), config, chosen)
-    coverage = make_coverage(quantized, decisions, model.meta.get("refusals", ()))
+    sites = sites_of(quantized, matches)
+    left = left_of(quantized, sites)
+    check_overrides(sites, left, config)
+    decisions = [decide(site, config, chosen) for site in sites]
+    coverage = make_coverage(quantized, decisions, left, config, model.meta.get("refusals", ()))
+    _check_something(coverage)
     if strict:
         coverage.check()
     tree = Tree(quantized)
@@ -64,6 +68,14 @@ def insert_qdq(
     return quantized
 
 
+def _check_something(coverage: Coverage) -> None:
+    """A model without a single quantizer is no quantized model."""
+    if coverage.in_state(State.QUANTIZED):
+        return
+    reasons = "; ".join(f"{row.name}: {row.reason}" for row in coverage.operations[:4]) or "it has no weights"
+    raise CoverageError(f"nothing of this model would be quantized: {reasons}")
+
+
 def _config(config: object) -> QuantConfig:
     if config is None:
         return QuantConfig()
@@ -74,21 +86,36 @@ def _config(config: object) -> QuantConfig:
     raise ConfigError(f"config is a QuantConfig or a mapping of its fields, not {shown(config)}")
 
 
+Stubs = dict[tuple[fx.Node, QuantizationSpec], fx.Node]
+
+
 def _place_stubs(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision], shares: frozenset[str]) -> None:
     """One stub a tensor and spec; whoever declared a point on the tensor reads the stub."""
-    stubs: dict[tuple[fx.Node, QuantizationSpec], fx.Node] = {}
+    stubs: Stubs = {}
+    outputs: dict[fx.Node, fx.Node] = {}  # a tensor -> the stub that its own group put on it
     for decision in decisions:
         for point, tensor, spec in decision.points:
             stub = stubs.get((tensor, spec))
             if stub is None:
-                stub = stubs[tensor, spec] = _add_stub(model, tree, tensor, spec, _shared(stubs, tensor, spec, shares))
+                shared = _shared(stubs, tensor, spec, shares)
+                stub = stubs[tensor, spec] = _add_stub(model, tree, outputs.get(tensor, tensor), spec, shared)
             _reader(model, stub).consumers.append(decision.site.name)
             if point == Point.OUTPUT:
-                others = [user for user in tensor.users if user not in stubs.values()]
-                for user in others:
+                outputs[tensor] = stub
+                for user in [user for user in tensor.users if user is not stub]:
                     user.replace_input_with(tensor, stub)
             else:
-                decision.site.node.replace_input_with(tensor, stub)
+                _read(decision.site.node, tensor, stub)
+
+
+def _read(node: fx.Node, tensor: fx.Node, stub: fx.Node) -> None:
+    """Let a node read the stub in the place of the tensor, or of another stub on it."""
+    for source in list(node.all_input_nodes):
+        origin = source
+        while kind_of(origin) == "quant" and isinstance(origin.args[0], fx.Node):
+            origin = origin.args[0]
+        if origin is tensor and source is not stub:
+            node.replace_input_with(source, stub)
 
 
 def _reader(model: fx.GraphModule, stub: fx.Node) -> QuantStub:
@@ -133,28 +160,33 @@ def _add_stub(
 
 def _place_weights(decisions: Sequence[Decision]) -> None:
     """A quantizer for each weight; one that two groups share has one."""
-    made: dict[tuple[int, int, QuantizationSpec], QuantizedWeighted] = {}
+    made: dict[tuple[int, int, QuantizationSpec], WeightFakeQuantize] = {}
     for decision in decisions:
         site, spec = decision.site, decision.weight
         if spec is None or site.role is None or isinstance(site.part, QuantizedWeighted):
             continue
         norm_role = _norm_after(site)
         norm = site.fused.parts[norm_role] if norm_role else None
-        key = (id(site.part), id(norm), spec)
+        key = (_address(site), id(norm), spec)
         if key not in made:
-            made[key] = _quantized(site, norm, spec)
-            name = site.role if not hasattr(site.fused, site.role) else f"{site.role}_quantized"
-            site.fused.add_module(name, made[key])
-        made[key].weight_quant.consumers.append(site.name)
-        _swap(site, made[key], norm_role)
+            made[key] = _quantizer(site, spec)
+        made[key].consumers.append(site.name)
+        weighted = QuantizedWeighted(site.fused.parts[site.role], norm, made[key])
+        name = site.role if not hasattr(site.fused, site.role) else f"{site.role}_quantized"
+        site.fused.add_module(name, weighted)
+        _swap(site, weighted, norm_role)
 
 
-def _quantized(site: Site, norm: nn.Module | None, spec: QuantizationSpec) -> QuantizedWeighted:
-    assert site.part is not None  # noqa: S101  # there is a role
+def _address(site: Site) -> int:
+    weight = getattr(site.part, "weight", None)
+    return weight.data_ptr() if isinstance(weight, Tensor) and not weight.is_meta else id(site.part)
+
+
+def _quantizer(site: Site, spec: QuantizationSpec) -> WeightFakeQuantize:
     quantizer = WeightFakeQuantize([], spec=spec, channel_axis=1 if site.kind == "conv_transpose" else 0)
     quantizer.name = f"{site.name}.weight"
     quantizer.enabled = False
-    return QuantizedWeighted(site.part, norm, quantizer)
+    return quantizer
 
 
 def _norm_after(site: Site) -> str | None:

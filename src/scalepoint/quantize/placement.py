@@ -4,7 +4,7 @@ match -> Site: its fused node, the operand of each declared point, the part with
 Site x config x target -> Decision: specs by point and for the weight, or the reason to leave it float
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import ConfigError, NonFiniteError, PatternError, nearest
-from scalepoint.graph import Operation
-from scalepoint.graph.lift import tensor_of
+from scalepoint.graph import WEIGHTED, Operation
+from scalepoint.graph.lift import module_path, tensor_of
 from scalepoint.graph.modules import Slot
-from scalepoint.patterns import Fused, PatternMatch, Point
+from scalepoint.patterns import Fused, PatternMatch, Point, kind_of
+from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.weighted import MULTIPLIES, kind_of_part, weight_shape
 from scalepoint.spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
 from scalepoint.targets import Facts, Target
+
+COUNTED = (*WEIGHTED, "matmul", "attention", "left")
 
 
 class State(StrEnum):
@@ -41,6 +44,7 @@ class Site:
     role: str | None  # of the part with a weight
     kind: str
     operands: list[tuple[Point, fx.Node]]
+    inside: tuple[str, ...] = ()  # the classes of the modules around it
 
     @property
     def part(self) -> nn.Module | None:
@@ -64,6 +68,7 @@ class Site:
             self.kind,
             *(type(part).__name__ for part in parts),
             *({"Linear"} if self.kind == "linear" else set()),
+            *self.inside,
         }
 
 
@@ -95,16 +100,30 @@ def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Sit
             )
         fused = model.get_submodule(match.fused)
         assert isinstance(fused, Fused)  # noqa: S101  # a pattern makes nothing else
-        sites += [_site(match, node, fused) for node in nodes]
+        sites += [_site(match, node, fused, _around(model, match.name)) for node in nodes]
     order = {node: index for index, node in enumerate(model.graph.nodes)}
     return sorted(sites, key=lambda site: order[site.node])
 
 
-def _site(match: PatternMatch, node: fx.Node, fused: Fused) -> Site:
+def _around(model: fx.GraphModule, name: str) -> tuple[str, ...]:
+    """The classes of the modules that a path leads through: nn.MultiheadAttention for its projections."""
+    classes, module = [], model
+    for leaf in name.split(".")[:-1]:
+        child = module._modules.get(leaf)
+        if child is None:
+            break
+        classes.append(type(child).__name__)
+        module = child  # type: ignore[assignment]
+    return tuple(classes)
+
+
+def _site(match: PatternMatch, node: fx.Node, fused: Fused, inside: tuple[str, ...]) -> Site:
     kinds = {role: kind_of_part(part) for role, part in fused.parts.items()}
     role = next((role for role, kind in kinds.items() if kind in MULTIPLIES), None)
     kind = kinds[role] if role else next(iter(kinds.values()))
-    return Site(match, node, fused, role, kind, operands_of(match, node, fused))
+    if role is not None and not isinstance(getattr(fused.parts[role], "weight", None), Tensor):
+        role = None  # its weight is computed
+    return Site(match, node, fused, role, kind, operands_of(match, node, fused), inside)
 
 
 def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[Point, fx.Node]]:
@@ -159,17 +178,47 @@ def facts_of(site: Site) -> Facts:
     return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first)
 
 
-def decide(sites: Iterable[Site], config: QuantConfig, target: Target | None) -> list[Decision]:
-    """What is inserted at each site, and why not where nothing is."""
-    sites = list(sites)
-    _check_overrides(sites, config)
-    return [_decide(site, config, target) for site in sites]
+@dataclass
+class Left:
+    """An operation with weights or a matrix product that no pattern took."""
+
+    node: fx.Node
+    module: nn.Module | None
+    kind: str
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, module_path(self.node) or self.name)
+
+    @property
+    def types(self) -> set[str]:
+        return {self.kind, type(self.module).__name__}
 
 
-def _decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
+def left_of(model: fx.GraphModule, sites: Sequence[Site]) -> list[Left]:
+    """What counts and stands in no group, in graph order."""
+    taken = {site.node for site in sites}
+    return [
+        Left(
+            node,
+            model.get_submodule(str(node.target)) if node.op == "call_module" else None,
+            kind_of(node),
+            place_of(node),
+        )
+        for node in model.graph.nodes
+        if node not in taken and kind_of(node) in COUNTED
+    ]
+
+
+def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
+    """What is inserted at a site, and why not when nothing is."""
     decision = Decision(site)
     if not site.match.pattern.qdq_points:
         decision.reason, decision.is_asked = f"{site.match.pattern.name} has no Q/DQ points on this target", True
+        return decision
+    if site.kind in MULTIPLIES and site.role is None:
+        decision.reason = "its weight is computed in the forward pass, not stored"
         return decision
     asked = any(override.fits(site.names, site.types) for override in config.overrides)
     why = target.why_float(facts_of(site)) if target is not None and not asked else None
@@ -223,15 +272,26 @@ def _layer(site: Site) -> type[nn.Module]:
 
 
 def _check_weight(site: Site) -> None:
-    weight = getattr(site.part, "weight", None)
-    if isinstance(weight, Tensor) and not weight.is_meta and not bool(torch.isfinite(weight).all()):
-        raise NonFiniteError(f"{site.name}: its weight holds NaN or infinity. Mend the model before it is quantized")
+    for role, part in site.fused.parts.items():
+        references = part.references().values() if isinstance(part, Operation) else ()
+        tensors = [*part.parameters(), *part.buffers(), *(reference.value for reference in references)]
+        weight = getattr(part, "weight", None)
+        tensors += [weight] if isinstance(weight, Tensor) else []
+        for tensor in tensors:
+            if tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+                where = place_of(site.match.nodes[role]) if role in site.match.nodes else site.name
+                raise NonFiniteError(
+                    f"{where}: its weight holds NaN or infinity. Mend the model before it is quantized"
+                )
 
 
-def _check_overrides(sites: Sequence[Site], config: QuantConfig) -> None:
-    """A name or type that fits nothing is a mistake, not a wish."""
+def check_overrides(sites: Sequence[Site], left: Sequence[Left], config: QuantConfig) -> None:
+    """A name or type that fits nothing is a mistake, not a wish; what cannot be quantized can only be left float."""
     for override in config.overrides:
         if any(override.fits(site.names, site.types) for site in sites):
+            continue
+        wishes = {override.weight, override.activation, override.input, override.output} - {None}
+        if wishes == {FLOAT} and any(override.fits(each.names, each.types) for each in left):
             continue
         known = {kind for site in sites for kind in site.types} if override.type else {site.name for site in sites}
         given = override.type or override.name or ""

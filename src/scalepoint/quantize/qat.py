@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from scalepoint.errors import ConfigError, UsageError
+from scalepoint.graph import Operation
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 
@@ -41,7 +42,7 @@ def _observe_the_unseen(quantizers: list[Quantizing]) -> None:
     for quantizer in quantizers:
         if isinstance(quantizer, QuantStub) and not quantizer.has_observed and not quantizer.skipped_because:
             quantizer.use("moving_average")
-            quantizer.calibrating = True
+            quantizer.following = True
 
 
 def _learn(model: nn.Module, quantizers: list[Quantizing]) -> None:
@@ -61,12 +62,14 @@ def enable_fake_quant(model: nn.Module) -> None:
     """Quantize and dequantize in every forward."""
     quantizers = _quantizers(model)
     stubs = [each for each in quantizers if isinstance(each, QuantStub)]
-    blind = [stub.name for stub in stubs if not (stub.has_observed or stub.calibrating or stub.skipped_because)]
+    blind = [stub.name for stub in stubs if not (stub.has_observed or stub.following or stub.skipped_because)]
     if blind:
         raise UsageError(
             f"{len(blind)} stubs have no range and do not observe, {blind[0]} first: calibrate before this"
         )
     for quantizer in quantizers:
+        if isinstance(quantizer, QuantStub):
+            quantizer.catch_up()
         quantizer.enabled = not (isinstance(quantizer, QuantStub) and quantizer.skipped_because)
 
 
@@ -82,15 +85,25 @@ def enable_observer(model: nn.Module, enabled: bool = True) -> None:
         if isinstance(quantizer, QuantStub) and not quantizer.is_fixed and not quantizer.is_learned:
             if enabled:
                 quantizer.use("moving_average")
-            quantizer.calibrating = enabled
+            else:
+                quantizer.catch_up()
+            quantizer.following = enabled
 
 
 def disable_observer(model: nn.Module) -> None:
     enable_observer(model, False)
 
 
+def scale_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The learned scales, for an optimizer group of their own: no weight decay, and a rate that suits their size."""
+    return [each.learn() for each in _quantizers(model) if each.is_learned]
+
+
 def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
-    """Hold the statistics of all batch norms from now on, through any later train(); their affine still learns."""
+    """Hold the statistics of all batch norms from now on, through any later train(); their affine still learns.
+
+    After loading a plain state_dict into a model whose batch norms stand outside fused groups, call it again.
+    """
     folded = set()
     if isinstance(model, fx.GraphModule):
         model.meta["is_norm_frozen"] = frozen
@@ -99,11 +112,12 @@ def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
             module.freeze_norm(frozen)
             folded.add(id(module.norm))
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and id(module) not in folded:
+        is_function = isinstance(module, Operation) and module.kind == "batch_norm"
+        if (isinstance(module, _BatchNorm) or is_function) and id(module) not in folded:
             _hold(module, frozen)
 
 
-def _hold(norm: _BatchNorm, frozen: bool) -> None:
+def _hold(norm: nn.Module, frozen: bool) -> None:
     """A batch norm outside any group: in eval whenever it runs."""
     for key, hook in list(norm._forward_pre_hooks.items()):
         if hook is _stay:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from scalepoint.errors import ConfigError, NotObservedError, nearest
+from scalepoint.errors import ConfigError, NonFiniteError, NotObservedError, nearest
 from scalepoint.graph import Operation, Reference
+from scalepoint.graph.lift import tensor_of
+from scalepoint.patterns.language import kind_of
 from scalepoint.quantize.config import SmoothQuantConfig
 from scalepoint.quantize.placement import Site
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -50,6 +52,7 @@ class SmoothQuantObserver(nn.Module):
         self.count = 0
         self.alpha: float | None = None
         self.name = ""
+        self.on_nan = "error"
         self._handle: RemovableHandle | None = None
 
     @property
@@ -84,7 +87,7 @@ class SmoothQuantObserver(nn.Module):
     def observe(self, output: Tensor) -> None:
         """Take in the largest magnitude and the mean square of each channel."""
         rows = output.detach().to(torch.float32).reshape(-1, output.shape[-1])
-        if not rows.numel():
+        if not rows.numel() or not self._is_finite(rows):
             return
         largest, square = rows.abs().amax(0), rows.square().mean(0)
         if self.activation_max is None or self.mean_square is None:
@@ -94,6 +97,16 @@ class SmoothQuantObserver(nn.Module):
         self.activation_max = torch.maximum(self.activation_max, largest)
         self.count += 1
         self.mean_square += (square - self.mean_square) / self.count
+
+    def _is_finite(self, rows: Tensor) -> bool:
+        if bool(torch.isfinite(rows).all()):
+            return True
+        if self.on_nan == "skip":
+            return False
+        raise NonFiniteError(
+            f"{self.name or 'a norm'} gives NaN or infinity. Nothing was changed. Mend the data or the model, or leave "
+            "such batches out: on_nan='skip'"
+        )
 
     @torch.no_grad()
     def compute_smooth_scales(self) -> Tensor | None:
@@ -175,8 +188,8 @@ def affine_of(norm: Any, like: Tensor) -> _Affine:
             return _Affine(next(iter(held.values())).data, None)
         if "weight" not in held:
             shape = norm.arguments["normalized_shape"]
-            norm.register_parameter("weight", nn.Parameter(like.new_ones(shape)))
-            norm.arguments["weight"] = Reference(norm, "weight")
+            norm.register_parameter("own_weight", nn.Parameter(like.new_ones(shape)))
+            norm.arguments["weight"] = Reference(norm, "own_weight")
             held["weight"] = norm.arguments["weight"].value
         return _Affine(held["weight"].data, held["bias"].data if "bias" in held else None)
     if getattr(norm, "weight", None) is None:
@@ -242,21 +255,21 @@ def _linear_readers(site: Site, by_node: dict[fx.Node, Site], shared: set[int]) 
     readers = []
     for user in _users(site.node):
         reader = by_node.get(user)
-        if reader is None or reader.kind != "linear" or _input_of(reader) is not site.node:
+        if reader is None or reader.kind != "linear" or reader.role is None or _input_of(reader) is not site.node:
             return [], f"also read by {user.target}, which cannot take the scales back"
         if weight_of(_part(reader)).data_ptr() in shared:
             return [], f"the weight of {reader.name} is used elsewhere too"
         readers.append(reader)
     norm = _norm_part(site)
-    if norm is not None and id(norm) in shared:
+    if norm is not None and shared & {id(norm), *_addresses(norm)}:
         return [], "the norm is used more than once"
     return (readers, "") if readers else ([], "no linear reads it")
 
 
 def _users(node: fx.Node) -> Iterable[fx.Node]:
-    """The readers of a tensor, through the stub that stands on it."""
+    """The readers of a tensor, through stubs and whatever leaves its last axis alone."""
     for user in node.users:
-        if user.meta.get("kind") == "quant":
+        if _keeps_channels(user):
             yield from _users(user)
         else:
             yield user
@@ -264,9 +277,30 @@ def _users(node: fx.Node) -> Iterable[fx.Node]:
 
 def _input_of(site: Site) -> Any:
     source = site.node.args[0]
-    while isinstance(source, fx.Node) and source.meta.get("kind") == "quant":
+    while isinstance(source, fx.Node) and _keeps_channels(source):
         source = source.args[0]
     return source
+
+
+def _keeps_channels(node: fx.Node) -> bool:
+    """A stub, a dropout, or a move of the other axes, such as attention makes with batch_first."""
+    kind = kind_of(node)
+    if kind in ("quant", "dropout", "contiguous", "clone"):
+        return True
+    if kind not in ("transpose", "permute", "reshape", "unsqueeze") or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = tensor_of(node.args[0]), tensor_of(node)
+    if before is None or after is None or not isinstance(after.shape[-1], int) or after.shape[-1] != before.shape[-1]:
+        return False
+    axes = [int(axis) % before.ndim for argument in node.args[1:] for axis in _ints(argument)]
+    last = before.ndim - 1
+    if kind == "transpose":
+        return last not in axes
+    return axes[-1] == last if kind == "permute" else True
+
+
+def _ints(argument: Any) -> list[int]:
+    return [argument] if isinstance(argument, int) else [each for each in argument if isinstance(each, int)]
 
 
 def _shared_parameters(sites: Sequence[Site]) -> set[int]:
@@ -275,11 +309,19 @@ def _shared_parameters(sites: Sequence[Site]) -> set[int]:
     twice: set[int] = set()
     for site in sites:
         norm = _norm_part(site)
-        weights = [getattr(part, "weight", None) for part in site.fused.parts.values()] if norm is None else []
-        keys = [weight.data_ptr() for weight in weights if isinstance(weight, Tensor)]
-        for key in [id(norm)] if norm is not None else keys:
+        keys = {address for part in site.fused.parts.values() for address in _addresses(part)}
+        for key in keys | ({id(norm)} if norm is not None else set()):
             (twice if key in seen else seen).add(key)
     return twice
+
+
+def _addresses(part: nn.Module) -> set[int]:
+    """Where the weights of a part lie."""
+    part = part.operation if isinstance(part, QuantizedWeighted) else part
+    held = [reference.value for reference in part.references().values()] if isinstance(part, Operation) else []
+    weight = getattr(part, "weight", None)
+    held += [weight] if isinstance(weight, Tensor) else []
+    return {tensor.data_ptr() for tensor in held}
 
 
 def _check_layers(config: SmoothQuantConfig, names: Sequence[str]) -> None:

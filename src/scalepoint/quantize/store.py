@@ -1,6 +1,6 @@
 """save and load: a folder with the tensors (safetensors) and a manifest (JSON) of all else.
 
-    write model-<hash>.safetensors  ->  replace scalepoint.json, which names it  ->  remove the old tensors
+    write tensors-<hash>.safetensors  ->  replace scalepoint.json, which names it  ->  remove the old tensors
 
 The manifest is the commit point: whoever is killed leaves the old model or the new one. Loading builds the graph anew
 from the float model, so nothing is ever unpickled, and a float model that changed is refused.
@@ -8,11 +8,14 @@ from the float model, so nothing is ever unpickled, and a float model that chang
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
@@ -20,7 +23,7 @@ from torch import Tensor, fx, nn
 import scalepoint
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.files import digest, locked, replace_file, replace_text
+from scalepoint.files import digest, locked, replace_text
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint
@@ -35,6 +38,7 @@ from scalepoint.transformation import apply_transformation_plan, get_transformat
 MANIFEST = "scalepoint.json"
 FORMAT = 1
 LARGEST_MANIFEST = 256_000_000
+FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
@@ -47,17 +51,47 @@ def save(model: nn.Module, folder: str | Path) -> Path:
         raise StoreError(f"{folder} is a file: give a folder")
     tensors, aliases = _untied(model.state_dict())
     with locked(folder):
-        part = folder / "model.safetensors.part"
-        replace_file(part, lambda path: save_file(tensors, path))
-        file_digest = digest(part)
-        path = folder / f"model-{file_digest[:16]}.safetensors"
-        part.replace(path)
-        manifest = _manifest(model) | {"aliases": aliases, "tensors": {"file": path.name, "sha256": file_digest}}
-        replace_text(folder / MANIFEST, _sealed(manifest))
-        for old in (*folder.glob("model-*.safetensors"), *folder.glob(".tmp-*")):
-            if old != path:
-                old.unlink(missing_ok=True)
+        old = _named_by(folder)
+        temporary = folder / f".tmp-{os.getpid()}-tensors"
+        committed, path = False, temporary
+        try:
+            _write_tensors(tensors, temporary)
+            file_digest = digest(temporary)
+            path = folder / f"tensors-{file_digest[:16]}.safetensors"
+            os.replace(temporary, path)
+            stored = {"file": path.name, "sha256": file_digest}
+            replace_text(folder / MANIFEST, _sealed(_manifest(model) | {"aliases": aliases, "tensors": stored}))
+            committed = True
+        except OSError as error:
+            raise StoreError(
+                f"cannot write into {folder}: {error.strerror or error}. What was there is intact"
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+            if not committed and path.name != old:
+                path.unlink(missing_ok=True)
+        if old is not None and old != path.name:
+            (folder / old).unlink(missing_ok=True)
+        for left in folder.glob(".tmp-*"):
+            left.unlink(missing_ok=True)  # of a process that was killed: nobody else writes while we hold the lock
     return folder
+
+
+def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(None, str(error)) from error
+
+
+def _named_by(folder: Path) -> str | None:
+    """The tensor file of the model that the folder holds now."""
+    try:
+        return _tensor_file(_read_manifest(folder))
+    except StoreError:
+        return None
 
 
 def load(
@@ -86,11 +120,44 @@ def load(
     _check_same_float_model(manifest["float"], fingerprint(plan.model))
     _follow_plan(plan, manifest["plan"])
     result = apply_transformation_plan(plan)
-    config = QuantConfig.from_dict(manifest["config"])
+    config = _config(manifest)
     chosen = target if target is not None else manifest["target"]
     model = insert_qdq(result.model, result.matches, config, target=chosen, copy=False)
     _restore(model, manifest, _read_tensors(folder, manifest))
     return model.eval()
+
+
+def _config(manifest: dict[str, Any]) -> QuantConfig:
+    try:
+        return QuantConfig.from_dict(manifest["config"])
+    except ValueError as error:
+        raise StoreError(f"the config of the manifest cannot be read: {error}") from error
+
+
+class TensorFile(BaseModel):
+    file: str
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What a manifest holds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: int
+    versions: dict[str, str]
+    target: str | None
+    leave: list[str]
+    plan: list[Annotated[list[str], Field(min_length=2, max_length=2)]]
+    config: dict[str, Any]
+    float: dict[str, str]
+    calculators: dict[str, str]
+    fixed: dict[str, list[Any]]
+    skipped: dict[str, str]
+    smoothed: dict[str, Any]
+    is_norm_frozen: bool
+    aliases: dict[str, str]
+    tensors: TensorFile
 
 
 def _manifest(model: fx.GraphModule) -> dict[str, Any]:
@@ -116,7 +183,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
             for name, module in quantizers.items()
             if isinstance(module, QuantStub) and module.skipped_because
         },
-        "is_smoothed": any(observer.alpha is not None for observer in observers_of(model)),
+        "smoothed": {observer.name: observer.alpha for observer in observers_of(model) if observer.alpha is not None},
         "is_norm_frozen": bool(model.meta.get("is_norm_frozen")),
     }
 
@@ -146,11 +213,14 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         )
     if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != sealed.get("sha256"):
         raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
-    return manifest
+    try:
+        return Manifest.model_validate(manifest).model_dump()
+    except ValueError as error:
+        raise StoreError(f"{path} is not a manifest that scalepoint wrote: {error}") from error
 
 
 def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
-    path = folder / Path(str(manifest["tensors"]["file"])).name
+    path = folder / _tensor_file(manifest)
     if not path.is_file():
         raise StoreError(f"{path} is missing: the folder was changed after it was written")
     if digest(path) != manifest["tensors"]["sha256"]:
@@ -160,7 +230,18 @@ def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except SafetensorError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
+    lost = [original for original in manifest["aliases"].values() if original not in tensors]
+    if lost:
+        raise StoreError(f"{path} does not hold {lost[0]}, which the manifest names")
     return tensors | {name: tensors[original] for name, original in manifest["aliases"].items()}
+
+
+def _tensor_file(manifest: dict[str, Any]) -> str:
+    """The name of the tensor file: one that save gives, and no path."""
+    name = manifest["tensors"]["file"]
+    if not FILE_NAME.fullmatch(name):
+        raise StoreError(f"the manifest names {shown(name)} as its tensors, which is no file that scalepoint wrote")
+    return str(name)
 
 
 def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -219,24 +300,32 @@ def _readable(mark: str) -> str:
 
 
 def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    _restore_quantizers(model, manifest)
+    for observer in observers_of(model):
+        if observer.name in manifest["smoothed"]:
+            observer.enabled, observer.alpha = False, manifest["smoothed"][observer.name]
+            affine_of(observer.layer_norm, torch.ones(()))
+    if manifest["is_norm_frozen"]:
+        freeze_bn_stats(model)
+    try:
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:  # torch's word for other shapes
+        raise StoreError(f"the saved tensors do not fit: {error}") from error
+    if missing or unexpected:
+        raise StoreError(f"the saved tensors do not fit: missing {missing[:3]}, too many {unexpected[:3]}")
+
+
+def _restore_quantizers(model: fx.GraphModule, manifest: dict[str, Any]) -> None:
     modules = dict(model.named_modules())
     for name, key in manifest["calculators"].items():
         quantizer = modules.get(name)
         if not isinstance(quantizer, Quantizing):
-            raise StoreError(
-                f"the saved model has a quantizer at {name}, this one does not: its config or target changed"
-            )
-        quantizer.use(key)
-    for name, why in manifest["skipped"].items():
-        modules[name].skipped_because = why
-    for name, given in manifest["fixed"].items():
-        modules[name].fixed_calibration = tuple(given)
-    if manifest["is_smoothed"]:
-        for observer in observers_of(model):
-            observer.enabled = False
-            affine_of(observer.layer_norm, tensors[next(iter(tensors))].new_ones((), dtype=torch.float32))
-    if manifest["is_norm_frozen"]:
-        freeze_bn_stats(model)
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    if missing or unexpected:
-        raise StoreError(f"the saved tensors do not fit: missing {missing[:3]}, too many {unexpected[:3]}")
+            raise StoreError(f"the saved model has a quantizer at {name}, this one has not: the target changed")
+        try:
+            quantizer.use(key)
+        except ValueError as error:
+            raise StoreError(f"{name}: {error}") from error
+    for name, module in modules.items():
+        if isinstance(module, QuantStub):
+            module.skipped_because = manifest["skipped"].get(name, "")
+            module.fixed_calibration = manifest["fixed"].get(name)

@@ -182,6 +182,8 @@ class QuantStub(Quantizing):
         self.fixed_calibration = fixed_calibration
         self.skipped_because = ""
         self.add_switch("is_calibrating", False)
+        self.add_switch("is_following", False)
+        self._has_news = False
         if isinstance(self.calculator, HistogramQParamsCalculator):
             self.calculator.is_deferred = True  # the range is searched once, in compute_parameters
         if fixed_calibration is not None:
@@ -208,6 +210,15 @@ class QuantStub(Quantizing):
         self.switch("is_calibrating", on)
 
     @property
+    def following(self) -> bool:
+        """Whether tensors that pass in training are observed: a validation run changes nothing."""
+        return self.is_on("is_following")
+
+    @following.setter
+    def following(self, on: bool) -> None:
+        self.switch("is_following", on)
+
+    @property
     def is_fixed(self) -> bool:
         """Whether calibration has nothing to find: the parameters are given, or made anew for every tensor."""
         return self.fixed_calibration is not None or (self.calculator.always_called and not self.is_learned)
@@ -217,11 +228,13 @@ class QuantStub(Quantizing):
         return self.is_fixed or self.calculator.is_initialized
 
     def forward(self, tensor: Tensor) -> Tensor:
-        calibrating, enabled = self.are_on(("is_calibrating", "is_enabled"))
-        if not (calibrating or enabled) or self.quantizer.passes(tensor, calibrating):
+        calibrating, following, enabled = self.are_on(("is_calibrating", "is_following", "is_enabled"))
+        observing = calibrating or (following and self.training)
+        if not (observing or enabled) or self.quantizer.passes(tensor, observing):
             return tensor
-        if calibrating and not self.is_fixed:
+        if observing and not self.is_fixed:
             self.quantizer(tensor)
+            self._has_news = True
             if enabled and not self.is_learned:
                 self.take(self.calculator.stored)
         return self.simulate(tensor) if enabled and not self.quantizer.is_disabled() else tensor
@@ -236,6 +249,12 @@ class QuantStub(Quantizing):
                 "through the model while it is calibrating"
             )
         self.take(self.calculator.settle())
+        self._has_news = False
+
+    def catch_up(self) -> None:
+        """Take over what was observed while fake quantization was off."""
+        if self._has_news and self.has_observed and not self.is_learned:
+            self.compute_parameters()
 
     def reset(self) -> None:
         """Forget what was observed."""

@@ -17,6 +17,8 @@ from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same
 from scalepoint.spec.range_calculator import check_bins, check_percentile, levels_of
 from scalepoint.spec.running import GlobalMinMaxQParamsCalculator
 
+LARGEST_BIN = 2.0**127
+
 
 class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
     """Streams into a histogram a block (`counts`, `power`); a subclass chooses the range from it."""
@@ -58,7 +60,10 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
 
     def _from_histogram(self) -> QParams:
         histogram = Histogram(self.counts, self.power)
-        low, high = self.choose_range(histogram, self.running_min.flatten(), self.running_max.flatten())
+        least, most = self.running_min.flatten(), self.running_max.flatten()
+        low, high = self.choose_range(histogram, least, most)
+        beyond = torch.maximum(-least, most) > LARGEST_BIN  # such values have no bin: nothing is cut
+        low, high = torch.where(beyond, least, low), torch.where(beyond, most, high)
         return self.choose(low.reshape(self.running_min.shape), high.reshape(self.running_min.shape))
 
     def merge(self, other: QParamsCalculatorBase) -> None:

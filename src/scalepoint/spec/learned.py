@@ -49,7 +49,8 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         """The scale, kept positive, with its gradient made small as the paper says."""
         self.check_shape(torch.Size(block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))))
         _, zero_point, minval = self.stored
-        scale = self.scale.clamp(min=EPS)
+        # A scale that a step took below zero counts as the smallest one, and its gradient still reaches it.
+        scale = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()
         if torch.is_grad_enabled() and self.scale.requires_grad and not self.is_on("export_mode"):
             elements = tensor.numel() / self.scale.numel()
             factor = (elements * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5

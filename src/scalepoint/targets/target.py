@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from scalepoint.errors import SpecError, TargetError, shown
-from scalepoint.numerics import dtype_name
+from scalepoint.numerics import dtype_name, format_of
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
 from scalepoint.spec import PerBlockGranularity, QuantizationGranularity, QuantizationScheme, QuantizationSpec
@@ -51,6 +51,11 @@ class Accepted:
     granularities: tuple[str, ...] = ()
     block_sizes: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
+
+    def distance(self, dtype: torch.dtype) -> tuple[bool, bool, int]:
+        """How unlike a dtype the row's own are: another one, of another kind, of another width."""
+        wanted, own = format_of(dtype), format_of(self.dtypes[0])
+        return dtype not in self.dtypes, wanted.is_float != own.is_float, abs(wanted.bits - own.bits)
 
     def complaint(self, spec: QuantizationSpec, kind: str) -> str | None:
         """What about the spec does not fit, or None."""
@@ -122,7 +127,7 @@ class Target:
         ]
         if any(complaint is None for _, complaint in complaints):
             return
-        same = [pair for pair in complaints if spec.dtype in pair[0].dtypes]
-        row, complaint = (same or complaints)[0] if complaints else (None, f"any {role}")
+        nearest_first = sorted(complaints, key=lambda pair: pair[0].distance(spec.dtype))
+        row, complaint = nearest_first[0] if complaints else (None, f"any {role}")
         way = f"the nearest it can: {row}" if row else "leave it float"
         raise TargetError(f"{where}: target {self.name!r} cannot run {complaint} as {role} ({way})")

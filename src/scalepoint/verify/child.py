@@ -1,0 +1,167 @@
+"""The other side of the process boundary: loads a file in its runtime and reports. Started by `scalepoint.verify`.
+
+A runtime can crash, hang or eat all memory; here it takes only itself down. The request is JSON on stdin, the answer
+JSON on stdout, tensors travel in .npz files. Nothing of torch is imported.
+"""
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    limit = request.get("memory")
+    if limit:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    answer = TASKS[request["task"]](request)
+    json.dump(answer, sys.stdout)
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Outputs of a file, and of its QuantizeLinear nodes when asked; the compiled graph beside."""
+    feeds = dict(np.load(request["inputs"], allow_pickle=False))
+    if request["runtime"] == "openvino":
+        outputs, executed = _openvino(request, feeds)
+    else:
+        outputs, executed = _onnxruntime(request, feeds)
+    np.savez(request["outputs"], **{str(index): value for index, (_, value) in enumerate(outputs)})
+    return {"names": [name for name, _ in outputs], "executed": executed}
+
+
+def _session(request: dict[str, Any], path: str | bytes, optimized: str | None = None) -> Any:
+    import onnxruntime as ort  # noqa: PLC0415
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = request.get("threads", 1)
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = (
+        levels.ORT_ENABLE_ALL if request.get("optimize", True) else levels.ORT_DISABLE_ALL
+    )
+    if optimized:
+        options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = optimized
+    for key, value in request.get("session", {}).items():
+        options.add_session_config_entry(key, value)
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _onnxruntime(request: dict[str, Any], feeds: Arrays) -> tuple[list[tuple[str, np.ndarray]], list[dict[str, Any]]]:
+    path = request["path"]
+    session = _session(request, _exposed(path) if request.get("expose") else path)
+    names = [output.name for output in session.get_outputs()]
+    outputs = list(zip(names, session.run(None, _feeds(session, feeds)), strict=True))
+    executed: list[dict[str, Any]] = []
+    if request.get("compiled"):
+        _session(request, path, request["compiled"])
+        executed = _compiled(request["compiled"])
+    return outputs, executed
+
+
+def _feeds(session: Any, feeds: Arrays) -> Arrays:
+    """The arrays by the names of the file's inputs: by name where they agree, else by place."""
+    names = [each.name for each in session.get_inputs()]
+    values = list(feeds.values())
+    if len(names) > len(values):
+        raise SystemExit(f"the file takes {', '.join(names)}, {len(values)} inputs were given")
+    return {name: feeds.get(name, values[index]) for index, name in enumerate(names)}
+
+
+def _exposed(path: str) -> bytes:
+    """The model with the outputs of its QuantizeLinear nodes as outputs of its own, named after the nodes."""
+    import onnx  # noqa: PLC0415
+
+    model = onnx.load(path)
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear":
+            model.graph.output.append(onnx.helper.make_empty_tensor_value_info(node.output[0]))
+    data: bytes = model.SerializeToString()
+    return data
+
+
+def _compiled(path: str) -> list[dict[str, Any]]:
+    """The nodes of the graph that the runtime really runs."""
+    import onnx  # noqa: PLC0415
+
+    model = onnx.load(path, load_external_data=False)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    made = {name: node for node in model.graph.node for name in node.output}
+
+    def is_constant(name: str) -> bool:
+        node = made.get(name)
+        return name in constants or (
+            node is not None and node.op_type == "DequantizeLinear" and node.input[0] in constants
+        )
+
+    return [
+        {"name": node.name, "op": node.op_type, "weighted": any(map(is_constant, node.input[1:2]))}
+        for node in model.graph.node
+    ]
+
+
+def _openvino(request: dict[str, Any], feeds: Arrays) -> tuple[list[tuple[str, np.ndarray]], list[dict[str, Any]]]:
+    import openvino  # noqa: PLC0415
+
+    core = openvino.Core()
+    settings = {"INFERENCE_NUM_THREADS": request.get("threads", 1)}
+    compiled = core.compile_model(request["path"], "CPU", settings)
+    names = [each.get_any_name() for each in compiled.inputs]
+    values = list(feeds.values())
+    result = compiled({name: feeds.get(name, values[index]) for index, name in enumerate(names)})
+    outputs = [(each.get_any_name(), np.asarray(result[each])) for each in compiled.outputs]
+    executed = []
+    for op in compiled.get_runtime_model().get_ops():
+        info = op.get_rt_info()
+        kind, primitive = str(info["layerType"].value), str(info["primitiveType"].value)
+        is_weighted = kind in ("Convolution", "FullyConnected", "MatMul", "GroupConvolution")
+        executed.append({"name": op.get_friendly_name(), "op": f"{kind} {primitive}", "weighted": is_weighted})
+    return outputs, executed
+
+
+def benchmark(request: dict[str, Any]) -> dict[str, Any]:
+    """Seconds a run of several files, interleaved: noise hits all alike."""
+    feeds = dict(np.load(request["inputs"], allow_pickle=False))
+    runs = [_runner(request, path, feeds) for path in request["paths"]]
+    taken: list[list[float]] = [[] for _ in runs]
+    for each in runs:
+        each()
+        each()
+    deadline = time.monotonic() + request["seconds"]
+    while len(taken[0]) < request["repeats"] and (len(taken[0]) < 5 or time.monotonic() < deadline):
+        for index, each in enumerate(runs):
+            start = time.perf_counter()
+            each()
+            taken[index].append(time.perf_counter() - start)
+    return {"medians": [statistics.median(times) for times in taken], "repeats": len(taken[0])}
+
+
+def _runner(request: dict[str, Any], path: str, feeds: Arrays) -> Callable[[], Any]:
+    if request["runtime"] == "openvino":
+        import openvino  # noqa: PLC0415
+
+        settings = {"INFERENCE_NUM_THREADS": request.get("threads", 1)}
+        compiled = openvino.Core().compile_model(path, "CPU", settings)
+        names = [each.get_any_name() for each in compiled.inputs]
+        values = list(feeds.values())
+        given = {name: feeds.get(name, values[index]) for index, name in enumerate(names)}
+        return lambda: compiled(given)
+    session = _session(request, path)
+    given = _feeds(session, feeds)
+    return lambda: session.run(None, given)
+
+
+TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"run": run, "benchmark": benchmark}
+
+
+if __name__ == "__main__":
+    main()
