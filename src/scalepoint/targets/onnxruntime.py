@@ -49,9 +49,17 @@ def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
 
 
 def _from_convolution(node: fx.Node) -> bool:
+    """Through norms, activations and moves a convolution, or an add that joins one."""
+    origin = _origin(node)
+    if kind_of(origin) == "add":
+        return any(kind_of(_origin(each)) == "conv" for each in origin.all_input_nodes)
+    return kind_of(origin) == "conv"
+
+
+def _origin(node: fx.Node) -> fx.Node:
     while kind_of(node) in ("batch_norm", "relu", "relu6", *COPIES) and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return kind_of(node) in ("conv", "add")
+    return node
 
 
 def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:

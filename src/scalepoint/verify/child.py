@@ -33,7 +33,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         outputs, executed = _openvino(request, feeds)
     else:
         outputs, executed = _onnxruntime(request, feeds)
-    np.savez(request["outputs"], **{str(index): value for index, (_, value) in enumerate(outputs)})
+    numbered: dict[str, Any] = {str(index): value for index, (_, value) in enumerate(outputs)}
+    np.savez(request["outputs"], **numbered)
     return {"names": [name for name, _ in outputs], "executed": executed}
 
 
