@@ -1,7 +1,17 @@
 """Deployment targets: each is one declaration; write your own as a plain value."""
 
 from scalepoint.targets.onnxruntime import onnxruntime_target
+from scalepoint.targets.openvino import openvino_target
 from scalepoint.targets.registry import find_target, list_targets
 from scalepoint.targets.target import Accepted, Facts, Rule, Target
 
-__all__ = ["Accepted", "Facts", "Rule", "Target", "find_target", "list_targets", "onnxruntime_target"]
+__all__ = [
+    "Accepted",
+    "Facts",
+    "Rule",
+    "Target",
+    "find_target",
+    "list_targets",
+    "onnxruntime_target",
+    "openvino_target",
+]

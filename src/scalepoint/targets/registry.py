@@ -4,12 +4,13 @@ from importlib.metadata import entry_points
 
 from scalepoint.errors import TargetError, nearest, shown
 from scalepoint.targets.onnxruntime import onnxruntime_target
+from scalepoint.targets.openvino import openvino_target
 from scalepoint.targets.reference import REFERENCE
 from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
 GROUP = "scalepoint.targets"
-_OWN = {target.name: target for target in (onnxruntime_target(), TENSORRT, REFERENCE)}
+_OWN = {target.name: target for target in (onnxruntime_target(), openvino_target(), TENSORRT, REFERENCE)}
 
 
 def list_targets() -> list[str]:

@@ -1,0 +1,241 @@
+"""The exported file: real integers, what the runtime makes of it, and what is refused."""
+
+import sys
+from collections import Counter
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scalepoint import transform
+from scalepoint.errors import ExportError
+from scalepoint.export import export
+from scalepoint.quantize import (
+    QuantConfig,
+    TensorQuantConfig,
+    calibrate,
+    disable_fake_quant,
+    enable_fake_quant,
+    freeze,
+    insert_qdq,
+    quantize,
+)
+from scalepoint.spec import QuantizationSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Net(nn.Module):
+    """Convolutions with and without batch norm, depthwise, a residual, a pool, a concat, a linear head."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.bn1 = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)
+        self.pool = nn.MaxPool2d(2)
+        self.expand, self.bn2 = nn.Conv2d(16, 32, 1), nn.BatchNorm2d(32)
+        self.depthwise = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        self.project = nn.Conv2d(32, 16, 1)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.bn1(self.stem(x))))
+        y = F.relu6(self.depthwise(F.relu6(self.bn2(self.expand(x)))))
+        x = torch.cat([x + self.project(y), x], 1)
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def settled(model):
+    torch.manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.3)
+            module.running_var.uniform_(0.5, 2)
+            nn.init.uniform_(module.weight, 0.5, 2)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    torch.manual_seed(0)
+    model, x = settled(Net()), torch.randn(8, 3, 32, 32)
+    quantized = quantize(model, x[:2], forward_loop=[x], target="onnxruntime")
+    folder = tmp_path_factory.mktemp("exported")
+    export(quantized, folder / "model.onnx", x[:1], float_path=folder / "float.onnx")
+    return model, quantized, x, folder
+
+
+def optimized_operations(path, folder):
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return Counter(node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node)
+
+
+def run(path, x):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+
+
+def sqnr(expected, found):
+    return 10 * np.log10((expected**2).sum() / ((expected - found) ** 2).sum())
+
+
+class TestTheFile:
+    def test_every_convolution_and_linear_runs_in_int8(self, case):
+        *_, folder = case
+        found = optimized_operations(folder / "model.onnx", folder)
+        assert found["QLinearConv"] == 4
+        assert found["QGemm"] + found["MatMulIntegerToFloat"] + found["QLinearMatMul"] == 1
+        assert not {"Conv", "FusedConv", "Gemm", "MatMul", "Relu", "Clip", "Add"} & set(found)
+
+    @pytest.mark.parametrize("batch", [1, 3, 8])
+    def test_the_runtime_computes_what_the_simulation_does(self, case, batch):
+        _, quantized, x, folder = case
+        with torch.no_grad():
+            expected = quantized(x[:batch]).numpy()
+        assert sqnr(expected, run(folder / "model.onnx", x[:batch])) > 35
+
+    def test_the_float_file_is_the_float_model(self, case):
+        model, _, x, folder = case
+        with torch.no_grad():
+            np.testing.assert_allclose(run(folder / "float.onnx", x), model(x).numpy(), atol=1e-5)
+
+    def test_weights_and_biases_are_integers(self, case):
+        *_, folder = case
+        kinds = Counter(
+            tensor.data_type for tensor in onnx.load(folder / "model.onnx").graph.initializer if tensor.dims
+        )
+        assert kinds[onnx.TensorProto.INT8] >= 5
+        assert kinds[onnx.TensorProto.INT32] == 5
+        large = [each for each in stored if np.prod(each.dims) > 100]
+        assert all(each.data_type == onnx.TensorProto.INT8 for each in large)
+
+    def test_it_passes_the_checker_and_says_nothing_of_this_machine(self, case):
+        *_, folder = case
+        onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+        data = (folder / "model.onnx").read_bytes()
+        assert sys.prefix.encode() not in data
+        assert b".py" not in data
+
+    def test_nodes_are_named_after_modules(self, case):
+        *_, folder = case
+        names = [node.name for node in onnx.load(folder / "model.onnx").graph.node if node.op_type == "Conv"]
+        assert [name.split("_")[0].split("/")[0] for name in names] == ["stem", "expand", "depthwise", "project"]
+
+    def test_the_same_model_gives_the_same_bytes(self, case, tmp_path):
+        _, quantized, x, folder = case
+        export(quantized, tmp_path / "again.onnx", x[:1])
+        digests = [
+            hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / "model.onnx", tmp_path / "again.onnx")
+        ]
+        assert digests[0] == digests[1]
+
+
+class Wide(nn.Module):
+    def __init__(self, size=512):
+        super().__init__()
+        self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+
+class TestWeightOnly:
+    def test_int4_blocks_run_as_matmul_nbits_and_shrink_the_file(self, tmp_path):
+        torch.manual_seed(0)
+        model, x = Wide().eval(), torch.randn(2, 7, 512)
+        blocks = QuantizationSpec(
+            dtype="int4",
+            qscheme="symmetric_with_clipping",
+            granularity={"type": "per_block", "axis": 1, "block_size": 32},
+            qparam_calculator_cls="static",
+        )
+        config = QuantConfig(activation="float", weight=blocks)
+        quantized = quantize(model, x, config, target="onnxruntime")
+        export(quantized, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
+        assert optimized_operations(tmp_path / "model.onnx", tmp_path)["MatMulNBits"] == 2
+        ratio = (tmp_path / "model.onnx").stat().st_size / (tmp_path / "float.onnx").stat().st_size
+        assert ratio <= 0.17
+        with torch.no_grad():
+            assert sqnr(quantized(x).numpy(), run(tmp_path / "model.onnx", x)) > 35
+
+    def test_int8_shrinks_the_file_to_a_quarter(self, tmp_path):
+        model, x = Wide().eval(), torch.randn(2, 512)
+        quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
+        export(quantized, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
+        ratio = (tmp_path / "model.onnx").stat().st_size / (tmp_path / "float.onnx").stat().st_size
+        assert ratio <= 0.27
+
+
+class TestRefused:
+    @pytest.fixture
+    def inserted(self):
+        x = torch.randn(2, 3, 32, 32)
+        result = transform(settled(Net()), x, target="onnxruntime")
+        return insert_qdq(result.model, result.matches), x
+
+    def test_what_was_never_calibrated(self, inserted, tmp_path):
+        model, x = inserted
+        with pytest.raises(ExportError, match="never calibrated"):
+            export(model, tmp_path / "m.onnx", x)
+        assert not list(tmp_path.iterdir())
+
+    def test_live_weights(self, inserted, tmp_path):
+        model, x = inserted
+        calibrate(model, [x])
+        with pytest.raises(ExportError, match="freeze"):
+            export(model, tmp_path / "m.onnx", x)
+
+    def test_fake_quantization_that_is_off(self, inserted, tmp_path):
+        model, x = inserted
+        calibrate(model, [x], freeze_weights=True)
+        disable_fake_quant(model)
+        with pytest.raises(ExportError, match="switched off"):
+            export(model, tmp_path / "m.onnx", x)
+        enable_fake_quant(model)
+        freeze(model)
+
+    def test_another_target(self, inserted, tmp_path):
+        model, x = inserted
+        with pytest.raises(ExportError, match="placed for 'onnxruntime'"):
+            export(model, tmp_path / "m.onnx", x, target="tensorrt")
+
+    def test_a_float_model(self, tmp_path):
+        result = transform(settled(Net()), torch.randn(2, 3, 32, 32))
+        with pytest.raises(ExportError, match="no quantizers"):
+            export(result.model, tmp_path / "m.onnx", torch.randn(2, 3, 32, 32))
+
+
+def test_dead_channels_keep_their_bias(tmp_path):
+    """Weights near zero make a tiny scale; the int32 bias must not overflow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    with torch.no_grad():
+        model[0].weight[2].mul_(1e-12)
+        model[0].bias[2] = 3.0
+    x = torch.randn(4, 3, 8, 8)
+    quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
+    export(quantized, tmp_path / "m.onnx", x)
+    with torch.no_grad():
+        expected = model(x).numpy()
+    assert sqnr(expected, run(tmp_path / "m.onnx", x)) > 25
+
+
+def test_tensorrt_weights_leave_with_zero_points_and_float_biases(tmp_path):
+    model, x = settled(Net()), torch.randn(4, 3, 32, 32)
+    config = QuantConfig(activation=TensorQuantConfig(), weight=TensorQuantConfig(per_channel=True))
+    quantized = quantize(model, x, config, forward_loop=[x], target="tensorrt")
+    export(quantized, tmp_path / "m.onnx", x)
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            zero = constants[node.input[2]]
+            assert zero.dtype == np.int8
+            assert not zero.any()
+    assert not any(tensor.data_type == onnx.TensorProto.INT32 for tensor in graph.initializer)

@@ -1,0 +1,145 @@
+"""Verification in the real runtimes, in processes of their own."""
+
+import importlib.util
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+from scalepoint.errors import StoreError, UsageError, VerificationError
+from scalepoint.export import export
+from scalepoint.quantize import quantize
+from scalepoint.targets import onnxruntime_target
+from scalepoint.targets.cpu import instruction_set
+from scalepoint.verify import Status, benchmark, verify
+from tests.exporting.test_export import Net, settled
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    torch.manual_seed(0)
+    model, x = settled(Net()), torch.randn(8, 3, 32, 32)
+    quantized = quantize(model, x[:2], forward_loop=[x], target="onnxruntime")
+    folder = tmp_path_factory.mktemp("verified")
+    export(quantized, folder / "model.onnx", x[:1], float_path=folder / "float.onnx")
+    return quantized, x, folder
+
+
+class TestOnnxRuntime:
+    @pytest.fixture(scope="class")
+    def verification(self, case):
+        quantized, x, folder = case
+        return verify(folder / "model.onnx", quantized, x, float_path=folder / "float.onnx")
+
+    def test_it_agrees(self, verification):
+        assert verification.status == Status.OK
+        assert verification.holds
+        assert verification.sqnr > 35
+        assert verification.optimized[0].top1 == 1.0
+        assert verification.unoptimized[0].sqnr > 35
+
+    def test_it_says_what_really_runs_in_int8(self, verification):
+        assert verification.low_precision == 5
+        assert verification.fallbacks == ()
+        assert verification.executed["QLinearConv"] == 4
+
+    def test_it_has_size_and_speed(self, verification):
+        assert verification.size > 0
+        assert verification.float_size > 0
+        assert verification.latency.ratio > 0
+        assert verification.latency.repeats >= 5
+        assert "agreement" in str(verification)
+
+    def test_a_float_file_in_disguise_is_seen(self, case):
+        quantized, x, folder = case
+        found = verify(folder / "float.onnx", quantized, x, layers=False)
+        assert found.low_precision == 0
+        assert len(found.fallbacks) == 5
+
+
+@pytest.mark.skipif(instruction_set() != "avx2", reason="this CPU does not saturate")
+def test_saturation_is_named_as_the_cause(tmp_path):
+    """Weights of one sign and full range on a CPU that adds pairs in 16 bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)).eval()
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.abs_().clamp_(min=0.11)
+    x = torch.rand(16, 64)
+    naive = quantize(model, x, forward_loop=[x], target=onnxruntime_target("vnni"))
+    export(naive, tmp_path / "naive.onnx", x)
+    found = verify(tmp_path / "naive.onnx", naive, x)
+    assert not found.holds
+    assert found.unoptimized[0].sqnr > found.sqnr + 10
+    assert "saturate" in found.departure.cause
+    with pytest.raises(VerificationError, match="saturate"):
+        found.check()
+    safe = quantize(model, x, forward_loop=[x], target=onnxruntime_target("avx2"))
+    export(safe, tmp_path / "safe.onnx", x)
+    assert verify(tmp_path / "safe.onnx", safe, x).sqnr > 35
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+def test_openvino_runs_every_layer_in_int8(tmp_path):
+    torch.manual_seed(0)
+    model, x = settled(Net()), torch.randn(4, 3, 32, 32)
+    quantized = quantize(model, x, forward_loop=[x], target="openvino")
+    export(quantized, tmp_path / "m.onnx", x)
+    found = verify(tmp_path / "m.onnx", quantized, x, runtime="openvino")
+    assert found.status == Status.OK, found.message
+    assert found.sqnr > 30
+    assert found.fallbacks == ()
+    assert found.low_precision >= 5
+
+
+class TestFaults:
+    def test_a_file_that_is_none(self, case, tmp_path):
+        quantized, x, _ = case
+        (tmp_path / "bad.onnx").write_bytes(b"not a model")
+        found = verify(tmp_path / "bad.onnx", quantized, x)
+        assert found.status == Status.FAILED
+        assert found.message
+        with pytest.raises(VerificationError):
+            found.check()
+
+    def test_a_file_that_is_not_there(self, case, tmp_path):
+        quantized, x, _ = case
+        with pytest.raises(StoreError, match="not there"):
+            verify(tmp_path / "none.onnx", quantized, x)
+
+    def test_a_runtime_that_crashes_is_a_finding(self, tmp_path):
+        """Known to divide by zero inside ONNX Runtime: blocksize 2^32 passes the checker."""
+        node = helper.make_node("DepthToSpace", ["x"], ["y"], blocksize=2**32)
+        graph = helper.make_graph(
+            [node],
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 2, 2])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+        onnx.save(model, tmp_path / "crash.onnx")
+        found = verify(tmp_path / "crash.onnx", nn.Identity(), torch.randn(1, 4, 2, 2))
+        assert found.status in (Status.CRASHED, Status.FAILED)
+        assert not found.holds
+
+    def test_a_runtime_that_hangs(self, case):
+        quantized, x, folder = case
+        found = verify(folder / "model.onnx", quantized, x, seconds=0.05)
+        assert found.status == Status.TIMEOUT
+
+    def test_an_unknown_runtime(self, case):
+        quantized, x, folder = case
+        with pytest.raises(UsageError, match="onnxruntime"):
+            verify(folder / "model.onnx", quantized, x, runtime="tflite")
+
+
+def test_benchmark_needs_no_inputs(case):
+    *_, folder = case
+    found = benchmark(folder / "float.onnx", folder / "model.onnx", repeats=5, seconds=1)
+    assert found.seconds[0] > 0
+    assert np.isclose(found.ratio, found.seconds[0] / found.seconds[1])
