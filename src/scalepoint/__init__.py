@@ -8,16 +8,42 @@ from typing import Any
 
 __version__ = "0.1.0.dev0"
 
-_SUBMODULES = ("errors", "graph", "numerics", "patterns", "quantize", "spec", "targets", "tensorrt", "transformation")
+_SUBMODULES = (
+    "analysis",
+    "checking",
+    "deployment",
+    "errors",
+    "exporting",
+    "graph",
+    "numerics",
+    "patterns",
+    "quantize",
+    "report",
+    "spec",
+    "targets",
+    "tensorrt",
+    "transformation",
+    "verification",
+)
 _FUNCTIONS = {
+    "Deployment": "deployment",
+    "DeployConfig": "deployment",
     "apply_transformation_plan": "transformation",
+    "benchmark": "verification",
     "calibrate": "quantize",
+    "check": "checking",
+    "compare": "analysis",
     "coverage": "quantize",
+    "deploy": "deployment",
+    "export": "exporting",
     "get_transformation_plan": "transformation",
     "insert_qdq": "quantize",
+    "inspect": "analysis",
     "load": "quantize",
     "save": "quantize",
+    "sensitivity": "analysis",
     "transform": "transformation",
+    "verify": "verification",
 }
 
 __all__ = ["__version__", *_SUBMODULES, *_FUNCTIONS]  # noqa: PLE0604  # names, loaded on first use

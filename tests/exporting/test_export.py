@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from scalepoint import transform
 from scalepoint.errors import ExportError
-from scalepoint.export import export
+from scalepoint.exporting import export
 from scalepoint.quantize import (
     QuantConfig,
     TensorQuantConfig,
@@ -107,9 +107,8 @@ class TestTheFile:
 
     def test_weights_and_biases_are_integers(self, case):
         *_, folder = case
-        kinds = Counter(
-            tensor.data_type for tensor in onnx.load(folder / "model.onnx").graph.initializer if tensor.dims
-        )
+        stored = onnx.load(folder / "model.onnx").graph.initializer
+        kinds = Counter(tensor.data_type for tensor in stored if tensor.dims)
         assert kinds[onnx.TensorProto.INT8] >= 5
         assert kinds[onnx.TensorProto.INT32] == 5
         large = [each for each in stored if np.prod(each.dims) > 100]
@@ -130,10 +129,7 @@ class TestTheFile:
     def test_the_same_model_gives_the_same_bytes(self, case, tmp_path):
         _, quantized, x, folder = case
         export(quantized, tmp_path / "again.onnx", x[:1])
-        digests = [
-            hashlib.sha256(path.read_bytes()).hexdigest() for path in (folder / "model.onnx", tmp_path / "again.onnx")
-        ]
-        assert digests[0] == digests[1]
+        assert (tmp_path / "again.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
 
 
 class Wide(nn.Module):

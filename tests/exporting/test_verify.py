@@ -10,11 +10,11 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from scalepoint.errors import StoreError, UsageError, VerificationError
-from scalepoint.export import export
+from scalepoint.exporting import export
 from scalepoint.quantize import quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.cpu import instruction_set
-from scalepoint.verify import Status, benchmark, verify
+from scalepoint.verification import Status, benchmark, verify
 from tests.exporting.test_export import Net, settled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

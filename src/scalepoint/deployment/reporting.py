@@ -18,6 +18,7 @@ from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
 
 WORST = 4
+KINDS = {"weight": "weight"}
 
 
 def make_report(
@@ -30,13 +31,13 @@ def make_report(
     timings: Mapping[str, float],
 ) -> Report:
     """Everything that was found, and how each layer fares on the data."""
-    compared = compare(best.model, data)
+    compared = compare(None, best.model, data, local=False, progress=False)
     layers = tuple(
-        LayerError(row.name, row.sqnr_db, row.cosine, row.saturated, row.used, row.weight_sqnr_db)
+        LayerError(row.name, row.sqnr_db, row.cosine, row.saturation, row.used_range, row.weight_sqnr_db)
         for row in compared.rows
     )
     worst = [row.name for row in compared.worst(WORST)]
-    metric = ()
+    metric: tuple[Metric, ...] = ()
     if float_score is not None and best.score is not None:
         metric = (Metric("score", float_score, best.score, best.score),)
     return Report(
@@ -49,8 +50,11 @@ def make_report(
         accuracy=metric,
         layers=layers,
         histograms=tuple(
-            Histogram(each.layer, each.kind, tuple(each.edges), tuple(each.counts), each.low, each.high)
-            for each in histograms(best.model, data, worst)
+            Histogram(
+                each.name, "weight" if each.role == "weight" else "activation", each.edges, each.counts, low, high
+            )
+            for each in histograms(best.model, data, worst, progress=False)
+            if (low := each.low) is not None and (high := each.high) is not None
         ),
         verification=best.verification,
         timings=dict(timings),

@@ -1,4 +1,4 @@
-"""DeployConfig: everything deploy can be told, as a file. A flag of the command line is a key here is a keyword there."""
+"""DeployConfig: everything deploy can be told, as a file: flag of the command line = key here = keyword of deploy."""
 
 from pathlib import Path
 from typing import Any, Self

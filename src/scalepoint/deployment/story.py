@@ -6,27 +6,26 @@ Each step is a public function of its own; this file only calls them in order.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import fx, nn
 
-from scalepoint.deployment.trials import Trial, next_config
 from scalepoint.deployment.reporting import make_report
-from scalepoint.errors import ConfigError, UsageError, VerificationError
-from scalepoint.export import export
+from scalepoint.deployment.trials import Trial, next_config
+from scalepoint.errors import ConfigError, UsageError
+from scalepoint.exporting import export
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import Coverage, QuantConfig, calibrate, coverage, freeze, insert_qdq, save
 from scalepoint.report import Report, write
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
-from scalepoint.verify import Status, Verification, verify
-from scalepoint.verify.runner import RuntimeModel
+from scalepoint.verification import Status, Verification, verify
+from scalepoint.verification.runner import RuntimeModel
 
 Evaluate = Callable[[Any], float]
 RUNTIME_OF = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
@@ -96,7 +95,7 @@ def deploy(
             best = trial
         if max_drop is None or float_score is None or trial.score is None or float_score - trial.score <= max_drop:
             break
-        following = None if len(trials) >= max_trials else next_config(trial, wanted, len(trials), calibration_data)
+        following = None if len(trials) >= max_trials else next_config(trial, len(trials), calibration_data)
         if following is None:
             break
         wanted = following
@@ -173,6 +172,11 @@ class _Road:
             return RuntimeModel(path, self.model.eval(), self.inputs, threads=self.options["threads"])
         return quantized.eval()
 
+    def _example(self) -> list[Any]:
+        """The example as one batch of data."""
+        args, kwargs = self.inputs
+        return [kwargs if kwargs and not args else tuple(args)]
+
     def finish(
         self, best: Trial, trials: tuple[Trial, ...], float_score: float | None, allow_departure: bool
     ) -> Deployment:
@@ -187,7 +191,7 @@ class _Road:
             )
         with self._stage("saving and reporting"):
             save(best.model, self.folder / "quantized")
-            report = make_report(self.model, best, trials, float_score, self.target, self.inputs, self.timings)
+            report = make_report(self.model, best, trials, float_score, self.target, self._example(), self.timings)
             write(report, self.folder)
         if best.verification is not None and not allow_departure:
             best.verification.check()

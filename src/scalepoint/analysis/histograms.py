@@ -1,0 +1,111 @@
+"""histograms: the values of chosen layers and the ranges that their codes cover, for a plot."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from scalepoint.analysis.layers import Layer, check_running, choose, layers_of, range_of, weighted_of
+from scalepoint.analysis.lockstep import feed, twin
+from scalepoint.errors import UsageError, shown
+from scalepoint.numerics.histogram import Histogram, bin_width, histogram_of, merge
+from scalepoint.quantize.calibrate import ForwardLoop
+from scalepoint.quantize.stubs import Quantizing, QuantStub
+
+FINE = 8192  # bins of the streaming histogram, which neighbours of are added up for the plot
+
+
+@dataclass(frozen=True)
+class TensorHistogram:
+    """`counts[i]` values lie in [edges[i], edges[i + 1]); codes cover low .. high (None: a range for each tensor)."""
+
+    name: str
+    role: str  # "weight", or "input" with the stub's name
+    stub: str
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    low: float | None
+    high: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**vars(self), "edges": list(self.edges), "counts": list(self.counts)}
+
+
+def histograms(
+    quantized: fx.GraphModule,
+    data: ForwardLoop | Iterable[Any],
+    names: Sequence[str],
+    bins: int = 64,
+    *,
+    max_batches: int | None = None,
+    progress: bool | None = None,
+) -> list[TensorHistogram]:
+    """The folded weight of each named layer, and its float inputs as they reach its stubs, streamed.
+
+    Bins have one width, at most `bins` of them, and no value lies outside; counts are exact.
+    """
+    if not isinstance(bins, int) or not 1 <= bins <= FINE // 4:
+        raise UsageError(f"bins={shown(bins)}: a number from 1 to {FINE // 4}")
+    check_running(quantized)
+    if isinstance(names, str):
+        raise UsageError(f"names is a list of layers, not one string: [{names!r}]")
+    layers = choose(layers_of(quantized), list(names))
+    model = twin(quantized, quantizing=False)
+    watched = {str(node.target) for layer in layers for node in layer.stub_nodes}
+    seen: dict[str, Histogram] = {}
+    for target in watched:
+        model.get_submodule(target).register_forward_pre_hook(_watch(seen, target))
+    feed(model, data, "histograms", max_batches, progress)
+    found: list[TensorHistogram] = []
+    for layer in layers:
+        found += _weight(layer, model, bins)
+        for target in dict.fromkeys(str(node.target) for node in layer.stub_nodes):
+            stub = model.get_submodule(target)
+            if target in seen and isinstance(stub, QuantStub):
+                found.append(_made(layer.name, "input", target, seen[target], stub, bins))
+    return found
+
+
+def _watch(seen: dict[str, Histogram], target: str) -> Any:
+    def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
+        new = _of(inputs[0])
+        seen[target] = merge(seen[target], new) if target in seen else new
+
+    return hook
+
+
+def _of(tensor: Tensor) -> Histogram:
+    values = tensor.detach().to(torch.float32).reshape(1, -1)
+    return histogram_of(values[values.isfinite()][None], FINE)
+
+
+def _weight(layer: Layer, model: fx.GraphModule, bins: int) -> list[TensorHistogram]:
+    weighted = weighted_of(model, layer)
+    if weighted is None:
+        return []
+    with torch.no_grad():
+        weight, _ = weighted.folded()
+    return [_made(layer.name, "weight", "", _of(weight), weighted.weight_quant, bins)]
+
+
+def _made(name: str, role: str, stub: str, histogram: Histogram, quantizer: Quantizing, bins: int) -> TensorHistogram:
+    edges, counts = _plotted(histogram, bins)
+    found = range_of(quantizer)
+    low, high = (None, None) if found is None else (float(found[0].min()), float(found[1].max()))
+    return TensorHistogram(name, role, stub, edges, counts, low, high)
+
+
+def _plotted(histogram: Histogram, bins: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Fine bins from the first to the last with a value, added up in equal groups."""
+    fine, width = histogram.counts[0], float(bin_width(histogram)[0])
+    held = fine.nonzero().view(-1)
+    first, last = (int(held[0]), int(held[-1])) if held.numel() else (FINE // 2, FINE // 2)
+    group = -(-(last - first + 1) // bins)
+    count = -(-(last - first + 1) // group)
+    part = torch.zeros(count * group, dtype=torch.int64)
+    part[: last - first + 1] = fine[first : last + 1].cpu()
+    edges = tuple((first - FINE // 2 + index * group) * width for index in range(count + 1))
+    return edges, tuple(part.view(count, group).sum(1).tolist())

@@ -1,0 +1,114 @@
+"""The layers of a quantized model: each fused group, and each operation with weights that stands alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from scalepoint.errors import UsageError, nearest
+from scalepoint.patterns import Fused, kind_of
+from scalepoint.patterns.language import place_of
+from scalepoint.quantize.coverage import Coverage, Operation, coverage
+from scalepoint.quantize.placement import COUNTED
+from scalepoint.quantize.stubs import Quantizing, QuantStub
+from scalepoint.quantize.weighted import QuantizedWeighted, kind_of_part
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of an analysis: a node of the graph under the name that coverage and overrides use."""
+
+    name: str
+    kind: str
+    precision: str
+    macs: int | None
+    parameters: int
+    node: fx.Node
+
+    @property
+    def stub_nodes(self) -> list[fx.Node]:
+        """The stubs that it reads."""
+        return [each for each in self.node.all_input_nodes if kind_of(each) == "quant"]
+
+
+def layers_of(model: fx.GraphModule) -> list[Layer]:
+    """In graph order; what coverage does not count (an add, a pool) is there too when it is a group."""
+    rows: dict[str, list[Operation]] = {}
+    for row in coverage(model).operations:
+        rows.setdefault(row.name, []).append(row)
+    plan: list[tuple[str, str]] = model.meta.get("plan", [])
+    found = []
+    for node in model.graph.nodes:
+        is_group = node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), Fused)
+        if not is_group and kind_of(node) not in COUNTED:
+            continue
+        name = _group_name(node, plan) if is_group else place_of(node)
+        counted = rows[name].pop(0) if rows.get(name) else None
+        found.append(_layer(model, node, name) if counted is None else _counted(node, counted))
+    return found
+
+
+def _counted(node: fx.Node, row: Operation) -> Layer:
+    return Layer(row.name, row.kind, row.precision, row.macs, row.parameters, node)
+
+
+def _layer(model: fx.GraphModule, node: fx.Node, name: str) -> Layer:
+    module = model.get_submodule(str(node.target))
+    kind = kind_of_part(module.weighted) if isinstance(module, Fused) else kind_of(node)
+    stubs = [each for each in model.modules() if isinstance(each, QuantStub) and name in each.consumers]
+    words = sorted({str(stub.spec.to_dict()["dtype"]) for stub in stubs if stub.enabled})
+    return Layer(name, kind, f"x {' / '.join(words)}" if words else "float", 0, 0, node)
+
+
+def _group_name(node: fx.Node, plan: list[tuple[str, str]]) -> str:
+    """A group's target is the name of its match, then its other parts: conv1_bn1_relu is conv1."""
+    target = str(node.target)
+    names = [name for name, pattern in plan if pattern == node.meta.get("pattern") and target.startswith(f"{name}_")]
+    return max(names, key=len, default=target)
+
+
+def choose(layers: list[Layer], names: list[str]) -> list[Layer]:
+    """The layers of these names, in their order; an unknown name is an error with the nearest one."""
+    known = {layer.name: layer for layer in reversed(layers)}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no layer {name!r} in this model: {nearest(name, known)[:400]}")
+    return [known[name] for name in names]
+
+
+def quantizers_of(model: nn.Module) -> list[Quantizing]:
+    return [module for module in model.modules() if isinstance(module, Quantizing)]
+
+
+def weighted_of(model: nn.Module, layer: Layer) -> QuantizedWeighted | None:
+    """The part of a layer that has a quantized weight."""
+    if layer.node.op != "call_module":
+        return None
+    module = model.get_submodule(str(layer.node.target))
+    parts: Iterator[nn.Module] = iter(module.parts.values()) if isinstance(module, Fused) else iter((module,))
+    return next((part for part in parts if isinstance(part, QuantizedWeighted)), None)
+
+
+def range_of(quantizer: Quantizing) -> tuple[Tensor, Tensor] | None:
+    """The values of the lowest and the highest code; None where each tensor gets a range of its own."""
+    if quantizer.calculator.always_called and not quantizer.is_learned:
+        return None
+    grid = quantizer.quantizer.grid
+    scale = quantizer.scale.detach()
+    if quantizer.minval is not None:
+        return quantizer.minval, quantizer.minval + grid.span * scale
+    zero = 0 if grid.format.is_float else quantizer.zero_point
+    low, high = torch.as_tensor(grid.low - zero), torch.as_tensor(grid.high - zero)
+    return low * scale, high * scale
+
+
+def check_running(model: nn.Module) -> Coverage:
+    """The coverage of a model whose quantizers have ranges and are on."""
+    found = coverage(model)
+    quantizers = quantizers_of(model)
+    if not any(each.enabled for each in quantizers):
+        raise UsageError(
+            f"none of the {len(quantizers)} quantizers of this model is on: calibrate it first, or enable_fake_quant"
+        )
+    return found

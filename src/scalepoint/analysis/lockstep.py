@@ -1,0 +1,151 @@
+"""The quantized graph run twice side by side, with and without its quantizers, node by node.
+
+    exact[n] = f_n(exact inputs)         noisy[n] = q_n(noisy inputs)
+
+Both values of a node are dropped when its last reader has run, so the memory is that of two forward passes. It all
+happens in twins of the caller's model, which share its parameters and own their switches, modes and hooks: nothing is
+to be restored.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, fx, nn
+
+from scalepoint.analysis.layers import quantizers_of
+from scalepoint.errors import ScalepointError, UsageError, shown
+from scalepoint.quantize.calibrate import LIMIT, inputs_of
+
+
+def twin(model: fx.GraphModule, *, quantizing: bool = True) -> fx.GraphModule:
+    """The same graph over the same parameters, in eval, with its own state; quantizing=False switches it to float."""
+    with torch.inference_mode(False):  # switches that can be written, wherever this is called
+        made: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in model.parameters()})
+        made.eval()
+        for quantizer in quantizers_of(made):
+            quantizer.enabled = quantizing and quantizer.enabled
+    return made
+
+
+class Lockstep(nn.Module):
+    """`visit(node, self)` is called after each node, while the values of the node and of its inputs are at hand."""
+
+    def __init__(self, model: fx.GraphModule, visit: Callable[[fx.Node, "Lockstep"], None]) -> None:
+        super().__init__()
+        self.plain, self.live = twin(model, quantizing=False), twin(model)
+        self.visit = visit
+        self._exact, self._noisy, self._carried = (
+            fx.Interpreter(module, graph=model.graph) for module in (self.plain, self.live, self.plain)
+        )
+
+    @property
+    def exact(self) -> dict[fx.Node, Any]:
+        """The values without quantizers."""
+        return self._exact.env
+
+    @property
+    def noisy(self) -> dict[fx.Node, Any]:
+        """The values in the running quantized model."""
+        return self._noisy.env
+
+    def carried(self, node: fx.Node) -> Any:
+        """What the node gives for the noisy inputs when its own quantizers are off."""
+        self._carried.env = self._noisy.env
+        return self._carried.run_node(node)
+
+    def forward(self, *inputs: Any) -> Any:
+        runners = (self._exact, self._noisy)
+        for runner in runners:
+            runner.env, runner.args_iter = {}, iter(inputs)
+        for node in self._exact.graph.nodes:
+            for runner in runners:
+                runner.env[node] = runner.run_node(node)
+            self.visit(node, self)
+            result = self._noisy.env[node]
+            for runner in runners:
+                for done in runner.user_to_last_uses.get(node, []):
+                    del runner.env[done]
+        for runner in (*runners, self._carried):
+            runner.env = {}
+        return result
+
+
+def driven(model: fx.GraphModule, inner: nn.Module) -> fx.GraphModule:
+    """A module that is called as the model is, and hands its flat inputs to `inner`, whose flat outputs it returns."""
+    graph = fx.Graph()
+    graph.set_codegen(model.graph._codegen)
+    inputs = [graph.node_copy(node) for node in model.graph.nodes if node.op == "placeholder"]
+    graph.output(graph.call_module("inner", tuple(inputs)))
+    owner = nn.Module()
+    owner.inner = inner
+    return fx.GraphModule(owner, graph)
+
+
+def feed(
+    run: fx.GraphModule, data: Any, what: str, max_batches: int | None = None, progress: bool | None = None
+) -> int:
+    """Run all of the data, an iterable of batches or a function that calls the model; the number of calls."""
+    if isinstance(data, Tensor | Mapping | str | bytes) or not (callable(data) or isinstance(data, Iterable)):
+        raise UsageError(f"the data is an iterable of batches or a function, not {shown(type(data).__name__)}")
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        bar.advance(task)
+
+    wanted = sys.stderr.isatty() if progress is None else progress
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True, quiet=not wanted)
+    with Progress(*columns, console=console, transient=True) as bar, torch.inference_mode(False), torch.no_grad():
+        task = bar.add_task(what, total=_total(data, max_batches))
+        handle = run.register_forward_hook(count)
+        try:
+            if callable(data):
+                data(run)
+            else:
+                _each(run, data, max_batches)
+        except ScalepointError:
+            raise
+        except Exception as error:
+            error.add_note(f"{what}: batch {calls}")
+            raise
+        finally:
+            handle.remove()
+    if not calls:
+        why = "the function never called the model it was given" if callable(data) else "the data is empty: 0 batches"
+        raise UsageError(f"{what}: {why}. A generator can be read only once")
+    return calls
+
+
+def _each(run: fx.GraphModule, data: Iterable[Any], max_batches: int | None) -> None:
+    for index, batch in enumerate(islice(data, max_batches)):
+        if index >= LIMIT and max_batches is None:
+            raise UsageError(f"the data did not end after {LIMIT} batches: pass max_batches=")
+        args, kwargs = inputs_of(batch, run)
+        run(*args, **kwargs)
+
+
+def _total(data: Any, max_batches: int | None) -> int | None:
+    count = len(data) if hasattr(data, "__len__") and not callable(data) else None
+    return min((each for each in (count, max_batches) if each is not None), default=None)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """In eval; every module has its own mode back afterwards."""
+    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
+    for module, _ in modes:
+        module.training = False  # by hand: train(False) of a quantized layer also derives its scales anew
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

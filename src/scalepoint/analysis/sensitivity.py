@@ -1,0 +1,278 @@
+"""sensitivity: how much each layer's quantization moves the output.
+
+one_at_a_time   Only the quantizers of one layer are on: one run of the data a layer.
+                score = metric(float) - metric(this layer quantized), or without a metric the output's noise to signal,
+                sum (x - y)^2 / sum x^2.
+proxy           One pass, without gradients. At each node n of the graph, x the inputs in float, x' in the running
+                quantized model, f the node without its quantizers and q with them:
+                    noise(n)   = sum |q(x') - f(x)|^2
+                    own(n)     = sum |q(x') - f(x')|^2              what its own quantizers add
+                    gain(n)    = sum |f(x') - f(x)|^2 / sum_i noise(i), i the nodes it reads
+                    weight(n)  = sum_r gain(r) weight(r), r the nodes that read it; 1 / sum y^2 at an output y
+                score = sum own(n) weight(n) over the layer's stubs and weight: the noise to signal that it is expected
+                to put on the output, if noises do not cancel. A stub that several layers read counts for each. A gain
+                is the same for all elements of a tensor: where a model reads one token of many, as a class token,
+                scores are within a factor of a few, and layers of nearly the same score may change places.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from scalepoint.analysis.agreement import Agreement, energy, error_energy, float_tensors
+from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
+from scalepoint.analysis.lockstep import Lockstep, driven, feed, twin
+from scalepoint.errors import UsageError, shown
+from scalepoint.quantize.calibrate import ForwardLoop, inputs_of
+from scalepoint.quantize.config import QuantConfig
+from scalepoint.quantize.coverage import KEY
+from scalepoint.quantize.road import quantize
+from scalepoint.quantize.stubs import Quantizing
+from scalepoint.targets import Target
+
+LEAST_COST = 1e-4  # of a layer without products and weights, so that a gain is divided by something
+Metric = Callable[[Callable[..., Any]], float]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """One layer: the larger the score, the more its quantization costs."""
+
+    name: str
+    score: float
+    kind: str
+    macs: int | None
+    parameters: int
+    gain_per_cost: float  # score / the layer's share of the MACs or of the parameters, whichever is larger
+    metric: float | None = None  # the caller's metric with only this layer quantized
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {name: _finite(value) for name, value in vars(self).items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sensitivity(
+    model: nn.Module,
+    data: ForwardLoop | Iterable[Any],
+    metric: Metric | None = None,
+    *,
+    how: Literal["proxy", "one_at_a_time"] = "proxy",
+    limit: int | None = None,
+    target: str | Target = "onnxruntime",
+    config: QuantConfig | None = None,
+    max_batches: int | None = None,
+    progress: bool | None = None,
+) -> list[Sensitivity]:
+    """The quantized layers of a model, the most sensitive first.
+
+    A float model is quantized first, for `target` with `config`, on the same data. `metric(run)` is larger for a better
+    model; `run` is called as the model is. `limit` keeps that many rows; one_at_a_time tries only as many layers, those
+    that the proxy finds most sensitive. The model stays as it was.
+    """
+    if how not in ("proxy", "one_at_a_time"):
+        raise UsageError(f"how={shown(how)}: use 'proxy' or 'one_at_a_time'")
+    if metric is not None and how == "proxy":
+        raise UsageError("the proxy has no use for a metric: pass how='one_at_a_time', or leave the metric away")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise UsageError(f"limit={shown(limit)}: a number of layers, from 1")
+    passes = (KEY not in getattr(model, "meta", {})) + (how == "proxy" or limit is not None) + (how != "proxy")
+    if isinstance(data, Iterator) and passes > 1:
+        raise UsageError("the data is read more than once, an iterator gives it once: pass a list or a loader")
+    quantized = _quantized(model, data, target, config, max_batches, progress)
+    check_running(quantized)
+    layers = _switched_layers(quantized)
+    tried = list(layers)
+    if how == "proxy" or (limit is not None and limit < len(layers)):
+        rows = _rows(layers, _proxy(quantized, tried, data, max_batches, progress))[:limit]
+        if how == "proxy":
+            return rows
+        tried = [row.name for row in rows]
+    if metric is None:
+        return _rows(layers, _noise_one_at_a_time(quantized, tried, data, max_batches, progress))
+    found = _measured_one_at_a_time(quantized, tried, metric)
+    base = found.pop("")
+    rows = _rows(layers, {name: base - value for name, value in found.items()})
+    return [replace(row, metric=found[row.name]) for row in rows]
+
+
+def _quantized(
+    model: nn.Module,
+    data: Any,
+    target: str | Target,
+    config: QuantConfig | None,
+    max_batches: int | None,
+    progress: bool | None,
+) -> fx.GraphModule:
+    """The model itself if it is quantized; else a calibrated one of it."""
+    if isinstance(model, fx.GraphModule) and KEY in model.meta:
+        return model
+    if callable(data):
+        raise UsageError("a float model is captured with the first batch: pass batches, or a quantized model")
+    batches = list(data) if max_batches is None else [batch for batch, _ in zip(data, range(max_batches), strict=False)]
+    if not batches:
+        raise UsageError("sensitivity: the data is empty: 0 batches. A generator can be read only once")
+    args, kwargs = inputs_of(batches[0], model)
+    return quantize(model, args, config, forward_loop=batches, target=target, kwargs=kwargs, progress=progress)
+
+
+def _switched_layers(model: fx.GraphModule) -> dict[str, Layer]:
+    """The layers that have a quantizer which is on."""
+    switched = {name for each in quantizers_of(model) if each.enabled for name in each.consumers}
+    found: dict[str, Layer] = {}
+    for layer in layers_of(model):
+        if layer.name in switched:
+            found.setdefault(layer.name, layer)  # one that is called twice has one place
+    return found
+
+
+def _rows(layers: dict[str, Layer], scores: dict[str, float]) -> list[Sensitivity]:
+    """Ranked; NaN, a model that broke, comes first, and equals stay in graph order."""
+    macs = sum(layer.macs or 0 for layer in layers.values()) or 1
+    parameters = sum(layer.parameters for layer in layers.values()) or 1
+    rows = []
+    for name, layer in layers.items():
+        if name in scores:
+            cost = max((layer.macs or 0) / macs, layer.parameters / parameters, LEAST_COST)
+            score = scores[name]
+            rows.append(Sensitivity(name, score, layer.kind, layer.macs, layer.parameters, score / cost))
+    return sorted(rows, key=lambda row: -math.inf if math.isnan(row.score) else -row.score)
+
+
+@contextmanager
+def _only(quantizers: Sequence[Quantizing], name: str) -> Iterator[None]:
+    """The quantizers of one layer on; they were off and are off again."""
+    chosen = [each for each in quantizers if name in each.consumers]
+    for each in chosen:
+        each.enabled = True
+    try:
+        yield
+    finally:
+        for each in chosen:
+            each.enabled = False
+
+
+def _switchable(quantized: fx.GraphModule) -> tuple[fx.GraphModule, list[Quantizing]]:
+    """A twin with all off, and those of its quantizers that are on in the model."""
+    model = twin(quantized, quantizing=False)
+    pairs = zip(quantizers_of(quantized), quantizers_of(model), strict=True)
+    return model, [own for given, own in pairs if given.enabled]
+
+
+def _measured_one_at_a_time(quantized: fx.GraphModule, tried: Sequence[str], metric: Metric) -> dict[str, float]:
+    """The metric with each layer quantized alone; under "" that of the float model."""
+    model, quantizers = _switchable(quantized)
+    found = {"": _number(metric, model)}
+    for name in tried:
+        with _only(quantizers, name):
+            found[name] = _number(metric, model)
+    return found
+
+
+def _number(metric: Metric, run: nn.Module) -> float:
+    run.eval()
+    with torch.inference_mode(False), torch.no_grad():
+        value = metric(run)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"the metric gave {shown(value)}: it returns a number, larger for a better model") from None
+
+
+class _OneByOne(nn.Module):
+    """For each batch the float outputs, then those with each layer quantized alone; only sums are kept."""
+
+    def __init__(self, quantized: fx.GraphModule, names: Iterable[str]) -> None:
+        super().__init__()
+        self.model, self.quantizers = _switchable(quantized)
+        self.found = {name: Agreement() for name in names}
+
+    def forward(self, *inputs: Any) -> Any:
+        reference = self._run(inputs)
+        for name, agreement in self.found.items():
+            with _only(self.quantizers, name):
+                agreement.add(reference, self._run(inputs))
+        return reference
+
+    def _run(self, inputs: tuple[Any, ...]) -> Any:
+        return fx.Interpreter(self.model).run(*inputs, enable_io_processing=False)
+
+
+def _noise_one_at_a_time(
+    quantized: fx.GraphModule, tried: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
+) -> dict[str, float]:
+    inner = _OneByOne(quantized, tried)
+    feed(driven(quantized, inner), data, "one layer at a time", max_batches, progress)
+    return {name: _ratio(each.noise, each.signal) for name, each in inner.found.items()}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.inf if part else 0.0
+
+
+@dataclass
+class _Flow:
+    """Sums of squares at each node of the lockstep."""
+
+    noise: dict[fx.Node, float] = field(default_factory=dict)
+    own: dict[fx.Node, float] = field(default_factory=dict)
+    carried: dict[fx.Node, float] = field(default_factory=dict)
+    signal: dict[fx.Node, float] = field(default_factory=dict)  # of the outputs
+    quantizing: dict[fx.Node, bool] = field(default_factory=dict)
+
+    def __call__(self, node: fx.Node, steps: Lockstep) -> None:
+        if node.op == "output":
+            for each in node.all_input_nodes:
+                _add(self.signal, each, sum(map(energy, float_tensors(steps.exact[each]))))
+            return
+        exact, noisy = steps.exact[node], steps.noisy[node]
+        _add(self.noise, node, error_energy(exact, noisy))
+        if node not in self.quantizing:
+            module = steps.live.get_submodule(str(node.target)) if node.op == "call_module" else nn.Identity()
+            self.quantizing[node] = any(each.enabled for each in quantizers_of(module))
+        if self.quantizing[node]:
+            carried = steps.carried(node)
+            _add(self.own, node, error_energy(carried, noisy))
+            _add(self.carried, node, error_energy(exact, carried))
+
+    def weights(self, graph: fx.Graph) -> dict[fx.Node, float]:
+        """How much noise at a node ends up in the outputs, as noise to signal."""
+        weights = dict.fromkeys(graph.nodes, 0.0)
+        for node, signal in self.signal.items():
+            weights[node] += 1 / signal if signal else 0.0
+        for node in reversed(graph.nodes):
+            if node.op == "output" or not weights[node]:
+                continue
+            coming = sum(self.noise[each] for each in node.all_input_nodes)
+            if coming:
+                gain = self.carried.get(node, self.noise[node]) / coming
+                for each in node.all_input_nodes:
+                    weights[each] += gain * weights[node]
+        return weights
+
+
+def _add(sums: dict[fx.Node, float], node: fx.Node, value: float) -> None:
+    sums[node] = sums.get(node, 0.0) + value
+
+
+def _proxy(
+    quantized: fx.GraphModule, names: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
+) -> dict[str, float]:
+    flow = _Flow()
+    feed(driven(quantized, Lockstep(quantized, flow)), data, "proxy", max_batches, progress)
+    weights = flow.weights(quantized.graph)
+    scores = dict.fromkeys(names, 0.0)
+    for node, own in flow.own.items():
+        module = quantized.get_submodule(str(node.target))
+        readers = {name for each in quantizers_of(module) for name in each.consumers}
+        for name in readers & scores.keys():
+            scores[name] += own * weights[node]
+    return scores

@@ -1,0 +1,56 @@
+"""Static checks of a deployed file: a compiler's rules over an ONNX Q/DQ graph, where the compiler cannot be asked.
+
+    for finding in check("model.onnx", "tensorrt", version="10.9"):
+        print(finding)
+
+Needs the package onnx; `import scalepoint` does not import this.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from scalepoint.checking.graph import read_graphs
+from scalepoint.checking.qdq import Version, View
+from scalepoint.checking.rule import Finding, Rule, Severity, finding
+from scalepoint.checking.tensorrt import RULES
+from scalepoint.errors import TargetError, nearest, shown
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+__all__ = ["RULES", "Finding", "Severity", "check"]
+
+_TARGETS: dict[str, tuple[Rule, ...]] = {"tensorrt": RULES}
+_NEWEST_MINOR = 99
+
+
+def check(
+    source: "str | os.PathLike[str] | ModelProto", target: str = "tensorrt", *, version: int | str = 10
+) -> list[Finding]:
+    """What the target's compiler would refuse or run badly, in graph order, then by rule.
+
+    `version` is that of the compiler: "10.9", or 10 for the newest release of that line.
+    """
+    if target not in _TARGETS:
+        raise TargetError(f"no static checks for the target {shown(target)}. {nearest(str(target), _TARGETS)}")
+    parsed = _version(version)
+    findings: list[Finding] = []
+    for graph in read_graphs(source):
+        view = View(graph, parsed)
+        found = [
+            (fault.node.index, rule.id, finding(rule, fault)) for rule in _TARGETS[target] for fault in rule.check(view)
+        ]
+        findings += [entry for _, _, entry in sorted(found, key=lambda item: item[:2])]
+    return findings
+
+
+def _version(version: int | str) -> Version:
+    # A float is refused: 10.10 would be read as 10.1.
+    text = str(version) if isinstance(version, int | str) and not isinstance(version, bool) else ""
+    major, _, rest = text.partition(".")
+    minor = rest.partition(".")[0]
+    if not (major.isdecimal() and (minor.isdecimal() or not rest)):
+        raise TargetError(
+            f'version is a text like "10.9" or the number of a release line like 10, not {shown(version)}'
+        )
+    return int(major), int(minor) if minor else _NEWEST_MINOR

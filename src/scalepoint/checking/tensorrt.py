@@ -1,0 +1,163 @@
+"""TensorRT's rules on an ONNX Q/DQ graph, as a table: necessary for a fast engine, not sufficient."""
+
+from scalepoint.checking import attention, dtypes, fusion, placement, shapes, weights
+from scalepoint.checking.rule import Rule, Severity
+
+_E, _P, _A, _W = Severity.ERROR, Severity.PERFORMANCE, Severity.ACCURACY, Severity.ADVICE
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "R01",
+        _E,
+        "TensorRT quantizes symmetrically, in int8, fp8 e4m3, int4 or fp4",
+        "Quantize symmetrically and give Q and DQ a zero point of zeros in the signed type.",
+        dtypes.zero_points,
+    ),
+    Rule(
+        "R02",
+        _E,
+        "the parser takes constant positive scales: one, one per channel, or one per block",
+        "Store the scale as an initializer that fits the data and the axis.",
+        dtypes.scales,
+    ),
+    Rule(
+        "R03",
+        _E,
+        "activations are quantized per tensor only",
+        "Use one scale for this activation.",
+        dtypes.activation_granularity,
+    ),
+    Rule(
+        "R04",
+        _E,
+        "its kernels want one weight scale per output channel",
+        "Quantize the weight per output channel.",
+        weights.weight_axis,
+    ),
+    Rule(
+        "R05",
+        _E,
+        "TensorRT quantizes the bias itself and dequantizes no int32",
+        "Leave the bias in float, without Q/DQ.",
+        dtypes.bias_is_float,
+    ),
+    Rule(
+        "R06",
+        _E,
+        "only QuantizeLinear and DequantizeLinear are imported",
+        "Export Q/DQ pairs around the float operator instead.",
+        dtypes.integer_operators,
+    ),
+    Rule("R07", _E, "the ONNX schema of that opset has it not", "Export with a later opset.", dtypes.opsets),
+    Rule(
+        "R08",
+        _E,
+        "in a strongly typed network types must agree, and DQ fuses only with its direct reader",
+        "Give scales the type of the float remainder and remove the Cast.",
+        dtypes.float_types,
+    ),
+    Rule(
+        "R09",
+        _P,
+        "a half-quantized operation runs as a float kernel and pays for the dequantization too",
+        "Put Q/DQ on both operands, or on neither.",
+        placement.both_operands,
+    ),
+    Rule(
+        "R10",
+        _P,
+        "it breaks the fusion into one kernel",
+        "Move the pair behind the whole group, to the input of the next one.",
+        fusion.epilogues,
+    ),
+    Rule(
+        "R11",
+        _P,
+        "Q moves over the pool and Pad folds into the convolution only if nothing stands between",
+        "Put the pair behind the pool.",
+        fusion.pools_and_pads,
+    ),
+    Rule(
+        "R12",
+        _P,
+        "Conv and Add become one int8 kernel only with Q/DQ on the skip input, and there alone",
+        "Put Q/DQ on the skip input and remove it from the convolution's.",
+        fusion.residuals,
+    ),
+    Rule(
+        "R13",
+        _P,
+        "a layer without weights that reads int8 must also write int8",
+        "Put Q/DQ on its output, or remove it from its inputs.",
+        placement.int8_in_and_out,
+    ),
+    Rule(
+        "R14",
+        _P,
+        "every branch is then requantized",
+        "Share one scale among the inputs and the output of the Concat.",
+        placement.concat_scales,
+    ),
+    Rule(
+        "R15",
+        _P,
+        "pairs are moved and merged only if their scales are equal",
+        "Share one pair among all readers of the tensor.",
+        placement.equal_scales,
+    ),
+    Rule("R16", _P, "Q/DQ only costs there", "Leave this product in float.", shapes.small_products),
+    Rule("R17", _P, "Q/DQ only costs there", "Leave this convolution in float.", shapes.small_convolutions),
+    Rule(
+        "R18",
+        _P,
+        "there is no fused int8 attention kernel for it",
+        "Leave both products and the mask of this attention in float.",
+        attention.int8_attention,
+    ),
+    Rule(
+        "R19",
+        _P,
+        "the fused fp8 kernel matches the whole pattern or nothing",
+        "Quantize q, k, v, the softmax (scale 1/448) and the result, or nothing of it.",
+        attention.fp8_attention,
+    ),
+    Rule(
+        "R20",
+        _A,
+        "norms, softmax and GELU lose accuracy in int8 and have no kernel for it",
+        "Leave it in float: remove this pair.",
+        fusion.float_islands,
+    ),
+    Rule("R21", _P, "it breaks the fused SiLU", "Put the pair behind the Mul.", fusion.silu),
+    Rule(
+        "R22",
+        _P,
+        "TensorRT 11 runs the types of the file, and fp32 runs slowly",
+        "Export with float_dtype fp16 or bf16.",
+        dtypes.float_remainder,
+    ),
+    Rule(
+        "R23",
+        _E,
+        "block formats have one form each that TensorRT reads",
+        "Use int4 weights in blocks of 64 or 128, fp4 with two DequantizeLinear, mxfp8 with TensorRT's own operators.",
+        weights.block_formats,
+    ),
+    Rule(
+        "R24",
+        _P,
+        "int8 ConvTranspose has no kernel, or no fusion, for it",
+        "Leave it in float, or put the batch norm right behind it.",
+        fusion.transposed_convolutions,
+    ),
+    Rule("R25", _W, "it adds noise and nodes, and no speed", "Remove this pair.", placement.needless_pairs),
+)
+
+# What only a built engine can show (its inspector's JSON), so no rule here decides it.
+POST_BUILD: dict[str, str] = {
+    "R24": "whether Q really fuses behind ConvTranspose (it may stay float-out) depends on the kernels of the GPU",
+    "reformats": "how many layout conversions the builder inserts",
+    "int8 outputs": "the share of convolutions that write int8",
+    "attention": "whether attention became one kernel (_mha in its name), which depends on GPU and version",
+    "fp8": "whether the GPU has the fp8, fp4 or mxfp8 kernels at all",
+}

@@ -1,0 +1,5 @@
+"""python -m scalepoint.cli"""
+
+from scalepoint.cli import main
+
+main()

@@ -1,0 +1,133 @@
+"""How a command ends: the exit codes, and what is said of an error. No traceback unless asked for.
+
+0 done and verified          3 the model cannot be captured, or the target cannot run it
+1 internal error             4 exported, but verification failed or the runtime is missing
+2 usage or config            5 accuracy or latency below the asked limit          130 interrupted
+"""
+
+import sys
+import traceback
+from difflib import get_close_matches
+from enum import IntEnum
+
+from scalepoint import errors
+from scalepoint.cli.screen import say, shortened, show_json, visible, write
+
+
+class Code(IntEnum):
+    DONE = 0
+    INTERNAL = 1
+    USAGE = 2
+    MODEL = 3
+    UNVERIFIED = 4
+    LIMIT = 5
+    INTERRUPTED = 130
+
+
+_LEAVE = "check the shapes and types of the example inputs; --leave NAME calls a submodule as it is, unlooked into"
+_STRICT = "name the layers in the config (overrides with weight: float), or leave --strict away"
+
+# The first that fits counts. What to do, where the message alone may not say it.
+ENDINGS: tuple[tuple[type[Exception], Code, str], ...] = (
+    (errors.CaptureError, Code.MODEL, _LEAVE),
+    (errors.CoverageError, Code.MODEL, _STRICT),
+    (errors.TargetError, Code.MODEL, "`scalepoint targets` lists what each target can run"),
+    (errors.ExportError, Code.MODEL, "try another target, or leave the named layer float in the config"),
+    (
+        errors.VerificationError,
+        Code.UNVERIFIED,
+        "`scalepoint doctor` shows the runtimes; the files stay for inspection",
+    ),
+    (errors.GraphError, Code.INTERNAL, "this is our fault: please report it with the text of --debug"),
+    (errors.CalibrationError, Code.USAGE, "check the data: shapes, types and number of inputs as the model takes them"),
+    (errors.NonFiniteError, Code.USAGE, "look for NaN or infinity in the data and in the model's output"),
+    (errors.ConfigError, Code.USAGE, "`scalepoint config schema` lists every key"),
+    (errors.DocumentError, Code.USAGE, "`scalepoint init` writes a config to start from"),
+    (errors.StoreError, Code.USAGE, ""),
+    (errors.ScalepointError, Code.USAGE, ""),
+)
+
+
+def usage(message: str) -> errors.UsageError:
+    """An error of the one who calls."""
+    return errors.UsageError(message)
+
+
+def fail(error: Exception, command: str, *, is_json: bool, is_debug: bool) -> Code:
+    """Say what went wrong, and with which code to end."""
+    code, label, message, way_out = _explained(error)
+    if is_debug:
+        say("".join(traceback.format_exception(error)))
+    return _tell(code, label, message, way_out, command, is_json)
+
+
+def _tell(code: Code, label: str, message: str, way_out: str, command: str, is_json: bool) -> Code:
+    message = shortened(message)
+    say(f"error {label}: {message}", style="red")
+    if way_out:
+        say(f"way out: {way_out}")
+    if is_json:
+        about = {"code": label, "message": message, "way_out": way_out}
+        show_json(command, {"exit_code": int(code), "error": about})
+    return code
+
+
+def _explained(error: Exception) -> tuple[Code, str, str, str]:
+    for kind, code, way_out in ENDINGS:
+        if isinstance(error, kind) and isinstance(error, errors.ScalepointError):
+            return code, error.code, str(error.args[0]) if error.args else type(error).__name__, way_out
+    if type(error).__name__ == "ValidationError" and isinstance(error, ValueError):  # pydantic's, not imported for this
+        return Code.USAGE, errors.ConfigError.code, str(error), "`scalepoint config schema` lists every key"
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return (
+            Code.USAGE,
+            errors.StoreError.code,
+            f"{where}{error.strerror or error}",
+            "check the path, its rights and the disk",
+        )
+    if isinstance(error, MemoryError):
+        return (
+            Code.USAGE,
+            "SP-M001",
+            "out of memory",
+            "smaller batches (--batch-size), fewer (--max-batches), or a larger machine",
+        )
+    text = f"{type(error).__name__}: {error}"
+    return (
+        Code.INTERNAL,
+        "SP-0001",
+        text,
+        "this is our fault: please report it with `--debug` and `scalepoint doctor --json`",
+    )
+
+
+def misused(error: Exception, command: str, *, is_json: bool) -> Code:
+    """An unknown command or option, or a value that is none, in our own words."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # its text, the help, was shown while it was made
+        return Code.USAGE
+    message = visible(_suggesting(error))
+    way_out = f"{getattr(getattr(error, 'ctx', None), 'command_path', 'scalepoint')} --help"
+    return _tell(Code.USAGE, errors.UsageError.code, message, way_out, command, is_json)
+
+
+def _suggesting(error: Exception) -> str:
+    """The parser's message; for an unknown option with the nearest one."""
+    given, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+    if type(error).__name__ != "NoSuchOption" or context is None:
+        return str(getattr(error, "format_message", lambda: str(error))())
+    known = [name for each in context.command.params for name in each.opts if name.startswith("--")]
+    close = get_close_matches(given, known, n=1)
+    return f"No such option: {given}." + (f" Did you mean {close[0]!r}?" if close else "")
+
+
+def interrupted(done: str = "") -> Code:
+    say(f"interrupted{': ' + done if done else ''}", style="yellow")
+    return Code.INTERRUPTED
+
+
+def flushed(code: int) -> int:
+    """Nothing is left for Python to flush, and to fail at, after the end."""
+    for stream in (sys.stdout, sys.stderr):
+        write(stream, "")
+    return code

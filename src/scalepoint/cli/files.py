@@ -1,0 +1,132 @@
+"""check, bench and report: commands on files that are already there."""
+
+# ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from scalepoint.cli import options
+from scalepoint.cli.ending import Code, usage
+from scalepoint.cli.naming import public
+from scalepoint.cli.screen import Listing, one_line, say, show, show_json
+
+SHOWN = 3  # places of one finding
+OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
+
+
+def check(
+    path: OnnxFile,
+    target: Annotated[str, typer.Option("--target", "-t", help="Whose compiler's rules.")] = "tensorrt",
+    target_version: Annotated[str, typer.Option(help="Version of the compiler: 10.9, or 10 for the newest.")] = "10",
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """What a target's compiler would refuse or run badly, by its rules; the compiler is not needed."""
+    _there(path)
+    found = public("check")(path, target=target, version=target_version)
+    counts = Counter(each.severity.value for each in found)
+    code = Code.MODEL if counts["error"] else Code.DONE
+    if json:
+        findings = [{**vars(each), "severity": each.severity.value} for each in found]
+        show_json("check", {"exit_code": int(code), "target": target, "version": target_version, "findings": findings})
+        return code
+    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing found"
+    show(_findings(found), Text(one_line(f"{path}: {summary}")))
+    if code:
+        say(f"failed: {target} {target_version} would refuse this file", "red")
+    return code
+
+
+def _findings(found: Sequence[Any]) -> Listing:
+    """One row a rule and reason, with the first places where it is broken; --json has them all."""
+    places: dict[tuple[str, ...], list[str]] = {}
+    for each in found:
+        reason = (each.rule, each.severity.value, each.why, each.way_out)
+        places.setdefault(reason, []).append(each.node or each.tensor)
+    rows = []
+    for (rule, severity, why, way_out), nodes in places.items():
+        more = f" and {len(nodes) - SHOWN} more" if len(nodes) > SHOWN else ""
+        rows.append((f"{rule} {severity}", ", ".join(nodes[:SHOWN]) + more, why, way_out))
+    return Listing(("rule", "where", "why", "way out"), rows)
+
+
+def bench(
+    first: Annotated[Path, typer.Argument(metavar="A.onnx", help="The file to compare with, such as float.onnx.")],
+    second: Annotated[Path, typer.Argument(metavar="B.onnx", help="The file that should be faster.")],
+    runtime: options.Runtime = "onnxruntime",
+    threads: options.Threads = None,
+    min_ratio: Annotated[
+        float | None, typer.Option(min=0, help="Exit with 5 when B is not so many times as fast.")
+    ] = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """The speed of two ONNX files in one process, in turns: the ratio of medians."""
+    _there(first)
+    _there(second)
+    if runtime not in ("onnxruntime", "openvino"):
+        raise usage(f"runtime {runtime!r}: one of onnxruntime, openvino")
+    found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
+    code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
+    if json:
+        sizes = [first.stat().st_size, second.stat().st_size]
+        show_json("bench", {"exit_code": int(code), "files": [first, second], "bytes": sizes, **vars(found)})
+    else:
+        rows = [
+            (path, f"{seconds * 1e3:.3f} ms", f"{path.stat().st_size / 1e6:.2f} MB")
+            for path, seconds in zip((first, second), found.seconds, strict=True)
+        ]
+        speed = f"{found.ratio:.2f}x the speed" if found.ratio >= 1 else f"SLOWER: {found.ratio:.2f}x the speed"
+        how = f"{found.runtime}, threads: {found.threads}, medians of {found.repeats} interleaved runs"
+        show(
+            Listing(("file", "median", "size"), rows, numbers=(1, 2)),
+            Text(one_line(f"{second.name}: {speed} of {first.name} ({how})")),
+        )
+    if code:
+        say(f"failed: {found.ratio:.2f}x is less than the {min_ratio} asked for", "red")
+    return code
+
+
+def report(
+    folder: options.Folder,
+    html: Annotated[Path | None, typer.Option(help="Write the page anew to this file.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="At most so many layers and reasons.")] = 10,
+    force: options.Force = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """Show the report of a deployment; the page is report.html in the folder."""
+    path = folder / "report.json" if folder.is_dir() else folder
+    if not path.is_file() or path.suffix != ".json":
+        raise usage(f"{path} is not there or no report: give the folder that `scalepoint deploy` wrote")
+    if html is not None and html.exists() and not force:
+        raise usage(f"{html} is there already: choose another name, or overwrite it with --force")
+    from scalepoint.files import replace_text
+    from scalepoint.report import Report, to_html
+
+    try:
+        found = Report.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise usage(f"{path} is not a report: {error}") from error
+    if html is not None:
+        replace_text(html, to_html(found))
+        say(f"written: {html}")
+    if json:
+        show_json("report", {"exit_code": 0, "report": found.to_dict()})
+        return Code.DONE
+    show(found.table(rows))
+    page = html or path.with_name("report.html")
+    if page.is_file():
+        say(f"Next: open {page} in a browser")
+    return Code.DONE
+
+
+def _there(path: Path) -> None:
+    if not path.is_file():
+        raise usage(f"{str(path)!r}: there is no such file ({Path.cwd()})")
+    if path.suffix != ".onnx":
+        raise usage(f"{str(path)!r} is not an .onnx file")

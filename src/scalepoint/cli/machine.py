@@ -1,0 +1,139 @@
+"""targets and doctor: what is known, and what is there."""
+
+# ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.text import Text
+
+import scalepoint
+from scalepoint.cli import options
+from scalepoint.cli.ending import Code
+from scalepoint.cli.screen import Listing, say, show, show_json
+
+NEEDED = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "yaml",
+    "safetensors",
+    "rich",
+    "typer",
+    "onnx",
+    "onnx_ir",
+    "onnxscript",
+    "ml_dtypes",
+)
+DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "onnx_ir": "onnx-ir", "ml_dtypes": "ml-dtypes"}
+RUNTIMES = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
+SPACE = 2e9
+
+
+def targets(json: options.Json = False, debug: options.Debug = False) -> int:
+    """The deployment targets, and whether their runtime is here."""
+    from scalepoint.quantize.coverage import describe
+    from scalepoint.targets import find_target, list_targets
+
+    rows = []
+    for name in list_targets():
+        found = find_target(name)
+        here = "none known" if name not in RUNTIMES else "ok" if find_spec(RUNTIMES[name]) else "missing"
+        formats = sorted({str(row) for row in found.accepts}) or ["everything"]
+        default = f"w {describe(found.weight)}, x {describe(found.activation)}"
+        rows.append({"name": name, "summary": found.summary, "default": default, "accepts": formats, "runtime": here})
+    if json:
+        show_json("targets", {"exit_code": 0, "targets": rows})
+    else:
+        cells = [(row["name"], row["summary"], row["default"], row["runtime"]) for row in rows]
+        show(Listing(("target", "what", "default", "runtime here"), cells))
+    return Code.DONE
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at."""
+
+    name: str
+    state: str  # ok, missing
+    detail: str = ""
+    way_out: str = ""
+    is_needed: bool = False
+
+
+def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
+    """What this machine has: versions, instruction set, runtimes, disk; what is missing with the way out."""
+    lines = [
+        Line("scalepoint", "ok", scalepoint.__version__),
+        Line("python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        Line("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        *(_package(name, is_needed=True) for name in NEEDED),
+        _package("onnxruntime", "runs target onnxruntime", is_needed=True),
+        _package("openvino", "runs files in OpenVINO (optional)"),
+        _package("tensorrt", "optional: `scalepoint check` applies its rules without it"),
+        _package("PIL", "reads folders of pictures (optional)"),
+        _instructions(),
+        Line("cores", "ok", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"),
+        _disk("disk here", Path.cwd()),
+        _disk("disk for temporary files", Path(os.environ.get("TMPDIR", "/tmp"))),  # noqa: S108  # only looked at
+    ]
+    bad = [line for line in lines if line.state != "ok" and line.is_needed]
+    code = Code.UNVERIFIED if bad else Code.DONE
+    if json:
+        show_json("doctor", {"exit_code": int(code), "lines": [asdict(line) for line in lines]})
+        return code
+    show(
+        Listing(
+            ("what", "state", "found", "way out"),
+            [(line.name, line.state, line.detail, line.way_out) for line in lines],
+        )
+    )
+    show(Text("missing and needed: " + ", ".join(line.name for line in bad) if bad else "all that is needed is here"))
+    if bad:
+        say("failed: see the way out of each line that is missing", "red")
+    return code
+
+
+def _package(name: str, note: str = "", is_needed: bool = False) -> Line:
+    """Looked up, not imported: a broken package must not break this."""
+    distribution = DISTRIBUTION.get(name, name)
+    try:
+        is_there = find_spec(name) is not None
+    except (ImportError, ValueError):
+        is_there = False
+    if not is_there:
+        return Line(distribution, "missing", note, f"pip install {distribution}", is_needed)
+    try:
+        return Line(distribution, "ok", version(distribution), is_needed=is_needed)
+    except PackageNotFoundError:
+        return Line(distribution, "ok", "version unknown", is_needed=is_needed)
+
+
+def _instructions() -> Line:
+    try:
+        from scalepoint.targets.cpu import instruction_set
+
+        found = instruction_set()
+    except Exception as error:
+        return Line(
+            "int8 instructions",
+            "missing",
+            f"not known: {type(error).__name__}: {error}",
+            "repair torch: pip install torch",
+        )
+    slow = "" if found == "vnni" else "no VNNI: int8 gains less here, and the pair-safe scale is used"
+    return Line("int8 instructions", "ok", f"{found}{'; ' + slow if slow else ''}")
+
+
+def _disk(name: str, folder: Path) -> Line:
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Line(name, "missing", str(error), "set TMPDIR to a folder that is there")
+    state, way_out = ("ok", "") if free >= SPACE else ("missing", f"free some space: at least {SPACE / 1e9:.0f} GB")
+    return Line(name, state, f"{free / 1e9:.1f} GB free in {folder}", way_out)

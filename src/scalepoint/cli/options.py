@@ -1,0 +1,60 @@
+"""The options that commands share. A flag is a keyword of the function is a key of the config file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="package.module:name",
+        help="A model, or a class or function without arguments that makes it; it may return (model, example_inputs).",
+        show_default=False,
+    ),
+]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder that deploy wrote.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="A YAML or JSON config; what is given here as a flag wins.")
+]
+Target = Annotated[str | None, typer.Option("--target", "-t", help="Where it will run: see `scalepoint targets`.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for machines.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and all warnings.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the runtime.")]
+Runtime = Annotated[str, typer.Option(help="The runtime: onnxruntime or openvino.")]
+
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        "-d",
+        help="Data: a .npz or .safetensors file (samples along the first axis), a folder of pictures with --size, "
+        "--mean and --std, or package.module:function that returns batches.",
+    ),
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Samples a batch, for files and pictures.")]
+MaxBatches = Annotated[int | None, typer.Option(min=1, help="Use at most so many batches.")]
+Size = Annotated[
+    int | None, typer.Option(min=1, help="Pictures: the shorter side is made so long, then the middle square is cut.")
+]
+Mean = Annotated[str | None, typer.Option(help="Pictures: mean of each channel of values in 0..1, as 0.5,0.5,0.5.")]
+Std = Annotated[str | None, typer.Option(help="Pictures: standard deviation of each channel, as 0.25,0.25,0.25.")]
+Leave = Annotated[
+    list[str] | None,
+    typer.Option(help="A submodule that is called as it is, without looking into it; may be repeated."),
+]
+
+Output = Annotated[str | None, typer.Option("--output", "-o", help="The folder to write; `out` if not said.")]
+Evaluate = Annotated[
+    str | None, typer.Option(help="package.module:function(run) -> float, your metric; higher is better.")
+]
+MaxDrop = Annotated[float | None, typer.Option(min=0, help="How far the metric may fall; needs --evaluate.")]
+MaxTrials = Annotated[int | None, typer.Option(min=1, help="Files to try for --max-drop; 6 if not said.")]
+Strict = Annotated[bool | None, typer.Option("--strict", help="A layer that stays float unasked is an error.")]
+AllowDeparture = Annotated[
+    bool, typer.Option("--allow-departure", help="Accept a file that departs from the simulation.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Two batches, one trial: does the road hold?")]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite what is there.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No talk on stderr, only errors.")]

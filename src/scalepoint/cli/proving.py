@@ -1,0 +1,134 @@
+"""verify and compare: what deploy wrote against the model it was made from."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from scalepoint.cli import options
+from scalepoint.cli.data import Batches, Reading, check_data, load_data
+from scalepoint.cli.deploying import example_of, settings_of
+from scalepoint.cli.ending import Code, usage
+from scalepoint.cli.naming import check_name, load_model, public
+from scalepoint.cli.screen import Listing, one_line, say, show, show_json
+
+WORST = 20
+
+
+def verify(
+    folder: options.Folder,
+    model: options.Model = None,
+    data: options.Data = None,
+    config: options.Config = None,
+    runtime: options.Runtime = "onnxruntime",
+    threads: options.Threads = None,
+    batch_size: options.BatchSize = 8,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """Run the exported file in its runtime and compare it with the simulation in PyTorch."""
+    file = _file(folder, "model.onnx")
+    reading = Reading(batch_size, 1, size, mean, std)
+    _, quantized, inputs, _ = restored(folder, {"model": model, "data": data}, config, reading)
+    float_file = folder / "float.onnx"
+    found = public("verify")(
+        file,
+        quantized,
+        inputs,
+        runtime=runtime,
+        float_path=float_file if float_file.is_file() else None,
+        threads=threads or 1,
+    )
+    code = Code.DONE if found.holds else Code.UNVERIFIED
+    if json:
+        show_json("verify", {"exit_code": int(code), **found.to_dict()})
+    else:
+        show(Text(f"{file} in {found.runtime}: {found.status.value}"), Listing(("", "found"), found.rows()))
+    if code:
+        say("failed: the file does not run as the simulation says" if found.sqnr > float("-inf") else "failed", "red")
+    return code
+
+
+def compare(
+    folder: options.Folder,
+    model: options.Model = None,
+    data: options.Data = None,
+    config: options.Config = None,
+    max_batches: options.MaxBatches = None,
+    batch_size: options.BatchSize = 8,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """Where the quantized model departs from the float one, layer by layer, worst first."""
+    reading = Reading(batch_size, max_batches, size, mean, std)
+    float_model, quantized, inputs, batches = restored(folder, {"model": model, "data": data}, config, reading)
+    found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
+    if json:
+        outputs = [vars(each) for each in found.outputs]
+        show_json("compare", {"exit_code": 0, "layers": found.to_list(), "outputs": outputs, "batches": found.batches})
+        return Code.DONE
+    rows = [
+        (
+            row.name,
+            row.precision,
+            _number(row.sqnr_db),
+            _number(row.weight_sqnr_db),
+            _share(row.saturation),
+            _share(row.used_range),
+        )
+        for row in found.worst(WORST)
+    ]
+    columns = ("layer", "runs in", "SQNR dB", "weight dB", "clipped", "range used")
+    outputs_text = ", ".join(f"{each.name} {_number(each.sqnr_db)} dB" for each in found.outputs)
+    show(
+        Listing(columns, rows, numbers=(2, 3, 4, 5)),
+        Text(one_line(f"{len(found.rows)} layers, {found.batches} batches; outputs: {outputs_text}")),
+    )
+    return Code.DONE
+
+
+def restored(
+    folder: Path, given: dict[str, Any], config: Path | None, reading: Reading
+) -> tuple[Any, Any, Any, Batches | None]:
+    """The float model, the quantized one that deploy saved of it, example inputs, data."""
+    if given["model"]:
+        check_name(given["model"], "model")
+    saved = folder / "quantized"
+    if not saved.is_dir():
+        raise usage(f"{folder} holds no saved model ({saved.name}/): give the folder that `scalepoint deploy` wrote")
+    settings = settings_of(config, given)
+    if not settings.model:
+        hint = f" or -c {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else ""
+        raise usage(f"which float model was it made from? Name it as package.module:name{hint}")
+    if settings.data:
+        check_data(settings.data, reading)
+    model, inputs = load_model(settings.model)
+    batches = load_data(settings.data, reading) if settings.data else None
+    if batches is not None:
+        inputs = example_of(model, batches.first())
+    if inputs is None:
+        raise usage("no inputs: give --data, or let the factory return (model, example_inputs)")
+    return model, public("load")(saved, model, inputs), inputs, batches
+
+
+def _file(folder: Path, name: str) -> Path:
+    path = folder / name
+    if folder.suffix == ".onnx":
+        raise usage(f"{folder} is a file: give the folder that `scalepoint deploy` wrote, {folder.parent}/")
+    if not path.is_file():
+        raise usage(f"{path} is not there: give the folder that `scalepoint deploy` wrote")
+    return path
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else "exact" if value == float("inf") else f"{value:.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

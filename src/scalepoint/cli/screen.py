@@ -1,0 +1,130 @@
+"""What is read: the result on stdout, the talk on stderr. Names are shown inert; a closed pipe ends nothing."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+SCHEMA = 1  # of every JSON document on stdout
+NARROW = 72
+LONGEST = 1500  # letters of one message: an error fits on one screen
+
+
+def prepare() -> None:
+    """Make stdout and stderr safe: there, and able to write any name whatever the locale."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller: >&-
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # open to the end
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def visible(text: object) -> str:
+    """Letters that steer a terminal, or show something else than they are, as escapes; line breaks stay."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in str(text))
+
+
+def one_line(text: object) -> str:
+    return visible(text).replace("\n", "\\n")
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest} letters more: --debug)"
+
+
+def show(*parts: RenderableType) -> None:
+    """The result, on stdout."""
+    _print(sys.stdout, parts)
+
+
+def say(text: str, style: str = "") -> None:
+    """Talk, on stderr."""
+    _print(sys.stderr, [Text(visible(text), style=style)])
+
+
+def show_json(command: str, fields: Mapping[str, Any]) -> None:
+    """One JSON document on stdout."""
+    document = {"schema": SCHEMA, "command": command, **fields}
+    write(sys.stdout, json.dumps(plain(document), indent=2, allow_nan=False) + "\n")
+
+
+def _print(stream: TextIO, parts: Sequence[RenderableType]) -> None:
+    console = Console(file=stream)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, markup=False, highlight=False)
+    write(stream, capture.get())
+
+
+def write(stream: TextIO, text: str) -> None:
+    """All or, when the reader has gone (`| head`), nothing more: that is no error of ours."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except (BrokenPipeError, ValueError):
+        abandon(stream)
+
+
+def abandon(stream: TextIO) -> None:
+    """Nobody reads: what Python still flushes at its end goes nowhere."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+    except (OSError, ValueError):
+        pass
+
+
+def plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
+    """Only what JSON has; infinity and not-a-number are the strings that float() reads."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        infinite = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return value if math.isfinite(value) else infinite
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
+        return [plain(each) for each in value]
+    return str(value)
+
+
+class Listing:
+    """Rows under columns; on a narrow screen each row is a block of lines, so that nothing is cut off."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> None:
+        self.columns = columns
+        self.rows = [[one_line(cell) for cell in row] for row in rows]
+        self.numbers = numbers
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.rows:
+            return
+        if options.max_width < NARROW:
+            for row in self.rows:
+                yield Text(row[0], style="bold", overflow="fold")
+                for name, cell in zip(self.columns[1:], row[1:], strict=True):
+                    if cell:
+                        yield Text(f"  {name}: {cell}", overflow="fold")
+            return
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for index, name in enumerate(self.columns):
+            is_number = index in self.numbers
+            table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        yield table

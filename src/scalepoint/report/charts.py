@@ -1,0 +1,169 @@
+"""Small charts as SVG text: bars, shares, error by depth, histograms. Colours are classes of the style sheet."""
+
+import math
+from collections.abc import Sequence
+
+from scalepoint.report.markup import Html, join, name, tag
+from scalepoint.report.model import Histogram, LayerError
+from scalepoint.report.words import decibel, plural, share_of, short
+
+MANY = 400  # points beyond this are one path, without a title each
+BINS = 60
+
+
+def svg(width: float, height: float, *children: Html, label: str, class_: str) -> Html:
+    size = f"0 0 {width:g} {height:g}"
+    return tag("svg", tag("title", label), *children, viewBox=size, role="img", class_=class_, width=width)
+
+
+def bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) -> Html:
+    """Label, bar, value: one line a row, all on one scale from zero."""
+    finite = [abs(value) for _, value, _ in rows if math.isfinite(value)]
+    most = max(finite, default=0.0) or 1.0
+    lines = []
+    for (label, value, text), class_ in zip(rows, classes, strict=True):
+        width = round(100 * min(abs(value), most) / most, 2) if math.isfinite(value) else 0
+        bar = tag("rect", x=0, y=0, width=max(width, 0.5), height=8, class_=class_)
+        drawn = tag("svg", bar, viewBox="0 0 100 8", preserveAspectRatio="none", class_="bar", aria_hidden="true")
+        lines.append(join((tag("span", label, class_="bar-label"), drawn, tag("span", text, class_="bar-value"))))
+    return tag("div", *(tag("div", line, class_="bar-row") for line in lines), class_="bars")
+
+
+def shares(parts: Sequence[tuple[str, float]], classes: Sequence[str], label: str) -> Html:
+    """One bar cut into shares."""
+    pieces, left = [], 0.0
+    for (text, share), class_ in zip(parts, classes, strict=True):
+        title = tag("title", f"{text}: {share_of(share)}")
+        width = max(0.0, min(share, 1.0)) * 100
+        pieces.append(
+            tag("g", title, tag("rect", x=round(left, 3), y=0, width=round(width, 3), height=8, class_=class_))
+        )
+        left += width
+    drawn = tag("svg", *pieces, viewBox="0 0 100 8", preserveAspectRatio="none", class_="bar", aria_hidden="true")
+    return tag("div", tag("span", label, class_="bar-label"), drawn, class_="bar-row share-row")
+
+
+def _steps(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers between two values."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)][:20]
+
+
+def depth(layers: Sequence[LayerError], floats: frozenset[str]) -> Html:
+    """SQNR of every layer in the order of execution; what is low hurts."""
+    width, height, left, bottom, top = 1000.0, 270.0, 44.0, 30.0, 14.0
+    finite = [each.sqnr_db for each in layers if math.isfinite(each.sqnr_db)]
+    finite += [each.weight_sqnr_db for each in layers if each.weight_sqnr_db and math.isfinite(each.weight_sqnr_db)]
+    low, high = min([0.0, *finite]), max(finite, default=10.0) * 1.08 or 10.0
+    low = max(low, -60.0)
+
+    def x_of(index: float) -> float:
+        return round(left + 8 + (width - left - 20) * (index / max(1, len(layers) - 1)), 1)
+
+    def y_of(value: float) -> float:
+        value = low if math.isnan(value) else min(max(value, low), high)
+        return round(top + (height - top - bottom) * (1 - (value - low) / ((high - low) or 1)), 1)
+
+    grid = []
+    for value in _steps(low, high):
+        line = tag("line", x1=left, x2=width - 4, y1=y_of(value), y2=y_of(value), class_="grid")
+        grid += [line, tag("text", f"{value:g}", x=left - 6, y=y_of(value) + 4, text_anchor="end", class_="tick")]
+    for index in _steps(0, len(layers) - 1, 8):
+        grid.append(tag("text", f"{index:g}", x=x_of(index), y=height - 10, text_anchor="middle", class_="tick"))
+    weights = [(x_of(i), y_of(each.weight_sqnr_db)) for i, each in enumerate(layers) if each.weight_sqnr_db is not None]
+    points = [(x_of(index), y_of(each.sqnr_db)) for index, each in enumerate(layers)]
+    drawn = [
+        tag("path", d=_line(points), class_="trace"),
+        tag("path", d=_dots(weights, 2.2), class_="dot-weight"),
+        *_points(layers, points, floats),
+    ]
+    label = f"SQNR in dB of {plural(len(layers), 'layer')}, in the order of execution"
+    return svg(width, height, *grid, *drawn, label=label, class_="depth")
+
+
+def _points(layers: Sequence[LayerError], points: Sequence[tuple[float, float]], floats: frozenset[str]) -> list[Html]:
+    """Points with titles; of very many layers, only the worst have one."""
+    order = sorted(range(len(layers)), key=lambda index: (not math.isnan(layers[index].sqnr_db), layers[index].sqnr_db))
+    worst = set(order[:3])
+    titled = range(len(layers)) if len(layers) <= MANY else sorted(order[:40])
+    drawn = []
+    if len(layers) > MANY:
+        drawn.append(tag("path", d=_dots(points, 2.0), class_="dot"))
+    for index in titled:
+        each, (x, y) = layers[index], points[index]
+        class_ = "dot-worst" if index in worst else "dot-float" if each.name in floats else "dot"
+        title = tag("title", f"{short(each.name)}: {decibel(each.sqnr_db)} dB")
+        radius = 5.0 if index in worst else 3.4
+        drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=radius, class_=class_)))
+        if index in worst:
+            side = "end" if x > 800 else "start" if x < 200 else "middle"
+            drawn.append(tag("text", short(each.name, 28), x=x, y=y + 19, text_anchor=side, class_="worst-name"))
+    return drawn
+
+
+def _line(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else ""
+
+
+def _dots(points: Sequence[tuple[float, float]], half: float) -> str:
+    side = 2 * half
+    return "".join(f"M{x - half:g} {y - half:g}h{side:g}v{side:g}h-{side:g}z" for x, y in points)
+
+
+def histogram(each: Histogram) -> Html:
+    """Counts on a logarithmic scale over the range that the codes reach."""
+    edges, counts = _fewer(each)
+    width, height, bottom, top = 320.0, 150.0, 22.0, 16.0
+    ends = [value for value in (edges[0], edges[-1], each.low, each.high) if math.isfinite(value)]
+    low, high = min(ends, default=0.0), max(ends, default=1.0)
+    low, high = (low, high) if high > low else (low - 1, high + 1)
+    pad = (high - low) * 0.03
+    low, high = low - pad, high + pad
+
+    def x_of(value: float) -> float:
+        value = min(max(value, low), high) if not math.isnan(value) else low
+        return round(width * (value - low) / (high - low), 2)
+
+    floor, most = height - bottom, math.log1p(max([*counts, 1]))
+    wide = max(x_of(each.high) - x_of(each.low), 0.5)
+    drawn = [tag("rect", x=x_of(each.low), y=top, width=round(wide, 2), height=floor - top, class_="range")]
+    for left, right, number in zip(edges, edges[1:], counts, strict=False):
+        tall = round((floor - top) * math.log1p(number) / most, 2)
+        class_ = "inside" if each.low <= (left + right) / 2 <= each.high else "outside"
+        bar = round(max(x_of(right) - x_of(left) - 0.4, 0.4), 2)
+        if number:
+            drawn.append(tag("rect", x=x_of(left), y=round(floor - tall, 2), width=bar, height=tall, class_=class_))
+    ends = [x_of(each.low), x_of(each.high)]
+    drawn += [tag("line", x1=x, x2=x, y1=top - 6, y2=floor, class_="limit") for x in ends]
+    drawn.append(tag("line", x1=0, x2=width, y1=floor, y2=floor, class_="axis"))
+    for value in _steps(low, high, 4):
+        x = min(max(x_of(value), 10), width - 10)
+        drawn.append(tag("text", f"{value:.6g}", x=x, y=height - 6, text_anchor="middle", class_="tick"))
+    label = f"{each.kind} values of {short(each.layer)}"
+    picture = svg(width, height, *drawn, label=label, class_="histogram")
+    caption = tag("figcaption", tag("strong", name(each.layer, 60)), tag("span", each.kind, class_="muted"))
+    note = f"codes reach {each.low:.4g} to {each.high:.4g}; {share_of(_outside(each)) or '0%'} of the values outside"
+    return tag("figure", caption, picture, tag("p", note, class_="muted small"), class_="card")
+
+
+def _outside(each: Histogram) -> float:
+    """The share of values in bins whose middle is out of the range."""
+    total = sum(each.counts) or 1
+    middles = [(low + high) / 2 for low, high in zip(each.edges, each.edges[1:], strict=False)]
+    pairs = zip(middles, each.counts, strict=True)
+    return sum(number for middle, number in pairs if not each.low <= middle <= each.high) / total
+
+
+def _fewer(each: Histogram) -> tuple[list[float], list[int]]:
+    """At most sixty bins, from the first to the last that is not empty: neighbours are added up."""
+    filled = [index for index, number in enumerate(each.counts) if number] or [0]
+    start, end = filled[0], filled[-1] + 1
+    step = max(1, math.ceil((end - start) / BINS))
+    at = range(start, end, step)
+    counts = [sum(each.counts[index : min(index + step, end)]) for index in at]
+    return [*(each.edges[index] for index in at), each.edges[min(end, len(each.edges) - 1)]], counts

@@ -1,0 +1,138 @@
+"""The report as one HTML page: no network, no framework, nothing to install; readable without its script.
+
+Everything is drawn here, in Python. The script only sorts, filters and shows one block at a time. The policy in the
+page's head lets nothing else run: names of layers are other people's text.
+"""
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
+
+from scalepoint.report import charts, sections
+from scalepoint.report.markup import Html, data_block, join, name, tag
+from scalepoint.report.model import Report
+from scalepoint.report.tiles import palette, tiles
+from scalepoint.report.words import one_line, plural, short
+
+LONGEST = 1000  # of a warning
+PARTS = (
+    ("layers", "Layers"),
+    ("left-float", "Stays float"),
+    ("error", "Error by depth"),
+    ("histograms", "Ranges"),
+    ("placement", "Placement"),
+    ("verification", "In the runtime"),
+    ("circumstances", "Circumstances"),
+)
+
+
+def to_html(report: Report) -> str:
+    """One self-contained page."""
+    style, script = _asset("page.css"), _asset("page.js")
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", f"{short(report.title)} · scalepoint"),
+        Html(f"<style>{style}</style>"),
+    )
+    data = data_block(report.to_dict(), "report-data")
+    body = tag("body", _header(report), _main(report), _footer(), data, Html(f"<script>{script}</script>"))
+    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
+
+
+@cache
+def _asset(file: str) -> str:
+    text = files("scalepoint.report").joinpath(file).read_text(encoding="utf-8")
+    if "</" in text:  # it would end the element that holds it
+        raise ValueError(f"{file} must not contain '</'")
+    return text
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _header(report: Report) -> Html:
+    found = report.verification
+    is_slow = found is not None and found.latency is not None and found.latency.ratio < 1
+    mood = "plain" if found is None else "good" if found.holds and not is_slow else "warn" if found.holds else "bad"
+    facts = [tag("span", "for ", tag("strong", name(report.target))), tag("time", report.created)]
+    version = report.environment.get("scalepoint")
+    facts += [tag("span", f"scalepoint {one_line(str(version))}")] if version else []
+    return tag(
+        "header",
+        tag("p", "scalepoint report", class_="brand"),
+        tag("h1", name(report.title)),
+        tag("p", *facts, class_="facts"),
+        tag("p", report.verdict(), class_=f"verdict {mood}"),
+    )
+
+
+def _main(report: Report) -> Html:
+    classes = palette(report)
+    drawn = {
+        "layers": sections.layer_table(report, classes),
+        "left-float": sections.left_float(report),
+        "error": _depth(report),
+        "histograms": _histograms(report),
+        "placement": sections.placement(report, classes),
+        "verification": sections.verification(report),
+        "circumstances": sections.circumstances(report),
+    }
+    shown = [(identifier, title) for identifier, title in PARTS if drawn[identifier]]
+    links = tag("nav", *(tag("a", title, href=f"#{identifier}") for identifier, title in shown), aria_label="Sections")
+    parts = [tag("section", tag("h2", title), drawn[identifier], id=identifier) for identifier, title in shown]
+    return tag("main", _warnings(report), tiles(report, classes), links, *parts)
+
+
+def _warnings(report: Report) -> Html | None:
+    if not report.warnings:
+        return None
+    items = [tag("li", short(each, LONGEST)) for each in report.warnings]
+    return tag("div", tag("strong", plural(len(items), "warning")), tag("ul", *items), class_="warnings", role="note")
+
+
+def _depth(report: Report) -> Html:
+    if not report.layers:
+        return Html()
+    floats = frozenset(row.name for row in report.coverage.operations if row.precision == "float")
+    legend = [
+        tag("li", tag("i", class_="key dot-key"), "output of a layer"),
+        tag("li", tag("i", class_="key worst-key"), "the three worst"),
+        tag("li", tag("i", class_="key float-key"), "a layer that stays float"),
+        tag("li", tag("i", class_="key weight-key"), "the weights alone"),
+    ]
+    intro = "SQNR in dB against the float model, in the order of execution. Higher is better: 6 dB are one bit."
+    picture = tag(
+        "div", charts.depth(report.layers, floats), class_="scroll", tabindex="0", role="region", aria_label="plot"
+    )
+    return join(
+        (tag("p", intro, class_="muted"), tag("div", picture, tag("ul", *legend, class_="legend"), class_="card"))
+    )
+
+
+def _histograms(report: Report) -> Html:
+    if not report.histograms:
+        return Html()
+    intro = (
+        "Values of the worst layers, counted on a logarithmic scale. The shaded range is what the codes reach; "
+        "what is outside is clipped, and an empty range is precision lost."
+    )
+    shown = report.histograms[: sections.MOST_HISTOGRAMS]
+    more = len(report.histograms) - len(shown)
+    note = tag("p", f"and {more} more in the data of this page", class_="muted") if more else None
+    return join((tag("p", intro, class_="muted"), tag("div", *map(charts.histogram, shown), class_="histograms"), note))
+
+
+def _footer() -> Html:
+    button = tag("button", "Save the data (JSON)", type="button", id="save-data", hidden=True)
+    return tag("footer", tag("p", "One file, no network: this page can be sent and kept as it is."), button)

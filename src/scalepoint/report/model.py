@@ -1,0 +1,185 @@
+"""Report: everything a run found, as plain data first. JSON, the terminal and the HTML page only show it.
+
+Report  ->  to_json  ->  report.json  ->  from_json  ->  the same Report
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from numbers import Integral, Real
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from rich.console import RenderableType
+
+from scalepoint.documents import parse_json
+from scalepoint.errors import DocumentError, StoreError, shown
+from scalepoint.quantize.coverage import Coverage
+from scalepoint.report import terminal
+from scalepoint.verification.verification import Verification
+
+SCHEMA = 1
+LARGEST = 256_000_000
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of the user's own: of the float model, of the simulation, and of the file in its runtime."""
+
+    name: str
+    float_value: float
+    quantized_value: float
+    runtime_value: float | None = None
+
+    @property
+    def final(self) -> float:
+        """What a user of the deployed model gets, as far as it was measured."""
+        return self.quantized_value if self.runtime_value is None else self.runtime_value
+
+    @property
+    def change(self) -> float:
+        return self.final - self.float_value
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """How far one layer's output is from the float model's, in the order of execution."""
+
+    name: str
+    sqnr_db: float
+    cosine: float | None = None
+    saturated: float | None = None  # share of the values outside of the range
+    used: float | None = None  # share of the range that the values take up
+    weight_sqnr_db: float | None = None
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The values of one tensor: counts[i] of them in [edges[i], edges[i + 1]); [low, high] is what the codes reach."""
+
+    layer: str
+    kind: str  # "weight" or "activation"
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if len(self.edges) != len(self.counts) + 1:
+            raise ValueError(f"{len(self.counts)} counts need {len(self.counts) + 1} edges, not {len(self.edges)}")
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    """One operation of the placement graph; its name is its path in the model."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...] = ()
+    precision: str = "float"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a model on its way to a target. Only the title, the target and the coverage are always there."""
+
+    title: str
+    target: str
+    created: str  # ISO 8601; given, so that the same run makes the same bytes
+    coverage: Coverage
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    accuracy: tuple[Metric, ...] = ()
+    layers: tuple[LayerError, ...] = ()
+    histograms: tuple[Histogram, ...] = ()
+    verification: Verification | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)  # stage -> seconds
+    warnings: tuple[str, ...] = ()
+    graph: tuple[GraphNode, ...] = ()
+
+    def worst(self, count: int = 3) -> tuple[LayerError, ...]:
+        """The layers with the largest error; not a number is worst of all."""
+        key = [(each.sqnr_db if not math.isnan(each.sqnr_db) else -math.inf) for each in self.layers]
+        order = sorted(range(len(key)), key=key.__getitem__)
+        return tuple(self.layers[index] for index in order[:count])
+
+    def verdict(self) -> str:
+        """One sentence: does the file do what it should? A file slower than float is said here, not hidden."""
+        return terminal.verdict(self)
+
+    def summary(self) -> list[str]:
+        """The verdict, then accuracy, size, latency and coverage, one line each."""
+        return terminal.summary(self)
+
+    def table(self, rows: int = 10) -> RenderableType:
+        """For rich: fits any width; at most `rows` layers and reasons."""
+        return terminal.Shown(self, rows)
+
+    def __str__(self) -> str:
+        return terminal.text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; infinity and not-a-number are the strings that float() reads."""
+        data: dict[str, Any] = {"schema": SCHEMA, **_plain(self)}
+        if self.verification is not None:
+            data["verification"] |= _plain({"sqnr": self.verification.sqnr, "holds": self.verification.holds})
+        return data
+
+    def to_json(self, indent: int | None = 1) -> str:
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
+        version = data.get("schema")
+        if version != SCHEMA:
+            raise StoreError(
+                f"a report of schema {shown(version)}; this scalepoint reads schema {SCHEMA}: "
+                "open it with the scalepoint that wrote it"
+            )
+        try:
+            return _reader().validate_python(dict(data))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the report"
+            raise StoreError(f"not a report: {where}: {first['msg']}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> "Report":
+        try:
+            data = parse_json(text, LARGEST)
+        except DocumentError as error:
+            raise StoreError(f"not a report: {error.args[0]}") from error
+        if not isinstance(data, dict):
+            raise StoreError(f"not a report: an object is expected, not {shown(data)}")
+        return cls.from_dict(data)
+
+
+@cache
+def _reader() -> TypeAdapter[Report]:
+    return TypeAdapter(Report)
+
+
+def _plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
+    """Only what JSON has."""
+    if value is None or isinstance(value, bool | str):
+        return value.value if isinstance(value, Enum) else value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return _number(float(value))
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
+        return [_plain(each) for each in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)]
+    return str(value)
+
+
+def _number(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,182 @@
+"""The report in a terminal: a verdict, float against quantized, what stays float and why, the worst layers.
+
+At 40 columns a table keeps the columns that matter most; nothing is ever cut off on the right.
+"""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from scalepoint.report.words import (
+    change_of,
+    decibel,
+    one_line,
+    plural,
+    ratio,
+    share_of,
+    short,
+    size_of,
+    time_of,
+    value_of,
+)
+
+if TYPE_CHECKING:
+    from scalepoint.report.model import Report
+
+NARROW = 72
+NOT_LOW = "float"
+
+
+def low_share(shares: dict[str, float] | None) -> float | None:
+    """The share that runs in low precision."""
+    return None if shares is None else sum(share for precision, share in shares.items() if precision != NOT_LOW)
+
+
+def verdict(report: "Report") -> str:
+    found = report.verification
+    if found is None:
+        return "Not verified in a runtime: all numbers are of the simulation."
+    if found.status.value != "ok":
+        return f"Not verified: {found.runtime}: {found.status.value}. {one_line(found.message)}".strip()
+    if not found.holds:
+        return (
+            f"{found.runtime} departs from the simulation: {decibel(found.sqnr)} dB, "
+            f"less than the {found.bound:.0f} dB asked for."
+        )
+    agrees = f"in {found.runtime} it runs as simulated ({_agreement(found.sqnr)})"
+    if found.latency is not None and found.latency.ratio < 1:
+        return f"Slower than float: {ratio(found.latency.ratio)} its speed; {agrees}."
+    return f"Verified: {agrees}."
+
+
+def _agreement(sqnr: float) -> str:
+    text = decibel(sqnr)
+    return "exactly" if text == "exact" else f"{text} dB"
+
+
+def summary(report: "Report") -> list[str]:
+    """Plain lines, one thing each; none for what was not measured."""
+    lines = [f"{short(report.title)} for {short(report.target)}. {verdict(report)}"]
+    lines += [
+        f"{short(each.name)}: {value_of(each.float_value)} -> {value_of(each.final)} ({change_of(each.change)}"
+        f"{', in the runtime' if each.runtime_value is not None else ', simulated'})"
+        for each in report.accuracy
+    ]
+    lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _measured(report)]
+    lines.append(f"coverage: {report.coverage.summary()}")
+    worst = ", ".join(f"{short(each.name, 40)} {decibel(each.sqnr_db)}" for each in report.worst())
+    lines += [f"worst layers (dB): {worst}"] if worst else []
+    lines += [f"warning: {one_line(each)}" for each in report.warnings]
+    return lines
+
+
+def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
+    """Size and latency, where verify measured them."""
+    found = report.verification
+    rows = []
+    if found is not None and found.float_size:
+        times = f"{ratio(found.float_size / found.size)} smaller" if found.size else "empty"
+        rows.append(("size", size_of(found.float_size), size_of(found.size), times))
+    if found is not None and found.latency:
+        before, after = found.latency.seconds
+        how = f"{ratio(found.latency.ratio)} the speed, {plural(found.latency.threads, 'thread')}"
+        rows.append(("latency", time_of(before), time_of(after), how))
+    return rows
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A report that rich can print at any width."""
+
+    report: "Report"
+    rows: int = 10
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report, narrow = self.report, options.max_width < NARROW
+        yield Text(f"{short(report.title)} for {short(report.target)}", style="bold")
+        yield Text(verdict(report))
+        yield from _titled("", _against(report, narrow))
+        yield Text(report.coverage.summary())
+        yield from _titled("Stays float", _float_table(report, narrow, self.rows))
+        yield from _titled("Worst layers", _error_table(report, narrow, self.rows))
+        if report.verification is not None:
+            yield from _titled("In the runtime", _pairs(report.verification.rows()))
+        for each in report.warnings:
+            yield Text(f"warning: {one_line(each)}", style="yellow")
+
+
+def text(report: "Report") -> str:
+    """As wide as the terminal, without colours."""
+    file = StringIO()
+    Console(file=file, width=shutil.get_terminal_size((100, 24)).columns, no_color=True).print(Shown(report))
+    return file.getvalue()
+
+
+def _titled(title: str, table: Table | None) -> Iterable[Text | Table]:
+    if table is None:
+        return ()
+    return (Text(), Text(title, style="bold"), table) if title else (Text(), table, Text())
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Table:
+    """Cells are plain text: a name that looks like markup stays a name."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
+    for index, column in enumerate(columns):
+        is_number = index in numbers
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _against(report: "Report", narrow: bool) -> Table | None:
+    rows = [
+        (short(each.name), value_of(each.float_value), value_of(each.final), change_of(each.change))
+        for each in report.accuracy
+    ] + _measured(report)
+    if not rows:
+        return None
+    if narrow:
+        return _table(("", "float", "quantized"), [row[:3] for row in rows], numbers=(1, 2))
+    return _table(("", "float", "quantized", "change"), rows, numbers=(1, 2))
+
+
+def _float_table(report: "Report", narrow: bool, limit: int) -> Table | None:
+    left = [row for row in report.coverage.operations if row.precision == NOT_LOW]
+    if not left:
+        return None
+    rows = [(short(row.name), row.kind, one_line(row.reason)) for row in left[:limit]]
+    rows += [(f"and {len(left) - limit} more", "", "")] if len(left) > limit else []
+    if narrow:
+        return _table(("operation", "why"), [(row[0], row[2]) for row in rows])
+    return _table(("operation", "kind", "why"), rows)
+
+
+def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
+    if not report.layers:
+        return None
+    rows = [
+        (
+            short(each.name),
+            decibel(each.sqnr_db),
+            "" if each.cosine is None else f"{each.cosine:.4f}",
+            share_of(each.saturated),
+            share_of(each.used),
+            decibel(each.weight_sqnr_db),
+        )
+        for each in report.worst(limit)
+    ]
+    if narrow:
+        return _table(("layer", "dB"), [row[:2] for row in rows], numbers=(1,))
+    columns = ("layer", "SQNR dB", "cosine", "clipped", "range used", "weight dB")
+    return _table(columns, rows, numbers=range(1, 6))
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    return _table(("", ""), [(name, one_line(value)) for name, value in rows])

@@ -1,0 +1,92 @@
+"""Numbers and names as a person reads them; the same in the terminal and on the page."""
+
+import math
+import re
+
+# controls, lone surrogates, and the marks that change the direction of the text that follows
+ODD = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]"
+)
+LONGEST = 96
+
+
+def visible(text: str) -> str:
+    """Characters that show nothing, or something else than they are, as escapes."""
+    return ODD.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def short(text: str, longest: int = LONGEST) -> str:
+    """One line; the middle of a long name is left out, as both ends tell where it is."""
+    text = one_line(text[: longest * 4] + text[-longest * 4 :] if len(text) > longest * 8 else text)
+    if len(text) <= longest:
+        return text
+    end = longest // 2
+    return f"{text[: longest - end - 3]}...{text[-end:]}"
+
+
+def count(value: int | None) -> str:
+    if value is None:
+        return "?"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return str(value)
+
+
+def value_of(value: float | None) -> str:
+    """A metric as its author knows it: four digits, no exponent where none is needed."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def change_of(value: float) -> str:
+    return f"{'+' if value >= 0 else ''}{value_of(value)}"
+
+
+def size_of(value: float) -> str:
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= limit:
+            return f"{value / limit:.2f} {unit}"
+    return f"{value:.0f} B"
+
+
+def time_of(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f} ms"
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def share_of(value: float | None) -> str:
+    if value is None:
+        return ""
+    if 0 < value < 1e-4:
+        return "<0.01%"
+    digits = 2 if value < 0.01 else 1
+    text = f"{value:.{digits}%}"
+    return "99.9%" if text == "100.0%" and value < 1 else text.replace("100.0%", "100%").replace("0.00%", "0%")
+
+
+def decibel(value: float | None) -> str:
+    if value is None:
+        return ""
+    if math.isinf(value) and value > 0:
+        return "exact"
+    return "not a number" if math.isnan(value) else f"{value:.1f}"
+
+
+def ratio(value: float) -> str:
+    """3.94x of something; never rounded up to 1 when it is below."""
+    return f"{math.floor(value * 100 + 1e-9) / 100:.2f}x"
+
+
+def plural(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

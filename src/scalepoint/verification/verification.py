@@ -1,0 +1,386 @@
+"""verify: the exported file in its real runtime, against the simulation: what agrees, what really runs in int8."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import inf, log10
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.errors import StoreError, UsageError, VerificationError
+from scalepoint.graph.capture import as_inputs
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.targets.cpu import instruction_set
+from scalepoint.verification.process import RUNTIMES, Answer, Status, arrays, ask, exchange
+
+LOW = frozenset(
+    (
+        "QLinearConv",
+        "QGemm",
+        "QLinearMatMul",
+        "MatMulIntegerToFloat",
+        "MatMulInteger",
+        "ConvInteger",
+        "MatMulNBits",
+        "DynamicQuantizeMatMul",
+    )
+)
+FLOAT = frozenset(("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "ConvTranspose"))
+BOUND_DB = 30.0
+SATURATION = (
+    "u8 x s8 products saturate: this CPU adds them in pairs of 16 bits",
+    "export with target onnxruntime for cpu='avx2' (the pair-safe scale)",
+)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near one output is to the simulation's."""
+
+    output: str
+    sqnr: float
+    max_difference: float
+    top1: float | None
+
+    def __str__(self) -> str:
+        same = "" if self.top1 is None else f", top-1 the same in {self.top1:.1%}"
+        return f"{self.output}: {self.sqnr:.1f} dB, at most {self.max_difference:.3g} apart{same}"
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first tensor whose codes are others than the simulation's."""
+
+    where: str
+    equal: float
+    largest: int
+    cause: str
+    way_out: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the runtime says of a file."""
+
+    path: str
+    runtime: str
+    status: Status
+    message: str = ""
+    optimized: tuple[Agreement, ...] = ()
+    unoptimized: tuple[Agreement, ...] = ()
+    executed: Mapping[str, int] = field(default_factory=dict)
+    low_precision: int = 0
+    fallbacks: tuple[str, ...] = ()
+    departure: Departure | None = None
+    size: int = 0
+    float_size: int | None = None
+    latency: "Benchmark | None" = None
+    bound: float = BOUND_DB
+
+    @property
+    def sqnr(self) -> float:
+        """The worst output, with the runtime's optimisations on."""
+        return min((each.sqnr for each in self.optimized), default=-inf)
+
+    @property
+    def holds(self) -> bool:
+        return self.status == Status.OK and self.sqnr >= self.bound
+
+    def check(self) -> None:
+        """Raise VerificationError when the file does not run as the simulation says."""
+        if self.holds:
+            return
+        if self.status != Status.OK:
+            raise VerificationError(f"{self.path} in {self.runtime}: {self.status.value}: {self.message}")
+        cause = (
+            ""
+            if self.departure is None
+            else (f"; first at {self.departure.where}: {self.departure.cause}. {self.departure.way_out}")
+        )
+        raise VerificationError(
+            f"{self.path} in {self.runtime} agrees with the simulation to {self.sqnr:.1f} dB, less than "
+            f"{self.bound:.0f}{cause}"
+        )
+
+    def table(self) -> Table:
+        table = Table(title=f"{Path(self.path).name} in {self.runtime}: {self.status.value}", show_header=False)
+        table.add_column(overflow="fold")
+        table.add_column(overflow="fold")
+        for name, value in self.rows():
+            table.add_row(name, value)
+        return table
+
+    def rows(self) -> list[tuple[str, str]]:
+        rows = [("message", self.message)] if self.message else []
+        rows += [("agreement", str(each)) for each in self.optimized]
+        rows += [("optimisations off", str(each)) for each in self.unoptimized]
+        if self.executed:
+            rows.append(("in low precision", f"{self.low_precision} weighted operations"))
+            rows.append(("left in float", ", ".join(self.fallbacks) or "none"))
+        if self.departure:
+            rows.append(("first departs", f"{self.departure.where}: {self.departure.cause}"))
+            rows.append(("way out", self.departure.way_out))
+        if self.float_size:
+            rows.append(("size", f"{self.size / 1e6:.2f} MB, {self.size / self.float_size:.2f} of the float file"))
+        if self.latency:
+            rows.append(("speed", str(self.latency)))
+        return rows
+
+    def __str__(self) -> str:
+        console = Console()
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"status": self.status.value, "sqnr": self.sqnr, "holds": self.holds}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Two files in one process, in turns."""
+
+    ratio: float  # float time / quantized time: above 1 is faster
+    seconds: tuple[float, float]
+    threads: int
+    repeats: int
+    runtime: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ratio:.2f}x of the float file's speed ({self.runtime}, {self.threads} threads, medians of "
+            f"{self.repeats} interleaved runs)"
+        )
+
+
+def verify(
+    path: str | Path,
+    model: nn.Module,
+    inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    runtime: str = "onnxruntime",
+    float_path: str | Path | None = None,
+    threads: int = 1,
+    seconds: float = 600,
+    bound: float = BOUND_DB,
+    layers: bool = True,
+) -> Verification:
+    """Run the file in its runtime, in a process of its own, and compare with the simulation in PyTorch.
+
+    `float_path`, the float export, adds sizes and the latency ratio. layers=False leaves out the search for the first
+    tensor that departs.
+    """
+    path = _file(path)
+    if runtime not in RUNTIMES:
+        raise UsageError(f"runtime={runtime!r}: one of {', '.join(RUNTIMES)}")
+    expected, codes = _simulate(model, as_inputs(inputs, kwargs))
+    feeds = _feeds(model, as_inputs(inputs, kwargs))
+    request = {"task": "run", "runtime": runtime, "path": str(path), "threads": threads}
+    with exchange(feeds) as files:
+        answer = ask({**request, **files}, seconds=seconds)
+        if answer.status != Status.OK:
+            return Verification(str(path), runtime, answer.status, answer.message, bound=bound)
+        on = _agreements(expected, _outputs(answer, files))
+        executed = list((answer.data or {})["executed"])
+        off: tuple[Agreement, ...] = ()
+        departure = None
+        if runtime == "onnxruntime":
+            plain = {name: value for name, value in files.items() if name != "compiled"}
+            answer = ask({**request, **plain, "optimize": False}, seconds=seconds)
+            off = _agreements(expected, _outputs(answer, files)) if answer.status == Status.OK else ()
+            if layers and codes and isinstance(model, fx.GraphModule):
+                departure = _departure({**request, **plain}, codes, files, on, off, seconds)
+    low, fallbacks = _precision(executed)
+    size = path.stat().st_size
+    speed = None
+    if float_path is not None:
+        speed = benchmark(float_path, path, feeds, runtime=runtime, threads=threads)
+    return Verification(
+        str(path),
+        runtime,
+        Status.OK,
+        "",
+        on,
+        off,
+        dict(Counter(each["op"] for each in executed)),
+        low,
+        fallbacks,
+        departure,
+        size,
+        None if float_path is None else Path(float_path).stat().st_size,
+        speed,
+        bound,
+    )
+
+
+def benchmark(
+    float_path: str | Path,
+    quantized_path: str | Path,
+    inputs: Mapping[str, np.ndarray] | None = None,
+    *,
+    runtime: str = "onnxruntime",
+    threads: int = 1,
+    repeats: int = 50,
+    seconds: float = 20,
+) -> Benchmark:
+    """The speed of one file against another in one process, interleaved; without inputs, random ones of their shape."""
+    paths = [_file(float_path), _file(quantized_path)]
+    feeds = dict(inputs) if inputs is not None else random_inputs(paths[0])
+    with exchange(feeds) as files:
+        request = {"task": "benchmark", "runtime": runtime, "paths": [str(path) for path in paths], "threads": threads}
+        answer = ask({**request, **files, "repeats": repeats, "seconds": seconds}, seconds=seconds * 10 + 300)
+    if answer.status != Status.OK or answer.data is None:
+        raise VerificationError(f"{runtime} could not run the files: {answer.status.value}: {answer.message}")
+    first, second = answer.data["medians"]
+    return Benchmark(first / second, (first, second), threads, int(answer.data["repeats"]), runtime)
+
+
+def random_inputs(path: Path) -> dict[str, np.ndarray]:
+    """Inputs of the shapes that a file declares; free axes are 1, integers are small."""
+    import onnx  # noqa: PLC0415  # only files need it
+
+    generator = np.random.default_rng(0)
+    feeds = {}
+    for each in onnx.load(path, load_external_data=False).graph.input:
+        kind = each.type.tensor_type
+        shape = [dimension.dim_value or 1 for dimension in kind.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        is_float = np.issubdtype(dtype, np.floating)
+        feeds[each.name] = (generator.standard_normal(shape) if is_float else np.ones(shape)).astype(dtype)
+    return feeds
+
+
+def _file(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise StoreError(f"{path} is not there")
+    return path
+
+
+def _simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """The outputs of the simulation, and the codes at every stub, call by call."""
+    codes: dict[str, list[Tensor]] = {}
+    handles = [
+        module.register_forward_hook(_recorder(codes.setdefault(name, [])))
+        for name, module in model.named_modules()
+        if isinstance(module, QuantStub) and module.enabled
+    ]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            outputs = pytree.tree_leaves(model.eval()(*inputs[0], **inputs[1]))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes:
+            module.training = mode
+    return [value for value in outputs if isinstance(value, Tensor)], codes
+
+
+def _recorder(kept: list[Tensor]) -> Any:
+    def record(stub: QuantStub, inputs: Any, output: Tensor) -> None:
+        if not stub.quantizer.grid.format.is_float and stub.scale.ndim == 0:
+            kept.append(((output / stub.scale).round() + stub.zero_point).to(torch.int32))
+
+    return record
+
+
+def _feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    names = [str(index) for index in range(len(leaves))]
+    if isinstance(model, fx.GraphModule):
+        found = [node.name for node in model.graph.nodes if node.op == "placeholder"]
+        names = found[: len(leaves)] if len(found) >= len(leaves) else names
+    if inputs[1] and not inputs[0]:
+        names = list(inputs[1])
+    return {name: leaf.detach().cpu().numpy() for name, leaf in zip(names, leaves, strict=True)}
+
+
+def _outputs(answer: Answer, files: Mapping[str, str]) -> dict[str, np.ndarray]:
+    return arrays(files["outputs"], list((answer.data or {})["names"]))
+
+
+def _agreements(expected: Sequence[Tensor], found: Mapping[str, np.ndarray]) -> tuple[Agreement, ...]:
+    pairs = zip(found.items(), expected, strict=False)
+    return tuple(_agreement(name, value.detach().cpu().numpy(), array) for (name, array), value in pairs)
+
+
+def _agreement(name: str, expected: np.ndarray, found: np.ndarray) -> Agreement:
+    if expected.shape != found.shape:
+        return Agreement(name, -inf, inf, None)
+    wide, other = expected.astype(np.float64), found.astype(np.float64)
+    noise, signal = float(np.square(wide - other).sum()), float(np.square(wide).sum())
+    sqnr = inf if noise == 0 else 10 * log10(signal / noise) if signal else -inf
+    classes = wide.ndim >= 2 and wide.shape[-1] > 1
+    top1 = float((wide.argmax(-1) == other.argmax(-1)).mean()) if classes else None
+    return Agreement(name, sqnr, float(np.abs(wide - other).max(initial=0.0)), top1)
+
+
+def _precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
+    """How many weighted operations run in low precision, and which do not."""
+    low, left = 0, []
+    for each in executed:
+        op = str(each["op"])
+        kind, _, primitive = op.partition(" ")
+        if primitive:  # OpenVINO: what the primitive says counts
+            if each["weighted"]:
+                is_low = primitive.lower().endswith(("_i8", "_u8"))
+                low += is_low
+                left += [] if is_low else [f"{each['name']} ({op})"]
+        elif kind in LOW:
+            low += 1
+        elif kind in FLOAT and each["weighted"]:
+            left.append(f"{each['name']} ({op})")
+    return low, tuple(left)
+
+
+def _departure(
+    request: Mapping[str, Any],
+    codes: Mapping[str, list[Tensor]],
+    files: Mapping[str, str],
+    on: Sequence[Agreement],
+    off: Sequence[Agreement],
+    seconds: float,
+) -> Departure | None:
+    """The first stub whose codes differ in more than one of a hundred values, or by more than two steps in many."""
+    answer = ask({**request, "expose": True}, seconds=seconds)
+    if answer.status != Status.OK:
+        return None
+    found = _outputs(answer, files)
+    names = _quantize_nodes(str(request["path"]))
+    for name, values in codes.items():
+        for index, value in enumerate(values):
+            tensor = names.get(f"{name}/QuantizeLinear" + (f"_{index}" if index else ""))
+            if tensor not in found:
+                continue
+            apart = np.abs(found[tensor].astype(np.int32) - value.cpu().numpy())
+            equal = float((apart == 0).mean())
+            if equal < 0.95 and float((apart > 2).mean()) > 0.005:
+                cause, way_out = _cause(on, off)
+                return Departure(name, equal, int(apart.max()), cause, way_out)
+    return None
+
+
+def _cause(on: Sequence[Agreement], off: Sequence[Agreement]) -> tuple[str, str]:
+    worst_on, worst_off = (min((each.sqnr for each in side), default=-inf) for side in (on, off))
+    if worst_off > worst_on + 6 and instruction_set() == "avx2":
+        return SATURATION
+    if worst_off > worst_on + 6:
+        return "an optimisation of the runtime changes the result", "report it with the file"
+    return "rounding differences that grow from layer to layer", "none needed if accuracy holds"
+
+
+def _quantize_nodes(path: str) -> dict[str, str]:
+    """Name of a QuantizeLinear node -> its output tensor."""
+    import onnx  # noqa: PLC0415
+
+    graph = onnx.load(path, load_external_data=False).graph
+    return {node.name: node.output[0] for node in graph.node if node.op_type == "QuantizeLinear"}

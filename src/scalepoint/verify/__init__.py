@@ -1,6 +1,0 @@
-"""Verification in the real runtime: agreement with the simulation, what really runs in low precision, speed."""
-
-from scalepoint.verify.process import Status
-from scalepoint.verify.verification import Agreement, Benchmark, Departure, Verification, benchmark, verify
-
-__all__ = ["Agreement", "Benchmark", "Departure", "Status", "Verification", "benchmark", "verify"]

@@ -1,0 +1,78 @@
+"""Small nets for the analysis, one with a layer that is quantized badly on purpose."""
+
+import copy
+
+import torch
+from torch import nn
+
+from scalepoint.quantize import Override, QuantConfig, QuantStub, TensorQuantConfig, WeightFakeQuantize, quantize
+from tests.models import settled
+
+FINE = TensorQuantConfig(per_channel=True)
+COARSE = Override(name="third", weight=TensorQuantConfig(n_bits=2, per_channel=True))
+
+
+class Net(nn.Module):
+    """Five layers; dropout and batch norm tell when a mode is wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.third = nn.Linear(8, 16)
+        self.drop = nn.Dropout(0.5)
+        self.fourth = nn.Linear(16, 16)
+        self.fifth = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.second(self.bn(self.first(x)).relu()).relu().mean((2, 3))
+        return self.fifth(self.fourth(self.drop(self.third(x))))
+
+
+def float_net():
+    torch.manual_seed(0)
+    return settled(Net())
+
+
+def batches(count=3, seed=1, size=4):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, 3, 6, 6, generator=generator) for _ in range(count)]
+
+
+def config(*overrides, **fields):
+    return QuantConfig(**{"activation": TensorQuantConfig(), "weight": FINE, **fields}, overrides=overrides)
+
+
+def quantized_net(*overrides, **fields):
+    return quantize(float_net(), batches(1)[0], config(*overrides, **fields), forward_loop=batches())
+
+
+def quantizers(model):
+    return [each for each in model.modules() if isinstance(each, QuantStub | WeightFakeQuantize)]
+
+
+def snapshot(model):
+    """All that an analysis could leave changed."""
+    return (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [
+            (name, each.training, len(each._forward_hooks), len(each._forward_pre_hooks))
+            for name, each in model.named_modules()
+        ],
+        [each.enabled for each in quantizers(model)],
+        [parameter.grad for parameter in model.parameters()],
+        copy.copy(getattr(model, "meta", {})),
+    )
+
+
+def same(before, after):
+    assert before[0].keys() == after[0].keys()
+    for name, value in before[0].items():
+        assert torch.equal(value, after[0][name]), name
+    assert before[1:4] == after[1:4]
+    assert before[4].keys() == after[4].keys()
+
+
+def decibels(reference, found):
+    reference, found = reference.double(), found.double()
+    return float(10 * torch.log10(reference.square().sum() / (reference - found).square().sum()))

@@ -1,0 +1,93 @@
+"""inspect: the coverage before any data, the same that insert_qdq gives."""
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.analysis import inspect
+from scalepoint.errors import ConfigError, ScalepointError, ScalepointWarning, TargetError
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, insert_qdq
+from scalepoint.transformation import transform
+from tests.analysis.nets import batches, float_net, quantized_net, same, snapshot
+from tests.models import Decoder, ResNet, SilentSkip, UNet, settled
+
+LEFT_FLOAT = QuantConfig(activation="float", weight="float")
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        pytest.param(lambda: ResNet((1, 1, 1, 1), 8, 5), torch.randn(2, 3, 32, 32), id="resnet"),
+        pytest.param(UNet, torch.randn(2, 3, 16, 16), id="unet"),
+        pytest.param(Decoder, torch.randint(0, 50, (2, 6)), id="decoder"),
+        pytest.param(SilentSkip, torch.randn(2, 4, 8), id="recurrent"),
+    ],
+)
+def test_it_is_what_insert_gives_and_the_model_stays(make, inputs, target):
+    torch.manual_seed(0)
+    plain = settled(make()).train()
+    before, owners = snapshot(plain), [id(parameter) for parameter in plain.parameters()]
+    found = inspect(plain, inputs, target=target)
+    same(before, snapshot(plain))
+    assert owners == [id(parameter) for parameter in plain.parameters()]
+    result = transform(plain, inputs, target=target)
+    assert found == insert_qdq(result.model, result.matches).meta["scalepoint.coverage"]
+
+
+def test_the_config_counts():
+    config = QuantConfig(overrides=(Override(name="fifth", activation="float", weight="float"),))
+    found = inspect(float_net(), batches()[0], config=config)
+    assert {row.name: row.state.value for row in found.operations}["fifth"] == "float"
+    assert inspect(float_net(), batches()[0], config=config.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        (nn.ReLU(), None, "it has no weights"),
+        (nn.LSTM(6, 4, batch_first=True), None, "lstm"),
+        (nn.Sequential(nn.Linear(6, 4)), LEFT_FLOAT, "asked for by the config"),
+        (nn.Sequential(nn.Linear(6, 4)), LEFT_FLOAT.to_dict(), "asked for by the config"),
+    ],
+    ids=["relu", "lstm", "config", "mapping"],
+)
+def test_nothing_to_quantize_is_said_and_no_error(model, config, message):
+    with pytest.warns(ScalepointWarning, match=f"nothing of this model would be quantized: .*{message}"):
+        found = inspect(model.eval(), torch.randn(2, 3, 6), config=config)
+    assert not found.in_state("quantized")
+    assert all(row.reason for row in found.operations)
+
+
+def test_without_example_inputs_macs_are_not_known():
+    found = inspect(float_net())
+    assert len(found.in_state("quantized")) == 5
+    assert found.share_of_macs() is None
+
+
+def test_named_inputs():
+    assert inspect(float_net(), kwargs={"x": batches()[0]}) == inspect(float_net(), batches()[0])
+
+
+def test_a_quantized_model_tells_of_itself():
+    model = quantized_net()
+    assert inspect(model) == model.meta["scalepoint.coverage"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"target": "onnxruntim"}, ScalepointError, "onnxruntime"),
+        ({"config": QuantConfig(weight=TensorQuantConfig(n_bits=2))}, TargetError, "cannot run"),
+        ({"config": {"wieght": "float"}}, ValueError, "did you mean 'weight'"),
+        (
+            {"config": QuantConfig(overrides=(Override(name="nobody", weight="float"),))},
+            ConfigError,
+            "fits no operation",
+        ),
+    ],
+    ids=["target", "illegal", "misspelt", "unmatched"],
+)
+def test_bad_input(options, error, message):
+    with pytest.raises(error, match=message):
+        inspect(float_net(), batches()[0], **options)

@@ -1,0 +1,264 @@
+"""sensitivity: the layer that costs most comes first, by measurement and by the one-pass estimate."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scalepoint.analysis import sensitivity
+from scalepoint.errors import UsageError
+from scalepoint.quantize import Override, TensorQuantConfig, coverage, insert_qdq, quantize
+from scalepoint.transformation import transform
+from tests.analysis.nets import COARSE, batches, config, decibels, float_net, quantized_net, quantizers, same, snapshot
+from tests.models import ResNet, VisionTransformer, settled
+
+WAYS = ["proxy", "one_at_a_time"]
+NAMES = ["first", "second", "third", "fourth", "fifth"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return quantized_net()
+
+
+@pytest.fixture(scope="module")
+def coarse():
+    return quantized_net(COARSE)
+
+
+def scores(rows):
+    return {row.name: row.score for row in rows}
+
+
+def outputs(model, data):
+    with torch.no_grad():
+        return torch.cat([model(batch) for batch in data])
+
+
+def ranks(values):
+    return torch.tensor(values).argsort().argsort().double()
+
+
+def both_ways(plain, target):
+    torch.manual_seed(0)
+    data = [torch.randn(4, 3, 32, 32) for _ in range(2)]
+    model = quantize(settled(plain), data[0], forward_loop=data, target=target)
+    return [scores(sensitivity(model, data, how=how)) for how in ("one_at_a_time", "proxy")]
+
+
+class TestRanking:
+    @pytest.mark.parametrize("how", WAYS)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_the_layer_with_two_bits_comes_first(self, how, name):
+        model = quantized_net(Override(name=name, weight=TensorQuantConfig(n_bits=2, per_channel=True)))
+        rows = sensitivity(model, batches(), how=how)
+        assert rows[0].name == name
+        assert rows[0].score > 2 * rows[1].score
+        assert sorted(row.name for row in rows) == sorted(NAMES)
+        assert [row.score for row in rows] == sorted((row.score for row in rows), reverse=True)
+
+    @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+    def test_the_proxy_ranks_as_the_measurement_does(self, target):
+        measured, estimated = both_ways(ResNet((1, 1, 1, 1), 8, 5), target)
+        assert measured.keys() == estimated.keys()
+        pair = torch.stack([ranks([each[name] for name in measured]) for each in (measured, estimated)])
+        assert float(torch.corrcoef(pair)[0, 1]) > 0.9
+        assert all(1 / 4 < estimated[name] / measured[name] < 4 for name in measured)
+
+    def test_the_proxy_is_rough_where_one_token_is_read(self):
+        measured, estimated = both_ways(VisionTransformer(48, 4, 2, 32, 8, 10), "onnxruntime")
+        assert all(1 / 10 < estimated[name] / measured[name] < 10 for name in measured)
+        assert max(estimated, key=estimated.get) in sorted(measured, key=measured.get)[-3:]
+
+    def test_gain_per_cost_divides_by_the_larger_share(self, coarse):
+        rows = sensitivity(coarse, batches())
+        table = coverage(coarse).operations
+        macs, parameters = sum(row.macs for row in table), sum(row.parameters for row in table)
+        for row in rows:
+            share = max(row.macs / macs, row.parameters / parameters)
+            assert row.gain_per_cost == pytest.approx(row.score / share)
+            assert (row.kind, row.macs) in [(each.kind, each.macs) for each in table]
+
+
+class TestOneAtATime:
+    def test_the_score_is_the_noise_to_signal_of_the_output(self, coarse):
+        found = scores(sensitivity(coarse, batches(), how="one_at_a_time"))
+        wanted = outputs(float_net(), batches())
+        other = quantized_net(COARSE)
+        for name in NAMES:
+            for each in quantizers(other):
+                each.enabled = name in each.consumers
+            expected = 10 ** (-decibels(wanted, outputs(other, batches())) / 10)
+            assert found[name] == pytest.approx(expected, rel=1e-3)
+
+    def test_a_metric_is_measured_in_float_and_once_a_layer(self, coarse):
+        wanted = outputs(float_net(), batches())
+        seen = []
+
+        def metric(run):
+            found = outputs(run, batches())
+            seen.append(float(F.mse_loss(found, wanted)))
+            return -seen[-1]
+
+        rows = sensitivity(coarse, batches(), metric, how="one_at_a_time")
+        assert len(seen) == 6
+        assert seen[0] < 1e-10
+        assert rows[0].name == "third"
+        assert rows[0].metric == -max(seen)
+        assert rows[0].score == pytest.approx(max(seen) - seen[0])
+
+    def test_limit_tries_only_what_the_proxy_finds(self, coarse):
+        calls = []
+
+        def metric(run):
+            calls.append(run)
+            return float(outputs(run, batches()).sum())
+
+        rows = sensitivity(coarse, batches(), metric, how="one_at_a_time", limit=2)
+        assert {row.name for row in rows} == {row.name for row in sensitivity(coarse, batches(), limit=2)}
+        assert len(calls) == 3
+
+    def test_an_iterator_is_enough_for_one_pass(self, model):
+        whole = scores(sensitivity(model, batches(), how="one_at_a_time"))
+        assert scores(sensitivity(model, iter(batches()), how="one_at_a_time")) == whole
+
+
+class TestProxy:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_single_source_of_noise_is_exact(self, name):
+        """With one layer quantized nothing can cancel: the estimate is the output's noise to signal."""
+        model = quantized_net()
+        for each in quantizers(model):
+            each.enabled = name in each.consumers and "weight" in each.name
+        (row,) = sensitivity(model, batches())
+        expected = 10 ** (-decibels(outputs(float_net(), batches()), outputs(model, batches())) / 10)
+        assert row.score == pytest.approx(expected, rel=1e-3)
+
+    def test_a_branch_that_ends_nowhere_costs_nothing(self):
+        class Muted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x):
+                return self.a(x) + 1e-6 * self.b(x)
+
+        x = torch.randn(16, 4)
+        found = scores(sensitivity(quantize(Muted().eval(), x, config(), forward_loop=[x]), [x]))
+        assert found["a"] > found["b"]
+
+    def test_it_needs_no_gradients(self, model):
+        with torch.inference_mode():
+            inside = scores(sensitivity(model, batches()))
+        assert inside == pytest.approx(scores(sensitivity(model, batches())))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    def test_a_function_as_data(self, model):
+        def loop(run):
+            for batch in batches():
+                run(batch)
+
+        assert scores(sensitivity(model, loop)) == scores(sensitivity(model, batches()))
+
+    def test_max_batches(self, model):
+        assert scores(sensitivity(model, batches(3), max_batches=1)) == scores(sensitivity(model, batches(1)))
+
+
+class TestFloatModel:
+    @pytest.mark.parametrize("how", WAYS)
+    def test_it_is_quantized_first_and_stays_as_it_was(self, how):
+        plain = float_net().train()
+        before = snapshot(plain)
+        rows = sensitivity(plain, batches(), how=how, target="tensorrt", config=None)
+        same(before, snapshot(plain))
+        expected = quantize(float_net(), batches()[0], forward_loop=batches(), target="tensorrt")
+        assert scores(rows) == pytest.approx(scores(sensitivity(expected, batches(), how=how)), rel=1e-3)
+
+    def test_named_inputs(self):
+        rows = sensitivity(float_net(), [{"x": batch} for batch in batches()])
+        assert sorted(row.name for row in rows) == sorted(NAMES)
+
+    def test_a_function_cannot_give_an_example(self):
+        with pytest.raises(UsageError, match="first batch"):
+            sensitivity(float_net(), lambda run: None)
+
+    def test_an_iterator_is_not_enough(self):
+        with pytest.raises(UsageError, match="more than once"):
+            sensitivity(float_net(), iter(batches()))
+
+
+class TestRestoration:
+    @pytest.mark.parametrize("how", WAYS)
+    def test_nothing_of_the_model_changes(self, how):
+        model = quantized_net().train()
+        quantizers(model)[0].enabled = False
+        before = snapshot(model)
+        sensitivity(model, batches(), how=how)
+        same(before, snapshot(model))
+
+    @pytest.mark.parametrize("how", WAYS)
+    def test_also_when_the_data_raises(self, model, how):
+        def broken():
+            yield batches()[0]
+            raise OSError("disk")
+
+        before = snapshot(model)
+        with pytest.raises(OSError, match="disk"):
+            sensitivity(model, broken(), how=how)
+        same(before, snapshot(model))
+
+    def test_also_when_the_metric_raises(self, model):
+        calls = []
+
+        def metric(run):
+            calls.append(run.train())
+            if len(calls) == 3:
+                raise ValueError("metric")
+            return 0.0
+
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="metric"):
+            sensitivity(model, batches(), metric, how="one_at_a_time")
+        same(before, snapshot(model))
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"how": "hessian"}, "'proxy' or 'one_at_a_time'"),
+            ({"metric": len}, "no use for a metric"),
+            ({"limit": 0}, "limit=0"),
+            ({"limit": "2"}, "limit='2'"),
+            ({"metric": lambda run: None, "how": "one_at_a_time"}, "returns a number"),
+        ],
+        ids=["way", "metric", "limit", "text", "none"],
+    )
+    def test_options(self, model, options, message):
+        with pytest.raises(UsageError, match=message):
+            sensitivity(model, batches(), **options)
+
+    @pytest.mark.parametrize("how", WAYS)
+    def test_no_data(self, model, how):
+        with pytest.raises(UsageError, match="0 batches"):
+            sensitivity(model, [], how=how)
+        with pytest.raises(UsageError, match="0 batches"):
+            sensitivity(float_net(), [], how=how)
+
+    def test_uncalibrated(self):
+        result = transform(float_net(), batches()[0])
+        with pytest.raises(UsageError, match="calibrate it first"):
+            sensitivity(insert_qdq(result.model, result.matches, config()), batches())
+
+
+def test_nan_comes_first_and_is_json(model):
+    def metric(run):
+        return math.nan if any(each.enabled for each in quantizers(run) if "fourth" in each.consumers) else 1.0
+
+    rows = sensitivity(model, batches(), metric, how="one_at_a_time")
+    assert "fourth" in [row.name for row in rows if math.isnan(row.score)]
+    assert math.isnan(rows[0].score)
+    assert json.dumps([row.to_dict() for row in rows], allow_nan=False)

@@ -1,0 +1,443 @@
+"""The command line as its users meet it: exit codes, streams, refusals, terminals of all kinds."""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import scalepoint
+from scalepoint import errors
+from scalepoint.cli import deploying
+from scalepoint.cli.app import COMMANDS
+from scalepoint.cli.ending import Code, fail
+from tests.cli.conftest import child
+
+HEAVY = ("torch", "numpy", "onnx", "onnxruntime", "yaml", "PIL")
+NAMES = [name for _, name, _ in COMMANDS]
+
+
+def test_help_of_every_command_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, json\n"
+        "from scalepoint.cli.app import run\n"
+        f"codes = [run([*name.split(), '--help']) for name in {['', *NAMES, 'config', 'config schema']!r}]\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "sys.stderr.write(json.dumps([codes, heavy, len(sys.modules)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    codes, heavy, count = json.loads(done.stderr)
+    assert set(codes) == {0}
+    assert heavy == []
+    assert count < 500
+    assert done.stdout.count("Examples:") == len(NAMES) + 2
+    assert "Exit codes: 0" in done.stdout
+
+
+def test_no_command_at_all_shows_the_help_and_is_a_usage_error(call) -> None:
+    code, out, _ = call()
+    assert code == Code.USAGE
+    assert "deploy" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggested"),
+    [
+        (["deply"], "Did you mean 'deploy'?"),
+        (["deploy", "--targt", "x"], "Did you mean '--target'?"),
+        (["bench", "a.onnx"], "Missing argument"),
+        (["deploy", "--max-trials", "many"], "many"),
+        (["deploy", "--threads", "0"], "0"),
+        (["deploy", "nets:net", "--data", "nets:batches", "--target", "onxruntime"], "did you mean 'onnxruntime'?"),
+        (["deploy", "nets:nett", "--data", "nets:batches"], "did you mean 'net'?"),
+        (["deploy", "netz:net", "--data", "nets:batches"], "did you mean 'nets'?"),
+        (["check", "there.onnx", "--target", "tensorr"], "did you mean 'tensorrt'?"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else None,
+)
+def test_unknown_names_get_the_nearest_one(call, here, arguments, suggested) -> None:
+    (here / "there.onnx").write_bytes(b"")
+    code, out, err = call(*arguments, "--json")
+    assert code == (Code.MODEL if arguments[0] == "check" else Code.USAGE)
+    assert suggested in " ".join(err.split())
+    found = json.loads(out)
+    assert found["exit_code"] == code
+    assert found["error"]["code"].startswith("SP-")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.pth", "model.pkl"])
+def test_pickles_are_refused_without_a_look(call, here, name) -> None:
+    (here / name).write_bytes(b"anything")
+    for arguments in ([name, "--data", "nets:batches"], ["nets:net", "--data", name]):
+        code, _, err = call("deploy", *arguments)
+        assert code == Code.USAGE
+        assert "never opened" in err
+        assert "package.module:function" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nets.py:net", "nets:net"),
+        ("nets", "is not package.module:name"),
+        ("nets:", "is not package.module:name"),
+        ("nets:net()", "is not package.module:name"),
+        ("nets:number", "not a model nor a function"),
+        ("nets:score", "missing 1 required positional argument"),
+        ("nets:batches", "gave a generator"),
+        ("nets:leaves", "ended the process"),
+        ("nets:breaks", r"no \x1b[31mweights"),
+        ("bad:net", "SyntaxError"),
+    ],
+)
+def test_what_is_no_model_is_told_in_one_screen(call, here, model, message) -> None:
+    (here / "bad.py").write_text("def net(:\n")
+    code, out, err = call("inspect", model)
+    assert code == Code.USAGE
+    assert out == ""
+    assert message in " ".join(err.split())
+    assert "\x1b" not in err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) < 12
+
+
+def test_the_place_in_the_users_code_is_named_and_debug_shows_the_traceback(call) -> None:
+    _, _, err = call("inspect", "nets:breaks")
+    assert "nets.py, line" in " ".join(err.split())
+    code, _, err = call("inspect", "nets:breaks", "--debug")
+    assert code == Code.USAGE
+    assert "Traceback" in err
+
+
+def test_a_model_that_cannot_be_captured_ends_with_3(call) -> None:
+    code, _, err = call("inspect", "nets:Branching", "--shape", "2,3,8,8")
+    assert code == Code.MODEL
+    assert "SP-G001" in err
+    assert "--leave" in err
+    code, _, err = call("deploy", "nets:Net", "--data", "nets:wrong_shape", "--dry-run")
+    assert code == Code.MODEL
+    assert "5 channels" in " ".join(err.split())
+
+
+def test_a_folder_that_is_not_empty_is_refused_before_any_work(call, here) -> None:
+    (here / "out").mkdir()
+    (here / "out" / "mine.txt").write_text("keep")
+    for more in ([], ["-o", "out"]):
+        code, _, err = call("deploy", "nets:breaks", "--data", "nets:batches", *more)
+        assert code == Code.USAGE
+        assert "--force" in err
+        assert "weights" not in err
+    code, _, err = call("deploy", "nets:net", "--data", "nets:batches", "-o", "nets.py")
+    assert (code, "is a file" in err) == (Code.USAGE, True)
+    assert [path.name for path in (here / "out").iterdir()] == ["mine.txt"]
+
+
+def test_a_refusal_does_not_load_torch(here) -> None:
+    (here / "out").mkdir()
+    (here / "out" / "mine.txt").touch()
+    program = (
+        "import sys\nfrom scalepoint.cli.app import run\n"
+        "code = run(['deploy', 'nets:net', '--data', 'nets:batches', '-o', 'out'])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == Code.USAGE, done.stderr
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(call, here) -> None:
+    before = sorted(here.iterdir())
+    code, out, err = call("deploy", "nets:net", "--data", "nets:batches", "--dry-run")
+    assert code == 0
+    assert "conv" in out
+    assert "quantized" in out
+    assert "nothing was written" in err
+    assert [path for path in sorted(here.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_strict_and_leave_are_heard_in_a_dry_run(call) -> None:
+    code, out, _ = call("deploy", "nets:net", "--data", "nets:batches", "--dry-run", "--leave", "head", "--json")
+    assert code == 0
+    states = {row["name"]: row["state"] for row in json.loads(out)["coverage"]}
+    assert states.get("conv") == "quantized"
+    assert states.get("head") != "quantized"
+
+
+def test_inspect_needs_no_data(call) -> None:
+    code, out, _ = call("inspect", "nets:instance", "--shape", "1,3,8,8", "--target", "tensorrt", "--json")
+    found = json.loads(out)
+    assert (code, found["schema"], found["command"]) == (0, 1, "inspect")
+    assert {row["name"] for row in found["coverage"]} == {"conv", "head"}
+    assert call("inspect", "nets:Net", "--shape", "1,x")[0] == Code.USAGE
+    assert call("inspect", "nets:Net", "--shape", "1,0,3")[0] == Code.USAGE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("targt: onnxruntime", "did you mean 'target'?"),
+        ("quantization: {activaton: float}", "did you mean 'activation'?"),
+        ("max_trials: many", "max_trials"),
+        ("- a list", "a mapping of keys"),
+        ("{", "not valid YAML"),
+        ("target: nowhere\nmodel: nets:net\ndata: nets:batches", "no target 'nowhere'"),
+        ("model: nets:net", "--data"),
+        ("data: nets:batches", "which model?"),
+        ("model: nets:net\ndata: nets:batches\nmax_drop: 1", "--evaluate"),
+    ],
+)
+def test_a_config_that_makes_no_sense_ends_with_2(call, here, text, message) -> None:
+    (here / "config.yaml").write_text(text)
+    code, _, err = call("deploy", "-c", "config.yaml")
+    assert code == Code.USAGE
+    assert message in " ".join(err.split())
+    assert not (here / "out").exists()
+
+
+def test_a_missing_config_ends_with_2(call) -> None:
+    code, _, err = call("deploy", "-c", "nowhere.yaml")
+    assert code == Code.USAGE
+    assert "nowhere.yaml" in err
+
+
+class _Deployed:
+    """What deploy would return."""
+
+    def __init__(self, *, status="ok", holds=True, score=None, float_score=None, verified=True) -> None:
+        self.path, self.float_path = Path("out/model.onnx"), Path("out/float.onnx")
+        self.score, self.float_score = score, float_score
+        self.drop = None if score is None else float_score - score
+        self.coverage = SimpleNamespace(to_list=list)
+        self.report = SimpleNamespace(table=lambda: "the table", summary=list)
+        state = SimpleNamespace(value=status)
+        about = {"sqnr": float("inf"), "name": "\x1b[31m"}
+        self.verification = SimpleNamespace(
+            status=state, holds=holds, runtime="onnxruntime", message="gone", sqnr=12.0, bound=30.0, to_dict=lambda: about
+        )
+        if not verified:
+            self.verification = None
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments", "code"),
+    [
+        ({}, [], Code.DONE),
+        ({"verified": False}, [], Code.DONE),
+        ({"status": "unavailable", "holds": False}, [], Code.UNVERIFIED),
+        ({"status": "crashed", "holds": False}, ["--allow-departure"], Code.UNVERIFIED),
+        ({"holds": False}, [], Code.UNVERIFIED),
+        ({"holds": False}, ["--allow-departure"], Code.DONE),
+        ({"score": 0.5, "float_score": 0.9}, ["--max-drop", "0.1"], Code.LIMIT),
+        ({"score": float("nan"), "float_score": 0.9}, ["--max-drop", "0.1"], Code.LIMIT),
+        ({"score": 0.85, "float_score": 0.9}, ["--max-drop", "0.1"], Code.DONE),
+    ],
+)
+def test_the_result_is_judged_by_the_exit_code(call, here, monkeypatch, made, arguments, code) -> None:
+    (here / "out").mkdir()
+    given = {}
+    monkeypatch.setattr(scalepoint, "deploy", lambda *_, **more: given.update(more) or _Deployed(**made), raising=False)
+    command = ["deploy", "nets:net", "--data", "nets:batches", "--evaluate", "nets:score", "-o", "out", *arguments]
+    found, out, err = call(*command, "--force", "--quiet", "--json")
+    result = json.loads(out)
+    assert found == code == result["exit_code"]
+    assert bool(result["why"]) == (code != 0 or not made.get("verified", True))
+    assert ("failed:" in err) == (code != 0)
+    assert "\x1b" not in out
+    found, out, _ = call(*command, "--force")
+    assert (found, "the table" in out) == (code, True)
+    assert given["evaluate"](None) == 0.5
+
+
+def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkeypatch) -> None:
+    seen = {}
+
+    def deploy(model, inputs, data, **options):
+        seen.update(options, batches=len(list(data)), again=len(list(data)))
+        options["output"].mkdir()
+        return _Deployed()
+
+    monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
+    (here / "c.yaml").write_text("model: nets:Net\ndata: nets:batches\nthreads: 2\nmax_trials: 4\noutput: made\n")
+    assert call("deploy", "-c", "c.yaml", "--max-batches", "2", "--threads", "3", "--strict")[0] == 0
+    assert (seen["batches"], seen["again"]) == (2, 2)
+    assert (seen["threads"], seen["max_trials"], seen["strict"]) == (3, 4, True)
+    assert "threads: 3" in (here / "made" / "config.yaml").read_text()
+    assert call("deploy", "-c", "made/config.yaml", "-o", "again", "--smoke")[0] == 0
+    assert (seen["batches"], seen["max_trials"], seen["threads"]) == (2, 1, 3)
+
+
+def test_a_flag_is_a_keyword_is_a_key() -> None:
+    from scalepoint.deployment import DeployConfig, deploy
+
+    flags = set(inspect.signature(deploying.deploy).parameters)
+    assert set(DeployConfig.model_fields) - {"quantization"} <= flags
+    by_keyword = {"target", "config", "output", "evaluate", "max_drop", "max_trials", "leave", "strict", "threads"}
+    assert by_keyword | {"allow_departure"} <= flags & set(inspect.signature(deploy).parameters)
+
+
+@pytest.mark.parametrize("kind", [value for value in vars(errors).values() if isinstance(value, type)])
+def test_every_error_has_an_ending(kind, capsys) -> None:
+    if not issubclass(kind, errors.ScalepointError):
+        pytest.skip("a warning")
+    code = fail(kind("a [bold]name[/bold] \x1b[31m"), "deploy", is_json=True, is_debug=False)
+    out, err = capsys.readouterr()
+    assert code in (Code.INTERNAL, Code.USAGE, Code.MODEL, Code.UNVERIFIED)
+    assert (code == Code.INTERNAL) == (kind is errors.GraphError)
+    assert kind.code in err
+    assert "[bold]name[/bold]" in err
+    assert "\x1b" not in err + out
+    assert json.loads(out)["exit_code"] == code
+
+
+def test_an_error_of_ours_ends_with_1_and_says_so(call, monkeypatch) -> None:
+    monkeypatch.setattr(scalepoint, "inspect", lambda *_, **__: 1 / 0, raising=False)
+    code, _, err = call("inspect", "nets:net")
+    assert code == Code.INTERNAL
+    assert "ZeroDivisionError" in err
+    assert "doctor" in err
+    assert "Traceback" not in err
+    monkeypatch.setattr(scalepoint, "inspect", lambda *_, **__: [][10**4 * "x"], raising=False)
+    assert len(call("inspect", "nets:net")[2]) < 3000
+
+
+@pytest.mark.parametrize("command", [["deploy", "nets:net", "-o", "out"], ["inspect", "nets:Net"]])
+def test_ctrl_c_ends_with_130_and_leaves_nothing(here, command) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scalepoint.cli", *command, "--data", "nets:sleeping"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 60
+    while not (here / "started").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == Code.INTERRUPTED
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (here / "out").exists()
+
+
+def test_an_interrupted_deployment_says_what_is_there(call, here, monkeypatch) -> None:
+    def deploy(*_, output, **__):
+        output.mkdir()
+        (output / "float.onnx").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
+    code, _, err = call("deploy", "nets:net", "--data", "nets:batches")
+    assert code == Code.INTERRUPTED
+    assert "float.onnx" in err
+    assert "--force" in err
+
+
+@pytest.mark.parametrize("command", ["doctor", "targets", "--help", "config schema"])
+@pytest.mark.parametrize("redirection", ["| true", ">&-", ">&- 2>&-", "2>&-"])
+def test_nobody_has_to_read(command, redirection, tmp_path) -> None:
+    if redirection != "| true" and command != "doctor":
+        pytest.skip("one command shows it")
+    line = f"set -o pipefail; {sys.executable} -m scalepoint.cli {command} {redirection}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path)  # noqa: S607
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_forty_columns_no_colour_ascii(call, here, monkeypatch) -> None:
+    done = child("doctor", COLUMNS="40", NO_COLOR="1", PYTHONIOENCODING="ascii", TERM="dumb", cwd=here)
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 40
+    done = child("deploy", "--help", COLUMNS="40", PYTHONIOENCODING="ascii", cwd=here)
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 40
+    monkeypatch.setenv("COLUMNS", "40")
+    for command in (["targets"], ["inspect", "nets:net"], ["deploy", "nets:nothing", "-d", "nets:batches"]):
+        _, out, err = call(*command)
+        assert all(len(line) <= 40 for line in (out + err).splitlines())
+
+
+def test_names_of_any_kind_are_shown_inert_in_any_locale(here) -> None:
+    names = "héad", "\N{PILE OF POO}", "\u202etxet"
+    lines = [f"net.add_module({name!r}, nn.Linear(16, 16))" for name in names[:2]]
+    (here / "odd.py").write_text("from torch import nn\nnet = nn.Sequential()\n" + "\n".join(lines), encoding="utf-8")
+    done = child("inspect", "odd:net", PYTHONIOENCODING="ascii", cwd=here)
+    assert done.returncode in (0, 3)
+    assert "Traceback" not in done.stderr
+    assert (done.stdout + done.stderr).isascii()
+    done = child("inspect", f"odd:{names[2]}", cwd=here)
+    assert done.returncode == Code.USAGE
+    assert "\\u202e" in done.stderr
+
+
+def test_targets_are_listed(call) -> None:
+    from scalepoint.targets import list_targets
+
+    code, out, _ = call("targets", "--json")
+    found = json.loads(out)["targets"]
+    assert code == 0
+    assert [row["name"] for row in found] == list_targets()
+    assert "onnxruntime" in call("targets")[1]
+
+
+def test_the_doctor_tells_what_is_missing_and_the_way_out(call, monkeypatch) -> None:
+    code, out, _ = call("doctor", "--json")
+    lines = {line["name"]: line for line in json.loads(out)["lines"]}
+    assert code == 0
+    assert lines["torch"]["state"] == "ok"
+    assert {"scalepoint", "int8 instructions", "disk here", "onnxruntime", "openvino"} <= set(lines)
+    monkeypatch.setattr("scalepoint.cli.machine.find_spec", lambda name: None if name == "onnxruntime" else object())
+    code, out, err = call("doctor")
+    assert code == Code.UNVERIFIED
+    assert "pip install onnxruntime" in " ".join(out.split())
+    assert "failed" in err
+
+
+def test_init_writes_what_deploy_takes_and_overwrites_nothing(call, here) -> None:
+    from scalepoint.deployment import DeployConfig
+
+    code, out, err = call("init", "new")
+    assert code == 0
+    assert out.split() == ["new/scalepoint.yaml", "new/deploy.py"]
+    assert "--dry-run" in err
+    written = (here / "new" / "scalepoint.yaml").read_text()
+    assert DeployConfig.from_file(here / "new" / "scalepoint.yaml").model == "deploy:model"
+    assert all(f"\n{name}:" in written for name in DeployConfig.model_fields)
+    (here / "new" / "scalepoint.yaml").unlink()
+    (here / "new" / "deploy.py").write_text("mine")
+    assert call("init", "new")[0] == Code.USAGE
+    assert (here / "new" / "deploy.py").read_text() == "mine"
+    assert not (here / "new" / "scalepoint.yaml").exists()
+    assert call("init", "nets.py")[0] == Code.USAGE
+
+
+def test_what_init_writes_runs(call, here) -> None:
+    assert call("init")[0] == 0
+    code, out, _ = call("deploy", "-c", "scalepoint.yaml", "--dry-run")
+    assert code == 0
+    assert "2 quantized" in out
+
+
+def test_the_schema_knows_every_key(call) -> None:
+    from scalepoint.deployment import DeployConfig
+
+    code, out, _ = call("config", "schema")
+    assert code == 0
+    assert set(json.loads(out)["properties"]) == set(DeployConfig.model_fields)
+
+
+def test_shell_completion_knows_the_commands() -> None:
+    done = child(_SCALEPOINT_COMPLETE="complete_bash", COMP_WORDS="scalepoint de", COMP_CWORD="1")
+    assert (done.returncode, done.stdout.split()) == (0, ["deploy"])
+
+
+def test_the_version_is_the_packages() -> None:
+    done = child("--version")
+    assert (done.returncode, done.stdout) == (0, f"scalepoint {scalepoint.__version__}\n")
+    assert os.path.exists(deploying.__file__)

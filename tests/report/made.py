@@ -1,0 +1,188 @@
+"""Reports made up for the tests: an ordinary one, a bare one, a large one, one with names meant to break things."""
+
+import math
+import random
+
+from scalepoint.quantize.coverage import Coverage, Operation
+from scalepoint.quantize.placement import State
+from scalepoint.report import GraphNode, Histogram, LayerError, Metric, Report
+from scalepoint.verification.process import Status
+from scalepoint.verification.verification import Agreement, Benchmark, Departure, Verification
+
+LOW = "w int8 per_channel, x uint8"
+CREATED = "2026-11-16T03:00:00+00:00"
+EVIL = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror="document.title=\'owned\'">',
+    "</script><script>document.title='owned'</script>",
+    "'onmouseover='alert(1)",
+    "[bold red]markup[/bold red] [link=x]",
+    "שלום.עולם",
+    "right\u202eto-left",
+    "new\nline\ttab\x1b[31m\x00",
+    "long." * 2000,
+    "line\u2028separator\u2029 & &amp; <!--",
+    "half a pair \ud800",
+    "{{ 7 * 7 }} ${7*7}",
+    "",
+)
+
+
+def operation(
+    name: str, kind: str = "conv2d", macs: int | None = 1_000_000, parameters: int = 9216, **other
+) -> Operation:
+    values = {"state": State.QUANTIZED, "how": LOW, "reason": "", "is_asked": False} | other
+    return Operation(name, kind, values["state"], values["how"], values["reason"], parameters, macs, values["is_asked"])
+
+
+def left_float(name: str, reason: str, kind: str = "layer_norm", macs: int | None = 20_000, is_asked: bool = False):
+    return operation(name, kind, macs, 384, state=State.FLOAT, how="", reason=reason, is_asked=is_asked)
+
+
+def verification(ratio: float = 1.87, sqnr: float = 41.3) -> Verification:
+    return Verification(
+        "out/model.onnx",
+        "onnxruntime",
+        Status.OK,
+        "",
+        (Agreement("logits", sqnr, 0.043, 0.998),),
+        (Agreement("logits", math.inf, 0.0, 1.0),),
+        {"QLinearConv": 20, "QGemm": 1, "QLinearAdd": 8, "MaxPool": 1, "Softmax": 1, "Conv": 1},
+        21,
+        ("layer4.1.conv2 (Conv)",),
+        None,
+        11_830_000,
+        46_750_000,
+        Benchmark(ratio, (0.0312, 0.0312 / ratio), 1, 50, "onnxruntime"),
+    )
+
+
+def bell(layer: str, kind: str, scale: float, low: float, high: float, outliers: bool = False) -> Histogram:
+    edges = tuple(-4 * scale + index * scale / 16 for index in range(129))
+    counts = [int(40_000 * math.exp(-(((a + scale / 32) / scale) ** 2) * 1.4)) for a in edges[:-1]]
+    if outliers:
+        counts[-3:] = [12, 5, 31]
+    if kind == "activation":
+        counts = [0 if a < 0 else number for a, number in zip(edges, counts, strict=False)]
+    return Histogram(layer, kind, edges, tuple(counts), low, high)
+
+
+def resnet() -> tuple[list[Operation], list[GraphNode]]:
+    rows, nodes = [operation("conv1", macs=118_013_952, parameters=9408)], [GraphNode("conv1", "conv2d", ("x",), LOW)]
+    nodes.append(GraphNode("maxpool", "max_pool2d", ("conv1",), "int8"))
+    before = "maxpool"
+    for layer in range(1, 5):
+        for block in range(2):
+            path = f"layer{layer}.{block}"
+            for index in (1, 2):
+                name = f"{path}.conv{index}"
+                macs = 115_605_504 if layer > 1 or block else 57_802_752
+                rows.append(operation(name, macs=macs, parameters=36_864 * 4 ** (layer - 1)))
+                nodes.append(GraphNode(name, "conv2d", (before if index == 1 else f"{path}.conv1",), LOW))
+            short = before
+            if layer > 1 and block == 0:
+                short = f"{path}.downsample.0"
+                rows.append(operation(short, macs=6_422_528, parameters=8192 * 4 ** (layer - 2)))
+                nodes.append(GraphNode(short, "conv2d", (before,), LOW))
+            nodes.append(GraphNode(f"{path}.add", "add", (f"{path}.conv2", short), "int8"))
+            before = f"{path}.add"
+    rows[-1] = left_float(rows[-1].name, "raised: the drop was larger than max_drop=0.1", "conv2d", 115_605_504, True)
+    rows.append(left_float("avgpool.norm", "no int8 kernel; Q/DQ around it only costs"))
+    rows.append(operation("fc", "linear", 512_000, 513_000))
+    nodes += [GraphNode("avgpool.norm", "layer_norm", (before,)), GraphNode("fc", "linear", ("avgpool.norm",), LOW)]
+    kept = [GraphNode(n.name, n.kind, n.inputs, "float") if n.name == rows[-3].name else n for n in nodes]
+    return rows, kept
+
+
+def ordinary(ratio: float = 1.87) -> Report:
+    rows, nodes = resnet()
+    chance = random.Random(3)  # noqa: S311  # the same picture every time
+    layers = tuple(
+        LayerError(
+            row.name,
+            44 - index * 0.7 - (12 if index in (4, 15) else 0) + chance.uniform(-4, 4) if row.how else 47.0,
+            0.9999 - index * 1e-4,
+            chance.choice([0.0, 0.0004, 0.002]),
+            chance.uniform(0.4, 1),
+            chance.uniform(38, 46) if row.how else None,
+        )
+        for index, row in enumerate(rows)
+    )
+    return Report(
+        title="resnet18",
+        target="onnxruntime",
+        created=CREATED,
+        coverage=Coverage(tuple(rows)),
+        environment={
+            "scalepoint": "0.1.0",
+            "torch": "2.13.0",
+            "onnxruntime": "1.31.1",
+            "cpu": "avx512_vnni",
+            "cores": 2,
+        },
+        config={
+            "target": "onnxruntime",
+            "weight": {"dtype": "int8", "axis": 0},
+            "activation": "uint8",
+            "max_drop": 0.1,
+        },
+        accuracy=(Metric("top-1", 0.6976, 0.6961, 0.6958), Metric("top-5", 0.8908, 0.8897, 0.8896)),
+        layers=layers,
+        histograms=(
+            bell("layer4.1.conv2", "weight", 0.02, -0.06, 0.06),
+            bell("layer4.1.conv2", "activation", 1.1, 0.0, 3.1, outliers=True),
+            bell("layer1.1.conv1", "weight", 0.2, -0.7, 0.7),
+            bell("layer1.1.conv1", "activation", 0.6, 0.0, 4.4),
+        ),
+        verification=verification(ratio),
+        timings={"capture": 4.1, "transform": 0.9, "calibrate": 22.4, "export": 3.0, "verify": 9.7},
+        warnings=(
+            "layer4.1.conv2 stays float: its error cost 0.3 points. Calibrate with more than 32 images to raise it",
+        ),
+        graph=tuple(nodes),
+    )
+
+
+def bare() -> Report:
+    """No verification, no accuracy, no MACs, no layers."""
+    return Report("model", "tensorrt", CREATED, Coverage((operation("fc", "linear", None),)))
+
+
+def evil() -> Report:
+    rows = tuple(operation(name, kind=name[:40], reason=name, how=name[:40]) for name in EVIL)
+    found = Verification(
+        EVIL[1], EVIL[0], Status.OK, EVIL[0], (Agreement(EVIL[1], math.nan, math.inf, None),),
+        executed={EVIL[0]: 1}, fallbacks=EVIL, departure=Departure(EVIL[0], 0.5, 3, EVIL[1], EVIL[2]),
+    )  # fmt: skip
+    return Report(
+        EVIL[0],
+        EVIL[1],
+        EVIL[2],
+        Coverage((*rows, left_float(EVIL[0], EVIL[1]))),
+        {name: name for name in EVIL},
+        {name: [name, {"a": name}] for name in EVIL},
+        tuple(Metric(name, math.nan, math.inf, -math.inf) for name in EVIL),
+        tuple(LayerError(name, value) for name, value in zip(EVIL, [math.nan, math.inf, -math.inf] * 9, strict=False)),
+        tuple(Histogram(name, name[:20], (0.0, 0.0), (0,), math.nan, math.inf) for name in EVIL),
+        found,
+        dict.fromkeys(EVIL, 1.0),
+        EVIL,
+        tuple(GraphNode(name, name[:30], EVIL, name[:30]) for name in EVIL),
+    )
+
+
+def large(count: int = 2000) -> Report:
+    rows = [
+        operation(
+            f"blocks.{index // 8}.{('q', 'k', 'v', 'qk', 'av', 'proj', 'up', 'down')[index % 8]}",
+            "linear",
+            1000 + index,
+        )
+        if index % 9
+        else left_float(f"blocks.{index // 8}.norm{index}", "no int8 kernel")
+        for index in range(count)
+    ]
+    layers = tuple(LayerError(row.name, 20 + (index * 37 % 300) / 10) for index, row in enumerate(rows))
+    before = ["", *(row.name for row in rows)]
+    nodes = tuple(GraphNode(row.name, row.kind, (before[index],), row.precision) for index, row in enumerate(rows))
+    return Report("large", "onnxruntime", CREATED, Coverage(tuple(rows)), layers=layers, graph=nodes)

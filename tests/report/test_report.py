@@ -1,0 +1,341 @@
+"""The report as data, as lines in a terminal, and as a page that no name can break."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import StringIO
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from scalepoint.errors import StoreError
+from scalepoint.quantize.coverage import Coverage
+from scalepoint.report import GraphNode, Histogram, LayerError, Metric, Report, to_html, write
+from scalepoint.report.blocks import blocks_of
+from scalepoint.report.markup import data_block, tag
+from scalepoint.report.words import count, decibel, ratio, share_of, short, time_of, value_of, visible
+from scalepoint.verification.process import Status
+from scalepoint.verification.verification import Verification
+from tests.report import made
+
+REPORTS = {"ordinary": made.ordinary, "bare": made.bare, "evil": made.evil, "large": lambda: made.large(300)}
+VOID = {"meta", "input", "wbr"}
+
+
+class Page(HTMLParser):
+    """What a browser's parser would see: elements, attributes, and that all is closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.ids: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name, attributes):
+        assert len(dict(attributes)) == len(attributes)
+        self.elements.append((name, dict(attributes)))
+        if "id" in dict(attributes):
+            self.ids.append(dict(attributes)["id"])
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_startendtag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+
+@pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
+def test_json_brings_the_same_report_back(make):
+    report = make()
+    again = Report.from_json(report.to_json())
+    assert again.to_dict() == report.to_dict()
+    if make is not made.evil:  # it has not-a-numbers, which equal nothing
+        assert again == report
+    json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_json_says_what_verification_found():
+    data = made.ordinary().to_dict()
+    assert data["schema"] == 1
+    assert data["verification"]["holds"] is True
+    assert data["verification"]["status"] == "ok"
+    assert data["verification"]["unoptimized"][0]["sqnr"] == "Infinity"
+
+
+def test_numbers_of_numpy_and_paths_are_plain_in_json(tmp_path):
+    layers = (LayerError("fc", np.float32(1.5), np.float64(0.5)),)
+    report = replace(made.bare(), layers=layers, config={"path": tmp_path, "set": {2, 1}, "tuple": (1, math.nan)})
+    data = json.loads(report.to_json())
+    assert data["layers"][0]["sqnr_db"] == 1.5
+    assert data["config"] == {"path": str(tmp_path), "set": [1, 2], "tuple": [1, "NaN"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema 2; this scalepoint reads schema 1"),
+        ({"schema": None}, "schema None"),
+        ({"coverage": 3}, "coverage"),
+        ({"coverage": {"operations": [{"name": "a"}]}}, r"coverage\.operations\.0\.kind"),
+        ({"layers": [{"name": "a", "sqnr_db": "much"}]}, r"layers\.0\.sqnr_db"),
+        ({"title": None}, "title"),
+        ({"histograms": [{"layer": "a", "kind": "weight", "edges": [1], "counts": [1], "low": 0, "high": 1}]}, "edges"),
+    ],
+)
+def test_another_schema_or_a_wrong_value_is_a_clear_error(change, message):
+    data = made.bare().to_dict() | change
+    with pytest.raises(StoreError, match=message):
+        Report.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", "{", '{"schema": 1}', "[" * 100_000, '{"a": 1, "a": 2}'])
+def test_a_text_that_is_no_report_is_refused(text):
+    with pytest.raises(StoreError):
+        Report.from_json(text)
+
+
+def test_a_truncated_file_is_refused_at_every_length():
+    text = made.bare().to_json().strip()
+    for length in range(len(text)):
+        with pytest.raises(StoreError):
+            Report.from_json(text[:length])
+
+
+@pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
+@pytest.mark.parametrize("width", [20, 40, 80, 120])
+def test_the_terminal_shows_it_at_any_width(make, width):
+    file = StringIO()
+    Console(file=file, width=width, force_terminal=True, color_system="truecolor").print(make().table())
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+    assert all(len(line) <= width for line in plain.splitlines())
+    assert not set(plain) & {"\x1b", "\x00", "\u202e", "\u2028"}
+
+
+def test_forty_columns_keep_names_and_errors():
+    file = StringIO()
+    Console(file=file, width=40).print(made.ordinary().table())
+    text = file.getvalue()
+    assert "layer4.0.conv1" in text
+    assert "22.9" in text
+    assert "float  quantized" in text
+    assert "cosine" not in text
+
+
+def test_markup_in_a_name_is_shown_as_it_is():
+    assert "[bold red]markup[/bold red]" in str(made.evil())
+
+
+def test_str_is_ascii_where_the_names_are():
+    text = str(made.ordinary())
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert "1.87x the speed" in text
+    assert "\n".join(made.ordinary().summary()).isascii()
+
+
+def test_summary_of_an_ordinary_run():
+    assert made.ordinary().summary()[:5] == [
+        "resnet18 for onnxruntime. Verified: in onnxruntime it runs as simulated (41.3 dB).",
+        "top-1: 0.6976 -> 0.6958 (-0.0018, in the runtime)",
+        "top-5: 0.8908 -> 0.8896 (-0.0012, in the runtime)",
+        "size: 46.75 MB -> 11.83 MB (3.95x smaller)",
+        "latency: 31.20 ms -> 16.68 ms (1.87x the speed, 1 thread)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "Not verified in a runtime"),
+        (Verification("m.onnx", "openvino", Status.CRASHED, "exit -11"), "Not verified: openvino: crashed. exit -11"),
+        (made.verification(sqnr=12.0), "departs from the simulation: 12.0 dB, less than the 30 dB"),
+        (made.verification(ratio=0.83), "Slower than float: 0.83x its speed"),
+        (made.verification(ratio=0.999), "Slower than float: 0.99x"),
+        (made.verification(sqnr=math.inf), r"runs as simulated \(exactly\)"),
+    ],
+)
+def test_the_verdict_hides_nothing(found, words):
+    report = replace(made.ordinary(), verification=found)
+    assert re.search(words, report.summary()[0])
+    assert re.search(words, to_html(report).replace("&lt;", "<"))
+
+
+@pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
+def test_the_page_is_sound_and_asks_for_nothing(make):
+    page = Page(to_html(make()))
+    allowed = {"href": re.compile("#"), "src": re.compile("(?!)"), "style": re.compile("(?!)")}
+    for _, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on")]
+        assert all(allowed[name].match(value) for name, value in attributes.items() if name in allowed)
+    scripts = [attributes for name, attributes in page.elements if name == "script"]
+    assert scripts == [{"type": "application/json", "id": "report-data"}, {}]
+    assert not {name for name, _ in page.elements} & {"img", "link", "iframe", "object", "base", "form"}
+    assert len(page.ids) == len(set(page.ids))
+    links = {attributes["href"][1:] for name, attributes in page.elements if name == "a"}
+    assert links <= set(page.ids)
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
+    def shape(text: str) -> list[str]:
+        return [each for each, _ in Page(text).elements if each != "wbr"]
+
+    def report(name: str) -> Report:
+        rows = Coverage((made.operation(name, kind=name, reason=name or "x"),))
+        nodes = (GraphNode(name.replace(".", " "), name),)
+        return Report(name, name, name, rows, layers=(LayerError(name, 3.0),), graph=nodes, warnings=(name,))
+
+    to_html(report(name)).encode()
+    expected = shape(to_html(report("a")))
+    found = shape(to_html(report(name)))
+    assert len(found) == len(expected)
+
+
+def test_the_data_in_the_page_is_the_report_and_cannot_end_its_element():
+    report = made.evil()
+    text = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', to_html(report), re.S)[1]
+    assert text.isascii()
+    assert not set(text) & set("<>&")
+    assert json.loads(text) == report.to_dict()
+
+
+def test_the_policy_names_exactly_what_the_page_holds():
+    text = to_html(made.bare())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#x27;", "'")
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_the_page_of_300_layers_is_below_a_megabyte_and_the_same_every_time():
+    text = to_html(made.large(300))
+    assert len(text.encode()) < 1_000_000
+    assert text == to_html(made.large(300))
+
+
+def test_missing_parts_say_how_to_get_them():
+    text = to_html(made.bare())
+    for words in ("evaluate=", "float_path=", "MACs not known", "scalepoint verify"):
+        assert words in text
+    for identifier in ("error", "histograms", "placement", "circumstances"):
+        assert f'id="{identifier}"' not in text
+
+
+def test_nothing_at_all_is_still_a_page():
+    empty = Report("", "", "", Coverage(()))
+    Page(to_html(empty))
+    assert "No operation with weights" in to_html(empty)
+    assert str(empty)
+
+
+def test_names_that_repeat_keep_their_own_errors():
+    rows = Coverage((made.operation("a"), made.operation("a"), made.operation("b")))
+    layers = (LayerError("a", 11.0), LayerError("a", 22.0), LayerError("c", 33.0))
+    text = to_html(replace(made.bare(), coverage=rows, layers=layers))
+    assert re.findall(r'c6 number" data-v="(\d+)"', text) == ["11", "22", "33"]
+
+
+def test_worst_layers_begin_with_what_is_no_number():
+    layers = (LayerError("good", 40), LayerError("bad", 5), LayerError("nan", math.nan), LayerError("same", math.inf))
+    assert [each.name for each in replace(made.bare(), layers=layers).worst(4)] == ["nan", "bad", "good", "same"]
+
+
+def test_histogram_needs_one_more_edge_than_counts():
+    with pytest.raises(ValueError, match="2 counts need 3 edges, not 2"):
+        Histogram("a", "weight", (0, 1), (1, 1), 0, 1)
+
+
+def test_metric_ends_with_what_the_runtime_gives():
+    assert Metric("m", 0.5, 0.4).final == 0.4
+    assert Metric("m", 0.5, 0.4, 0.3).change == pytest.approx(-0.2)
+
+
+def test_blocks_are_the_tree_of_the_names_without_repetition():
+    nodes = [GraphNode("m.a.x", "k"), GraphNode("m.a.y", "k", ("m.a.x",)), GraphNode("m.b.c.z", "k", ("m.a.y",))]
+    first, second = blocks_of(nodes)
+    assert [first.title, second.title] == ["m", "m.a"]  # the whole model is m, and m.b holds one operation
+    assert [(box.label, box.rank, box.block) for box in first.boxes] == [("a", 0, ("m", "a")), ("b.c.z", 1, None)]
+    assert [box.rank for box in second.boxes] == [0, 1]
+
+
+def test_a_block_that_feeds_itself_through_another_is_drawn():
+    nodes = [
+        GraphNode("a.x", "k"),
+        GraphNode("b.x", "k", ("a.x",)),
+        GraphNode("a.y", "k", ("b.x",)),
+        GraphNode("b.y", "k"),
+    ]
+    whole = blocks_of(nodes)[0]
+    assert [box.inputs for box in whole.boxes] == [{1}, {0}]
+    to_html(replace(made.bare(), graph=tuple(nodes)))
+
+
+def test_a_block_of_many_operations_says_what_it_leaves_out():
+    nodes = tuple(GraphNode(f"op{index}", "add", (f"op{index - 1}",)) for index in range(1000))
+    assert blocks_of(nodes)[0].left_out == 800
+    assert "and 800 more, not drawn" in to_html(replace(made.bare(), graph=nodes))
+
+
+def test_write_makes_both_files_and_replaces_them(tmp_path):
+    page = write(made.bare(), tmp_path / "new" / "out")
+    write(made.ordinary(), page.parent)
+    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "report.json"]
+    assert Report.from_json((page.parent / "report.json").read_text()) == made.ordinary()
+    assert page.read_text() == to_html(made.ordinary())
+
+
+def test_write_into_a_file_is_an_error_of_ours(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot write into"):
+        write(made.bare(), tmp_path / "file")
+
+
+def test_evil_names_can_be_written(tmp_path):
+    write(made.evil(), tmp_path)
+    assert Report.from_json((tmp_path / "report.json").read_text()).title == made.EVIL[0]
+
+
+def test_printing_works_where_only_ascii_does():
+    code = "from tests.report import made; print(made.ordinary())"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 40
+
+
+def test_tag_escapes_all_that_is_not_markup():
+    assert tag("td", "<b>", tag("i", '"'), None, title="'\"&", data_v=3, hidden=True, open=False) == (
+        '<td title="&#x27;&quot;&amp;" data-v="3" hidden>&lt;b&gt;<i>&quot;</i></td>'
+    )
+    assert data_block("</script>\u2028&", "x") == (
+        '<script type="application/json" id="x">"\\u003c/script\\u003e\\u2028\\u0026"</script>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (count(None), "?"), (count(999), "999"), (count(1_500_000), "1.5M"),
+        (value_of(0.69763), "0.6976"), (value_of(76.131), "76.13"), (value_of(math.nan), "nan"),
+        (share_of(0.99999), "99.9%"), (share_of(1.0), "100%"), (share_of(0.0), "0%"), (share_of(2e-5), "<0.01%"),
+        (decibel(math.inf), "exact"), (decibel(math.nan), "not a number"), (decibel(-3.04), "-3.0"),
+        (ratio(0.999), "0.99x"), (ratio(1.0), "1.00x"), (ratio(1.87), "1.87x"),
+        (time_of(5e-5), "50 us"), (time_of(0.0312), "31.20 ms"), (time_of(22.4), "22.4 s"),
+        (visible("a\u202eb\nc"), "a\\u202eb\nc"), (short("ab" * 100, 10), "ab...babab"),
+    ],
+)  # fmt: skip
+def test_numbers_are_never_rounded_into_something_better(found, expected):
+    assert found == expected
