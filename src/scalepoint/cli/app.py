@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ import typer
 import scalepoint
 from scalepoint.cli import beginning, deploying, files, machine, proving
 from scalepoint.cli.ending import Code, fail, flushed, interrupted, misused
-from scalepoint.cli.screen import abandon, prepare, say, show
+from scalepoint.cli.screen import NARROW, abandon, prepare, say, show
 from scalepoint.errors import ScalepointWarning
 
 _MISUSE: Any = typer.BadParameter.__mro__[2]  # ClickException, under whichever name typer brings it
@@ -26,8 +27,13 @@ def examples(*lines: str) -> str:
     return "\n\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
+# typer's panels cut option names off on a narrow screen, and need letters that not every locale has
+_WIDTH = get_terminal_size().columns
+_HAS_PANELS = _WIDTH >= NARROW and "utf" in str(getattr(sys.stdout, "encoding", "")).lower()
+
 app = typer.Typer(
     name="scalepoint",
+    rich_markup_mode="rich" if _HAS_PANELS else None,
     help="A trained PyTorch model in, a quantized one that is really deployed out.",
     epilog=examples(
         "scalepoint init",
@@ -37,9 +43,9 @@ app = typer.Typer(
     + f"\n\n{EXIT_CODES}",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], **({} if _HAS_PANELS else {"terminal_width": _WIDTH})},
 )
-config = typer.Typer(help="Config files.", no_args_is_help=True)
+config = typer.Typer(rich_markup_mode=app.rich_markup_mode, help="Config files.", no_args_is_help=True)
 
 
 def _version(wanted: bool) -> None:
@@ -95,8 +101,6 @@ app.add_typer(config, name="config")
 def run(arguments: list[str]) -> int:
     """One command; returns its exit code."""
     prepare()
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the model's own module is named from here
     is_json, is_debug = "--json" in arguments, "--debug" in arguments
     name = next((each for each in arguments if not each.startswith("-")), "scalepoint")
     with warnings.catch_warnings():

@@ -13,6 +13,7 @@ from scalepoint.cli import options
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import Listing, one_line, say, show, show_json
+from scalepoint.errors import TargetError
 
 SHOWN = 3  # places of one finding
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
@@ -27,15 +28,18 @@ def check(
 ) -> int:
     """What a target's compiler would refuse or run badly, by its rules; the compiler is not needed."""
     _there(path)
-    found = public("check")(path, target=target, version=target_version)
+    try:
+        found = public("check")(path, target=target, version=target_version)
+    except TargetError as error:  # a name or a version that is none
+        raise usage(str(error.args[0])) from error
     counts = Counter(each.severity.value for each in found)
     code = Code.MODEL if counts["error"] else Code.DONE
     if json:
         findings = [{**vars(each), "severity": each.severity.value} for each in found]
         show_json("check", {"exit_code": int(code), "target": target, "version": target_version, "findings": findings})
-        return code
-    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing found"
-    show(_findings(found), Text(one_line(f"{path}: {summary}")))
+    else:
+        summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing found"
+        show(_findings(found), Text(one_line(f"{path}: {summary}")))
     if code:
         say(f"failed: {target} {target_version} would refuse this file", "red")
     return code
@@ -70,7 +74,12 @@ def bench(
     _there(second)
     if runtime not in ("onnxruntime", "openvino"):
         raise usage(f"runtime {runtime!r}: one of onnxruntime, openvino")
-    found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
+    from google.protobuf.message import DecodeError
+
+    try:
+        found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
+    except DecodeError as error:
+        raise usage(f"{first} is not an ONNX model: {error}") from error
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
         sizes = [first.stat().st_size, second.stat().st_size]

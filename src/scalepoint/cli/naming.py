@@ -13,10 +13,10 @@ from scalepoint.cli.ending import usage
 from scalepoint.cli.screen import one_line
 from scalepoint.errors import ScalepointError, nearest
 
-PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".joblib")
+PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".ckpt", ".bin", ".joblib")
 _BUILD = (
     "write a function without arguments that builds the model and loads its weights (safetensors, or "
-    "torch.load(..., weights_only=True)), and name it: package.module:function"
+    "torch.load with weights_only=True), and name it: package.module:function"
 )
 
 
@@ -48,6 +48,8 @@ def named(text: str, what: str) -> Any:
     """The object that package.module:name says."""
     check_name(text, what)
     module_name, _, path = text.partition(":")
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, str(Path.cwd()))  # only now: no other command runs what lies in the current folder
     with users_code(f"importing {module_name!r} for {what}"):
         try:
             found: Any = import_module(module_name)

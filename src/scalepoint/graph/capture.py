@@ -70,7 +70,7 @@ def capture(
             graph_module = _checked(trace(working))
             graph_module.meta["fixed_batch"] = {}  # torch.fx knows no sizes
         else:
-            given = as_inputs(args, kwargs)
+            given = _distinct(as_inputs(args, kwargs))
             inputs = widened(*given) if dynamic else given
             with ExitStack() as stack:
                 keys = stack.enter_context(replaced(working, leave, *inputs)) if leave else {}
@@ -122,6 +122,20 @@ class _Captured(fx.GraphModule):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
             return super().__deepcopy__(memo)
+
+
+def _distinct(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs that are one tensor object become two: torch.export takes them for the same input otherwise."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) not in seen:
+            seen.add(id(value))
+            return value
+        return value.clone()
+
+    apart: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(own, inputs)
+    return apart
 
 
 def _is_widened(graph_module: fx.GraphModule, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
@@ -216,6 +230,8 @@ def _can_be_code(name: str) -> bool:
 def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword inputs, however they were given."""
     keyword = dict(kwargs or {})
+    if args is None and keyword:
+        return (), keyword
     if isinstance(args, Mapping):
         return (), {**args, **keyword}
     if isinstance(args, Tensor) or not isinstance(args, Sequence):

@@ -8,14 +8,14 @@ from torch import Tensor, fx
 from scalepoint.errors import ConfigError, CoverageError, shown
 from scalepoint.graph import check_graph
 from scalepoint.graph.lift import Tree
-from scalepoint.patterns import PatternMatch, Point
+from scalepoint.patterns import Fused, PatternMatch, Point
 from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import KEY, Coverage, make_coverage
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.placement import Decision, Site, State, check_overrides, decide, left_of, sites_of
-from scalepoint.quantize.smooth import add_smoothing
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
+from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted, can_fold, kind_of_part
 from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target, find_target
@@ -56,6 +56,10 @@ def insert_qdq(
     if chosen is not None and chosen.bias == "int32":
         _round_biases(quantized, decisions)
     add_smoothing(quantized, [decision.site for decision in decisions], config.smooth_quant)
+    for module in quantized.modules():
+        if isinstance(module, Fused | QuantizedWeighted | Quantizing | SmoothQuantObserver):
+            for each in module.modules():
+                each.training = quantized.training
     quantized.recompile()
     check_graph(quantized)
     quantized.meta |= {

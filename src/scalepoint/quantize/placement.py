@@ -207,7 +207,7 @@ def left_of(model: fx.GraphModule, sites: Sequence[Site]) -> list[Left]:
             place_of(node),
         )
         for node in model.graph.nodes
-        if node not in taken and kind_of(node) in COUNTED
+        if node not in taken and kind_of(node) in (*COUNTED, "fused")
     ]
 
 

@@ -53,7 +53,10 @@ class Stateful(nn.Module):
             for name in names:
                 buffer = buffers[name]
                 seen, version = mirrored[name]
-                if buffer is not None and (seen is not buffer or version != buffer._version):
+                if buffer is None:
+                    continue
+                is_blind = torch.is_inference_mode_enabled() and buffer.is_inference()  # without a version
+                if seen is not buffer or is_blind or version != buffer._version:
                     self._look(name, buffer)
         mirror = self._mirror
         return [mirror[name] for name in names]

@@ -41,9 +41,10 @@ class RuntimeModel:
             return pytree.tree_unflatten(outputs, self.structure)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def eval(self) -> "RuntimeModel":
-        """As a model has it; a file has no other mode."""
+    def _itself(self) -> "RuntimeModel":
         return self
+
+    eval = _itself  # as a model has it; a file has no other mode
 
 
 def _structure(model: nn.Module, example: Any) -> Any:

@@ -33,7 +33,9 @@ LOW = frozenset(
     )
 )
 FLOAT = frozenset(("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "ConvTranspose"))
-BOUND_DB = 30.0
+BOUND_DB = 20.0
+SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
+SURE_DB = 40.0
 SATURATION = (
     "u8 x s8 products saturate: this CPU adds them in pairs of 16 bits",
     "export with target onnxruntime for cpu='avx2' (the pair-safe scale)",
@@ -91,7 +93,10 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        return self.status == Status.OK and self.sqnr >= self.bound
+        """Near the simulation, and not much nearer without the runtime's optimisations."""
+        plain = min((each.sqnr for each in self.unoptimized), default=-inf)
+        is_changed = plain > self.sqnr + SUSPICIOUS_DB and self.sqnr < SURE_DB
+        return self.status == Status.OK and self.sqnr >= self.bound and not is_changed
 
     def check(self) -> None:
         """Raise VerificationError when the file does not run as the simulation says."""
@@ -105,8 +110,8 @@ class Verification:
             else (f"; first at {self.departure.where}: {self.departure.cause}. {self.departure.way_out}")
         )
         raise VerificationError(
-            f"{self.path} in {self.runtime} agrees with the simulation to {self.sqnr:.1f} dB, less than "
-            f"{self.bound:.0f}{cause}"
+            f"{self.path} in {self.runtime} agrees with the simulation to {self.sqnr:.1f} dB; {self.bound:.0f} are asked "
+            f"for, and about as many with its optimisations on as off{cause}"
         )
 
     def table(self) -> Table:
@@ -363,7 +368,7 @@ def _departure(
                 continue
             apart = np.abs(found[tensor].astype(np.int32) - value.cpu().numpy())
             equal = float((apart == 0).mean())
-            if equal < 0.95 and float((apart > 2).mean()) > 0.005:
+            if equal < 0.9 and float((apart > 2).mean()) > 0.02:
                 cause, way_out = _cause(on, off)
                 return Departure(name, equal, int(apart.max()), cause, way_out)
     return None

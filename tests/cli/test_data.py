@@ -1,0 +1,121 @@
+"""Data by name: files, pictures, functions; read again and again, never unpickled."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from scalepoint.cli.data import LARGEST, Reading, load_data
+from scalepoint.errors import UsageError
+
+
+def test_one_array_is_one_input(here) -> None:
+    np.savez("one.npz", images=np.arange(20, dtype=np.float32).reshape(5, 4))
+    data = load_data("one.npz", Reading(batch_size=2))
+    assert [tuple(batch.shape) for batch in data] == [(2, 4), (2, 4), (1, 4)]
+    assert torch.equal(torch.cat(list(data)), torch.arange(20.0).reshape(5, 4))
+    assert len(list(load_data("one.npz", Reading(2, max_batches=2)))) == 2
+
+
+def test_numbered_arrays_are_positional_and_named_ones_go_by_name(here) -> None:
+    np.savez("numbered.npz", *(np.full((3, 1), index) for index in range(11)))
+    (batch,) = load_data("numbered.npz", Reading())
+    assert [int(each[0, 0]) for each in batch] == list(range(11))
+    save_file({"ids": torch.ones(3, 2, dtype=torch.int64), "mask": torch.zeros(3, 2)}, "named.safetensors")
+    (batch,) = load_data("named.safetensors", Reading())
+    assert {name: value.dtype for name, value in batch.items()} == {"ids": torch.int64, "mask": torch.float32}
+
+
+def test_doubles_are_read_as_floats_and_said(here, capsys) -> None:
+    np.savez("double.npz", x=np.ones((2, 2)))
+    (batch,) = load_data("double.npz", Reading())
+    assert batch.dtype == torch.float32
+    assert "float64" in capsys.readouterr().err
+
+
+def test_pictures_are_resized_cut_and_normalised_as_stated(here) -> None:
+    folder = here / "photos" / "cats"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (20, 10), (255, 0, 51)).save(folder / "b.png")
+    Image.new("L", (9, 30), 255).save(folder / "a.JPG")
+    (folder / "notes.txt").write_text("no picture")
+    reading = Reading(size=8, mean="0.5,0.5,0.2", std="0.5,0.5,0.1")
+    (batch,) = load_data("photos", reading)
+    assert batch.shape == (2, 3, 8, 8)
+    assert torch.allclose(batch[1, :, 4, 4], torch.tensor([1.0, -1.0, 0.0]), atol=1e-5)
+    assert torch.allclose(batch[0, :, 4, 4], torch.tensor([1.0, 1.0, 8.0]), atol=1e-5)
+    (grey,) = load_data("photos", Reading(size=4, mean="0", std="1"))
+    assert grey.shape == (2, 1, 4, 4)
+    (folder / "c.png").write_bytes(b"\x89PNG broken")
+    with pytest.raises(UsageError, match=r"c\.png cannot be read"):
+        list(load_data("photos", reading))
+
+
+def test_a_generator_function_begins_anew_each_time(here) -> None:
+    data = load_data("nets:batches", Reading(max_batches=2))
+    assert [len(list(data)), len(list(data))] == [2, 2]
+    assert data.first().shape == (2, 3, 8, 8)
+    with pytest.raises(UsageError, match="the disk went away"):
+        list(load_data("nets:broken_batches", Reading()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.npz", "no such file"),
+        ("nowhere", "no such file or folder"),
+        ("text.npz", "not a .npz"),
+        ("objects.npz", "not a .npz of plain arrays"),
+        ("unequal.npz", "along its first axis"),
+        ("scalar.npz", "along its first axis"),
+        ("nothing.npz", "found nothing"),
+        ("text.safetensors", "not a safetensors file"),
+        ("text.csv", "is not read"),
+        ("pictures", "say how the model wants them"),
+        ("nets:number", "give an iterable"),
+        ("nets:nothing", "has no 'nothing'"),
+        ("data.pt", "never opened"),
+        ("data.pkl", "never opened"),
+    ],
+)
+def test_what_is_no_data_is_refused(here, name, message) -> None:
+    np.savez("objects.npz", x=np.array([{}, {}], dtype=object))
+    np.savez("unequal.npz", x=np.ones((2, 1)), y=np.ones((3, 1)))
+    np.savez("scalar.npz", x=np.ones(()))
+    np.savez("nothing.npz")
+    for each in ("text.npz", "text.safetensors", "text.csv", "data.pt", "data.pkl"):
+        (here / each).write_text("text")
+    (here / "pictures").mkdir()
+    with pytest.raises(UsageError, match=message):
+        load_data(name, Reading())
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [("0.5", "0.5,0.5,0.5"), ("0,0", "1,1"), ("0", "0"), ("a", "1"), ("0,0,0", "1,1,-1"), ("", "")]
+)
+def test_a_preprocessing_that_makes_no_sense_is_refused(here, mean, std) -> None:
+    (here / "pictures").mkdir()
+    with pytest.raises(UsageError, match="--mean"):
+        load_data("pictures", Reading(size=8, mean=mean, std=std))
+    with pytest.raises(UsageError, match="no pictures"):
+        load_data("pictures", Reading(size=8, mean="0", std="1"))
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(here, monkeypatch) -> None:
+    assert LARGEST > 1e9
+    monkeypatch.setattr("scalepoint.cli.data.LARGEST", 1000)
+    np.savez_compressed("bomb.npz", x=np.zeros((1000, 10)))
+    with pytest.raises(UsageError, match="once unpacked"):
+        load_data("bomb.npz", Reading())
+
+
+def test_labels_beside_the_inputs_are_left_away(call, here) -> None:
+    np.savez("labelled.npz", x=np.zeros((4, 3, 8, 8), np.float32), labels=np.zeros(4, np.int64))
+    code, out, err = call("deploy", "nets:Net", "--data", "labelled.npz", "--dry-run")
+    assert code == 0, err
+    assert "2 quantized" in out
+    np.savez("misnamed.npz", image=np.zeros((4, 3, 8, 8), np.float32), labels=np.zeros(4, np.int64))
+    code, _, err = call("deploy", "nets:Net", "--data", "misnamed.npz", "--dry-run")
+    assert code == 2
+    assert "the model also needs x" in " ".join(err.split())

@@ -1,0 +1,131 @@
+"""A real deployment in a child process, and the commands that work on what it wrote."""
+
+import json
+
+import pytest
+
+from scalepoint.cli.ending import Code
+
+
+def test_deploy_makes_a_verified_file_with_its_report(deployed) -> None:
+    assert deployed.returncode == 0, deployed.stderr
+    found = json.loads(deployed.stdout)
+    assert (found["schema"], found["command"], found["exit_code"]) == (1, "deploy", 0)
+    assert found["verification"]["holds"] is True
+    assert found["score"] == found["float_score"] == 0.5
+    out = deployed.folder / "out"
+    assert {"model.onnx", "float.onnx", "report.html", "report.json", "config.yaml"} <= {
+        path.name for path in out.iterdir()
+    }
+    assert (deployed.folder / found["path"]).is_file()
+    assert "Next: scalepoint bench" in deployed.stderr
+    assert "Traceback" not in deployed.stderr
+
+
+def test_the_config_that_was_kept_runs_again(call, made) -> None:
+    code, out, _ = call("deploy", "-c", made / "config.yaml", "--dry-run", "--json")
+    assert code == 0
+    assert {row["state"] for row in json.loads(out)["coverage"]} == {"quantized"}
+    assert call("deploy", "-c", made / "config.yaml")[0] == Code.USAGE  # the folder is full
+
+
+def test_report_shows_writes_and_overwrites_nothing(call, made, tmp_path) -> None:
+    code, out, err = call("report", made)
+    assert code == 0
+    assert "Verified" in out or "Slower" in out
+    assert "report.html" in err
+    page = tmp_path / "page.html"
+    assert call("report", made, "--html", page)[0] == 0
+    assert page.read_text().lstrip().lower().startswith("<!doctype html")
+    assert call("report", made, "--html", page)[0] == Code.USAGE
+    assert call("report", made, "--html", page, "--force")[0] == 0
+    code, out, _ = call("report", made / "report.json", "--json")
+    assert (code, json.loads(out)["report"]["target"]) == (0, "onnxruntime")
+
+
+def test_a_report_that_is_none_is_refused(call, here) -> None:
+    (here / "report.json").write_text("{")
+    (here / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for given in (".", "binary.json", "nowhere", "nets.py"):
+        code, _, err = call("report", given)
+        assert code == Code.USAGE
+        assert "report" in err
+
+
+def test_verify_runs_the_file_again(call, made) -> None:
+    code, out, _ = call("verify", made, "nets:net", "--data", "nets:batches", "--json")
+    assert code == 0
+    assert json.loads(out)["holds"] is True
+    code, out, _ = call("verify", made, "-c", made / "config.yaml")
+    assert (code, "agreement" in out) == (0, True)
+
+
+def test_compare_ranks_the_layers(call, made) -> None:
+    code, out, _ = call("compare", made, "nets:net", "--data", "nets:batches", "--max-batches", "2", "--json")
+    found = json.loads(out)
+    assert (code, found["batches"]) == (0, 2)
+    assert {"conv", "head"} <= {row["name"] for row in found["layers"]}
+    code, out, _ = call("compare", made, "nets:net")
+    assert (code, "conv" in out, "SQNR" in out) == (0, True, True)
+
+
+@pytest.mark.parametrize("command", ["verify", "compare"])
+def test_verify_and_compare_say_what_they_lack(call, command) -> None:
+    for arguments, message in (
+        (["nowhere", "nets:net"], "scalepoint deploy"),
+        (["out.onnx", "nets:net"], "scalepoint deploy"),
+        (["nowhere", "model.pt"], ""),
+    ):
+        code, _, err = call(command, *arguments)
+        assert code == Code.USAGE
+        assert message in err
+
+
+def test_verify_needs_the_model_and_inputs_of_the_same_kind(call, made) -> None:
+    code, _, err = call("verify", made)
+    assert (code, "config.yaml" in err) == (Code.USAGE, True)
+    code, _, err = call("verify", made, "nets:Net")
+    assert (code, "--data" in err) == (Code.USAGE, True)
+    code, _, _ = call("verify", made, "nets:Other", "--data", "nets:batches")
+    assert code == Code.USAGE
+
+
+def test_check_applies_the_rules_of_a_compiler(call, made) -> None:
+    code, out, err = call("check", made / "model.onnx", "--json")
+    found = json.loads(out)
+    assert code == Code.MODEL  # uint8 is not for TensorRT
+    assert {"rule", "severity", "node", "why", "way_out"} <= set(found["findings"][0])
+    assert "refuse" in err
+    code, out, _ = call("check", made / "model.onnx", "--target-version", "10.9")
+    assert (code, "R01 error" in out) == (Code.MODEL, True)
+    assert call("check", made / "float.onnx")[0] == 0
+    assert call("check", made / "model.onnx", "--target-version", "ten")[0] == Code.USAGE
+
+
+def test_bench_measures_two_files(call, made) -> None:
+    code, out, _ = call("bench", made / "float.onnx", made / "model.onnx", "--json", "--min-ratio", "0.0001")
+    assert code == 0
+    assert json.loads(out)["ratio"] > 0
+    code, out, err = call("bench", made / "float.onnx", made / "model.onnx", "--min-ratio", "1000")
+    assert code == Code.LIMIT
+    assert "x the speed of float.onnx" in " ".join(out.split())
+    assert "asked for" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "nowhere.onnx"],
+        ["check", "nets.py"],
+        ["check", "broken.onnx"],
+        ["bench", "nowhere.onnx", "broken.onnx"],
+        ["bench", "broken.onnx", "broken.onnx"],
+        ["bench", "broken.onnx", "broken.onnx", "--runtime", "onxruntime"],
+    ],
+    ids=" ".join,
+)
+def test_files_that_are_none_are_refused(call, here, arguments) -> None:
+    (here / "broken.onnx").write_bytes(b"not onnx at all")
+    code, _, err = call(*arguments)
+    assert code in (Code.USAGE, Code.MODEL, Code.UNVERIFIED), err
+    assert "Traceback" not in err
