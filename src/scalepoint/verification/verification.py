@@ -110,8 +110,8 @@ class Verification:
             else (f"; first at {self.departure.where}: {self.departure.cause}. {self.departure.way_out}")
         )
         raise VerificationError(
-            f"{self.path} in {self.runtime} agrees with the simulation to {self.sqnr:.1f} dB; {self.bound:.0f} are asked "
-            f"for, and about as many with its optimisations on as off{cause}"
+            f"{self.path} in {self.runtime} agrees with the simulation to {self.sqnr:.1f} dB; {self.bound:.0f} are "
+            f"asked for, and about as many with its optimisations on as off{cause}"
         )
 
     def table(self) -> Table:
