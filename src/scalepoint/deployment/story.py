@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import fx, nn
 
@@ -82,7 +83,7 @@ def deploy(
         raise UsageError("max_drop= needs evaluate=: the metric that must not drop")
     road = _Road(model, as_inputs(example_inputs, kwargs), find_target(target), Path(output or "out"), progress)
     road.options = {"leave": leave, "strict": strict, "threads": threads}
-    float_score = None if evaluate is None else road.timed("evaluating the float model", lambda: evaluate(model.eval()))
+    float_score = None if evaluate is None else road.score("evaluating the float model", evaluate, model)
     trials: list[Trial] = []
     wanted = QuantConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or QuantConfig()
     if not isinstance(wanted, QuantConfig):
@@ -118,9 +119,15 @@ class _Road:
         quiet = not (self.progress if self.progress is not None else Console(stderr=True).is_terminal)
         self.console = Console(stderr=True, quiet=quiet)
 
-    def timed(self, stage: str, work: Callable[[], Any]) -> Any:
-        with self._stage(stage):
-            return work()
+    def score(self, stage: str, evaluate: Evaluate, run: Any) -> float:
+        """The user's metric, without gradients; a model is in eval mode meanwhile."""
+        modes = [(each, each.training) for each in run.modules()] if isinstance(run, nn.Module) else []
+        try:
+            with self._stage(stage), torch.no_grad():
+                return float(evaluate(run.eval()))
+        finally:
+            for each, mode in modes:
+                each.training = mode
 
     @contextmanager
     def _stage(self, stage: str) -> Iterator[None]:
@@ -161,8 +168,7 @@ class _Road:
                 )
         score = None
         if evaluate is not None:
-            with self._stage("evaluating the file"):
-                score = evaluate(self._runner(path, quantized, verification))
+            score = self.score("evaluating the file", evaluate, self._runner(path, quantized, verification))
         return Trial(config, quantized, path, float_path, verification, score)
 
     def _runner(self, path: Path, quantized: fx.GraphModule, verification: Verification | None) -> Any:
@@ -170,7 +176,7 @@ class _Road:
         is_there = verification is not None and verification.status == Status.OK
         if is_there and self.target.name == "onnxruntime":
             return RuntimeModel(path, self.model.eval(), self.inputs, threads=self.options["threads"])
-        return quantized.eval()
+        return quantized
 
     def _example(self) -> list[Any]:
         """The example as one batch of data."""

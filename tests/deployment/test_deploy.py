@@ -1,0 +1,128 @@
+"""The one call, on a small net, through the real runtime."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import scalepoint
+from scalepoint import DeployConfig
+from scalepoint.errors import ConfigError, DocumentError, TargetError, UsageError
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
+from scalepoint.report import Report
+from tests.exporting.test_export import Net, settled
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return settled(Net())
+
+
+@pytest.fixture(scope="module")
+def data():
+    torch.manual_seed(1)
+    return [torch.randn(8, 3, 32, 32) for _ in range(2)]
+
+
+class TestDeploy:
+    @pytest.fixture(scope="class")
+    def done(self, model, data, tmp_path_factory):
+        seen = []
+
+        def evaluate(run):
+            seen.append(type(run).__name__)
+            return float((run(data[0]) - model(data[0])).square().mean().neg())
+
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        folder = tmp_path_factory.mktemp("deployed")
+        done = scalepoint.deploy(model, data[0][:1], data, output=folder, evaluate=evaluate)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        return done, seen, folder
+
+    def test_the_file_runs_in_int8_as_simulated(self, done):
+        found = done[0].verification
+        assert found.holds
+        assert found.low_precision == 5
+        assert found.fallbacks == ()
+
+    def test_the_metric_sees_the_float_model_and_the_file_in_its_runtime(self, done):
+        deployment, seen, _ = done
+        assert seen == ["Net", "RuntimeModel"]
+        assert deployment.float_score == 0
+        assert -0.1 < deployment.score < 0
+
+    def test_the_folder_holds_all_and_nothing_half_written(self, done):
+        *_, folder = done
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"model.onnx", "float.onnx", "quantized", "report.html", "report.json"}
+        report = Report.from_json((folder / "report.json").read_text())
+        assert report.verification.holds
+        assert "<title>" in (folder / "report.html").read_text()
+
+    def test_printing_shows_the_summary(self, done):
+        text = str(done[0])
+        assert "onnxruntime" in text
+        assert "size" in text
+        assert "latency" in text
+
+    def test_what_was_saved_is_what_was_deployed(self, done, model, data):
+        deployment, _, folder = done
+        again = scalepoint.load(folder / "quantized", model, data[0][:1])
+        with torch.no_grad():
+            assert torch.equal(again(data[0]), deployment.model.eval()(data[0]))
+
+
+def test_layers_that_lose_too_much_are_left_float(model, data, tmp_path):
+    """Two bits in the first layer ruin the net; the search finds that layer and gives it back."""
+    config = QuantConfig(overrides=(Override(name="stem", weight=TensorQuantConfig(n_bits=2)),))
+
+    def evaluate(run):
+        expected, found = model(data[0]), run(data[0])
+        noise = (expected - found).square().sum() / expected.square().sum()
+        return float(-100 * noise)
+
+    done = scalepoint.deploy(
+        model, data[0][:1], data, target="reference", config=config, output=tmp_path, evaluate=evaluate, max_drop=0.1
+    )
+    assert done.trials[0].score < -0.1
+    assert len(done.trials) > 1
+    assert "stem" in done.trials[1].left_float
+    assert done.score == max(trial.score for trial in done.trials) > done.trials[0].score
+
+
+class TestRefused:
+    def test_a_drop_without_a_metric(self, model, data, tmp_path):
+        with pytest.raises(UsageError, match="evaluate"):
+            scalepoint.deploy(model, data[0], data, output=tmp_path, max_drop=1.0)
+
+    def test_an_unknown_target(self, model, data, tmp_path):
+        with pytest.raises(TargetError, match="onnxruntime"):
+            scalepoint.deploy(model, data[0], data, target="onnxruntim", output=tmp_path)
+
+
+class TestConfigFile:
+    @pytest.mark.parametrize("name", ["c.yaml", "c.json"])
+    def test_a_file_round_trips(self, tmp_path, name):
+        config = DeployConfig(
+            target="tensorrt", max_drop=0.5, quantization=QuantConfig(weight=TensorQuantConfig(n_bits=4))
+        )
+        config.to_file(tmp_path / name)
+        assert DeployConfig.from_file(tmp_path / name) == config
+
+    def test_a_misspelt_key_names_the_nearest(self, tmp_path):
+        (tmp_path / "c.yaml").write_text("max_dorp: 1\n")
+        with pytest.raises(ConfigError, match="max_drop"):
+            DeployConfig.from_file(tmp_path / "c.yaml")
+        with pytest.raises((ConfigError, ValidationError), match="max_drop"):
+            DeployConfig(max_dorp=1)
+
+    @pytest.mark.parametrize("text", ["- 1", "a: [", "\0"])
+    def test_what_is_no_config(self, tmp_path, text):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(DocumentError):
+            DeployConfig.from_file(tmp_path / "c.yaml")
+
+    def test_a_schema_for_editors(self):
+        assert DeployConfig.model_json_schema()["properties"]["target"]["default"] == "onnxruntime"
