@@ -161,7 +161,7 @@ def test_summary_of_an_ordinary_run():
     [
         (None, "Not verified in a runtime"),
         (Verification("m.onnx", "openvino", Status.CRASHED, "exit -11"), "Not verified: openvino: crashed. exit -11"),
-        (made.verification(sqnr=12.0), "departs from the simulation: 12.0 dB, less than the 30 dB"),
+        (made.verification(sqnr=12.0), "departs from the simulation: 12.0 dB, less than the 20 dB"),
         (made.verification(ratio=0.83), "Slower than float: 0.83x its speed"),
         (made.verification(ratio=0.999), "Slower than float: 0.99x"),
         (made.verification(sqnr=math.inf), r"runs as simulated \(exactly\)"),
