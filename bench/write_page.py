@@ -18,9 +18,34 @@ def table(path: Path) -> str:
     return "\n".join(lines)
 
 
+def plain_table(path: Path) -> str:
+    """Rows of any keys, one column each."""
+    rows = json.loads(path.read_text())
+    if isinstance(rows, dict):
+        rows = [{"tool": name, **(row if isinstance(row, dict) else {"note": row})} for name, row in rows.items()]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = (row.get(column) for column in columns)
+        shown = ("" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "bench-tensor": table,
+    "bench-graph": table,
+    "bench-import": table,
+    "qat": table,
+    "ptq_time": plain_table,
+    "accuracy": plain_table,
+    "deployed": plain_table,
+}
+
+
 def main() -> int:
     page = PAGE.read_text()
-    for name in ("bench-tensor", "bench-graph", "bench-import"):
+    for name, make in TABLES.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if begin not in page:
             raise SystemExit(f"{PAGE} has no {begin}")
@@ -28,7 +53,7 @@ def main() -> int:
         if not path.exists():
             print(f"{path.name} is not there: its table stays as it was")
             continue
-        body = f"{begin}\n{table(path)}\n{end}"
+        body = f"{begin}\n{make(path)}\n{end}"
         page = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, text=body: text, page, flags=re.DOTALL)
     PAGE.write_text(page)
     return 0

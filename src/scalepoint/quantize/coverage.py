@@ -83,6 +83,8 @@ class Coverage:
     def summary(self) -> str:
         counts = {state: len(self.in_state(state)) for state in State}
         text = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
+        if not self.operations:
+            return "no operation with weights or a matrix product"
         macs = self.share_of_macs()
         for label, shares in (("MACs", macs), ("parameters", self.share_of_parameters())):
             if shares is not None:

@@ -252,9 +252,13 @@ def random_inputs(path: Path) -> dict[str, np.ndarray]:
     """Inputs of the shapes that a file declares; free axes are 1, integers are small."""
     import onnx  # noqa: PLC0415  # only files need it
 
+    try:
+        declared = onnx.load(path, load_external_data=False).graph.input
+    except Exception as error:  # protobuf raises its own kinds
+        raise StoreError(f"{path} is not an ONNX file: {error}") from error
     generator = np.random.default_rng(0)
     feeds = {}
-    for each in onnx.load(path, load_external_data=False).graph.input:
+    for each in declared:
         kind = each.type.tensor_type
         shape = [dimension.dim_value or 1 for dimension in kind.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
