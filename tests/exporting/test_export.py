@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint import transform
+from scalepoint.checking import check
 from scalepoint.errors import ExportError
 from scalepoint.exporting import export
 from scalepoint.quantize import (
@@ -235,3 +236,26 @@ def test_tensorrt_weights_leave_with_zero_points_and_float_biases(tmp_path):
             assert zero.dtype == np.int8
             assert not zero.any()
     assert not any(tensor.data_type == onnx.TensorProto.INT32 for tensor in graph.initializer)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(32), nn.MultiheadAttention(32, 2, batch_first=True)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def test_quantized_attention_is_scaled_before_its_quantizer(tmp_path):
+    """No Mul stands between DequantizeLinear and the product, the result is the same, and TensorRT's rules are kept."""
+    torch.manual_seed(0)
+    model, x = Attends().eval(), torch.randn(4, 16, 32)
+    quantized = quantize(model, x, forward_loop=[x], target="tensorrt")
+    export(quantized, tmp_path / "m.onnx", x)
+    assert check(tmp_path / "m.onnx", target="tensorrt") == []
+    with torch.no_grad():
+        assert sqnr(quantized(x).numpy(), run(tmp_path / "m.onnx", x)) > 40

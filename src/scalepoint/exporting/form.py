@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import ExportError
+from scalepoint.exporting.attention import scale_before_quantizing
 from scalepoint.exporting.operators import BLOCKS_SINCE, TYPES, dequantize
 from scalepoint.numerics import QParams, dtype_name
 from scalepoint.patterns import Fused
@@ -86,12 +87,12 @@ class StoredWeight(nn.Module):
 class StoredStub(nn.Module):
     """QuantizeLinear and DequantizeLinear with constant parameters."""
 
-    def __init__(self, stub: QuantStub) -> None:
+    def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
         super().__init__()
         self.stub_name, self.grid, self.granularity = stub.name, stub.quantizer.grid, stub.calculator.granularity
         if stub.calculator.always_called and not stub.is_learned:
             raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
-        self.register_buffer("scale", stub.scale.detach().clone())
+        self.register_buffer("scale", stub.scale.detach() * factor)
         self.register_buffer("zero_point", stub.zero_point.detach().clone())
 
     scale: Tensor
@@ -130,10 +131,11 @@ def stored_form(model: fx.GraphModule) -> fx.GraphModule:
     """A copy whose weights are codes."""
     check_ready(model)
     stored = _replaced(model, StoredWeight)
+    factors = scale_before_quantizing(stored)
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
             parent, _, leaf = name.rpartition(".")
-            setattr(stored.get_submodule(parent), leaf, StoredStub(module))
+            setattr(stored.get_submodule(parent), leaf, StoredStub(module, factors.get(name, 1.0)))
     return stored
 
 
