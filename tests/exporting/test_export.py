@@ -77,8 +77,10 @@ def optimized_operations(path, folder):
     return Counter(node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node)
 
 
-def run(path, x):
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+def run(path, x, *, optimize=True):
+    options, levels = onnxruntime.SessionOptions(), onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
@@ -258,4 +260,5 @@ def test_quantized_attention_is_scaled_before_its_quantizer(tmp_path):
     export(quantized, tmp_path / "m.onnx", x)
     assert check(tmp_path / "m.onnx", target="tensorrt") == []
     with torch.no_grad():
-        assert sqnr(quantized(x).numpy(), run(tmp_path / "m.onnx", x)) > 40
+        found = run(tmp_path / "m.onnx", x, optimize=False)  # symmetric s8 saturates in ONNX Runtime's own kernels
+        np.testing.assert_allclose(found, quantized(x).numpy(), atol=0.02)
