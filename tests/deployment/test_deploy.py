@@ -31,14 +31,20 @@ class TestDeploy:
     def done(self, model, data, tmp_path_factory):
         seen = []
 
+        model.eval()
+        truth = model(data[0]).detach()
+
         def evaluate(run):
             seen.append(type(run).__name__)
-            return float((run(data[0]) - model(data[0])).square().mean().neg())
+            return float((run(data[0]) - truth).square().mean().neg())
 
         before = {name: value.clone() for name, value in model.state_dict().items()}
+        model.train()
         folder = tmp_path_factory.mktemp("deployed")
         done = scalepoint.deploy(model, data[0][:1], data, output=folder, evaluate=evaluate)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(module.training for module in model.modules())
+        model.eval()
         return done, seen, folder
 
     def test_the_file_runs_in_int8_as_simulated(self, done):
@@ -96,6 +102,10 @@ class TestRefused:
     def test_a_drop_without_a_metric(self, model, data, tmp_path):
         with pytest.raises(UsageError, match="evaluate"):
             scalepoint.deploy(model, data[0], data, output=tmp_path, max_drop=1.0)
+
+    def test_data_that_can_be_read_once_for_several_trials(self, model, data, tmp_path):
+        with pytest.raises(UsageError, match="iterator"):
+            scalepoint.deploy(model, data[0], iter(data), output=tmp_path, evaluate=lambda run: 0.0, max_drop=1.0)
 
     def test_an_unknown_target(self, model, data, tmp_path):
         with pytest.raises(TargetError, match="onnxruntime"):

@@ -81,6 +81,10 @@ def deploy(
     """
     if max_drop is not None and evaluate is None:
         raise UsageError("max_drop= needs evaluate=: the metric that must not drop")
+    if max_drop is not None and isinstance(calibration_data, Iterator):
+        raise UsageError(
+            "max_drop= calibrates several times, an iterator gives its data once: pass a list or a function"
+        )
     road = _Road(model, as_inputs(example_inputs, kwargs), find_target(target), Path(output or "out"), progress)
     road.options = {"leave": leave, "strict": strict, "threads": threads}
     float_score = None if evaluate is None else road.score("evaluating the float model", evaluate, model)
@@ -175,7 +179,7 @@ class _Road:
         """What is judged: the file in ONNX Runtime where it runs there, else the simulation."""
         is_there = verification is not None and verification.status == Status.OK
         if is_there and self.target.name == "onnxruntime":
-            return RuntimeModel(path, self.model.eval(), self.inputs, threads=self.options["threads"])
+            return RuntimeModel(path, self.model, self.inputs, threads=self.options["threads"])
         return quantized
 
     def _example(self) -> list[Any]:

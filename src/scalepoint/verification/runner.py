@@ -48,6 +48,12 @@ class RuntimeModel:
 
 
 def _structure(model: nn.Module, example: Any) -> Any:
+    """How the model nests its outputs; its modes stay as they are."""
     args, kwargs = example
-    with torch.no_grad():
-        return pytree.tree_structure(model(*args, **kwargs))
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            return pytree.tree_structure(model.eval()(*args, **kwargs))
+    finally:
+        for module, mode in modes:
+            module.training = mode
