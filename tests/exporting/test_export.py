@@ -262,3 +262,29 @@ def test_quantized_attention_is_scaled_before_its_quantizer(tmp_path):
     with torch.no_grad():
         found = run(tmp_path / "m.onnx", x, optimize=False)  # symmetric s8 saturates in ONNX Runtime's own kernels
         np.testing.assert_allclose(found, quantized(x).numpy(), atol=0.02)
+
+
+class Padded(nn.Module):
+    """Zeros at one end only, as TensorFlow pads: at the input, and between two convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, 2), nn.Conv2d(8, 8, 3, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.first(F.pad(x, (0, 1, 0, 1))))
+        return self.second(F.pad(x, (1, 2, 0, 1)))
+
+
+def test_zeros_around_a_picture_become_padding_of_the_convolution(tmp_path):
+    torch.manual_seed(0)
+    model, x = Padded().eval(), torch.randn(4, 3, 16, 16)
+    quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
+    export(quantized, tmp_path / "m.onnx", x, float_path=tmp_path / "float.onnx")
+    convolutions = [node for node in onnx.load(tmp_path / "m.onnx").graph.node if node.op_type == "Conv"]
+    pads = [list(next(each.ints for each in node.attribute if each.name == "pads")) for node in convolutions]
+    assert pads == [[0, 0, 1, 1], [0, 1, 1, 2]]
+    assert "Pad" not in {node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node}
+    with torch.no_grad():
+        assert sqnr(quantized(x).numpy(), run(tmp_path / "m.onnx", x)) > 35
+        np.testing.assert_allclose(run(tmp_path / "float.onnx", x), model(x).numpy(), atol=1e-5)

@@ -96,7 +96,10 @@ def save_graph(graph: Any, path: Path) -> None:
     size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
     if size < LARGEST_IN_ONE_FILE:
         proto = ir.serde.serialize_model(graph)
-        onnx.checker.check_model(proto, full_check=True)
+        try:
+            onnx.checker.check_model(proto, full_check=True)
+        except Exception as error:  # the checker and shape inference have kinds of their own
+            raise ExportError(f"the exported graph is not sound: {error}") from error
         data = proto.SerializeToString(deterministic=True)
         replace_file(path, lambda temporary: _put(temporary, data))
         return

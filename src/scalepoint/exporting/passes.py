@@ -24,6 +24,7 @@ _NARROW = {
 def finish(model: Any, ir_version: int) -> None:
     """All passes, in order."""
     fold_casts(model)
+    fold_pads(model)
     use_global_pools(model)
     name_nodes(model)
     forget_the_machine(model)
@@ -60,6 +61,71 @@ def _converted(graph: Any, source: Any, kind: Any) -> Any:
     value = ir.Value(name=name, shape=source.shape, type=ir.TensorType(kind), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def fold_pads(model: Any) -> None:
+    """Zeros around a picture belong to the convolution that reads it: its own padding may differ at both ends."""
+    for conv in list(model.graph):
+        pad = _pad_before(conv) if conv.op_type == "Conv" else None
+        if pad is None:
+            continue
+        node, extra = pad
+        spatial = len(extra) // 2
+        own = list(conv.attributes["pads"].as_ints()) if "pads" in conv.attributes else [0] * (2 * spatial)
+        auto = conv.attributes["auto_pad"].as_string() if "auto_pad" in conv.attributes else "NOTSET"
+        if len(own) != len(extra) or auto != "NOTSET":
+            continue
+        conv.attributes["pads"] = ir.AttrInt64s("pads", [a + b for a, b in zip(own, extra, strict=True)])
+        _read_before(conv, node)
+    _drop_dead(model)
+
+
+def _read_before(conv: Any, pad: Any) -> None:
+    """Let the convolution read what the Pad reads: through its own Q/DQ, unless the same pair stands there already."""
+    dequantize = conv.inputs[0].producer()
+    if dequantize is pad:
+        conv.replace_input_with(0, pad.inputs[0])
+        return
+    before = pad.inputs[0].producer()
+    if before is not None and before.op_type == "DequantizeLinear" and before.inputs[1] is dequantize.inputs[1]:
+        conv.replace_input_with(0, pad.inputs[0])
+    else:
+        quantize = dequantize.inputs[0].producer()
+        quantize.replace_input_with(0, pad.inputs[0])
+        for value in (*quantize.outputs, *dequantize.outputs):
+            value.shape = pad.inputs[0].shape
+
+
+def _pad_before(conv: Any) -> tuple[Any, list[int]] | None:
+    """The Pad that a convolution reads, directly or through Q/DQ of its own, and the extents: zero stays zero there."""
+    node = conv.inputs[0].producer() if conv.inputs[0] is not None else None
+    if node is not None and node.op_type == "DequantizeLinear":
+        quantize = node.inputs[0].producer()
+        if quantize is None or quantize.op_type != "QuantizeLinear" or len(node.outputs[0].uses()) > 1:
+            return None
+        node = quantize.inputs[0].producer()
+    if node is None or node.op_type != "Pad" or len(node.inputs) < 2 or node.inputs[1] is None:
+        return None
+    mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "constant"
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    is_zero = value is None or (value.const_value is not None and not value.const_value.numpy().any())
+    pads = node.inputs[1].const_value
+    if mode != "constant" or not is_zero or pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
+        return None
+    extents = [int(each) for each in pads.numpy().reshape(-1)]
+    half = len(extents) // 2
+    begin, end = extents[:half], extents[half:]
+    if any((*begin[:2], *end[:2])) or min(extents) < 0:
+        return None
+    return node, [*begin[2:], *end[2:]]
+
+
+def _drop_dead(model: Any) -> None:
+    """Nodes that nobody reads any more."""
+    outputs = set(model.graph.outputs)
+    for node in reversed(list(model.graph)):
+        if not any(value.uses() or value in outputs for value in node.outputs):
+            model.graph.remove(node, safe=True)
 
 
 def use_global_pools(model: Any) -> None:

@@ -37,7 +37,7 @@ from scalepoint.targets.cpu import instruction_set
 from scalepoint.targets.target import Accepted, Facts, Target
 
 FOLDED = op("activation", "relu", "relu6")
-COPIES = frozenset(("max_pool", "identity", "dropout", *SHAPES))
+COPIES = frozenset(("max_pool", "identity", "dropout", "pad", "constant_pad_nd", *SHAPES))
 
 
 def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
