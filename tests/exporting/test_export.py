@@ -85,7 +85,7 @@ def run(path, x, *, optimize=True):
 
 
 def sqnr(expected, found):
-    return 10 * np.log10((expected**2).sum() / ((expected - found) ** 2).sum())
+    return 10 * np.log10((expected**2).sum() / (((expected - found) ** 2).sum() + 1e-30))
 
 
 class TestTheFile:
