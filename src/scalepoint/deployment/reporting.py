@@ -39,7 +39,11 @@ def make_report(
     worst = [row.name for row in compared.worst(WORST)]
     metric: tuple[Metric, ...] = ()
     if float_score is not None and best.score is not None:
-        metric = (Metric("score", float_score, best.score, best.score),)
+        metric = (
+            Metric("score", float_score, runtime_value=best.score)
+            if best.is_judged_in_runtime
+            else Metric("score", float_score, quantized_value=best.score),
+        )
     return Report(
         title=type(model).__name__,
         target=target.name,

@@ -170,10 +170,11 @@ class _Road:
                     float_path=float_path,
                     threads=self.options["threads"],
                 )
-        score = None
-        if evaluate is not None:
-            score = self.score("evaluating the file", evaluate, self._runner(path, quantized, verification))
-        return Trial(config, quantized, path, float_path, verification, score)
+        if evaluate is None:
+            return Trial(config, quantized, path, float_path, verification, None)
+        run = self._runner(path, quantized, verification)
+        score = self.score("evaluating the file", evaluate, run)
+        return Trial(config, quantized, path, float_path, verification, score, isinstance(run, RuntimeModel))
 
     def _runner(self, path: Path, quantized: fx.GraphModule, verification: Verification | None) -> Any:
         """What is judged: the file in ONNX Runtime where it runs there, else the simulation."""

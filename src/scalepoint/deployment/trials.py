@@ -23,6 +23,7 @@ class Trial:
     float_path: Path
     verification: Verification | None
     score: float | None
+    is_judged_in_runtime: bool = False
 
     @property
     def left_float(self) -> tuple[str, ...]:

@@ -27,17 +27,24 @@ LARGEST = 256_000_000
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of the user's own: of the float model, of the simulation, and of the file in its runtime."""
+    """One number of the user's own: of the float model, of the simulation, and of the file in its runtime; what was
+    not measured is None, and one of the last two was."""
 
     name: str
     float_value: float
-    quantized_value: float
+    quantized_value: float | None = None
     runtime_value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantized_value is None and self.runtime_value is None:
+            raise ValueError(f"{self.name}: neither the simulation nor the file was measured")
 
     @property
     def final(self) -> float:
         """What a user of the deployed model gets, as far as it was measured."""
-        return self.quantized_value if self.runtime_value is None else self.runtime_value
+        measured = self.quantized_value if self.runtime_value is None else self.runtime_value
+        assert measured is not None  # noqa: S101  # checked when it was made
+        return measured
 
     @property
     def change(self) -> float:

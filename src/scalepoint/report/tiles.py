@@ -36,12 +36,12 @@ def _accuracy(report: Report) -> Html:
     if not report.accuracy:
         return _missing("Accuracy", "Not measured: give deploy a metric of yours with evaluate=.")
     first, *others = report.accuracy
-    rows = [
-        ("float", first.float_value, value_of(first.float_value)),
-        ("simulated", first.quantized_value, value_of(first.quantized_value)),
-    ]
-    if first.runtime_value is not None:
-        rows.append(("runtime", first.runtime_value, value_of(first.runtime_value)))
+    measured = (
+        ("float", first.float_value),
+        ("simulated", first.quantized_value),
+        ("runtime", first.runtime_value),
+    )
+    rows = [(label, value, value_of(value)) for label, value in measured if value is not None]
     classes = ("before", "after", "after")[: len(rows)]
     where = "in the runtime" if first.runtime_value is not None else "simulated"
     unit = tag("span", name(first.name, 40), f" {where}, {change_of(first.change)}")
