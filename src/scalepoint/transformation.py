@@ -14,6 +14,7 @@ from scalepoint.errors import GraphError, PatternError
 from scalepoint.graph import capture, check_graph
 from scalepoint.graph.capture import Model, as_inputs, opened
 from scalepoint.graph.lift import as_operation
+from scalepoint.graph.modes import evaluating
 from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
@@ -174,18 +175,11 @@ def _compare(model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: 
     if args is None and not kwargs:
         raise PatternError("check=True needs example inputs")
     inputs = as_inputs(args, kwargs)
-    modes = [(module, module.training) for module in (*model.modules(), *graph_module.modules())]
-    for module, _ in modes:
-        module.training = False  # by hand: the module of an exported program has no eval
-    try:
-        with torch.no_grad():
-            outputs = []
-            for run in (model, graph_module):
-                positional, keyword = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs)
-                outputs.append(pytree.tree_leaves(run(*positional, **keyword)))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    outputs = []
+    with evaluating(model), evaluating(graph_module), torch.no_grad():
+        for run in (model, graph_module):
+            positional, keyword = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs)
+            outputs.append(pytree.tree_leaves(run(*positional, **keyword)))
     for index, (expected, found) in enumerate(zip(*outputs, strict=True)):
         if not isinstance(expected, Tensor) or not expected.is_floating_point():
             continue

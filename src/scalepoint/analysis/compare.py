@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.analysis.agreement import Agreement, RangeUse, decibels, energy
 from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of, weighted_of
-from scalepoint.analysis.lockstep import Lockstep, driven, evaluating, feed
+from scalepoint.analysis.lockstep import Lockstep, driven, feed
 from scalepoint.errors import UsageError, shown
+from scalepoint.graph.modes import evaluating
 from scalepoint.patterns import kind_of
 from scalepoint.patterns.plan import plain
 from scalepoint.quantize.calibrate import ForwardLoop

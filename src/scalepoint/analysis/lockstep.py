@@ -9,8 +9,7 @@ to be restored.
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -136,16 +135,3 @@ def _each(run: fx.GraphModule, data: Iterable[Any], max_batches: int | None) -> 
 def _total(data: Any, max_batches: int | None) -> int | None:
     count = len(data) if hasattr(data, "__len__") and not callable(data) else None
     return min((each for each in (count, max_batches) if each is not None), default=None)
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """In eval; every module has its own mode back afterwards."""
-    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
-    for module, _ in modes:
-        module.training = False  # by hand: train(False) of a quantized layer also derives its scales anew
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, ScalepointWarning, UsageError, shown
+from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -56,7 +57,7 @@ def calibrate(
             raise UsageError(f"{name}={choice!r}: use 'error' or 'skip'")
     smoothing = [observer for observer in observers_of(model) if observer.enabled]
     _check_rereadable(forward_loop, smoothing)
-    with _evaluating(model), _quantizers_off(stubs, weights):
+    with evaluating(model), _quantizers_off(stubs, weights):
         run = _Run(model, forward_loop, max_batches, progress)
         run.skips_nan = on_nan == "skip"
         if smoothing:
@@ -292,17 +293,6 @@ def _check_rereadable(data: Any, smoothing: Sequence[Any]) -> None:
         raise UsageError(
             "smoothing reads the data twice, an iterator gives it once: pass a list, a loader or a function"
         )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import VerificationError
+from scalepoint.graph.modes import evaluating
 
 
 class RuntimeModel:
@@ -50,10 +51,5 @@ class RuntimeModel:
 def _structure(model: nn.Module, example: Any) -> Any:
     """How the model nests its outputs; its modes stay as they are."""
     args, kwargs = example
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            return pytree.tree_structure(model.eval()(*args, **kwargs))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluating(model), torch.no_grad():
+        return pytree.tree_structure(model(*args, **kwargs))

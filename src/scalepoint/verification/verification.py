@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import StoreError, UsageError, VerificationError
 from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification.process import RUNTIMES, Answer, Status, arrays, ask, exchange
@@ -282,15 +283,12 @@ def _simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], 
         for name, module in model.named_modules()
         if isinstance(module, QuantStub) and module.enabled
     ]
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        with torch.no_grad():
-            outputs = pytree.tree_leaves(model.eval()(*inputs[0], **inputs[1]))
+        with evaluating(model), torch.no_grad():
+            outputs = pytree.tree_leaves(model(*inputs[0], **inputs[1]))
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes:
-            module.training = mode
     return [value for value in outputs if isinstance(value, Tensor)], codes
 
 
