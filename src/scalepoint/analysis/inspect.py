@@ -4,12 +4,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from scalepoint.errors import CoverageError, ScalepointWarning
+from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.capture import Model
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import KEY, Coverage, coverage, make_coverage
-from scalepoint.quantize.insert import insert_qdq
-from scalepoint.quantize.placement import decide, left_of, sites_of
+from scalepoint.quantize.coverage import KEY, Coverage, coverage
+from scalepoint.quantize.insert import decisions_for
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 
@@ -31,14 +30,7 @@ def inspect(
         return coverage(model)  # type: ignore[arg-type]  # what has a meta is a graph module
     inputs = () if example_inputs is None and kwargs else example_inputs
     result = transform(model, inputs, target=target, kwargs=kwargs, copy=False)
-    try:
-        return coverage(insert_qdq(result.model, result.matches, config, copy=False))
-    except CoverageError:  # nothing to quantize: the answer is the reasons
-        pass
-    chosen = config if isinstance(config, QuantConfig) else QuantConfig.from_dict(dict(config or {}))
-    sites = sites_of(result.model, result.matches)
-    decisions = [decide(site, chosen, find_target(target)) for site in sites]
-    found = make_coverage(result.model, decisions, left_of(result.model, sites), chosen, result.report.refusals)
-    reasons = "; ".join(f"{row.name}: {row.reason}" for row in found.operations[:4]) or "it has no weights"
-    warnings.warn(ScalepointWarning(f"nothing of this model would be quantized: {reasons}"), stacklevel=2)
+    _, found = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
+    if found.is_empty:
+        warnings.warn(ScalepointWarning(found.why_empty()), stacklevel=2)
     return found

@@ -3,19 +3,15 @@
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
-
 from scalepoint.documents import MAX_BYTES, dump_yaml, parse_json, parse_yaml
-from scalepoint.errors import ConfigError, DocumentError, nearest
+from scalepoint.errors import ConfigError, DocumentError
 from scalepoint.files import replace_text
-from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
 
 
-class DeployConfig(BaseModel):
+class DeployConfig(Config):
     """What to deploy, for what, and how well it must do."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str | None = None  # package.module:factory
     data: str | None = None
@@ -29,15 +25,6 @@ class DeployConfig(BaseModel):
     strict: bool = False
     threads: int = 1
     quantization: QuantConfig = QuantConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name in data:
-                if name not in cls.model_fields:
-                    raise ConfigError(f"{cls.__name__} has no field {name!r}: {nearest(str(name), cls.model_fields)}")
-        return data
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:

@@ -18,9 +18,10 @@ from torch import fx, nn
 
 from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.trials import Trial, next_config
-from scalepoint.errors import ConfigError, UsageError
+from scalepoint.errors import UsageError
 from scalepoint.exporting import export
 from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.modes import evaluating
 from scalepoint.quantize import Coverage, QuantConfig, calibrate, coverage, freeze, insert_qdq, save
 from scalepoint.report import Report, write
 from scalepoint.targets import Target, find_target
@@ -89,9 +90,7 @@ def deploy(
     road.options = {"leave": leave, "strict": strict, "threads": threads}
     float_score = None if evaluate is None else road.score("evaluating the float model", evaluate, model)
     trials: list[Trial] = []
-    wanted = QuantConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or QuantConfig()
-    if not isinstance(wanted, QuantConfig):
-        raise ConfigError(f"config is a QuantConfig or a mapping of its fields, not {type(config).__name__}")
+    wanted = QuantConfig.build(config)
     best: Trial | None = None
     while True:
         trial = road.attempt(wanted, calibration_data, evaluate, len(trials))
@@ -125,13 +124,8 @@ class _Road:
 
     def score(self, stage: str, evaluate: Evaluate, run: Any) -> float:
         """The user's metric, without gradients; a model is in eval mode meanwhile."""
-        modes = [(each, each.training) for each in run.modules()] if isinstance(run, nn.Module) else []
-        try:
-            with self._stage(stage), torch.no_grad():
-                return float(evaluate(run.eval()))
-        finally:
-            for each, mode in modes:
-                each.training = mode
+        with self._stage(stage), evaluating(run), torch.no_grad():
+            return float(evaluate(run))
 
     @contextmanager
     def _stage(self, stage: str) -> Iterator[None]:

@@ -7,7 +7,7 @@
 An override is chosen by how narrowly it fits: an exact name before a glob before a type; among equals the later wins.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -46,7 +46,7 @@ _COMPONENTS = {
 }
 
 
-class _Config(BaseModel):
+class Config(BaseModel):
     """Frozen, and a misspelt field is refused with the nearest known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
@@ -61,7 +61,7 @@ class _Config(BaseModel):
         return data
 
 
-class TensorQuantConfig(_Config):
+class TensorQuantConfig(Config):
     """The short form of a QuantizationSpec: signed integers when symmetric, unsigned when not."""
 
     n_bits: Annotated[int, Field(strict=True)] = 8
@@ -153,7 +153,7 @@ Tensors = Annotated[
 ClassName = Annotated[str, BeforeValidator(_class_name)]
 
 
-class SmoothQuantConfig(_Config):
+class SmoothQuantConfig(Config):
     """s = act_max^alpha / weight_max^(1 - alpha) for each channel; alpha="search" takes the best of `alphas`.
 
     `layers` gives single norms, by name or glob, an alpha of their own.
@@ -174,7 +174,7 @@ class SmoothQuantConfig(_Config):
         return self
 
 
-class Override(_Config):
+class Override(Config):
     """What is other for some operations: by exact name or glob of their path, or by type (a class, its name, a kind).
 
     `activation` stands for input and output; None says nothing, "float" leaves the tensor as it is.
@@ -218,7 +218,7 @@ class Override(_Config):
         return self.activation if own is None and role != "weight" else own
 
 
-class QuantConfig(_Config):
+class QuantConfig(Config):
     """How the tensors of a model are quantized. What is None is the target's choice."""
 
     activation: Tensors = None
@@ -247,6 +247,15 @@ class QuantConfig(_Config):
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """JSON Schema, for editors that complete config files."""
         return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
+
+    @classmethod
+    def build(cls, value: object) -> Self:
+        """A config from itself, from a mapping of its fields, or the default from None."""
+        if value is None or isinstance(value, cls):
+            return value or cls()
+        if isinstance(value, Mapping):
+            return cls.from_dict(dict(value))
+        raise ConfigError(f"config is a {cls.__name__} or a mapping of its fields, not {shown(value)}")
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_defaults=True)

@@ -69,6 +69,15 @@ class Coverage:
     def in_state(self, state: State | str) -> tuple[Operation, ...]:
         return tuple(row for row in self.operations if row.state == state)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is quantized."""
+        return not self.in_state(State.QUANTIZED)
+
+    def why_empty(self) -> str:
+        reasons = "; ".join(f"{row.name}: {row.reason}" for row in self.operations[:4]) or "it has no weights"
+        return f"nothing of this model would be quantized: {reasons}"
+
     def check(self) -> None:
         """strict=True: an error that names what stays float unasked."""
         if not self.unasked:

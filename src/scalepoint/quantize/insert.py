@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from scalepoint.errors import ConfigError, CoverageError, shown
+from scalepoint.errors import CoverageError
 from scalepoint.graph import check_graph
 from scalepoint.graph.lift import Tree
 from scalepoint.patterns import Fused, PatternMatch, Point
@@ -13,7 +13,7 @@ from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import KEY, Coverage, make_coverage
 from scalepoint.quantize.fingerprint import fingerprint
-from scalepoint.quantize.placement import Decision, Site, State, check_overrides, decide, left_of, sites_of
+from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, left_of, sites_of
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted, can_fold, kind_of_part
@@ -37,17 +37,14 @@ def insert_qdq(
     batch norm folded in. `target` (that of the transform, unless given) adds its rules and says what it can run.
     strict=True makes an operation that would stay float unasked an error. copy=False changes the given model.
     """
-    config = _config(config)
+    config = QuantConfig.build(config)
     found = target if target is not None else getattr(model, "meta", {}).get("target")
     chosen = None if found is None else find_target(found)
     quantized = copying.deepcopy(model) if copy else model
     marks = fingerprint(quantized)
-    sites = sites_of(quantized, matches)
-    left = left_of(quantized, sites)
-    check_overrides(sites, left, config)
-    decisions = [decide(site, config, chosen) for site in sites]
-    coverage = make_coverage(quantized, decisions, left, config, model.meta.get("refusals", ()))
-    _check_something(coverage)
+    decisions, coverage = decisions_for(quantized, matches, config, chosen)
+    if coverage.is_empty:
+        raise CoverageError(coverage.why_empty())
     if strict:
         coverage.check()
     tree = Tree(quantized)
@@ -72,22 +69,15 @@ def insert_qdq(
     return quantized
 
 
-def _check_something(coverage: Coverage) -> None:
-    """A model without a single quantizer is no quantized model."""
-    if coverage.in_state(State.QUANTIZED):
-        return
-    reasons = "; ".join(f"{row.name}: {row.reason}" for row in coverage.operations[:4]) or "it has no weights"
-    raise CoverageError(f"nothing of this model would be quantized: {reasons}")
-
-
-def _config(config: object) -> QuantConfig:
-    if config is None:
-        return QuantConfig()
-    if isinstance(config, QuantConfig):
-        return config
-    if isinstance(config, Mapping):
-        return QuantConfig.from_dict(dict(config))
-    raise ConfigError(f"config is a QuantConfig or a mapping of its fields, not {shown(config)}")
+def decisions_for(
+    model: fx.GraphModule, matches: Sequence[PatternMatch], config: QuantConfig, target: Target | None
+) -> tuple[list[Decision], Coverage]:
+    """What would be inserted where, and the coverage that it gives; nothing is changed."""
+    sites = sites_of(model, matches)
+    left = left_of(model, sites)
+    check_overrides(sites, left, config)
+    decisions = [decide(site, config, target) for site in sites]
+    return decisions, make_coverage(model, decisions, left, config, model.meta.get("refusals", ()))
 
 
 Stubs = dict[tuple[fx.Node, QuantizationSpec], fx.Node]
@@ -128,12 +118,7 @@ def _reader(model: fx.GraphModule, stub: fx.Node) -> QuantStub:
     return module
 
 
-def _shared(
-    stubs: dict[tuple[fx.Node, QuantizationSpec], fx.Node],
-    tensor: fx.Node,
-    spec: QuantizationSpec,
-    shares: frozenset[str],
-) -> str | None:
+def _shared(stubs: Stubs, tensor: fx.Node, spec: QuantizationSpec, shares: frozenset[str]) -> str | None:
     """The stub before an operation that only moves values: the same one stands after it, with the same parameters."""
     while kind_of(tensor) in shares and tensor.all_input_nodes:
         tensor = tensor.all_input_nodes[0]
