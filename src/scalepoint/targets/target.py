@@ -28,6 +28,9 @@ class Facts:
     weight_shape: tuple[int, ...] = ()
     groups: int = 1
     is_first: bool = False
+    dtype: torch.dtype | None = None  # that its inputs are asked in
+    is_masked: bool = False  # attention: whether a mask is added that depends on the inputs
+    tokens: int = 0  # attention: the longer of query and key, 0 when it is free
 
     @property
     def is_depthwise(self) -> bool:
