@@ -12,13 +12,21 @@ from scalepoint.exporting.operators import BLOCKS_SINCE, TYPES, dequantize
 from scalepoint.numerics import QParams, dtype_name
 from scalepoint.patterns import Fused
 from scalepoint.patterns.language import place_of
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted, run_with
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 from scalepoint.spec.onnx_form import quantize_linear
 
 
-class StoredWeight(nn.Module):
+class Stored(nn.Module):
+    """What has a form in ONNX, from some opset on."""
+
+    @property
+    def opset(self) -> int:
+        raise NotImplementedError
+
+
+class StoredWeight(Stored):
     """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -84,7 +92,7 @@ class StoredWeight(nn.Module):
         return max(TYPES[self.fmt][1], BLOCKS_SINCE if self.block else 0)
 
 
-class StoredStub(nn.Module):
+class StoredStub(Stored):
     """QuantizeLinear and DequantizeLinear with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
@@ -101,6 +109,10 @@ class StoredStub(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         zero = None if self.grid.format.is_float else self.zero_point
         return quantize_linear(x, QParams(self.scale, zero), self.grid, self.granularity, self.stub_name)
+
+    @property
+    def opset(self) -> int:
+        return TYPES[self.grid.format.name][1]
 
 
 class FloatWeight(nn.Module):
@@ -127,10 +139,13 @@ class FloatWeight(nn.Module):
         return run_with(operation, x, self.weight, self.bias)
 
 
-def stored_form(model: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose weights are codes."""
+def stored_form(model: fx.GraphModule, float_dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    """A copy whose weights are codes, for scales that are stored in `float_dtype`."""
     check_ready(model)
-    stored = _replaced(model, StoredWeight)
+    twin = _twin(model)
+    if float_dtype != torch.float32:
+        _round_scales(twin, float_dtype)
+    stored = _replaced(twin, StoredWeight)
     factors = scale_before_quantizing(stored)
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
@@ -141,15 +156,26 @@ def stored_form(model: fx.GraphModule) -> fx.GraphModule:
 
 def float_form(model: fx.GraphModule) -> fx.GraphModule:
     """A copy without quantizers."""
-    plain = _replaced(model, FloatWeight)
+    plain = _replaced(_twin(model), FloatWeight)
     for module in plain.modules():
         if isinstance(module, QuantStub):
             module.enabled = False
     return plain
 
 
-def _replaced(model: fx.GraphModule, kind: type[StoredWeight | FloatWeight]) -> fx.GraphModule:
-    twin = copy.deepcopy(model).cpu().eval()
+def _twin(model: fx.GraphModule) -> fx.GraphModule:
+    return copy.deepcopy(model).cpu().eval()
+
+
+def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
+    """To what the file can hold, before codes are made with them; never to zero."""
+    for module in model.modules():
+        if isinstance(module, Quantizing):
+            rounded = module.scale.to(dtype).clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+            module.take(QParams(rounded.to(torch.float32)))
+
+
+def _replaced(twin: fx.GraphModule, kind: type[StoredWeight | FloatWeight]) -> fx.GraphModule:
     made: dict[int, nn.Module] = {}
     with torch.no_grad():
         for fused in twin.modules():

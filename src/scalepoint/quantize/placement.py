@@ -250,7 +250,8 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
         return decision
     asked = any(override.fits(site.names, site.types) for override in config.overrides)
     wanted = _wanted(site, "input", config, target)
-    why = target.why_float(facts_of(site, wanted and wanted.dtype)) if target is not None and not asked else None
+    dtype = None if wanted is None else wanted.dtype
+    why = target.why_float(facts_of(site, dtype)) if target is not None and not asked else None
     if why:
         decision.reason = why
         return decision

@@ -92,7 +92,9 @@ def attention_without_kernel(facts: Facts) -> str | None:
     if facts.is_masked:
         return "no int8 kernel for attention with a mask that is computed (rule R18)"
     if facts.tokens > _LONGEST_INT8_ATTENTION:
-        return f"no int8 kernel for attention over {facts.tokens} tokens, more than {_LONGEST_INT8_ATTENTION} (rule R18)"
+        return (
+            f"no int8 kernel for attention over {facts.tokens} tokens, more than {_LONGEST_INT8_ATTENTION} (rule R18)"
+        )
     return None
 
 
@@ -114,4 +116,5 @@ TENSORRT = Target(
         Accepted("weight", (torch.float4_e2m1fn_x2,), (), ("per_block",), (16,), ("linear",)),
     ),
     rules=(small_matmul, odd_convolution, odd_fp8_convolution, attention_without_kernel),
+    float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
 )
