@@ -169,16 +169,16 @@ def _is_float(node: fx.Node) -> bool:
     return value is None or value.is_floating_point()
 
 
-def facts_of(site: Site, dtype: torch.dtype | None = None) -> Facts:
+def facts_of(site: Site, activation: QuantizationSpec | None = None) -> Facts:
     if isinstance(site.fused, FusedAttention):
-        return Facts(site.name, "attention", site.match.pattern.name, dtype=dtype, **_attention_facts(site))
+        return Facts(site.name, "attention", site.match.pattern.name, activation=activation, **_attention_facts(site))
     part = site.part
     shape = weight_shape(part)
     if isinstance(part, Operation) and part.has_input_first:
         shape = shape[::-1]
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
     is_first = any(operand.op == "placeholder" for _, operand in site.operands)
-    return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, dtype)
+    return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation)
 
 
 def _attention_facts(site: Site) -> dict[str, Any]:
@@ -249,9 +249,8 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
         decision.reason = "its weight is computed in the forward pass, not stored"
         return decision
     asked = any(override.fits(site.names, site.types) for override in config.overrides)
-    wanted = _wanted(site, "input", config, target)
-    dtype = None if wanted is None else wanted.dtype
-    why = target.why_float(facts_of(site, dtype)) if target is not None and not asked else None
+    facts = facts_of(site, _wanted(site, "input", config, target))
+    why = target.why_float(facts) if target is not None and not asked else None
     if why:
         decision.reason = why
         return decision

@@ -8,11 +8,12 @@ from math import prod
 import torch
 from torch import fx
 
+from scalepoint.numerics import dtype_name
 from scalepoint.patterns import BASE_PATTERNS, Pattern, Point, chain, kind_of, op, optional
 from scalepoint.patterns.base import BATCH_NORM, SHAPES
 from scalepoint.patterns.fused import FusedConvBN, FusedPool
 from scalepoint.patterns.language import Nodes
-from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import PerChannelGranularity, PerTokenBlockGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.target import Accepted, Facts, Target
 
@@ -41,7 +42,6 @@ POOL_BEFORE_NORM = Pattern(  # int8 in would need int8 out (R13), which the norm
 TENSORRT_PATTERNS = (CONV_BEFORE_NORM, POOL_BEFORE_NORM, *BASE_PATTERNS)
 
 _SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
-_FP8 = torch.float8_e4m3fn
 _SMALL = 16
 _LONGEST_INT8_ATTENTION = 512
 _LARGEST_FP8_KERNEL = 32
@@ -59,7 +59,7 @@ def small_matmul(facts: Facts) -> str | None:
 
 def odd_convolution(facts: Facts) -> str | None:
     """R17: which convolutions with few channels have an int8 kernel."""
-    if facts.kind != "conv" or facts.dtype == _FP8 or min(facts.weight_shape[:2], default=_SMALL) >= _SMALL:
+    if facts.kind != "conv" or _is_fp8(facts) or min(facts.weight_shape[:2], default=_SMALL) >= _SMALL:
         return None
     out, per_group = facts.weight_shape[:2]
     if facts.groups == 1:
@@ -72,9 +72,13 @@ def odd_convolution(facts: Facts) -> str | None:
     return f"no int8 kernel for a convolution of {per_group} -> {out} channels in {facts.groups} groups (rule R17)"
 
 
+def _is_fp8(facts: Facts) -> bool:
+    return facts.activation is not None and facts.activation.dtype == torch.float8_e4m3fn
+
+
 def odd_fp8_convolution(facts: Facts) -> str | None:
     """R17: fp8 convolutions have more than 16 channels on both sides, small kernels and no groups."""
-    if facts.kind != "conv" or facts.dtype != _FP8 or not facts.weight_shape:
+    if facts.kind != "conv" or not _is_fp8(facts) or not facts.weight_shape:
         return None
     few = min(facts.weight_shape[:2]) <= _SMALL
     if not few and facts.groups == 1 and prod(facts.kernel) <= _LARGEST_FP8_KERNEL:
@@ -83,11 +87,27 @@ def odd_fp8_convolution(facts: Facts) -> str | None:
     return f"no fp8 kernel for a convolution with a {shape} weight in {facts.groups} groups (rule R17)"
 
 
+def no_float8_pool(facts: Facts) -> str | None:
+    """fp8 and fp4 are for convolutions, matrix products and residual adds."""
+    if "pool" not in facts.kind or facts.activation is None or facts.activation.dtype == torch.int8:
+        return None
+    return f"no {dtype_name(facts.activation.dtype)} kernel for pooling"
+
+
+def blocks_are_for_products(facts: Facts) -> str | None:
+    """Block formats (MXFP8, NVFP4) run in matrix products with stored weights alone."""
+    if facts.activation is None or facts.kind in ("linear", "attention"):
+        return None
+    if not isinstance(facts.activation.granularity, PerTokenBlockGranularity):
+        return None
+    return f"{dtype_name(facts.activation.dtype)} in blocks is for matrix products (rule R23)"
+
+
 def attention_without_kernel(facts: Facts) -> str | None:
     """R18, R19: which attention is fused; products that are not fused are faster in float than between Q/DQ."""
-    if facts.kind != "attention" or facts.dtype is None:
+    if facts.kind != "attention" or facts.activation is None:
         return None
-    if facts.dtype != torch.int8:
+    if facts.activation.dtype != torch.int8:
         return "fp8 attention is one kernel only with Q/DQ inside it, on the softmax (rule R19)"
     if facts.is_masked:
         return "no int8 kernel for attention with a mask that is computed (rule R18)"
@@ -108,13 +128,23 @@ TENSORRT = Target(
     ),
     accepts=(
         Accepted("activation", (torch.int8,), _SYMMETRIC, ("per_tensor",)),
-        Accepted("activation", (torch.float8_e4m3fn,), (), ("per_tensor", "per_block"), (32,)),
-        Accepted("activation", (torch.float4_e2m1fn_x2,), (), ("per_block",), (16,)),
+        Accepted("activation", (torch.float8_e4m3fn,), (), ("per_tensor",)),
+        Accepted("activation", (torch.float8_e4m3fn,), (), ("per_token_block",), (32,), ("linear",)),
+        Accepted("activation", (torch.float4_e2m1fn_x2,), (), ("per_token_block",), (16,), ("linear",)),
         Accepted("weight", (torch.int8,), _SYMMETRIC, ("per_tensor", "per_channel")),
-        Accepted("weight", (torch.float8_e4m3fn,), (), ("per_tensor", "per_channel", "per_block"), (32,)),
+        Accepted("weight", (torch.float8_e4m3fn,), (), ("per_tensor", "per_channel")),
+        Accepted("weight", (torch.float8_e4m3fn,), (), ("per_block",), (32,), ("linear",)),
         Accepted("weight", (to_dtype("int4"),), _SYMMETRIC, ("per_block",), (64, 128), ("linear",)),
         Accepted("weight", (torch.float4_e2m1fn_x2,), (), ("per_block",), (16,), ("linear",)),
     ),
-    rules=(small_matmul, odd_convolution, odd_fp8_convolution, attention_without_kernel),
+    rules=(
+        blocks_are_for_products,
+        small_matmul,
+        odd_convolution,
+        odd_fp8_convolution,
+        no_float8_pool,
+        attention_without_kernel,
+    ),
+    domains=("trt",),
     float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
 )
