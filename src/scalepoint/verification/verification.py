@@ -187,24 +187,24 @@ def verify(
     path = _file(path)
     if runtime not in RUNTIMES:
         raise UsageError(f"runtime={runtime!r}: one of {', '.join(RUNTIMES)}")
-    expected, codes = _simulate(model, as_inputs(inputs, kwargs))
-    feeds = _feeds(model, as_inputs(inputs, kwargs))
+    expected, codes = simulate(model, as_inputs(inputs, kwargs))
+    feeds = feeds_of(model, as_inputs(inputs, kwargs))
     request = {"task": "run", "runtime": runtime, "path": str(path), "threads": threads}
     with exchange(feeds) as files:
         answer = ask({**request, **files}, seconds=seconds)
         if answer.status != Status.OK:
             return Verification(str(path), runtime, answer.status, answer.message, bound=bound)
-        on = _agreements(expected, _outputs(answer, files))
+        on = _agreements(expected, outputs_of(answer, files))
         executed = list((answer.data or {})["executed"])
         off: tuple[Agreement, ...] = ()
         departure = None
         if runtime == "onnxruntime":
             plain = {name: value for name, value in files.items() if name != "compiled"}
             answer = ask({**request, **plain, "optimize": False}, seconds=seconds)
-            off = _agreements(expected, _outputs(answer, files)) if answer.status == Status.OK else ()
+            off = _agreements(expected, outputs_of(answer, files)) if answer.status == Status.OK else ()
             if layers and codes and isinstance(model, fx.GraphModule):
                 departure = _departure({**request, **plain}, codes, files, on, off, seconds)
-    low, fallbacks = _precision(executed)
+    low, fallbacks = precision(executed)
     size = path.stat().st_size
     speed = None
     if float_path is not None:
@@ -275,7 +275,7 @@ def _file(path: str | Path) -> Path:
     return path
 
 
-def _simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """The outputs of the simulation, and the codes at every stub, call by call."""
     codes: dict[str, list[Tensor]] = {}
     handles = [
@@ -300,7 +300,7 @@ def _recorder(kept: list[Tensor]) -> Any:
     return record
 
 
-def _feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
+def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     names = [str(index) for index in range(len(leaves))]
     if isinstance(model, fx.GraphModule):
@@ -311,7 +311,7 @@ def _feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
     return {name: leaf.detach().cpu().numpy() for name, leaf in zip(names, leaves, strict=True)}
 
 
-def _outputs(answer: Answer, files: Mapping[str, str]) -> dict[str, np.ndarray]:
+def outputs_of(answer: Answer, files: Mapping[str, str]) -> dict[str, np.ndarray]:
     return arrays(files["outputs"], list((answer.data or {})["names"]))
 
 
@@ -331,7 +331,7 @@ def _agreement(name: str, expected: np.ndarray, found: np.ndarray) -> Agreement:
     return Agreement(name, sqnr, float(np.abs(wide - other).max(initial=0.0)), top1)
 
 
-def _precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
+def precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
     """How many weighted operations run in low precision, and which do not."""
     low, left = 0, []
     for each in executed:
@@ -361,7 +361,7 @@ def _departure(
     answer = ask({**request, "expose": True}, seconds=seconds)
     if answer.status != Status.OK:
         return None
-    found = _outputs(answer, files)
+    found = outputs_of(answer, files)
     names = _quantize_nodes(str(request["path"]))
     for name, values in codes.items():
         for index, value in enumerate(values):
