@@ -27,7 +27,10 @@ class Stored(nn.Module):
 
 
 class StoredWeight(Stored):
-    """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies."""
+    """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies.
+
+    Zero points of blocks are left away where all are zero: kernels for narrow weights have a faster path then.
+    """
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
@@ -57,12 +60,14 @@ class StoredWeight(Stored):
             codes = codes.flatten(2)[:, :, :, None]
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("scale", scale.detach().to(torch.float32).contiguous().clone())
-        self.register_buffer("zero_point", zero.to(codes.dtype if not codes.is_floating_point() else torch.float32))
+        is_integer = not codes.is_floating_point()
+        zero = zero.to(codes.dtype if is_integer else torch.float32)
+        self.register_buffer("zero_point", None if self.block and is_integer and not zero.any() else zero)
         self._keep_bias(source, bias)
 
     codes: Tensor
     scale: Tensor
-    zero_point: Tensor
+    zero_point: Tensor | None
     bias: Tensor | None
     bias_scale: Tensor | None
 
@@ -80,7 +85,7 @@ class StoredWeight(Stored):
         weight = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
         bias = self.bias
         if bias is not None and self.bias_scale is not None:
-            bias = dequantize(bias, self.bias_scale, torch.zeros_like(bias), 0, 0, "int32")
+            bias = dequantize(bias, self.bias_scale, None, 0, 0, "int32")
         if self.kind == "linear":
             y = torch.matmul(x, weight.to(x.dtype))
             return y if bias is None else y + bias
@@ -184,7 +189,8 @@ def _replaced(twin: fx.GraphModule, kind: type[StoredWeight | FloatWeight]) -> f
             for role, part in fused.parts.items():
                 if isinstance(part, QuantizedWeighted):
                     if id(part) not in made:
-                        made[id(part)] = kind(part).eval()
+                        gave_up = part.weight_quant.quantizer.is_disabled()
+                        made[id(part)] = (FloatWeight if gave_up else kind)(part).eval()
                         fused.add_module(f"stored_{role}", made[id(part)])
                     fused.parts[role] = made[id(part)]
     for node in twin.graph.nodes:  # torch.export names what it records after this

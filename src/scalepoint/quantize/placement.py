@@ -169,7 +169,8 @@ def _is_float(node: fx.Node) -> bool:
     return value is None or value.is_floating_point()
 
 
-def facts_of(site: Site, activation: QuantizationSpec | None = None) -> Facts:
+def facts_of(site: Site, config: QuantConfig, target: Target | None) -> Facts:
+    activation = _wanted(site, "input", config, target)
     if isinstance(site.fused, FusedAttention):
         return Facts(site.name, "attention", site.match.pattern.name, activation=activation, **_attention_facts(site))
     part = site.part
@@ -179,6 +180,10 @@ def facts_of(site: Site, activation: QuantizationSpec | None = None) -> Facts:
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
     is_first = any(operand.op == "placeholder" for _, operand in site.operands)
     return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation)
+
+
+def _role(point: Point) -> str:
+    return "output" if point == Point.OUTPUT else "input"
 
 
 def _attention_facts(site: Site) -> dict[str, Any]:
@@ -249,14 +254,13 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
         decision.reason = "its weight is computed in the forward pass, not stored"
         return decision
     asked = any(override.fits(site.names, site.types) for override in config.overrides)
-    facts = facts_of(site, _wanted(site, "input", config, target))
-    why = target.why_float(facts) if target is not None and not asked else None
+    why = target.why_float(facts_of(site, config, target)) if target is not None and not asked else None
     if why:
         decision.reason = why
         return decision
     said: list[str] = []
     for point, operand in site.operands:
-        role = "output" if point == Point.OUTPUT else "input"
+        role = _role(point)
         spec = _spec(site, role, config, target)
         if spec is None:
             said.append(role)
@@ -296,7 +300,7 @@ def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> 
         target.check(spec, kind, site.kind, site.name)
     if role == "weight" and site.part is not None:
         _check_weight(site)
-        spec = spec if target is None else target.weight_for(spec, facts_of(site))
+        spec = spec if target is None else target.weight_for(spec, facts_of(site, config, target))
         spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
     return spec
 

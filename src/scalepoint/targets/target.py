@@ -33,6 +33,10 @@ class Facts:
     tokens: int = 0  # attention: the longer of query and key, 0 when it is free
 
     @property
+    def is_weight_only(self) -> bool:
+        return bool(self.weight_shape) and self.activation is None
+
+    @property
     def is_depthwise(self) -> bool:
         return self.kind == "conv" and self.groups > 1 and len(self.weight_shape) > 1 and self.weight_shape[1] == 1
 
