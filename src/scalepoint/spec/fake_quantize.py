@@ -122,7 +122,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
                     self._check_shape(tensor, qparams.scale)
             return tensor if qparams is None or not quantizing else self.simulate(tensor, qparams)
         except BlockSizeMismatchError as error:
-            return self._give_up(tensor, error)
+            return self.give_up(tensor, error)
 
     def _without_parameters(self) -> str:
         return (
@@ -249,7 +249,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
         qparams: QParams = calculator(tensor)
         return qparams if qparams.scale.numel() else None
 
-    def _give_up(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
+    def give_up(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
         """Pass the tensor through from now on, and say so once."""
         if self.strict:
             raise BlockSizeMismatchError(f"{self._where()}: {Exception.__str__(error)}") from error
