@@ -20,6 +20,7 @@ from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.trials import Trial, next_config
 from scalepoint.errors import UsageError
 from scalepoint.exporting import export
+from scalepoint.exporting.saving import remove
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize import Coverage, QuantConfig, calibrate, coverage, freeze, insert_qdq, save
@@ -188,7 +189,7 @@ class _Road:
         final = self.folder / "model.onnx"
         for trial in trials:
             if trial is not best and trial.path != best.path:
-                trial.path.unlink(missing_ok=True)
+                remove(trial.path)
         if best.path != final:
             best.path.replace(final)
             best = replace(
