@@ -31,7 +31,6 @@ from scalepoint.verification import Status, Verification, verify
 from scalepoint.verification.runner import RuntimeModel
 
 Evaluate = Callable[[Any], float]
-RUNTIME_OF = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
 
 
 @dataclass(frozen=True)
@@ -154,14 +153,14 @@ class _Road:
                 quantized, path, args, kwargs=kwargs, float_path=None if float_path.exists() and number else float_path
             )
         verification = None
-        if self.target.name in RUNTIME_OF:
+        if self.target.runtime is not None:
             with self._stage("verifying in the runtime"):
                 verification = verify(
                     path,
                     quantized,
                     args,
                     kwargs=kwargs,
-                    runtime=RUNTIME_OF[self.target.name],
+                    runtime=self.target.runtime,
                     float_path=float_path,
                     threads=self.options["threads"],
                 )
@@ -174,7 +173,7 @@ class _Road:
     def _runner(self, path: Path, quantized: fx.GraphModule, verification: Verification | None) -> Any:
         """What is judged: the file in ONNX Runtime where it runs there, else the simulation."""
         is_there = verification is not None and verification.status == Status.OK
-        if is_there and self.target.name == "onnxruntime":
+        if is_there and self.target.runtime == "onnxruntime":
             return RuntimeModel(path, self.model, self.inputs, threads=self.options["threads"])
         return quantized
 
