@@ -31,7 +31,7 @@ def accuracy(report: Report) -> Html:
         "Steps come in the order of gain per cost. Gain is the noise to signal that a layer is expected to put on the "
         "output; cost is the share of the MACs or weights that becomes dearer."
     )
-    tables = [_table(("File", "From", "Score", "Change", "Raised", ""), tried, (2, 3, 4))]
+    tables = [_table(("File", "From", "Score", "Change", "Raised"), tried, (2, 3, 4))]
     if raised:
         tables.append(_table(("Layer", "Raised to", "Gain", "Cost"), raised[:LONGEST], (2, 3)))
     more = len(raised) - LONGEST
@@ -43,12 +43,11 @@ def accuracy(report: Report) -> Html:
 def _attempt(index: int, each: Attempt, start: float | None) -> tuple[Child, ...]:
     known = start is not None and each.score is not None
     return (
-        str(index),
+        tag("span", f"{index} ", tag("span", "kept", class_="badge good") if each.is_kept else None),
         "" if each.start is None else str(each.start),
         "" if each.score is None else value_of(each.score),
         f"{(each.score or 0.0) - (start or 0.0):+.3g}" if known else "",
         str(len(each.raised)),
-        tag("span", "kept", class_="badge good") if each.is_kept else "",
     )
 
 
