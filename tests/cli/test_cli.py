@@ -332,23 +332,44 @@ def test_an_error_of_ours_ends_with_1_and_says_so(call, monkeypatch) -> None:
     assert len(call("inspect", "nets:net")[2]) < 3000
 
 
-def test_ctrl_c_ends_with_130_and_leaves_nothing(here) -> None:
+def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
+    """A deployment that gets Ctrl-C once a file is there."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "scalepoint.cli", "deploy", "nets:net", "--data", "nets:sleeping"],
+        [sys.executable, "-m", "scalepoint.cli", "deploy", "nets:net", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    end = time.monotonic() + 60
-    while not (here / "started").exists() and time.monotonic() < end:
+    end = time.monotonic() + 110
+    while not (here / sign).exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
-    assert process.returncode == Code.INTERRUPTED
-    assert "interrupted" in err
+    return process.returncode, out, " ".join(err.split())
+
+
+def test_ctrl_c_ends_with_130_and_leaves_nothing(here) -> None:
+    code, out, err = interrupted(here, "started", "--data", "nets:sleeping")
+    assert (code, out) == (Code.INTERRUPTED, "")
+    assert "interrupted: nothing was written" in err
     assert "Traceback" not in err
-    assert out == ""
     assert not (here / "out").exists()
+
+
+def test_after_ctrl_c_a_run_goes_on(here) -> None:
+    given = ("--data", "nets:same", "--evaluate", "nets:waiting")
+    code, out, err = interrupted(here, "judging", *given)
+    assert (code, out) == (Code.INTERRUPTED, "")
+    assert "trial-0 quantized" in err
+    assert "trial-0 verified; the same command with --resume" in err
+    assert not [path for path in (here / "out").rglob("*") if path.name.startswith(".tmp-")]
+    assert [path.name for path in (here / "out").iterdir()] == [".scalepoint"]
+    done = child("deploy", "nets:net", *given, "--resume", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert "exporting" not in done.stderr
+    assert "warning" not in done.stderr
+    assert (here / "out" / "model.onnx").is_file()
+    assert not (here / "out" / ".scalepoint").exists()
 
 
 def test_ctrl_c_in_any_other_command_ends_with_130(call, monkeypatch) -> None:

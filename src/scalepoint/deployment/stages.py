@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import fx, nn
 
 import scalepoint
-from scalepoint.deployment.journal import Journal
+from scalepoint.deployment.journal import Journal, Marks
 from scalepoint.deployment.marks import (
     Seen,
     mark,
@@ -47,6 +47,7 @@ Evaluate = Callable[[Any], float]
 RUNTIME_OF = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
 VERSIONS = {"scalepoint": scalepoint.__version__, "torch": str(torch.__version__)}
 FILE, FLOAT_FILE, MODEL = "model.onnx", "float.onnx", "quantized"
+FLOAT_SCORE = "the float model evaluated"
 SMOKE_BATCHES = 2
 
 
@@ -85,6 +86,13 @@ class Road:
         self.timings[stage] = self.timings.get(stage, 0.0) + taken
         self.console.print(f"{stage}: {taken:.1f} s")
 
+    def _saved(self, stage: str, marks: Marks) -> dict[str, Any] | None:
+        """What a stage gave in the run that is resumed."""
+        found = self.journal.find(stage, marks)
+        if found is not None:
+            self.console.print(f"{stage}: as saved")
+        return found
+
     def attempt(self, number: int, step: Step) -> Trial:
         """One file: quantized, exported, verified, evaluated."""
         folder = self.journal.folder / f"trial-{number}"
@@ -116,7 +124,7 @@ class Road:
         args, kwargs = self.inputs
         if self.journal.has(stage):
             self.data_mark = marks["the calibration data"] = mark_of_data(self.data)
-            if self.journal.find(stage, marks) is not None:
+            if self._saved(stage, marks) is not None:
                 try:
                     with self.clock("loading what was quantized"):
                         return load(place, self.model, args, kwargs=kwargs, target=self.target)
@@ -150,8 +158,8 @@ class Road:
             **VERSIONS,
             **versions,
         }
-        is_there = self.journal.find(f"{folder.name} exported", own) is not None
-        has_float = self.journal.find("the float model exported", base) is not None
+        is_there = self._saved(f"{folder.name} exported", own) is not None
+        has_float = self._saved("the float model exported", base) is not None
         if is_there and has_float:
             return path, float_path
         with self.clock("exporting"):
@@ -176,7 +184,7 @@ class Road:
             "scalepoint": VERSIONS["scalepoint"],
             runtime: package_version(runtime),
         }
-        saved = self.journal.find(stage, marks)
+        saved = self._saved(stage, marks)
         if saved is not None:
             try:
                 return TypeAdapter(Verification).validate_python(saved)
@@ -195,10 +203,10 @@ class Road:
         """The user's metric, without gradients; a model is in eval mode meanwhile."""
         assert self.evaluate is not None  # noqa: S101  # who asks for a score has a metric
         known = {**marks, "the metric": mark_of_code(self.evaluate)}
-        saved = self.journal.find(stage, known)
+        saved = self._saved(stage, known)
         if saved is not None:
             return float(saved["score"])
-        with self.clock("evaluating"):
+        with self.clock("evaluating the float model" if stage == FLOAT_SCORE else "evaluating the file"):
             judged = run()
             with evaluating(judged), torch.no_grad():
                 score = float(self.evaluate(judged))
@@ -208,7 +216,7 @@ class Road:
     def float_score(self) -> float | None:
         if self.evaluate is None:
             return None
-        return self.score("the float model evaluated", {"the model": self.model_mark, **VERSIONS}, lambda: self.model)
+        return self.score(FLOAT_SCORE, {"the model": self.model_mark, **VERSIONS}, lambda: self.model)
 
     def _runner(self, path: Path, model: fx.GraphModule, in_runtime: bool) -> Callable[[], Any]:
         """What is judged: the file in ONNX Runtime where it runs there, else the simulation."""
@@ -225,7 +233,7 @@ class Road:
             "max_drop": mark(max_drop),
             **VERSIONS,
         }
-        saved = self.journal.find(stage, marks)
+        saved = self._saved(stage, marks)
         if saved is not None:
             return _step_of(saved)
         with self.clock("finding what to raise"):
