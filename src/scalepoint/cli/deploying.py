@@ -104,7 +104,7 @@ class _Run:
         done = public("deploy")(
             model,
             inputs,
-            batches,
+            [] if batches is None else batches,
             target=settings.target,
             config=settings.quantization,
             output=self.folder,

@@ -42,7 +42,7 @@ def check_settings(settings: Any, *, needs_data: bool = True) -> None:
         raise usage("which model? Name it as package.module:name, or as `model:` in a config given with -c")
     check_name(settings.model, "model")
     check_target(settings.target)
-    if not settings.data and needs_data:
+    if not settings.data and needs_data and settings.quantization.activation != "float":
         raise usage("which data? Give --data, or `data:` in a config given with -c")
     if settings.data:
         check_data(settings.data, reading_of(settings))

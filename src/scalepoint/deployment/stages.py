@@ -6,7 +6,7 @@ Each stage is done, or taken from the journal of a run that did not end.
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -237,7 +237,9 @@ class Road:
         if saved is not None:
             return _step_of(saved)
         with self.clock("finding what to raise"):
-            step = next_step(trials, drop, max_drop, self.target, self.data)
+            has_none = isinstance(self.data, Sized) and not len(self.data)  # weights alone need no data
+            data = self.example() if has_none else self.data
+            step = next_step(trials, drop, max_drop, self.target, data)
         if step is not None:
             kept = {"config": step.config.to_dict(), "raised": step.raised, "start": step.start}
             self.journal.keep(stage, marks, kept)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from scalepoint.deployment.journal import Journal
 from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.stages import Road
-from scalepoint.deployment.trials import Step, Trial, best_of
+from scalepoint.deployment.trials import Step, Trial, best_of, slimmed
 from scalepoint.errors import UsageError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import Coverage, QuantConfig, coverage
@@ -89,7 +89,7 @@ def deploy(
             step = road.next_step(trials, drop, max_drop or 0.0)
             if step is None:
                 break
-            trials.append(road.attempt(len(trials), step))
+            trials = slimmed([*trials, road.attempt(len(trials), step)])
         chosen = best_of(trials)
         best = road.place(chosen, folder)
         trials = [best if trial is chosen else trial for trial in trials]

@@ -12,13 +12,14 @@ Layers are raised in the order of gain per cost until the noise that is left is 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from scalepoint.analysis import Sensitivity, sensitivity
+from scalepoint.errors import UsageError
 from scalepoint.quantize import Override, QuantConfig
 from scalepoint.quantize.config import FLOAT, TensorQuantConfig
 from scalepoint.quantize.stubs import WeightFakeQuantize
@@ -40,7 +41,7 @@ class Trial:
     """One config and what became of it."""
 
     config: QuantConfig
-    model: fx.GraphModule
+    kept: fx.GraphModule | None  # the model, of the best so far; the others need no memory
     path: Path
     float_path: Path
     verification: Verification | None
@@ -48,6 +49,12 @@ class Trial:
     is_judged_in_runtime: bool = False
     raised: tuple[Raised, ...] = ()
     start: int | None = None  # the trial whose config was raised
+
+    @property
+    def model(self) -> fx.GraphModule:
+        if self.kept is None:
+            raise UsageError("only the best trial keeps its model: load it, or deploy its config")
+        return self.kept
 
     @property
     def left_float(self) -> tuple[str, ...]:
@@ -71,6 +78,12 @@ class Step:
 def best_of(trials: Sequence[Trial]) -> Trial:
     """The highest score; the earlier, which raised less, of equals."""
     return max(trials, key=lambda trial: trial.rank)
+
+
+def slimmed(trials: Sequence[Trial]) -> list[Trial]:
+    """Only the best keeps its model."""
+    best = best_of(trials)
+    return [trial if trial is best else replace(trial, kept=None) for trial in trials]
 
 
 def next_step(trials: Sequence[Trial], drop: float, max_drop: float, target: Target, data: Any) -> Step | None:
