@@ -1,5 +1,7 @@
 """Accuracy first: what is raised, in which order, until the drop is small enough."""
 
+import runpy
+
 import pytest
 
 import scalepoint
@@ -46,6 +48,17 @@ def test_the_report_says_what_was_raised_and_why(searched):
     assert "within the 0.2 allowed" in page
     assert INT8 in page
     assert "within the 0.2 allowed" in "\n".join(report.summary())
+
+
+def test_the_call_in_the_report_makes_the_same_file(searched, model, data, tmp_path, monkeypatch):
+    done, folder = searched
+    script = tmp_path / "again.py"
+    script.write_text(done.report.reproduction.call)
+    monkeypatch.chdir(tmp_path)
+    given = {"model": model, "example_inputs": data[0][:1], "calibration_data": data}
+    again = runpy.run_path(str(script), init_globals=given)["done"]
+    assert again.path.read_bytes() == (folder / "model.onnx").read_bytes()
+    assert again.report.reproduction.marks == done.report.reproduction.marks
 
 
 def test_nothing_but_the_best_file_stays(searched):

@@ -41,6 +41,7 @@ from scalepoint.report import Raised
 from scalepoint.targets import Target
 from scalepoint.transformation import transform
 from scalepoint.verification import Status, Verification, verify
+from scalepoint.verification.files import size_of
 from scalepoint.verification.runner import RuntimeModel
 
 Evaluate = Callable[[Any], float]
@@ -194,7 +195,7 @@ class Road:
             compared = None if self.smoke else float_path
             found = verify(path, model, args, kwargs=kwargs, runtime=runtime, float_path=compared, threads=self.threads)
         if self.smoke:
-            found = replace(found, float_size=float_path.stat().st_size)
+            found = replace(found, float_size=size_of(float_path))
         if found.status == Status.OK:  # what went wrong is tried again
             self.journal.keep(stage, marks, vars(found))
         return found

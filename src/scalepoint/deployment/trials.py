@@ -1,7 +1,7 @@
 """Accuracy first: when a file loses too much, the next one gets more precision where that wins most for its cost.
 
     ranges   of all tensors by another method: free at run time, so it is tried first, and the metric decides
-    int8     weights of fewer than 8 bits become the target's own 8 bits: the file grows
+    int8     weights of fewer than 8 bits get 8: the file grows
     float    a layer is left as it is: slower and larger
 
     gain = the noise to signal that the layer is expected to put on the output (sensitivity by proxy)
@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from scalepoint.analysis import Sensitivity, sensitivity
 from scalepoint.errors import UsageError
+from scalepoint.numerics import format_of
 from scalepoint.quantize import Override, QuantConfig
 from scalepoint.quantize.config import FLOAT, TensorQuantConfig
 from scalepoint.quantize.stubs import WeightFakeQuantize
@@ -97,10 +99,17 @@ def next_step(trials: Sequence[Trial], drop: float, max_drop: float, target: Tar
     repeats = 1 + sum(trial.start == index and _has_layers(trial) for trial in trials)
     share = min(max(max_drop / drop if drop > 0 else MOST, LEAST), MOST)
     rows = sensitivity(start.model, data, how="proxy", max_batches=BATCHES, progress=False)
-    chosen = _chosen(rows, _narrow_layers(start.model), share**repeats)
+    narrow = _narrow_layers(start.model)
+    chosen = _chosen(rows, {name: spec.n_bits for name, spec in narrow.items()}, share**repeats)
     if not chosen:
         return None
-    more = tuple(_override(each, target) for each in chosen)
+    kinds = {row.name: row.kind for row in rows}
+    more = tuple(
+        Override(name=each.layer, weight=_eight_bits(narrow[each.layer], target, kinds[each.layer]))
+        if each.to == INT8
+        else Override(name=each.layer, weight=FLOAT, activation=FLOAT)
+        for each in chosen
+    )
     config = start.config.model_copy(update={"overrides": (*start.config.overrides, *more)})
     return Step(config, tuple(chosen), index)
 
@@ -139,16 +148,22 @@ def _gain_per_cost(each: Raised) -> float:
     return -(each.gain or 0.0) / each.cost
 
 
-def _narrow_layers(model: fx.GraphModule) -> dict[str, int]:
+def _narrow_layers(model: fx.GraphModule) -> dict[str, QuantizationSpec]:
     """The layers whose weights have fewer than 8 bits."""
     found = [each for each in model.modules() if isinstance(each, WeightFakeQuantize) and each.enabled]
-    return {name: each.spec.n_bits for each in found if each.spec.n_bits < 8 for name in each.consumers}
+    return {name: each.spec for each in found if each.spec.n_bits < 8 for name in each.consumers}
 
 
-def _override(each: Raised, target: Target) -> Override:
-    if each.to == INT8:
-        return Override(name=each.layer, weight=target.weight)
-    return Override(name=each.layer, weight=FLOAT, activation=FLOAT)
+def _eight_bits(spec: QuantizationSpec, target: Target, kind: str) -> QuantizationSpec:
+    """The same spec with 8 bits where the target runs that, else the target's own."""
+    if format_of(spec.dtype).is_float:
+        return target.weight
+    try:
+        wide = spec.replace(dtype=torch.int8)
+        target.check(wide, "weight", kind, "")
+    except ValueError:
+        return target.weight
+    return wide
 
 
 def other_ranges(config: QuantConfig, target: Target) -> QuantConfig:
