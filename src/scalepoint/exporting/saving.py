@@ -28,14 +28,6 @@ def save_graph(graph: Any, path: Path) -> None:
         (path.parent / name).unlink(missing_ok=True)
 
 
-def remove(path: Path) -> None:
-    """An exported file and the data that only it reads."""
-    names = _data_files(path)
-    path.unlink(missing_ok=True)
-    for name in names:
-        (path.parent / name).unlink(missing_ok=True)
-
-
 def _data_files(path: Path) -> set[str]:
     """The data files of our making that a model refers to."""
     import onnx  # noqa: PLC0415  # only an export needs it
