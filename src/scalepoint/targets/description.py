@@ -46,8 +46,8 @@ def _moved(kinds: Iterable[str]) -> str:
 
 
 def _defaults(target: Target) -> Iterator[tuple[str, str]]:
-    yield "activation", spelled(target.activation)
-    yield "weight", spelled(target.weight)
+    yield "activation", spelled(target.activation, "activation")
+    yield "weight", spelled(target.weight, "weight")
     if target.adapt_weight is not None:
         yield f"weight, {words(target.adapt_weight)}", _docstring(target.adapt_weight)
     yield "bias", BIAS[target.bias]
@@ -55,11 +55,13 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
         yield f"made with {name}=", str(value)
 
 
-def spelled(spec: QuantizationSpec) -> str:
+def spelled(spec: QuantizationSpec, role: str) -> str:
     """uint8, asymmetric, per_tensor, range: histogram_mse"""
     granularity = QuantizationGranularity.key_of(type(spec.granularity))
     fields = spec.to_dict()
     calculator, search = fields["qparam_calculator_cls"], fields["range_calculator_cls"]
+    if calculator == "default":
+        calculator = "static" if role == "weight" else "moving_average"
     how = search if calculator == "static" else calculator
     return f"{fields['dtype']}, {spec.qscheme.value}, {granularity}, range: {how}"
 
