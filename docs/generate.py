@@ -16,18 +16,35 @@ from scalepoint.checking import describe_rules
 from scalepoint.cli.app import EXIT_CODES, app
 from scalepoint.cli.beginning import TEMPLATES, WRITTEN
 from scalepoint.deployment import DeployConfig
-from scalepoint.quantize import Override, QuantConfig, SmoothQuantConfig, TensorQuantConfig
+from scalepoint.quantize import (
+    Override,
+    QuantConfig,
+    SmoothQuantConfig,
+    TensorQuantConfig,
+)
 from scalepoint.quantize.config import Config
 from scalepoint.spec.spec import SchemaGenerator
-from scalepoint.targets import Section, Target, describe, find_target, onnxruntime_target, openvino_target
+from scalepoint.targets import (
+    Section,
+    Target,
+    describe,
+    find_target,
+    onnxruntime_target,
+    openvino_target,
+)
 from scalepoint.targets.cpu import CHOICES
 from scalepoint.targets.description import spelled
 
 DOCS = Path(__file__).parent
 SOURCE = Path(scalepoint.__file__).parent
-MADE = "<!-- made by docs/generate.py: change the code it is made from, and run it -->\n\n"
+MADE = (
+    "<!-- made by docs/generate.py: change the code it is made from, and run it -->\n\n"
+)
 # A page must not depend on the CPU that made it: made for one without VNNI, and what the others change is told.
-CPU_TARGETS: dict[str, Callable[..., Target]] = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
+CPU_TARGETS: dict[str, Callable[..., Target]] = {
+    "onnxruntime": onnxruntime_target,
+    "openvino": openvino_target,
+}
 PLAIN_CPU = "avx2"
 PROOF = {
     "onnxruntime": "running the file in ONNX Runtime",
@@ -44,7 +61,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     """One line; what Markdown would take for its own is kept as it is."""
-    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    return (
+        " ".join(str(text).split())
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("*", "\\*")
+    )
 
 
 def code(text: str) -> str:
@@ -68,7 +90,10 @@ def targets_page() -> str:
     rows = []
     for name, proof in PROOF.items():
         target = target_of(name)
-        tensors = spelled(target.activation, "activation"), spelled(target.weight, "weight")
+        tensors = (
+            spelled(target.activation, "activation"),
+            spelled(target.weight, "weight"),
+        )
         rows.append((f"[{name}]({name}.md)", *tensors, target.bias, proof))
     listed = table(("target", "activations", "weights", "bias", "proven by"), rows)
     end = "These are the defaults; a page lists all that its target accepts.\n"
@@ -80,7 +105,9 @@ def target_page(name: str) -> str:
     parts = [f"# {name}\n\n{MADE}{target.summary}.\n\nProven by {PROOF[name]}.\n"]
     if name in CPU_TARGETS:
         parts.append(_options(name))
-    parts += [_section(section) for section in (*describe(target), *describe_rules(name))]
+    parts += [
+        _section(section) for section in (*describe(target), *describe_rules(name))
+    ]
     return "\n".join(parts)
 
 
@@ -88,8 +115,13 @@ def _options(name: str) -> str:
     """The one option of the CPU targets, and what it changes."""
     factory = CPU_TARGETS[name]
     said = " ".join((factory.__doc__ or "").split())
-    rest = sorted(set(describe(factory("vnni"))[0].rows) ^ set(describe(factory(PLAIN_CPU))[0].rows))
-    changed = ", ".join(dict.fromkeys(row[0] for row in rest if not row[0].startswith("made with")))
+    rest = sorted(
+        set(describe(factory("vnni"))[0].rows)
+        ^ set(describe(factory(PLAIN_CPU))[0].rows)
+    )
+    changed = ", ".join(
+        dict.fromkeys(row[0] for row in rest if not row[0].startswith("made with"))
+    )
     choices = ", ".join(map(code, CHOICES))
     return (
         f"## Options\n\n`scalepoint.targets.{name}_target(cpu=...)`: one of {choices}.\n{said}\n\n"
@@ -132,12 +164,21 @@ keyword of the Python function and a key of the [config file](config.md).
 
 def command_line_page() -> str:
     root: Any = get_command(app)
-    codes = [each.strip(" .").split(" ", 1) for each in EXIT_CODES.removeprefix("Exit codes: ").split(";")]
-    parts = [f"# Command line\n\n{MADE}{COMMANDS}", "## Exit codes\n", table(("code", "meaning"), codes)]
+    codes = [
+        each.strip(" .").split(" ", 1)
+        for each in EXIT_CODES.removeprefix("Exit codes: ").split(";")
+    ]
+    parts = [
+        f"# Command line\n\n{MADE}{COMMANDS}",
+        "## Exit codes\n",
+        table(("code", "meaning"), codes),
+    ]
     for name, command in root.commands.items():
         inner = getattr(command, "commands", None)
         for each, title in (
-            [(one, f"{name} {key}") for key, one in inner.items()] if inner is not None else [(command, name)]
+            [(one, f"{name} {key}") for key, one in inner.items()]
+            if inner is not None
+            else [(command, name)]
         ):
             parts.append(_command(each, f"scalepoint {title}"))
     return "\n".join(parts)
@@ -145,21 +186,39 @@ def command_line_page() -> str:
 
 def _command(command: Any, title: str) -> str:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
-    options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
+    options = [
+        each
+        for each in command.params
+        if each.param_type_name == "option" and each.name != "help"
+    ]
     usage = " ".join([title, *(each.metavar or each.name for each in arguments)])
     parts = [f"## {title}\n", f"{_sentence(command.help)}\n", f"`{usage}`\n"]
     if arguments:
-        parts.append(table(("argument", "what it is"), [(code(each.metavar), each.help or "") for each in arguments]))
-    rows = [(code(", ".join(each.opts)), each.help or "", _default(each.default)) for each in options]
+        parts.append(
+            table(
+                ("argument", "what it is"),
+                [(code(each.metavar), each.help or "") for each in arguments],
+            )
+        )
+    rows = [
+        (code(", ".join(each.opts)), each.help or "", _default(each.default))
+        for each in options
+    ]
     parts.append(table(("option", "what it does", "default"), rows))
-    lines = [line.strip() for line in (command.epilog or "").splitlines() if line.strip() and line != "Examples:"]
+    lines = [
+        line.strip()
+        for line in (command.epilog or "").splitlines()
+        if line.strip() and line != "Examples:"
+    ]
     if lines:
         parts.append("Examples:\n\n" + "".join(f"- {code(line)}\n" for line in lines))
     return "\n".join(parts)
 
 
 def _default(value: Any) -> str:
-    return "" if value is None or value is False or callable(value) else code(str(value))
+    return (
+        "" if value is None or value is False or callable(value) else code(str(value))
+    )
 
 
 def _sentence(text: str | None) -> str:
@@ -176,12 +235,24 @@ schema` prints its JSON Schema for editors. An unknown key is an error that name
 
 def config_page() -> str:
     template = (TEMPLATES / WRITTEN["scalepoint.yaml"]).read_text(encoding="utf-8")
-    parts = [f"# Config file\n\n{MADE}{CONFIG}", f'```yaml title="scalepoint.yaml"\n{template}```\n']
+    parts = [
+        f"# Config file\n\n{MADE}{CONFIG}",
+        f'```yaml title="scalepoint.yaml"\n{template}```\n',
+    ]
     models: tuple[tuple[type[Config], str], ...] = (
         (DeployConfig, "the whole file; `DeployConfig.from_file` and `to_file`"),
-        (QuantConfig, "the key `quantization`, and `config=` in Python. What is absent is the target's choice"),
-        (Override, "one entry of `overrides`. The most specific wins: name, then glob, then type; then the later"),
-        (TensorQuantConfig, "the short form of a tensor's spec; a whole `QuantizationSpec` may stand in its place"),
+        (
+            QuantConfig,
+            "the key `quantization`, and `config=` in Python. What is absent is the target's choice",
+        ),
+        (
+            Override,
+            "one entry of `overrides`. The most specific wins: name, then glob, then type; then the later",
+        ),
+        (
+            TensorQuantConfig,
+            "the short form of a tensor's spec; a whole `QuantizationSpec` may stand in its place",
+        ),
         (SmoothQuantConfig, "the key `smooth_quant`"),
     )
     for model, what in models:
@@ -195,8 +266,18 @@ def _fields(model: type[Config]) -> Iterator[tuple[str, str, str]]:
     schema = model.model_json_schema(schema_generator=SchemaGenerator)
     for name, entry in schema["properties"].items():
         default = model.model_fields[name].default
-        shown = "defaults" if isinstance(default, Config) else "none" if default is None else f"`{default!s}`"
-        yield code(name), _type(entry, schema.get("$defs", {})), re.sub(r"`(\(\)|{})`", "empty", shown)
+        shown = (
+            "defaults"
+            if isinstance(default, Config)
+            else "none"
+            if default is None
+            else f"`{default!s}`"
+        )
+        yield (
+            code(name),
+            _type(entry, schema.get("$defs", {})),
+            re.sub(r"`(\(\)|{})`", "empty", shown),
+        )
 
 
 def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:
@@ -206,7 +287,9 @@ def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:
         choices = known.get(name, {}).get("enum")
         return ", ".join(map(code, choices)) if choices else name
     if "anyOf" in entry:
-        words = [_type(each, known) for each in entry["anyOf"] if each.get("type") != "null"]
+        words = [
+            _type(each, known) for each in entry["anyOf"] if each.get("type") != "null"
+        ]
         return " or ".join(dict.fromkeys(words))
     if "const" in entry:
         return code(entry["const"])
@@ -214,7 +297,12 @@ def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:
         return f"list of {_type(entry.get('items', {}), known)}"
     if entry.get("type") == "object" and "additionalProperties" in entry:
         return f"mapping of names to {_type(entry['additionalProperties'], known)}"
-    names = {"object": "a tensor's config", "string": "text", "integer": "whole number", "boolean": "true or false"}
+    names = {
+        "object": "a tensor's config",
+        "string": "text",
+        "integer": "whole number",
+        "boolean": "true or false",
+    }
     return names.get(entry.get("type", ""), entry.get("type", "anything"))
 
 
@@ -230,9 +318,13 @@ WARNINGS = """What works, but not as one may think (a batch that the model fixes
 def errors_page() -> str:
     """The tree of the module's docstring, as a table."""
     rows = []
-    for name, key, when in re.findall(r"(\w+Error)(?: \(\w+\))? +(SP-\w+) +(.+)", errors.__doc__ or ""):
+    for name, key, when in re.findall(
+        r"(\w+Error)(?: \(\w+\))? +(SP-\w+) +(.+)", errors.__doc__ or ""
+    ):
         kind = getattr(errors, name)
-        builtin = next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
+        builtin = next(
+            base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"
+        )
         rows.append((key, code(name), builtin, when))
     listed = table(("code", "class", "builtin", "when"), sorted(rows))
     return "\n".join((f"# Errors\n\n{MADE}{ERRORS}", listed, WARNINGS))
@@ -264,21 +356,40 @@ loads what it needs when it is first used.
 def api_index() -> str:
     order = list(MODULES)
     rows = []
-    for name, module in sorted(TOP_LEVEL.items(), key=lambda pair: (order.index(pair[1]), pair[0])):
-        said = _sentence((getattr(scalepoint, name).__doc__ or "").strip().partition("\n\n")[0])
+    for name, module in sorted(
+        TOP_LEVEL.items(), key=lambda pair: (order.index(pair[1]), pair[0])
+    ):
+        said = _sentence(
+            (getattr(scalepoint, name).__doc__ or "").strip().partition("\n\n")[0]
+        )
         rows.append((f"[`{name}`]({module}.md#{anchor(module, name)})", said))
-    modules = [(f"[`scalepoint.{name}`]({name}.md)", what) for name, what in MODULES.items()]
-    parts = (f"# Python API\n\n{MADE}{API}", "## Names of `scalepoint`\n", table(("name", "what it does"), rows))
-    return "\n".join((*parts, "## By module\n", table(("module", "what it holds"), modules)))
+    modules = [
+        (f"[`scalepoint.{name}`]({name}.md)", what) for name, what in MODULES.items()
+    ]
+    parts = (
+        f"# Python API\n\n{MADE}{API}",
+        "## Names of `scalepoint`\n",
+        table(("name", "what it does"), rows),
+    )
+    return "\n".join(
+        (*parts, "## By module\n", table(("module", "what it holds"), modules))
+    )
 
 
 def api_page(module: str) -> str:
     """What its package only passes on is looked up through it; a function named as its own file, in that file."""
     names = public_names(module)
-    members = "".join(f"        - {name}\n" for name in names if not _is_file(module, name))
-    parts = [f"# scalepoint.{module}\n\n{MADE}::: scalepoint.{module}\n    options:\n      members:\n{members}"]
+    members = "".join(
+        f"        - {name}\n" for name in names if not _is_file(module, name)
+    )
+    parts = [
+        f"# scalepoint.{module}\n\n{MADE}::: scalepoint.{module}\n    options:\n      members:\n{members}"
+    ]
     files = [name for name in names if _is_file(module, name)]
-    parts += [f"::: {anchor(module, name)}\n    options:\n      show_root_heading: true\n" for name in files]
+    parts += [
+        f"::: {anchor(module, name)}\n    options:\n      show_root_heading: true\n"
+        for name in files
+    ]
     return "\n".join(parts)
 
 
@@ -287,7 +398,11 @@ def _is_file(module: str, name: str) -> bool:
 
 
 def anchor(module: str, name: str) -> str:
-    return f"scalepoint.{module}.{name}.{name}" if _is_file(module, name) else f"scalepoint.{module}.{name}"
+    return (
+        f"scalepoint.{module}.{name}.{name}"
+        if _is_file(module, name)
+        else f"scalepoint.{module}.{name}"
+    )
 
 
 def public_names(module: str) -> list[str]:
@@ -295,7 +410,11 @@ def public_names(module: str) -> list[str]:
     found = import_module(f"scalepoint.{module}")
     if hasattr(found, "__all__"):
         return list(found.__all__)
-    return [name for name, value in vars(found).items() if not name.startswith("_") and is_own(value, found.__name__)]
+    return [
+        name
+        for name, value in vars(found).items()
+        if not name.startswith("_") and is_own(value, found.__name__)
+    ]
 
 
 def is_own(value: Any, module: str) -> bool:
