@@ -200,8 +200,9 @@ def _command(command: Any, title: str) -> str:
                 [(code(each.metavar), each.help or "") for each in arguments],
             )
         )
+    has_config = any(each.name == "config" for each in options)
     rows = [
-        (code(", ".join(each.opts)), each.help or "", _default(each.default))
+        (code(", ".join(each.opts)), each.help or "", _default(each, has_config))
         for each in options
     ]
     parts.append(table(("option", "what it does", "default"), rows))
@@ -215,10 +216,13 @@ def _command(command: Any, title: str) -> str:
     return "\n".join(parts)
 
 
-def _default(value: Any) -> str:
-    return (
-        "" if value is None or value is False or callable(value) else code(str(value))
-    )
+def _default(option: Any, has_config: bool) -> str:
+    """Its own, or where a config file is read the config's."""
+    value = option.default
+    if value is None and has_config and option.name in DeployConfig.model_fields:
+        value = DeployConfig.model_fields[option.name].default
+    silent = value is None or value is False or value == () or callable(value)
+    return "" if silent else code(str(value))
 
 
 def _sentence(text: str | None) -> str:
