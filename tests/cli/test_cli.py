@@ -482,7 +482,7 @@ def test_what_init_writes_runs(call, here) -> None:
     assert call("init")[0] == 0
     code, out, _ = call("deploy", "-c", "scalepoint.yaml", "--dry-run")
     assert code == 0
-    assert "2 quantized" in out
+    assert "3 quantized" in out
 
 
 def test_the_schema_knows_every_key(call) -> None:
