@@ -46,6 +46,8 @@ bench: $(STAMP)
 	-$(BIN)/python bench/qat.py
 	-$(BIN)/python bench/ptq_time.py
 	-$(BIN)/python bench/accuracy.py
+	-$(BIN)/python bench/accuracy.py --runtime
+	-$(BIN)/python bench/deployed.py
 	$(BIN)/python bench/write_page.py
 
 docs: $(STAMP)

@@ -1,7 +1,8 @@
 """Accuracy kept: really trained networks, real labelled data, float against fake-quantized.
 
 Small networks on Fashion-MNIST (10,000 held-out pictures). With `--pictures FOLDER` (JPEG files of 224 x 224 and a
-labels.csv with `file,label`) also EfficientNet-Lite0 on those.
+labels.csv with `file,label`) also EfficientNet-Lite0 on those. With `--runtime` the exported files are judged in ONNX
+Runtime instead of the simulation, and MiniLM on the sentences of the demo joins them.
 """
 
 import argparse
@@ -9,9 +10,11 @@ import copy
 import csv
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +24,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fashion
+import scalepoint
 from scalepoint.quantize import CalibrationMethod, QuantConfig, TensorQuantConfig, prepare_qat, quantize
+from scalepoint.verification.runner import RuntimeModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "demo"))
 import lite0
+import sentences
 
 OUT = Path(__file__).parent.parent / "out"
 CALIBRATION = 512
@@ -49,16 +55,28 @@ class Result:
         return self.limit is None or self.drop <= self.limit
 
 
-Judge = Callable[[nn.Module], float]
+Judge = Callable[[Any], float]
+Road = Callable[[str, nn.Module, list[Any], Judge], list[Result]]
 
 
-def w8a8(name: str, model: nn.Module, calibration: Tensor, judge: Judge) -> list[Result]:
+def simulated(name: str, model: nn.Module, calibration: list[Any], judge: Judge) -> list[Result]:
     """The defaults of the targets."""
     results = [Result(name, "float32", judge(model), 0.0)]
     for target in ("tensorrt", "reference"):
-        quantized = quantize(model, calibration[:2], forward_loop=list(calibration.split(64)), target=target)
+        quantized = quantize(model, calibration[0], forward_loop=calibration, target=target)
         reached = judge(quantized)
         results.append(Result(name, f"W8A8, target {target}", reached, results[0].accuracy - reached, 0.5))
+    return results
+
+
+def in_runtime(name: str, model: nn.Module, calibration: list[Any], judge: Judge) -> list[Result]:
+    """The exported file in ONNX Runtime on this CPU, one thread."""
+    results = [Result(name, "float32", judge(model), 0.0)]
+    quantized = quantize(model, calibration[0], forward_loop=calibration, target="onnxruntime")
+    with tempfile.TemporaryDirectory() as folder:
+        path = scalepoint.export(quantized, Path(folder) / "model.onnx", calibration[0])
+        reached = judge(RuntimeModel(path, threads=1))
+    results.append(Result(name, "int8 file in ONNX Runtime", reached, results[0].accuracy - reached, 0.5))
     return results
 
 
@@ -86,7 +104,7 @@ def pictures(folder: Path) -> tuple[Tensor, Tensor]:
     return x, torch.tensor([int(row["label"]) for row in rows])
 
 
-def photographs(folder: Path) -> list[Result]:
+def photographs(folder: Path, road: Road) -> list[Result]:
     x, y = pictures(folder)
     model = lite0.trained()
 
@@ -96,14 +114,29 @@ def photographs(folder: Path) -> list[Result]:
     held_out = list(zip(x[128:].split(50), y[128:].split(50), strict=True))
 
     @torch.no_grad()
-    def judge(run: nn.Module) -> float:
+    def judge(run: Any) -> float:
         right = sum(int((run(scaled(part)).argmax(1) == labels).sum()) for part, labels in held_out)
         return 100 * right / len(y[128:])
 
-    return w8a8(f"EfficientNet-Lite0, {len(y) - 128} photographs", model, scaled(x[:128]), judge)
+    return road(f"EfficientNet-Lite0, {len(y) - 128} photographs", model, list(scaled(x[:128]).split(64)), judge)
 
 
-def show(results: list[Result]) -> bool:
+def reviews(road: Road) -> list[Result]:
+    """The sentence encoder of the demo, judged by the classifier that was fitted on its float vectors."""
+    model, tokenizer = sentences.load()
+    texts, positive = sentences.sentences()
+    train, end = sentences.TRAIN, sentences.TRAIN + sentences.TEST
+    head = sentences.classifier(sentences.vectors(model, sentences.batches(tokenizer, texts[:train])), positive[:train])
+    held_out, answers = sentences.batches(tokenizer, texts[train:end]), positive[train:end]
+
+    @torch.no_grad()
+    def judge(run: Any) -> float:
+        return 100 * float(((head(sentences.vectors(run, held_out))[:, 0] > 0) == answers).float().mean())
+
+    return road(f"MiniLM-L6, {len(answers)} reviews", model, sentences.batches(tokenizer, texts[end:]), judge)
+
+
+def show(results: list[Result], path: Path) -> bool:
     table = Table(title="accuracy, percent")
     for column in ("model", "how", "accuracy", "drop", "limit"):
         table.add_column(column, justify="left" if column in ("model", "how") else "right")
@@ -113,28 +146,32 @@ def show(results: list[Result]) -> bool:
         table.add_row(row.model, row.how, f"{row.accuracy:.2f}", f"{row.drop:+.2f}", limit, style=style)
     Console(width=110).print(table)
     OUT.mkdir(exist_ok=True)
-    (OUT / "accuracy.json").write_text(json.dumps([asdict(row) for row in results], indent=2))
+    path.write_text(json.dumps([asdict(row) for row in results], indent=2))
     return all(row.holds for row in results)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=Path, help="a folder with labelled photographs, for EfficientNet-Lite0")
+    parser.add_argument("--runtime", action="store_true", help="judge the exported files in ONNX Runtime")
     given = parser.parse_args()
+    road = in_runtime if given.runtime else simulated
     x, y, test_x, test_y = fashion.data()
     results: list[Result] = []
     for kind, epochs, rate in ((fashion.DepthwiseNet, 3, 4e-3), (fashion.SmallViT, 4, 2e-3)):
         model = fashion.trained(kind, x, y, epochs, rate)
 
-        def judge(run: nn.Module) -> float:
+        def judge(run: Any) -> float:
             return fashion.accuracy(run, test_x, test_y)
 
-        results += w8a8(kind.__name__, model, x[:CALIBRATION], judge)
-        if kind is fashion.DepthwiseNet:
+        results += road(kind.__name__, model, list(x[:CALIBRATION].split(64)), judge)
+        if kind is fashion.DepthwiseNet and not given.runtime:
             results += w4a4(kind.__name__, model, x, y, judge)
     if given.pictures:
-        results += photographs(given.pictures)
-    return 0 if show(results) else 1
+        results += photographs(given.pictures, road)
+    if given.runtime:
+        results += reviews(road)
+    return 0 if show(results, OUT / ("accuracy-runtime.json" if given.runtime else "accuracy.json")) else 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,12 @@
 import json
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from ways import ANSWERS, NNCF, OURS, THEIRS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "measured.md"
@@ -32,24 +37,91 @@ def plain_table(path: Path) -> str:
     return "\n".join(lines)
 
 
-TABLES = {
-    "bench-tensor": table,
-    "bench-graph": table,
-    "bench-import": table,
-    "qat": table,
-    "ptq_time": plain_table,
-    "accuracy": plain_table,
-    "deployed": plain_table,
+Rows = list[list[str]]
+LEAST_SPEED = 0.95  # of the runtime's own tool
+LEAST_AGREEMENT = {"onnxruntime": 35.0, "openvino": 30.0}
+LEAST_EQUAL = 0.999
+
+
+def markdown(columns: list[str], rows: Rows) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def marked(text: str, holds: bool) -> str:
+    return text if holds else f"{text} **missed**"
+
+
+def files_table(path: Path, runtime: str, others: str) -> str:
+    """Our file of each network, and the one of the tool that its users would reach for."""
+    rows: Rows = []
+    for found in json.loads(path.read_text()).values():
+        files = {row["how"]: row for row in found.get(runtime, [])}
+        other = files.get(others)
+        for how in (OURS, others):
+            if how in files:
+                rows.append([found["title"], how, *file_cells(files[how], runtime, other if how == OURS else None)])
+    return markdown(["model", "", "int8", "dB against float", "dB to the simulation", "speed", "size"], rows)
+
+
+def file_cells(row: dict[str, Any], runtime: str, other: dict[str, Any] | None) -> list[str]:
+    low, _, all_of_them = row["int8"].partition(" of ")
+    int8 = marked(row["int8"], low == all_of_them or row["agreement"] is None)
+    agreement = ""
+    if row["agreement"] is not None:
+        agreement = marked(f"{row['agreement']:.1f}", row["agreement"] >= LEAST_AGREEMENT[runtime])
+    speed, error = f"{row['speed']:.2f}x", f"{row['against_float']:.1f}"
+    if other is not None:
+        speed = marked(speed, row["speed"] >= LEAST_SPEED * other["speed"])
+        error = marked(error, row["against_float"] >= other["against_float"])
+    return [int8, error, agreement, speed, f"{row['size']:.2f}x"]
+
+
+def saturation_table(path: Path) -> str:
+    """Four answers to u8 x s8 products that are added in pairs of 16 bits."""
+    rows = []
+    for found in json.loads(path.read_text()).values():
+        files = {row["how"]: row for row in found.get("onnxruntime", [])}
+        cells = (f"{files[how]['against_float']:.1f} dB, {files[how]['speed']:.2f}x" for how in ANSWERS if how in files)
+        rows.append([found["title"], *cells])
+    return markdown(["model", *ANSWERS], rows)
+
+
+def layers_table(path: Path) -> str:
+    rows = []
+    for found in json.loads(path.read_text()).values():
+        for row in found.get("layers", []):
+            equal, codes = f"{row['least_equal']:.4%}", str(row["largest_codes"])
+            if row["how"] == OURS:
+                equal = marked(equal, row["least_equal"] >= LEAST_EQUAL)
+                codes = marked(codes, row["largest_codes"] <= 1)
+            steps = f"{row['largest_float_steps']:.2g}"
+            rows.append([found["title"], row["how"], str(row["tensors"]), row["int8"], equal, codes, steps])
+    return markdown(["model", "", "tensors", "int8", "equal codes, worst", "codes apart", "float32 steps apart"], rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "bench-tensor": ("bench-tensor", table),
+    "bench-graph": ("bench-graph", table),
+    "bench-import": ("bench-import", table),
+    "qat": ("qat", table),
+    "ptq_time": ("ptq_time", plain_table),
+    "accuracy": ("accuracy", plain_table),
+    "accuracy-runtime": ("accuracy-runtime", plain_table),
+    "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=THEIRS)),
+    "layers": ("deployed", layers_table),
+    "saturation": ("deployed", saturation_table),
+    "openvino": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),
 }
 
 
 def main() -> int:
     page = PAGE.read_text()
-    for name, make in TABLES.items():
+    for name, (source, make) in TABLES.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if begin not in page:
             raise SystemExit(f"{PAGE} has no {begin}")
-        path = ROOT / "out" / f"{name}.json"
+        path = ROOT / "out" / f"{source}.json"
         if not path.exists():
             print(f"{path.name} is not there: its table stays as it was")
             continue

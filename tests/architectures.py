@@ -61,6 +61,11 @@ def _torchvision() -> tuple[Any, torch.library.Library]:
     return torchvision.models, library
 
 
+def torchvision_models() -> Any:
+    """torchvision.models, on any build of torch."""
+    return _torchvision()[0]
+
+
 def _image(side: int) -> Tensor:
     return torch.randn(2, 3, side, side)
 

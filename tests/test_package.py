@@ -79,6 +79,7 @@ def test_the_public_names_are_pinned():
         "PerBlockGranularity",
         "PerChannelGranularity",
         "PerTensorGranularity",
+        "PerTokenBlockGranularity",
         "PerTokenGranularity",
         "PercentileRangeCalculator",
         "QParams",

@@ -158,7 +158,7 @@ class _Plan:
             raise usage("which model? Name it as package.module:name, or as `model:` in a config given with -c")
         check_name(settings.model, "model")
         check_target(settings.target)
-        if not settings.data and needs_data:
+        if not settings.data and needs_data and settings.quantization.activation != "float":
             raise usage("which data? Give --data, or `data:` in a config given with -c")
         if settings.data:
             check_data(settings.data, self.reading)
@@ -218,7 +218,7 @@ class _Plan:
         return public("deploy")(
             model,
             inputs,
-            batches,
+            [] if batches is None else batches,
             target=settings.target,
             config=settings.quantization,
             output=folder,

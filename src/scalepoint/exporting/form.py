@@ -12,14 +12,25 @@ from scalepoint.exporting.operators import BLOCKS_SINCE, TYPES, dequantize
 from scalepoint.numerics import QParams, dtype_name
 from scalepoint.patterns import Fused
 from scalepoint.patterns.language import place_of
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted, run_with
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 from scalepoint.spec.onnx_form import quantize_linear
 
 
-class StoredWeight(nn.Module):
-    """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies."""
+class Stored(nn.Module):
+    """What has a form in ONNX, from some opset on."""
+
+    @property
+    def opset(self) -> int:
+        raise NotImplementedError
+
+
+class StoredWeight(Stored):
+    """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies.
+
+    Zero points of blocks are left away where all are zero: kernels for narrow weights have a faster path then.
+    """
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
@@ -49,12 +60,14 @@ class StoredWeight(nn.Module):
             codes = codes.flatten(2)[:, :, :, None]
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("scale", scale.detach().to(torch.float32).contiguous().clone())
-        self.register_buffer("zero_point", zero.to(codes.dtype if not codes.is_floating_point() else torch.float32))
+        is_integer = not codes.is_floating_point()
+        zero = zero.to(codes.dtype if is_integer else torch.float32)
+        self.register_buffer("zero_point", None if self.block and is_integer and not zero.any() else zero)
         self._keep_bias(source, bias)
 
     codes: Tensor
     scale: Tensor
-    zero_point: Tensor
+    zero_point: Tensor | None
     bias: Tensor | None
     bias_scale: Tensor | None
 
@@ -72,7 +85,7 @@ class StoredWeight(nn.Module):
         weight = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
         bias = self.bias
         if bias is not None and self.bias_scale is not None:
-            bias = dequantize(bias, self.bias_scale, torch.zeros_like(bias), 0, 0, "int32")
+            bias = dequantize(bias, self.bias_scale, None, 0, 0, "int32")
         if self.kind == "linear":
             y = torch.matmul(x, weight.to(x.dtype))
             return y if bias is None else y + bias
@@ -84,7 +97,7 @@ class StoredWeight(nn.Module):
         return max(TYPES[self.fmt][1], BLOCKS_SINCE if self.block else 0)
 
 
-class StoredStub(nn.Module):
+class StoredStub(Stored):
     """QuantizeLinear and DequantizeLinear with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
@@ -101,6 +114,10 @@ class StoredStub(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         zero = None if self.grid.format.is_float else self.zero_point
         return quantize_linear(x, QParams(self.scale, zero), self.grid, self.granularity, self.stub_name)
+
+    @property
+    def opset(self) -> int:
+        return TYPES[self.grid.format.name][1]
 
 
 class FloatWeight(nn.Module):
@@ -127,10 +144,13 @@ class FloatWeight(nn.Module):
         return run_with(operation, x, self.weight, self.bias)
 
 
-def stored_form(model: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose weights are codes."""
+def stored_form(model: fx.GraphModule, float_dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    """A copy whose weights are codes, for scales that are stored in `float_dtype`."""
     check_ready(model)
-    stored = _replaced(model, StoredWeight)
+    twin = _twin(model)
+    if float_dtype != torch.float32:
+        _round_scales(twin, float_dtype)
+    stored = _replaced(twin, StoredWeight)
     factors = scale_before_quantizing(stored)
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
@@ -141,15 +161,26 @@ def stored_form(model: fx.GraphModule) -> fx.GraphModule:
 
 def float_form(model: fx.GraphModule) -> fx.GraphModule:
     """A copy without quantizers."""
-    plain = _replaced(model, FloatWeight)
+    plain = _replaced(_twin(model), FloatWeight)
     for module in plain.modules():
         if isinstance(module, QuantStub):
             module.enabled = False
     return plain
 
 
-def _replaced(model: fx.GraphModule, kind: type[StoredWeight | FloatWeight]) -> fx.GraphModule:
-    twin = copy.deepcopy(model).cpu().eval()
+def _twin(model: fx.GraphModule) -> fx.GraphModule:
+    return copy.deepcopy(model).cpu().eval()
+
+
+def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
+    """To what the file can hold, before codes are made with them; never to zero."""
+    for module in model.modules():
+        if isinstance(module, Quantizing):
+            rounded = module.scale.to(dtype).clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+            module.take(QParams(rounded.to(torch.float32)))
+
+
+def _replaced(twin: fx.GraphModule, kind: type[StoredWeight | FloatWeight]) -> fx.GraphModule:
     made: dict[int, nn.Module] = {}
     with torch.no_grad():
         for fused in twin.modules():
@@ -158,7 +189,8 @@ def _replaced(model: fx.GraphModule, kind: type[StoredWeight | FloatWeight]) -> 
             for role, part in fused.parts.items():
                 if isinstance(part, QuantizedWeighted):
                     if id(part) not in made:
-                        made[id(part)] = kind(part).eval()
+                        gave_up = part.weight_quant.quantizer.is_disabled()
+                        made[id(part)] = (FloatWeight if gave_up else kind)(part).eval()
                         fused.add_module(f"stored_{role}", made[id(part)])
                     fused.parts[role] = made[id(part)]
     for node in twin.graph.nodes:  # torch.export names what it records after this

@@ -7,20 +7,24 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from scalepoint.errors import ExportError, ScalepointError
-from scalepoint.exporting.form import StoredWeight, float_form, stored_form
+from scalepoint.exporting.form import Stored, float_form, stored_form
 from scalepoint.files import replace_file
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.export import export as export_program
 from scalepoint.graph.export import quiet
+from scalepoint.numerics import dtype_name
+from scalepoint.spec.spec import to_dtype
 from scalepoint.targets import Target, find_target
 
 IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
+OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 LARGEST_IN_ONE_FILE = 1_900_000_000  # protobuf stops at 2 GB
 
 
@@ -32,11 +36,14 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     target: str | Target | None = None,
     float_path: str | Path | None = None,
+    float_dtype: str | torch.dtype | None = None,
     dynamic: bool = True,
 ) -> Path:
     """Write the model to `path`, which appears whole or not at all; returns it.
 
     `target` is that of the model unless given. `float_path` receives the float model of the same capture, to compare.
+    `float_dtype` ("float16", "bfloat16") is the type of what is not quantized and of the scales, for compilers that
+    run the types of the file; inputs and outputs stay float32.
     """
     path = Path(path)
     chosen = find_target(target) if target is not None else model.meta.get("target")
@@ -45,36 +52,52 @@ def export(
         raise ExportError(
             f"the quantizers of this model were placed for {own.name!r}: transform and insert for {chosen.name!r} anew"
         )
-    stored = stored_form(model)
-    opset = max([18, *(module.opset for module in stored.modules() if isinstance(module, StoredWeight))])
-    _write(stored, path, as_inputs(example_inputs, kwargs), opset, dynamic=dynamic)
+    kind = _float_type(float_dtype, chosen)
+    stored = stored_form(model, kind)
+    opset = max([OPSETS[kind], *(module.opset for module in stored.modules() if isinstance(module, Stored))])
+    form = _Form(as_inputs(example_inputs, kwargs), opset, dtype_name(kind), dynamic)
+    _write(stored, path, form)
     if float_path is not None:
-        _write(float_form(model), Path(float_path), as_inputs(example_inputs, kwargs), opset, dynamic=dynamic)
+        _write(float_form(model), Path(float_path), form)
     return path
 
 
-def _write(
-    model: fx.GraphModule, path: Path, inputs: tuple[tuple[Any, ...], dict[str, Any]], opset: int, *, dynamic: bool
-) -> None:
-    graph = _to_onnx(model, inputs, opset, dynamic=dynamic)
+class _Form(NamedTuple):
+    """How a graph is written."""
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    opset: int
+    float_dtype: str
+    dynamic: bool
+
+
+def _float_type(given: str | torch.dtype | None, target: Target | None) -> torch.dtype:
+    kind = torch.float32 if given is None else to_dtype(_SHORT.get(given, given) if isinstance(given, str) else given)
+    allowed = tuple(OPSETS) if target is None else target.float_dtypes
+    if kind not in allowed:
+        name, names = "this model" if target is None else f"target {target.name!r}", map(dtype_name, allowed)
+        raise ExportError(f"float_dtype={dtype_name(kind)}: {name} runs what is not quantized in {' or '.join(names)}")
+    return kind
+
+
+def _write(model: fx.GraphModule, path: Path, form: _Form) -> None:
+    graph = _to_onnx(model, form)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_graph(graph, path)
 
 
-def _to_onnx(
-    model: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]], opset: int, *, dynamic: bool
-) -> Any:
+def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     from scalepoint.exporting.operators import translations  # noqa: PLC0415  # onnx is imported by an export only
     from scalepoint.exporting.passes import finish  # noqa: PLC0415
 
     try:
         with torch.no_grad():
-            exported = export_program(model, *inputs, dynamic)
+            exported = export_program(model, *form.inputs, form.dynamic)
         with quiet():
             program = torch.onnx.export(
                 exported,
-                opset_version=opset,
-                custom_translation_table=translations(opset),
+                opset_version=form.opset,
+                custom_translation_table=translations(form.opset),
                 verbose=False,
             )
     except ScalepointError:
@@ -84,7 +107,7 @@ def _to_onnx(
         raise ExportError(f"torch.onnx.export failed: {type(error).__name__}: {reason[0] if reason else ''}") from error
     if program is None:
         raise ExportError("torch.onnx.export gave nothing")
-    finish(program.model, IR_VERSIONS[opset])
+    finish(program.model, IR_VERSIONS[form.opset], form.float_dtype)
     return program.model
 
 

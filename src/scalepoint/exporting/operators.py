@@ -22,19 +22,20 @@ BLOCKS_SINCE = 21
 
 
 @torch.library.custom_op("scalepoint::dequantize", mutates_args=())
-def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int, fmt: str) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int, fmt: str) -> Tensor:
     """(codes - zero_point) * scale; axis says which one has a scale each, block > 0 how many share one along it."""
+    zero = torch.zeros_like(scale) if zero_point is None else zero_point.to(torch.float32)
     shape = [1] * codes.ndim
     if block:
-        scale, zero_point = (value.repeat_interleave(block, axis) for value in (scale, zero_point))
+        scale, zero = (value.repeat_interleave(block, axis) for value in (scale, zero))
     elif scale.ndim:
         shape[axis] = -1
-        scale, zero_point = scale.view(shape), zero_point.view(shape)
-    return (codes.to(torch.float32) - zero_point.to(torch.float32)) * scale
+        scale, zero = scale.view(shape), zero.view(shape)
+    return (codes.to(torch.float32) - zero) * scale
 
 
 @dequantize.register_fake
-def _(codes: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int, fmt: str) -> Tensor:
+def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int, fmt: str) -> Tensor:
     return torch.empty(codes.shape, dtype=scale.dtype, device=codes.device)
 
 
@@ -48,8 +49,8 @@ def translations(opset: int) -> dict[Any, Any]:
     def to_onnx(codes: Any, scale: Any, zero_point: Any, axis: int, block: int, fmt: str) -> Any:
         kind = getattr(onnx.TensorProto, TYPES[fmt][0])
         settings = {"axis": axis} | ({"block_size": block} if block else {})
-        if fmt == "int32":
-            return op.DequantizeLinear(codes, scale, **settings)
+        if zero_point is None:
+            return op.DequantizeLinear(codes if fmt == "int32" else op.Cast(codes, to=kind), scale, **settings)
         return op.DequantizeLinear(op.Cast(codes, to=kind), scale, op.Cast(zero_point, to=kind), **settings)
 
     return {torch.ops.scalepoint.dequantize.default: to_onnx}

@@ -7,6 +7,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from scalepoint.exporting.precision import use_float
+
 KEPT_METADATA = "pkg.torch.onnx.name_scopes"
 _NARROW = {
     "INT4": ml_dtypes.int4,
@@ -21,11 +23,13 @@ _NARROW = {
 }
 
 
-def finish(model: Any, ir_version: int) -> None:
+def finish(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
     """All passes, in order."""
     fold_casts(model)
     fold_pads(model)
     use_global_pools(model)
+    if float_dtype != "float32":
+        use_float(model, float_dtype)
     name_nodes(model)
     forget_the_machine(model)
     drop_unused(model)

@@ -25,6 +25,7 @@ RUNGS = ((False, True), (True, True), (False, False), (True, False))  # (strict,
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
     """The program of the first rung that succeeds with every batch free, else the best that there is."""
+    args, kwargs = pytree.tree_map(_contiguous, (args, kwargs))
     first: Exception | None = None
     fixed: list[ExportedProgram] = []  # programs in which torch.export took the batch for a constant
     wide = widened(args, kwargs)
@@ -45,6 +46,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyna
     if fixed and not is_wide:
         return min(fixed, key=lambda program: len(fixed_batch(program)))
     raise _explained(model, args, kwargs, first) from first
+
+
+def _contiguous(value: Any) -> Any:
+    """torch.export guards the strides of views and channels-last examples, and torch.onnx trips over such guards."""
+    return value.contiguous() if isinstance(value, Tensor) and value.layout == torch.strided else value
 
 
 def _export_once(

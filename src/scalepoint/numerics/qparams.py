@@ -62,12 +62,12 @@ def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return low.to(torch.float32).reshape(view.counts), high.to(torch.float32).reshape(view.counts)
 
 
-def choose_qparams(low: Tensor, high: Tensor, grid: Grid) -> QParams:
-    """The parameters for a range, which is widened to hold zero."""
+def choose_qparams(low: Tensor, high: Tensor, grid: Grid, outer: Tensor | None = None) -> QParams:
+    """The parameters for a range, which is widened to hold zero; `outer` is a given scale of a two-level format."""
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     max_abs = torch.maximum(-low, high)
     if grid.format.is_float:
-        return QParams(float_scale(max_abs, grid))
+        return QParams(float_scale(max_abs, grid, outer))
     if grid.is_symmetric:
         scale = (max_abs / (grid.span / 2)).clamp(min=_least(grid, grid.span / 2))
         zero_point = torch.full_like(scale, grid.middle, dtype=torch.int32)
@@ -94,12 +94,12 @@ def _least(grid: Grid, steps: float) -> float:
     return EPS if grid.least_range is None else grid.least_range / steps
 
 
-def float_scale(max_abs: Tensor, grid: Grid) -> Tensor:
+def float_scale(max_abs: Tensor, grid: Grid, outer: Tensor | None = None) -> Tensor:
     """The scale of a float format, by the type that the scale itself is stored in."""
     if grid.scale_dtype == E8M0:
         return power_of_two_scale(max_abs, grid.format, grid.scale_rounding)
     if grid.scale_dtype == E4M3:
-        outer = tensor_scale(max_abs, grid.format)
+        outer = tensor_scale(max_abs, grid.format) if outer is None else outer
         return block_scale(max_abs, outer, grid.format) * outer
     return (max_abs / grid.format.high).clamp(min=EPS)
 

@@ -3,11 +3,12 @@
     QuantConfig(activation=TensorQuantConfig(), weight=TensorQuantConfig(per_channel=True),
                 overrides=(Override(name="head", weight="float", activation="float"),
                            Override(type=nn.Linear, weight=TensorQuantConfig(n_bits=4))))
+    QuantConfig.weight_only("int4", block_size=32)
 
 An override is chosen by how narrowly it fits: an exact name before a glob before a type; among equals the later wins.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -18,7 +19,13 @@ from torch import nn
 
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
-from scalepoint.spec import PerChannelGranularity, PerTensorGranularity, QuantizationSpec
+from scalepoint.spec import (
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerTensorGranularity,
+    QuantizationGranularity,
+    QuantizationSpec,
+)
 from scalepoint.spec.spec import SchemaGenerator
 
 FLOAT = "float"  # in the place of a tensor's config: leave it as it is
@@ -62,12 +69,16 @@ class Config(BaseModel):
 
 
 class TensorQuantConfig(Config):
-    """The short form of a QuantizationSpec: signed integers when symmetric, unsigned when not."""
+    """The short form of a QuantizationSpec: signed integers when symmetric, unsigned when not.
+
+    `block_size` gives every so many weights along the input channels a scale of their own.
+    """
 
     n_bits: Annotated[int, Field(strict=True)] = 8
     symmetric: bool = True
     per_channel: bool = False
     calibration_method: CalibrationMethod = CalibrationMethod.MINMAX
+    block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
 
     WIDTHS: ClassVar[tuple[int, ...]] = (2, 4, 8)
 
@@ -78,6 +89,8 @@ class TensorQuantConfig(Config):
             raise ConfigError(
                 f"n_bits={self.n_bits}: integers of {widths} bits; for fp8 and fp4 give a QuantizationSpec"
             )
+        if self.per_channel and self.block_size:
+            raise ConfigError(f"a weight has a scale a channel or one for {self.block_size} of its values, not both")
         return self
 
     @property
@@ -96,6 +109,10 @@ class TensorQuantConfig(Config):
     def activation_spec(self) -> QuantizationSpec:
         if self.per_channel:
             raise ConfigError("per_channel=True is for weights: no runtime has activations with a scale a channel")
+        if self.block_size:
+            raise ConfigError(
+                f"block_size={self.block_size} is for weights; for MX activations give a QuantizationSpec"
+            )
         memory, _ = _COMPONENTS[self.calibration_method]
         return QuantizationSpec(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
 
@@ -104,16 +121,23 @@ class TensorQuantConfig(Config):
         return QuantizationSpec(
             dtype=self.dtype,
             qscheme=self._scheme,
-            granularity=PerChannelGranularity() if self.per_channel else PerTensorGranularity(),
+            granularity=self._granularity,
             qparam_calculator_cls="static",
             range_calculator_cls=search,
         )
+
+    @property
+    def _granularity(self) -> QuantizationGranularity:
+        if self.block_size:
+            return PerBlockGranularity(block_size=self.block_size)
+        return PerChannelGranularity() if self.per_channel else PerTensorGranularity()
 
     @property
     def _scheme(self) -> str:
         return "symmetric" if self.symmetric else "asymmetric"
 
 
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in TensorQuantConfig.WIDTHS)
 TensorConfig = TensorQuantConfig | QuantizationSpec
 
 
@@ -242,6 +266,22 @@ class QuantConfig(Config):
             return said.weight_spec() if role == "weight" else said.activation_spec()
         answer: QuantizationSpec | str | None = said
         return answer
+
+    @classmethod
+    def weight_only(
+        cls, dtype: str = "int4", block_size: int | None = 32, *, overrides: Sequence[Override] = ()
+    ) -> Self:
+        """Weights in blocks that share a scale (None: a scale an output channel), activations float: no data needed."""
+        bits = dict(zip(_INTEGERS, TensorQuantConfig.WIDTHS * 2, strict=True)).get(dtype)
+        if bits is None:
+            raise ConfigError(
+                f"weight_only({dtype!r}): {nearest(str(dtype), _INTEGERS)}; for other formats give "
+                "QuantConfig(activation='float', weight=QuantizationSpec(...))"
+            )
+        weight = TensorQuantConfig(
+            n_bits=bits, symmetric=dtype[0] == "i", per_channel=block_size is None, block_size=block_size
+        )
+        return cls(activation=FLOAT, weight=weight, overrides=tuple(overrides))
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:

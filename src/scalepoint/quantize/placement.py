@@ -17,6 +17,7 @@ from scalepoint.graph import WEIGHTED, Operation
 from scalepoint.graph.lift import module_path, tensor_of
 from scalepoint.graph.modules import Slot
 from scalepoint.patterns import Fused, PatternMatch, Point, kind_of
+from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.weighted import MULTIPLIES, kind_of_part, weight_shape
@@ -168,14 +169,46 @@ def _is_float(node: fx.Node) -> bool:
     return value is None or value.is_floating_point()
 
 
-def facts_of(site: Site) -> Facts:
+def facts_of(site: Site, config: QuantConfig, target: Target | None) -> Facts:
+    activation = _wanted(site, "input", config, target)
+    if isinstance(site.fused, FusedAttention):
+        return Facts(site.name, "attention", site.match.pattern.name, activation=activation, **_attention_facts(site))
     part = site.part
     shape = weight_shape(part)
     if isinstance(part, Operation) and part.has_input_first:
         shape = shape[::-1]
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
     is_first = any(operand.op == "placeholder" for _, operand in site.operands)
-    return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first)
+    return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation)
+
+
+def _role(point: Point) -> str:
+    return "output" if point == Point.OUTPUT else "input"
+
+
+def _attention_facts(site: Site) -> dict[str, Any]:
+    """Whether a mask is computed, and how many tokens there are."""
+    operands = [operand for _, operand in site.operands]
+    others = [each for each in site.node.args if isinstance(each, fx.Node) and each not in operands]
+    first = next(iter(site.fused.parts.values()))
+    is_causal = isinstance(first, Operation) and bool(first.arguments.get("is_causal"))
+    sizes = [value.shape[-2] for operand in operands if (value := tensor_of(operand)) is not None and value.ndim > 1]
+    return {
+        "is_masked": is_causal or any(map(_depends_on_inputs, others)),
+        "tokens": max((size for size in sizes if isinstance(size, int)), default=0),
+    }
+
+
+def _depends_on_inputs(node: fx.Node) -> bool:
+    pending, seen = [node], {node}
+    while pending:
+        each = pending.pop()
+        if each.op == "placeholder":
+            return True
+        behind = [source for source in each.all_input_nodes if source not in seen]
+        seen.update(behind)
+        pending += behind
+    return False
 
 
 @dataclass
@@ -221,13 +254,13 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
         decision.reason = "its weight is computed in the forward pass, not stored"
         return decision
     asked = any(override.fits(site.names, site.types) for override in config.overrides)
-    why = target.why_float(facts_of(site)) if target is not None and not asked else None
+    why = target.why_float(facts_of(site, config, target)) if target is not None and not asked else None
     if why:
         decision.reason = why
         return decision
     said: list[str] = []
     for point, operand in site.operands:
-        role = "output" if point == Point.OUTPUT else "input"
+        role = _role(point)
         spec = _spec(site, role, config, target)
         if spec is None:
             said.append(role)
@@ -246,22 +279,28 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     return decision
 
 
-def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> QuantizationSpec | None:
+def _wanted(site: Site, role: str, config: QuantConfig, target: Target | None) -> QuantizationSpec | None:
+    """What the config says, else the target's choice, else the default; None is float."""
     spec = config.spec_for(role, site.names, site.types)
-    kind = "weight" if role == "weight" else "activation"
     if spec is None:
         if target is not None:
             spec = target.weight if role == "weight" else target.activation
         else:
             is_weight = role == "weight"
             spec = default_weight_quantization_spec() if is_weight else default_activation_quantization_spec()
-    if spec == FLOAT or not isinstance(spec, QuantizationSpec):
+    return spec if isinstance(spec, QuantizationSpec) else None
+
+
+def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> QuantizationSpec | None:
+    spec = _wanted(site, role, config, target)
+    kind = "weight" if role == "weight" else "activation"
+    if spec is None:
         return None
     if target is not None:
         target.check(spec, kind, site.kind, site.name)
     if role == "weight" and site.part is not None:
         _check_weight(site)
-        spec = spec if target is None else target.weight_for(spec, facts_of(site))
+        spec = spec if target is None else target.weight_for(spec, facts_of(site, config, target))
         spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
     return spec
 

@@ -128,7 +128,7 @@ class Quantizing(Stateful):
     def simulate(self, tensor: Tensor) -> Tensor:
         """The tensor as its codes keep it."""
         if self.calculator.always_called:
-            qparams: QParams = self.calculator(tensor)
+            qparams = self.calculator.anew(tensor)
             if self.is_learned and not torch.compiler.is_compiling():
                 self.take(qparams)
         else:
@@ -221,7 +221,7 @@ class QuantStub(Quantizing):
     @property
     def is_fixed(self) -> bool:
         """Whether calibration has nothing to find: the parameters are given, or made anew for every tensor."""
-        return self.fixed_calibration is not None or (self.calculator.always_called and not self.is_learned)
+        return self.fixed_calibration is not None or not self.calculator.observes
 
     @property
     def has_observed(self) -> bool:
@@ -235,7 +235,7 @@ class QuantStub(Quantizing):
         if observing and not self.is_fixed:
             self.quantizer(tensor)
             self._has_news = True
-            if enabled and not self.is_learned:
+            if enabled and not self.calculator.always_called:
                 self.take(self.calculator.stored)
         return self.simulate(tensor) if enabled and not self.quantizer.is_disabled() else tensor
 

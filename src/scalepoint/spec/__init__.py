@@ -11,6 +11,7 @@ from scalepoint.spec.granularity import (
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
+    PerTokenBlockGranularity,
     PerTokenGranularity,
     QuantizationGranularity,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "PerBlockGranularity",
     "PerChannelGranularity",
     "PerTensorGranularity",
+    "PerTokenBlockGranularity",
     "PerTokenGranularity",
     "PercentileRangeCalculator",
     "QParams",

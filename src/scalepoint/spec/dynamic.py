@@ -1,11 +1,11 @@
-"""Parameters made anew for every call, as a runtime with dynamic quantization does: per tensor or per token."""
+"""Parameters made anew for every call, as a runtime with dynamic quantization does: per tensor, token or block."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scalepoint.numerics import QParams
+from scalepoint.numerics import QParams, choose_qparams, tensor_scale
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 
 
@@ -13,8 +13,10 @@ from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 class DynamicQParamsCalculator(QParamsCalculatorBase):
     """From the tensor of this very call, in every mode, also frozen and in export mode.
 
-    With PerTokenGranularity each token has its own scale, whatever the batch and the length. `get_qparams()` gives
-    those of the last call; they are no part of the state.
+    With PerTokenGranularity each token has its own scale, whatever the batch and the length; with
+    PerTokenBlockGranularity each block of a token. `get_qparams()` gives those of the last call; they are no part of
+    the state. Of a two-level format (NVFP4) only the block scales are made anew: the scale of the tensor is the largest
+    that was observed, as runtimes take it for a constant.
     """
 
     always_called = True
@@ -24,20 +26,46 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
         self._last: QParams | None = None
 
     def forward(self, tensor: Tensor) -> QParams:
+        if self.observes and not self.is_on("export_mode"):
+            with torch.no_grad():
+                low, high = self._range(tensor)
+                outer = tensor_scale(torch.maximum(-low, high), self.grid.format)
+                seen = self.tensor_scale
+                self._keep("tensor_scale", outer if seen is None or not seen.numel() else torch.maximum(outer, seen))
+        return self.anew(tensor)
+
+    def anew(self, tensor: Tensor) -> QParams:
         with torch.no_grad():
-            observed = self._no_range(tensor) if None not in self.float_range else self.range_calculator(tensor)
-            qparams = self.choose(*observed)
+            outer = None if self.tensor_scale is None or not self.tensor_scale.numel() else self.tensor_scale
+            qparams = choose_qparams(*self._range(tensor), self.grid, outer)
         if not torch.compiler.is_compiling():
             self._last = qparams
         return qparams
 
+    def _range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """That of the tensor, but for ends that are fixed."""
+        fixed = self.float_range
+        observed = self._no_range(tensor) if None not in fixed else self.range_calculator(tensor)
+        low, high = (
+            value if end is None else torch.full_like(value, end) for value, end in zip(observed, fixed, strict=True)
+        )
+        return low.clamp(max=0.0), high.clamp(min=0.0)
+
+    @property
+    def observes(self) -> bool:
+        return self.tensor_scale is not None
+
     @property
     def is_initialized(self) -> bool:
-        return self._last is not None
+        return self._last is not None or (self.tensor_scale is not None and self.tensor_scale.numel() > 0)
 
     @property
     def stored(self) -> QParams:
         return super().stored if self._last is None else self._last
+
+    def settle(self) -> QParams:
+        """What is constant: the scale of the tensor."""
+        return self.stored if self.tensor_scale is None else QParams(self.tensor_scale)
 
     def reset(self) -> None:
         super().reset()

@@ -110,8 +110,10 @@ class FakeQuantizeImplBase(Registry, Stateful):
             return tensor
         calculator: Any = self._modules["qparams_calculator"]
         try:
-            if observing or calculator.always_called:
+            if observing:
                 qparams = self._observe(tensor, calculator)
+            elif calculator.always_called:
+                qparams = calculator.anew(tensor)
             else:
                 qparams = calculator.stored
                 if not qparams.scale.numel():

@@ -4,9 +4,9 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, StrictInt, field_validator, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_serializer, model_validator
 from torch import nn
 
 from scalepoint.errors import SpecError, nearest, shown
@@ -97,6 +97,24 @@ class PerTokenGranularity(QuantizationGranularity):
         if not len(shape):
             raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
         return (*(1 for _ in shape[:-1]), shape[-1])
+
+
+@QuantizationGranularity.register("per_token_block")
+class PerTokenBlockGranularity(QuantizationGranularity):
+    """One scale for `block_size` elements along the last axis, whatever the rank: MX and NVFP4 activations."""
+
+    block_size: Annotated[StrictInt, Field(gt=0)]
+
+    @property
+    def broadcasts(self) -> bool:
+        return False
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        if not len(shape):
+            raise SpecError("a 0-d tensor has no last axis: use PerTensorGranularity()")
+        block = (*(1 for _ in shape[:-1]), self.block_size)
+        check_divides(shape, block)
+        return block
 
 
 @QuantizationGranularity.register("per_block")

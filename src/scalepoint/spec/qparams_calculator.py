@@ -135,6 +135,16 @@ class QParamsCalculatorBase(Registry, Stateful):
             self.observed_batches.add_(1)
         return qparams
 
+    def anew(self, tensor: Tensor) -> QParams:
+        """The parameters of this very tensor, for calculators that are always called; nothing is observed."""
+        qparams: QParams = self(tensor)
+        return qparams
+
+    @property
+    def observes(self) -> bool:
+        """Whether calibration has something to find."""
+        return True
+
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         """The parameters for a tensor with this range; the hook of calculators with a memory."""
         return self.choose(min_val, max_val)

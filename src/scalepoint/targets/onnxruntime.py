@@ -67,7 +67,14 @@ def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
     return None if sources and all(map(_from_convolution, sources)) else "not all of its inputs come from convolutions"
 
 
-NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4", "int2")))  # weight-only: MatMulNBits
+def weights_alone(facts: Facts) -> str | None:
+    """Only MatMulNBits multiplies by narrow weights; elsewhere they are dequantized at each run."""
+    if facts.is_weight_only and facts.kind != "linear":
+        return f"no kernel for a {facts.kind} with narrow weights and float activations"
+    return None
+
+
+NARROW = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # weight-only: MatMulNBits
 BOTH = (Point.INPUT, Point.OUTPUT)
 PATTERNS = (
     Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), FOLDED), FusedConvBNReLU, BOTH),
@@ -95,8 +102,10 @@ PATTERNS = (
 
 
 def pair_safe(spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
-    """int8 weights whose products cannot saturate; depthwise kernels do not add in pairs and keep all 8 bits."""
-    if spec.dtype != torch.int8 or facts.is_depthwise or spec.qscheme == QuantizationScheme.ASYMMETRIC:
+    """int8 weights whose products cannot saturate; depthwise and weight-only kernels do not add in pairs."""
+    if spec.dtype != torch.int8 or facts.is_depthwise or facts.is_weight_only:
+        return spec
+    if spec.qscheme == QuantizationScheme.ASYMMETRIC:
         return spec
     return spec.replace(range_calculator_cls="pair_safe", qscheme=QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 
@@ -119,7 +128,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
             Accepted(
                 "weight",
-                tuple(map(to_dtype, ("int4", "uint4", "int2", "int8"))),
+                NARROW,
                 (),
                 ("per_block", "per_channel"),
                 (16, 32, 64, 128, 256),
@@ -127,6 +136,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
             ),
         ),
         adapt_weight=None if chosen == "vnni" else pair_safe,
+        rules=(weights_alone,),
         shares=COPIES,
         bias="int32",
         options={"cpu": chosen},

@@ -1,5 +1,7 @@
 """The reference target: every format anywhere the base patterns have a point; for experiments and tests."""
 
+import torch
+
 from scalepoint.patterns import BASE_PATTERNS
 from scalepoint.spec import PerChannelGranularity, QuantizationSpec
 from scalepoint.targets.target import Target
@@ -12,4 +14,5 @@ REFERENCE = Target(
     weight=QuantizationSpec(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
+    float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
 )

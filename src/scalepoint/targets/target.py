@@ -15,7 +15,7 @@ from scalepoint.errors import SpecError, TargetError, shown
 from scalepoint.numerics import dtype_name, format_of
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
-from scalepoint.spec import PerBlockGranularity, QuantizationGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import QuantizationGranularity, QuantizationScheme, QuantizationSpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,13 @@ class Facts:
     weight_shape: tuple[int, ...] = ()
     groups: int = 1
     is_first: bool = False
+    activation: QuantizationSpec | None = None  # what its inputs are asked in
+    is_masked: bool = False  # attention: whether a mask is added that depends on the inputs
+    tokens: int = 0  # attention: the longer of query and key, 0 when it is free
+
+    @property
+    def is_weight_only(self) -> bool:
+        return bool(self.weight_shape) and self.activation is None
 
     @property
     def is_depthwise(self) -> bool:
@@ -69,7 +76,7 @@ class Accepted:
             return f"scheme {spec.qscheme.value}"
         if self.granularities and key not in self.granularities:
             return f"granularity {key}"
-        blocks = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
+        blocks = getattr(granularity, "block_size", None)
         if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
             return f"blocks of {blocks}"
         return None
@@ -96,6 +103,8 @@ class Target:
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
     bias: Literal["float", "int32"] = "float"
+    float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
+    domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 
     def __post_init__(self) -> None:

@@ -1,6 +1,18 @@
 """Verification in the real runtime: agreement with the simulation, what really runs in low precision, speed."""
 
+from scalepoint.verification.layers import LayerAgreement, LayerVerification, verify_layers
 from scalepoint.verification.process import Status
 from scalepoint.verification.verification import Agreement, Benchmark, Departure, Verification, benchmark, verify
 
-__all__ = ["Agreement", "Benchmark", "Departure", "Status", "Verification", "benchmark", "verify"]
+__all__ = [
+    "Agreement",
+    "Benchmark",
+    "Departure",
+    "LayerAgreement",
+    "LayerVerification",
+    "Status",
+    "Verification",
+    "benchmark",
+    "verify",
+    "verify_layers",
+]

@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+PASSED = ("DequantizeLinear", "Transpose", "Cast")  # from a weight to the product
+BLOCKS = (16, 32, 64, 128, 256)
+MULTIPLY = ("Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul")  # of OpenVINO
 Arrays = dict[str, np.ndarray]
 
 
@@ -52,6 +55,8 @@ def _session(request: dict[str, Any], path: str | bytes, optimized: str | None =
     if optimized:
         options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = optimized
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
+        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
     for key, value in request.get("session", {}).items():
         options.add_session_config_entry(key, value)
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -95,19 +100,41 @@ def _compiled(path: str) -> list[dict[str, Any]]:
     import onnx  # noqa: PLC0415
 
     model = onnx.load(path, load_external_data=False)
-    constants = {tensor.name for tensor in model.graph.initializer}
+    constants = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     made = {name: node for node in model.graph.node for name in node.output}
+    executed = []
+    for node in model.graph.node:
+        name, passed = node.input[1] if len(node.input) > 1 else "", []
+        while name in made and made[name].op_type in PASSED:
+            passed.append(made[name])
+            name = made[name].input[0]
+        weighted = name in constants
+        why = _why_float(node, passed, constants[name]) if weighted else ""
+        executed.append({"name": node.name, "op": node.op_type, "weighted": weighted, "why": why})
+    return executed
 
-    def is_constant(name: str) -> bool:
-        node = made.get(name)
-        return name in constants or (
-            node is not None and node.op_type == "DequantizeLinear" and node.input[0] in constants
-        )
 
-    return [
-        {"name": node.name, "op": node.op_type, "weighted": any(map(is_constant, node.input[1:2]))}
-        for node in model.graph.node
-    ]
+def _why_float(node: Any, passed: list[Any], shape: list[int]) -> str:
+    """Why a product with a constant is one of floats: `passed` leads from the node to the constant."""
+    from onnx.helper import get_node_attr_value  # noqa: PLC0415
+
+    dequantize = next((each for each in passed if each.op_type == "DequantizeLinear"), None)
+    if dequantize is None:
+        return "its weight is float"
+    found = {each.name: get_node_attr_value(dequantize, each.name) for each in dequantize.attribute}
+    block, axis = found.get("block_size", 0), found.get("axis", 1)
+    is_turned = any(each.name == "transB" and each.i for each in node.attribute)
+    if is_turned or any(each.op_type == "Transpose" for each in passed):
+        why = "which is stored as (out, in): MatMulNBits takes (in, out)"
+    elif block and axis:
+        why = "which has blocks along its outputs: MatMulNBits takes them along its inputs"
+    elif block and (block not in BLOCKS or shape[axis] % block):
+        why = f"which has blocks of {block} in {shape[axis]}: MatMulNBits takes {', '.join(map(str, BLOCKS))}"
+    elif any(each.op_type == "Cast" for each in passed):
+        why = "through a Cast that MatMulNBits does not take"
+    else:
+        return "its weight is dequantized at each run"
+    return f"it dequantizes its weight at each run, {why}"
 
 
 def _openvino(request: dict[str, Any], feeds: Arrays) -> tuple[list[tuple[str, np.ndarray]], list[dict[str, Any]]]:
@@ -120,13 +147,26 @@ def _openvino(request: dict[str, Any], feeds: Arrays) -> tuple[list[tuple[str, n
     values = list(feeds.values())
     result = compiled({name: feeds.get(name, values[index]) for index, name in enumerate(names)})
     outputs = [(each.get_any_name(), np.asarray(result[each])) for each in compiled.outputs]
-    executed = []
-    for op in compiled.get_runtime_model().get_ops():
-        info = op.get_rt_info()
-        kind, primitive = str(info["layerType"].value), str(info["primitiveType"].value)
-        is_weighted = kind in ("Convolution", "FullyConnected", "MatMul", "GroupConvolution")
-        executed.append({"name": op.get_friendly_name(), "op": f"{kind} {primitive}", "weighted": is_weighted})
-    return outputs, executed
+    return outputs, [_openvino_node(op) for op in compiled.get_runtime_model().get_ops()]
+
+
+def _openvino_node(op: Any) -> dict[str, Any]:
+    """What a node of OpenVINO's compiled graph runs; `narrow` when a float product reads its weight as integers."""
+    info = op.get_rt_info()
+    kind, primitive = str(info["layerType"].value), str(info["primitiveType"].value)
+    weighted, narrow = False, ""
+    if kind in MULTIPLY:
+        weight = op.input_value(1) if len(op.inputs()) > 1 else None
+        type_name = "" if weight is None else weight.get_element_type().get_type_name()
+        narrow = type_name if type_name.startswith(("i", "u")) else ""
+        while weight is not None and _kind(weight) in ("Transpose", "Reorder", "Reshape", "Convert"):
+            weight = weight.get_node().input_value(0)
+        weighted = kind != "MatMul" or (weight is not None and _kind(weight) == "Const")
+    return {"name": op.get_friendly_name(), "op": f"{kind} {primitive}", "weighted": weighted, "narrow": narrow}
+
+
+def _kind(value: Any) -> str:
+    return str(value.get_node().get_rt_info()["layerType"].value)
 
 
 def benchmark(request: dict[str, Any]) -> dict[str, Any]:

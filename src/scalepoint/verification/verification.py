@@ -14,11 +14,12 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import StoreError, UsageError, VerificationError
+from scalepoint.errors import UsageError, VerificationError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.targets.cpu import instruction_set
+from scalepoint.verification.files import existing, quantize_nodes, random_inputs, size_of
 from scalepoint.verification.process import RUNTIMES, Answer, Status, arrays, ask, exchange
 
 LOW = frozenset(
@@ -37,6 +38,11 @@ FLOAT = frozenset(("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMat
 BOUND_DB = 20.0
 SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
 SURE_DB = 40.0
+EXACT = {"session.qdq_matmulnbits_accuracy_level": "1"}
+ROUNDED = (
+    "MatMulNBits rounds activations to int8 at its default accuracy level 4; "
+    "session.qdq_matmulnbits_accuracy_level=1 leaves them float, and is slower"
+)
 SATURATION = (
     "u8 x s8 products saturate: this CPU adds them in pairs of 16 bits",
     "export with target onnxruntime for cpu='avx2' (the pair-safe scale)",
@@ -86,17 +92,18 @@ class Verification:
     float_size: int | None = None
     latency: "Benchmark | None" = None
     bound: float = BOUND_DB
+    exact: tuple[Agreement, ...] = ()  # weight-only: with activations that the runtime does not round
 
     @property
     def sqnr(self) -> float:
         """The worst output, with the runtime's optimisations on."""
-        return min((each.sqnr for each in self.optimized), default=-inf)
+        return _worst(self.optimized)
 
     @property
     def holds(self) -> bool:
         """Near the simulation, and not much nearer without the runtime's optimisations."""
-        plain = min((each.sqnr for each in self.unoptimized), default=-inf)
-        is_changed = plain > self.sqnr + SUSPICIOUS_DB and self.sqnr < SURE_DB
+        best = _worst(self.exact or self.optimized)
+        is_changed = _worst(self.unoptimized) > best + SUSPICIOUS_DB and best < SURE_DB
         return self.status == Status.OK and self.sqnr >= self.bound and not is_changed
 
     def check(self) -> None:
@@ -126,6 +133,8 @@ class Verification:
     def rows(self) -> list[tuple[str, str]]:
         rows = [("message", self.message)] if self.message else []
         rows += [("agreement", str(each)) for each in self.optimized]
+        rows += [("accuracy level 1", str(each)) for each in self.exact]
+        rows += [("accuracy level 4", ROUNDED)] if self.exact else []
         rows += [("optimisations off", str(each)) for each in self.unoptimized]
         if self.executed:
             rows.append(("in low precision", f"{self.low_precision} weighted operations"))
@@ -147,6 +156,10 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"status": self.status.value, "sqnr": self.sqnr, "holds": self.holds}
+
+
+def _worst(agreements: Sequence[Agreement]) -> float:
+    return min((each.sqnr for each in agreements), default=-inf)
 
 
 @dataclass(frozen=True)
@@ -184,28 +197,34 @@ def verify(
     `float_path`, the float export, adds sizes and the latency ratio. layers=False leaves out the search for the first
     tensor that departs.
     """
-    path = _file(path)
+    path = existing(path)
     if runtime not in RUNTIMES:
         raise UsageError(f"runtime={runtime!r}: one of {', '.join(RUNTIMES)}")
-    expected, codes = _simulate(model, as_inputs(inputs, kwargs))
-    feeds = _feeds(model, as_inputs(inputs, kwargs))
+    expected, codes = simulate(model, as_inputs(inputs, kwargs))
+    feeds = feeds_of(model, as_inputs(inputs, kwargs))
     request = {"task": "run", "runtime": runtime, "path": str(path), "threads": threads}
     with exchange(feeds) as files:
         answer = ask({**request, **files}, seconds=seconds)
         if answer.status != Status.OK:
             return Verification(str(path), runtime, answer.status, answer.message, bound=bound)
-        on = _agreements(expected, _outputs(answer, files))
+        on = _agreements(expected, outputs_of(answer, files))
         executed = list((answer.data or {})["executed"])
         off: tuple[Agreement, ...] = ()
+        exact: tuple[Agreement, ...] = ()
         departure = None
         if runtime == "onnxruntime":
             plain = {name: value for name, value in files.items() if name != "compiled"}
-            answer = ask({**request, **plain, "optimize": False}, seconds=seconds)
-            off = _agreements(expected, _outputs(answer, files)) if answer.status == Status.OK else ()
+
+            def agreement_with(**options: Any) -> tuple[Agreement, ...]:
+                answer = ask({**request, **plain, **options}, seconds=seconds)
+                return _agreements(expected, outputs_of(answer, files)) if answer.status == Status.OK else ()
+
+            off = agreement_with(optimize=False)
+            exact = agreement_with(session=EXACT) if any(each["op"] == "MatMulNBits" for each in executed) else ()
             if layers and codes and isinstance(model, fx.GraphModule):
                 departure = _departure({**request, **plain}, codes, files, on, off, seconds)
-    low, fallbacks = _precision(executed)
-    size = path.stat().st_size
+    low, fallbacks = precision(executed)
+    size = size_of(path)
     speed = None
     if float_path is not None:
         speed = benchmark(float_path, path, feeds, runtime=runtime, threads=threads)
@@ -221,9 +240,10 @@ def verify(
         fallbacks,
         departure,
         size,
-        None if float_path is None else Path(float_path).stat().st_size,
+        None if float_path is None else size_of(float_path),
         speed,
         bound,
+        exact,
     )
 
 
@@ -238,7 +258,7 @@ def benchmark(
     seconds: float = 20,
 ) -> Benchmark:
     """The speed of one file against another in one process, interleaved; without inputs, random ones of their shape."""
-    paths = [_file(float_path), _file(quantized_path)]
+    paths = [existing(float_path), existing(quantized_path)]
     feeds = dict(inputs) if inputs is not None else random_inputs(paths[0])
     with exchange(feeds) as files:
         request = {"task": "benchmark", "runtime": runtime, "paths": [str(path) for path in paths], "threads": threads}
@@ -249,33 +269,7 @@ def benchmark(
     return Benchmark(first / second, (first, second), threads, int(answer.data["repeats"]), runtime)
 
 
-def random_inputs(path: Path) -> dict[str, np.ndarray]:
-    """Inputs of the shapes that a file declares; free axes are 1, integers are small."""
-    import onnx  # noqa: PLC0415  # only files need it
-
-    try:
-        declared = onnx.load(path, load_external_data=False).graph.input
-    except Exception as error:  # protobuf raises its own kinds
-        raise StoreError(f"{path} is not an ONNX file: {error}") from error
-    generator = np.random.default_rng(0)
-    feeds = {}
-    for each in declared:
-        kind = each.type.tensor_type
-        shape = [dimension.dim_value or 1 for dimension in kind.shape.dim]
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-        is_float = np.issubdtype(dtype, np.floating)
-        feeds[each.name] = (generator.standard_normal(shape) if is_float else np.ones(shape)).astype(dtype)
-    return feeds
-
-
-def _file(path: str | Path) -> Path:
-    path = Path(path)
-    if not path.is_file():
-        raise StoreError(f"{path} is not there")
-    return path
-
-
-def _simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """The outputs of the simulation, and the codes at every stub, call by call."""
     codes: dict[str, list[Tensor]] = {}
     handles = [
@@ -300,7 +294,7 @@ def _recorder(kept: list[Tensor]) -> Any:
     return record
 
 
-def _feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
+def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     names = [str(index) for index in range(len(leaves))]
     if isinstance(model, fx.GraphModule):
@@ -311,7 +305,7 @@ def _feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
     return {name: leaf.detach().cpu().numpy() for name, leaf in zip(names, leaves, strict=True)}
 
 
-def _outputs(answer: Answer, files: Mapping[str, str]) -> dict[str, np.ndarray]:
+def outputs_of(answer: Answer, files: Mapping[str, str]) -> dict[str, np.ndarray]:
     return arrays(files["outputs"], list((answer.data or {})["names"]))
 
 
@@ -331,7 +325,7 @@ def _agreement(name: str, expected: np.ndarray, found: np.ndarray) -> Agreement:
     return Agreement(name, sqnr, float(np.abs(wide - other).max(initial=0.0)), top1)
 
 
-def _precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
+def precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
     """How many weighted operations run in low precision, and which do not."""
     low, left = 0, []
     for each in executed:
@@ -339,13 +333,13 @@ def _precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, .
         kind, _, primitive = op.partition(" ")
         if primitive:  # OpenVINO: what the primitive says counts
             if each["weighted"]:
-                is_low = primitive.lower().endswith(("_i8", "_u8"))
+                is_low = primitive.lower().endswith(("_i8", "_u8")) or bool(each["narrow"])
                 low += is_low
                 left += [] if is_low else [f"{each['name']} ({op})"]
         elif kind in LOW:
             low += 1
         elif kind in FLOAT and each["weighted"]:
-            left.append(f"{each['name']} ({op})")
+            left.append(f"{each['name']} ({op}: {each['why']})")
     return low, tuple(left)
 
 
@@ -361,8 +355,8 @@ def _departure(
     answer = ask({**request, "expose": True}, seconds=seconds)
     if answer.status != Status.OK:
         return None
-    found = _outputs(answer, files)
-    names = _quantize_nodes(str(request["path"]))
+    found = outputs_of(answer, files)
+    names = quantize_nodes(Path(request["path"]))
     for name, values in codes.items():
         for index, value in enumerate(values):
             tensor = names.get(f"{name}/QuantizeLinear" + (f"_{index}" if index else ""))
@@ -377,17 +371,9 @@ def _departure(
 
 
 def _cause(on: Sequence[Agreement], off: Sequence[Agreement]) -> tuple[str, str]:
-    worst_on, worst_off = (min((each.sqnr for each in side), default=-inf) for side in (on, off))
+    worst_on, worst_off = _worst(on), _worst(off)
     if worst_off > worst_on + 6 and instruction_set() == "avx2":
         return SATURATION
     if worst_off > worst_on + 6:
         return "an optimisation of the runtime changes the result", "report it with the file"
     return "rounding differences that grow from layer to layer", "none needed if accuracy holds"
-
-
-def _quantize_nodes(path: str) -> dict[str, str]:
-    """Name of a QuantizeLinear node -> its output tensor."""
-    import onnx  # noqa: PLC0415
-
-    graph = onnx.load(path, load_external_data=False).graph
-    return {node.name: node.output[0] for node in graph.node if node.op_type == "QuantizeLinear"}

@@ -1,0 +1,96 @@
+"""A small Llama: RMS norms, rotary positions, grouped-query attention, a gated MLP."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int = 256
+    mlp: int = 512
+    layers: int = 2
+    heads: int = 4
+    groups: int = 2  # of queries that share a key and a value
+    words: int = 256
+    is_tied: bool = False  # the head multiplies by the table of the embedding
+
+    @property
+    def head(self) -> int:
+        return self.hidden // self.heads
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x at each position turned by angles that grow with the position: cos x + sin x', halves of x swapped."""
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+    angles = torch.arange(x.shape[-2], dtype=torch.float32)[:, None] * frequencies
+    cos, sin = (torch.cat((each, each), -1) for each in (angles.cos(), angles.sin()))
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes, shared = sizes, sizes.hidden // sizes.groups
+        self.q_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(sizes.hidden, shared, bias=False) for _ in range(2))
+        self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).unflatten(-1, (-1, self.sizes.head)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        result: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return result
+
+
+class MLP(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(sizes.hidden, sizes.mlp, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(sizes.mlp, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
+        self.attention, self.mlp = Attention(sizes), MLP(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Llama(nn.Module):
+    """Numbers of words in, scores of the next word out."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.words, sizes.hidden)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm, self.head = nn.RMSNorm(sizes.hidden), nn.Linear(sizes.hidden, sizes.words, bias=False)
+        if sizes.is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+def llama(sizes: Sizes) -> Llama:
+    torch.manual_seed(0)
+    return Llama(sizes).eval()

@@ -1,0 +1,239 @@
+"""verify_layers: every layer of the file on its own, in the real runtime, fed what the simulation feeds it.
+
+End to end, roundings multiply from quantizer to quantizer (decision 8). Here the file is run with the input of every
+DequantizeLinear replaced by the simulation's codes, and the output of every QuantizeLinear, or the float output of a
+weighted layer that has none after it, is compared. Nothing carries over from layer to layer, the runtime's
+optimisations are on, and all kernels run in the graph they will run in.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, fx
+
+from scalepoint.errors import VerificationError
+from scalepoint.graph.capture import as_inputs
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.verification.process import Status, ask, exchange
+from scalepoint.verification.verification import feeds_of, outputs_of, precision, simulate
+
+WEIGHTED = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
+FOLDED = frozenset(("Relu", "Clip"))
+GIVEN = "/given"
+LEAST_EQUAL = 0.999
+LARGEST_CODES = 1
+FLOAT_STEP = 2.0**-23  # of float32, relative
+LARGEST_STEPS = 64.0
+
+Calls = dict[str, list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """One layer: codes compared by their values, float outputs in float32 steps of the layer's largest output."""
+
+    where: str
+    is_float: bool
+    equal: float  # the share of codes that are the same; of a float output, the share within the limit
+    largest: float  # difference
+
+    @property
+    def holds(self) -> bool:
+        return self.largest <= (LARGEST_STEPS if self.is_float else LARGEST_CODES) and self.equal >= LEAST_EQUAL
+
+    def __str__(self) -> str:
+        unit = "float32 steps" if self.is_float else "codes"
+        return f"{self.where}: {self.equal:.4%} equal, at most {self.largest:g} {unit} apart"
+
+
+@dataclass(frozen=True)
+class LayerVerification:
+    """All layers of a file, and how many weighted ones ran in low precision while they were compared."""
+
+    layers: tuple[LayerAgreement, ...]
+    low_precision: int
+    fallbacks: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.layers) and all(layer.holds for layer in self.layers)
+
+    @property
+    def departing(self) -> tuple[LayerAgreement, ...]:
+        return tuple(layer for layer in self.layers if not layer.holds)
+
+    @property
+    def least_equal(self) -> float:
+        """The worst share of equal codes."""
+        return min((layer.equal for layer in self.layers if not layer.is_float), default=1.0)
+
+    @property
+    def largest_codes(self) -> int:
+        return int(max((layer.largest for layer in self.layers if not layer.is_float), default=0))
+
+    @property
+    def largest_steps(self) -> float:
+        """The worst float output, in float32 steps."""
+        return max((layer.largest for layer in self.layers if layer.is_float), default=0.0)
+
+
+def verify_layers(
+    path: str | Path,
+    model: fx.GraphModule,
+    inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    threads: int = 1,
+    seconds: float = 600,
+) -> LayerVerification:
+    """Compare each layer of a file in ONNX Runtime with the simulation's, given the simulation's inputs."""
+    import onnx  # noqa: PLC0415  # only files need it
+
+    given = as_inputs(inputs, kwargs)
+    with _weighted_outputs(model) as floats:
+        _, codes = simulate(model, given)
+    feeds = feeds_of(model, given)
+    proto = onnx.load(path)
+    free, _ = _run(str(path), feeds, threads, seconds, expose=True)
+    known = _matched(proto.graph, {name: [_array(each) for each in calls] for name, calls in codes.items()}, free)
+    wanted = _float_outputs(proto.graph, floats)
+    _force(proto, known, wanted)
+    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
+        forced = Path(folder) / "forced.onnx"
+        onnx.save(proto, forced)
+        found, executed = _run(
+            str(forced), feeds | {name + GIVEN: value for name, value in known.items()}, threads, seconds
+        )
+    made_by = {name: node.name for node in proto.graph.node for name in node.output}
+    layers = [_codes_agree(made_by[name], value, found[name]) for name, value in known.items()]
+    layers += [_floats_agree(made_by[name], value, found[name]) for name, value in wanted.items()]
+    low, left = precision(executed)
+    return LayerVerification(tuple(layers), low, left)
+
+
+def _run(
+    path: str, feeds: Mapping[str, np.ndarray], threads: int, seconds: float, *, expose: bool = False
+) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    with exchange(feeds) as files:
+        request = {"task": "run", "runtime": "onnxruntime", "path": path, "threads": threads, "expose": expose}
+        answer = ask({**request, **files}, seconds=seconds)
+        if answer.status != Status.OK:
+            raise VerificationError(f"{path} in onnxruntime: {answer.status.value}: {answer.message}")
+        return outputs_of(answer, files), list((answer.data or {})["executed"])
+
+
+@contextmanager
+def _weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
+    """What the weighted layers give, call by call, under the names that their scales have in the file."""
+    kept: Calls = {}
+
+    def recorder(calls: list[np.ndarray]) -> Any:
+        return lambda module, inputs, output: calls.append(_array(output))
+
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedWeighted):
+            group, _, role = name.rpartition(".")
+            calls = kept.setdefault(f"{group}.stored_{role}.scale", [])
+            handles.append(module.register_forward_hook(recorder(calls)))
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
+
+
+def _matched(graph: Any, codes: Calls, free: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Output of a QuantizeLinear -> the simulation's codes: the calls of a stub in order, by shape.
+
+    Where the exporter folded a padding away, the simulation has a call more than the file.
+    """
+    left = {name: list(calls) for name, calls in codes.items()}
+    found = {}
+    for node in graph.node:
+        if node.op_type != "QuantizeLinear":
+            continue
+        calls, tensor = left.get(node.name.rpartition("/")[0], []), node.output[0]
+        place = next((index for index, value in enumerate(calls) if value.shape == free[tensor].shape), None)
+        if place is not None:
+            found[tensor] = calls[place].astype(free[tensor].dtype)
+            del calls[: place + 1]
+    return found
+
+
+def _float_outputs(graph: Any, floats: Calls) -> dict[str, np.ndarray]:
+    """Float output of a weighted layer that no QuantizeLinear follows -> what the simulation has there."""
+    makers = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    left = {name: list(calls) for name, calls in floats.items()}
+    found = {}
+    for node in graph.node:
+        weight = makers.get(node.input[1]) if node.op_type in WEIGHTED else None
+        if weight is None or weight.op_type != "DequantizeLinear" or not left.get(weight.input[1]):
+            continue
+        value = left[weight.input[1]].pop(0)
+        end = _with_bias(node, readers, makers)
+        if not _is_quantized(end, readers):
+            found[end.output[0]] = value
+    return found
+
+
+def _with_bias(node: Any, readers: Mapping[str, Sequence[Any]], makers: Mapping[str, Any]) -> Any:
+    """A linear layer is a MatMul and the Add of a constant."""
+    after = readers.get(node.output[0], [])
+    if node.op_type != "MatMul" or len(after) != 1 or after[0].op_type != "Add":
+        return node
+    other = next((name for name in after[0].input if name != node.output[0]), "")
+    maker = makers.get(other)
+    is_constant = maker is None or (maker.op_type == "DequantizeLinear" and maker.input[0] not in makers)
+    return after[0] if is_constant else node
+
+
+def _is_quantized(node: Any, readers: Mapping[str, Sequence[Any]]) -> bool:
+    after = readers.get(node.output[0], [])
+    while len(after) == 1 and after[0].op_type in FOLDED:
+        after = readers.get(after[0].output[0], [])
+    return len(after) == 1 and after[0].op_type == "QuantizeLinear"
+
+
+def _force(proto: Any, known: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+    """Who reads codes reads an input of the file instead; what is to be compared becomes an output."""
+    import onnx  # noqa: PLC0415
+
+    graph = proto.graph
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            if name in known:
+                node.input[index] = name + GIVEN
+    shapes = {each.name: each.type.tensor_type.shape.dim for each in graph.value_info}
+    taken = {each.name for each in graph.output}
+    for name, value in known.items():
+        dims = [each.dim_value or each.dim_param or None for each in shapes.get(name, ())] or [None] * value.ndim
+        kind = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+        graph.input.append(onnx.helper.make_tensor_value_info(name + GIVEN, kind, dims))
+    for name in (*known, *wanted):
+        if name not in taken:
+            graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+
+
+def _codes_agree(where: str, expected: np.ndarray, found: np.ndarray) -> LayerAgreement:
+    apart = np.abs(expected.astype(np.int32) - found.astype(np.int32))
+    return LayerAgreement(where, False, float((apart == 0).mean()), int(apart.max(initial=0)))
+
+
+def _floats_agree(where: str, expected: np.ndarray, found: np.ndarray) -> LayerAgreement:
+    step = FLOAT_STEP * float(np.abs(expected).max(initial=np.finfo(np.float32).tiny))
+    apart = np.abs(expected.astype(np.float64) - found.astype(np.float64)) / step
+    return LayerAgreement(where, True, float((apart <= LARGEST_STEPS).mean()), float(apart.max(initial=0.0)))
