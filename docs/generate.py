@@ -425,6 +425,21 @@ def is_own(value: Any, module: str) -> bool:
     return (isclass(value) or isfunction(value)) and value.__module__ == module
 
 
+def decisions_page() -> str:
+    """All records, by the heading of each."""
+    lines = []
+    for path in sorted((DOCS / "decisions").glob("0*.md")):
+        heading = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        number, _, title = heading.partition(". ")
+        lines.append(f"| {number} | [{title}]({path.name}) |\n")
+    start = (
+        "# Decisions\n\n"
+        + MADE
+        + "Why it is built as it is, in short records.\n\n| | |\n|---|---|\n"
+    )
+    return start + "".join(lines)
+
+
 def pages() -> dict[Path, str]:
     """All generated pages by their path in docs/."""
     made = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
@@ -432,6 +447,7 @@ def pages() -> dict[Path, str]:
     return made | {
         Path("reference/api/index.md"): api_index(),
         Path("targets/index.md"): targets_page(),
+        Path("decisions/index.md"): decisions_page(),
         Path("reference/command-line.md"): command_line_page(),
         Path("reference/config.md"): config_page(),
         Path("reference/errors.md"): errors_page(),
