@@ -128,10 +128,11 @@ def show(title: str, found: Mapping[str, Any]) -> None:
         console.print(table)
 
 
-def keep(name: str, title: str, found: Mapping[str, Any]) -> None:
+def keep(name: str, subject: Subject, found: Mapping[str, Any]) -> None:
     """Merge into what other runs found."""
     kept = json.loads(OUT.read_text()) if OUT.exists() else {}
-    kept[name] = {**kept.get(name, {}), "title": title, **found}
+    about = {"title": subject.title, "is_transformer": subject.is_transformer}
+    kept[name] = {**kept.get(name, {}), **about, **found}
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps({each: kept[each] for each in SUBJECTS if each in kept}, indent=2))
 
@@ -156,7 +157,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             for runtime, measure in RUNTIMES.items():
                 if given.runtime in (None, runtime):
-                    keep(name, subject.title, found := measure(subject, Path(folder), quick=given.quick))
+                    keep(name, subject, found := measure(subject, Path(folder), quick=given.quick))
                     show(subject.title, found)
     return 0
 

@@ -57,23 +57,22 @@ def files_table(path: Path, runtime: str, others: str) -> str:
     rows: Rows = []
     for found in json.loads(path.read_text()).values():
         files = {row["how"]: row for row in found.get(runtime, [])}
-        other = files.get(others)
+        least = 0.0 if found["is_transformer"] else LEAST_AGREEMENT[runtime]
         for how in (OURS, others):
             if how in files:
-                rows.append([found["title"], how, *file_cells(files[how], runtime, other if how == OURS else None)])
+                rows.append([found["title"], how, *file_cells(files[how], least, files.get(others))])
     return markdown(["model", "", "int8", "dB against float", "dB to the simulation", "speed", "size"], rows)
 
 
-def file_cells(row: dict[str, Any], runtime: str, other: dict[str, Any] | None) -> list[str]:
-    low, _, all_of_them = row["int8"].partition(" of ")
-    int8 = marked(row["int8"], low == all_of_them or row["agreement"] is None)
-    agreement = ""
-    if row["agreement"] is not None:
-        agreement = marked(f"{row['agreement']:.1f}", row["agreement"] >= LEAST_AGREEMENT[runtime])
-    speed, error = f"{row['speed']:.2f}x", f"{row['against_float']:.1f}"
-    if other is not None:
-        speed = marked(speed, row["speed"] >= LEAST_SPEED * other["speed"])
-        error = marked(error, row["against_float"] >= other["against_float"])
+def file_cells(row: dict[str, Any], least: float, other: dict[str, Any] | None) -> list[str]:
+    int8, error, agreement, speed = row["int8"], f"{row['against_float']:.1f}", "", f"{row['speed']:.2f}x"
+    if row["agreement"] is not None:  # ours
+        low, _, all_of_them = int8.partition(" of ")
+        int8 = marked(int8, low == all_of_them)
+        agreement = marked(f"{row['agreement']:.1f}", row["agreement"] >= least)
+        if other is not None:
+            speed = marked(speed, row["speed"] >= LEAST_SPEED * other["speed"])
+            error = marked(error, row["against_float"] >= other["against_float"])
     return [int8, error, agreement, speed, f"{row['size']:.2f}x"]
 
 
