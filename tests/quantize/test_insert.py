@@ -25,6 +25,7 @@ from scalepoint.quantize import (
     insert_qdq,
     quantize,
 )
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.tensorrt import TENSORRT_PATTERNS
 from scalepoint.transformation import transform
@@ -941,3 +942,45 @@ class TestOddModels:
         one, other = inserted(settled(UNet()), x), inserted(settled(UNet()), x)
         assert list(one.state_dict()) == list(other.state_dict())
         assert [stub.name for stub in stubs_of(one)] == [stub.name for stub in stubs_of(other)]
+
+
+class TestIntegerSums:
+    """Targets whose kernels multiply integers are simulated with exact sums."""
+
+    @pytest.mark.parametrize("kind", ["conv", "grouped", "linear"])
+    def test_they_are_those_of_int64(self, kind):
+        torch.manual_seed(0)
+        layers = {
+            "conv": nn.Conv2d(32, 16, 3, padding=1),
+            "grouped": nn.Conv2d(32, 16, 3, groups=4),
+            "linear": nn.Linear(300, 16),
+        }
+        layer = layers[kind]
+        x = torch.randn(2, 300) if kind == "linear" else torch.randn(2, 32, 9, 9)
+        model = nn.Sequential(layer).eval()
+        quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
+        weighted = next(module for module in quantized.modules() if isinstance(module, QuantizedWeighted))
+        stub = weighted.input_stub
+        codes = quantized.get_submodule("input_quant")(x) / stub.scale
+        weight = weighted.weight_quant.codes(layer.weight).double()
+        bias = (layer.bias / weighted.bias_scale()).round().double()
+        if kind == "linear":
+            sums = F.linear(codes.round().double(), weight, bias)
+            scale = weighted.bias_scale()
+        else:
+            sums = F.conv2d(codes.round().double(), weight, bias, padding=layer.padding, groups=layer.groups)
+            scale = weighted.bias_scale().view(-1, 1, 1)
+        with torch.no_grad():
+            found = weighted(quantized.get_submodule("input_quant")(x))
+        assert torch.equal(found, sums.float() * scale)
+
+    def test_gradients_flow_as_before(self):
+        x = torch.randn(2, 3, 9, 9, requires_grad=True)
+        quantized = quantize(
+            nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), x.detach(), forward_loop=[x.detach()], target="onnxruntime"
+        )
+        found = quantized(x)
+        found.sum().backward()
+        assert x.grad is not None
+        with torch.no_grad():
+            assert torch.allclose(quantized(x), found, atol=float(found.abs().max()) / 100)

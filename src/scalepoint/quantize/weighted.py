@@ -43,11 +43,16 @@ def weight_shape(part: nn.Module | None) -> tuple[int, ...]:
 
 
 class _Folded(NamedTuple):
-    """The quantized weight and bias of eval, and what tells that they are still right."""
+    """The quantized weight and bias of eval, and what tells that they are still right.
+
+    With a `scale` (s_x * s_w, as it broadcasts against the result) both are codes, and the input is taken as codes too:
+    their sums are exact in float32 below 2^24, as they are in an integer kernel.
+    """
 
     marks: tuple[int, ...]
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
 
 
 class QuantizedWeighted(Stateful):
@@ -104,8 +109,16 @@ class QuantizedWeighted(Stateful):
             weight = self.quantized(self._times(self.weight, s))
             result: Tensor = self.norm(run_with(self.operation, x, self._times(weight, 1 / s), self.bias))
             return result
-        weight, bias = self.deployed(x)
-        return run_with(self.operation, x, weight, bias)
+        if not self._may_keep(x):
+            return run_with(self.operation, x, *self._deployed())
+        if self._folded is None or self._folded.marks != self._marks():
+            self._folded = self._as_codes(_Folded(self._marks(), *self._deployed()))
+        _, weight, bias, scale = self._folded
+        stub = self.input_stub
+        if scale is None or stub is None or x.dtype != torch.float32:
+            return run_with(self.operation, x, *self._deployed() if scale is not None else (weight, bias))
+        sums = run_with(self.operation, (x / stub.scale).round_(), weight, None)
+        return (sums if bias is None else sums.add_(bias)).mul_(scale)
 
     def quantized(self, weight: Tensor) -> Tensor:
         """A weight (out, in, ..) is what a quantizer sees, however the operation stores it."""
@@ -124,16 +137,25 @@ class QuantizedWeighted(Stateful):
         shift = shift * s
         return self._times(weight, s), shift if settings.bias is None else shift + settings.bias
 
-    def deployed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The quantized, folded weight and its bias: computed once where nothing changes."""
-        if not self._may_keep(x):
-            return self._deployed()
-        if self._folded is None or self._folded.marks != self._marks():
-            weight, bias = self._deployed()
-            self._folded = _Folded(self._marks(), weight, bias)
-        return self._folded.weight, self._folded.bias
+    def _as_codes(self, folded: _Folded) -> _Folded:
+        """In integers where a target's kernel multiplies integers: its sums are what is to be simulated."""
+        stub, scale = self.input_stub, self.bias_scale()
+        if scale is None or stub is None or self.kind not in ("linear", "conv", "head"):
+            return folded
+        if stub.spec.qformulation != "zp" or stub.quantizer.grid.format.is_float or stub.scale.ndim:
+            return folded
+        own = self.weight_quant
+        if own.spec.qformulation != "zp" or own.quantizer.grid.format.is_float:
+            return folded
+        shape = (-1,) if self.kind == "linear" else (-1, *(1 for _ in folded.weight.shape[2:]))
+        along = (-1,) if self.is_input_first else (-1, *(1 for _ in folded.weight.shape[1:]))
+        scale = scale.expand(folded.weight.shape[-1 if self.is_input_first else 0])
+        codes = (folded.weight / own.scale.view(along if own.scale.ndim else ())).round()
+        bias = None if folded.bias is None else (folded.bias / scale).round().view(shape)
+        return _Folded(folded.marks, codes, bias, scale.view(shape))
 
     def _deployed(self) -> tuple[Tensor, Tensor | None]:
+        """The quantized, folded weight and its bias."""
         weight, bias = self.folded()
         weight = self.quantized(weight)
         scale = None if self.training else self.bias_scale()
