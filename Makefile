@@ -56,6 +56,7 @@ bench: $(STAMP)
 	-$(BIN)/python bench/accuracy.py
 	-$(BIN)/python bench/accuracy.py --runtime
 	-$(BIN)/python bench/deployed.py
+	-$(BIN)/python bench/weight_only.py
 	$(BIN)/python bench/write_page.py
 
 docs: $(STAMP)

@@ -112,6 +112,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "layers": ("deployed", layers_table),
     "saturation": ("deployed", saturation_table),
     "openvino": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),
+    "weight_only": ("weight_only", plain_table),
 }
 
 

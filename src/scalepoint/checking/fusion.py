@@ -151,11 +151,14 @@ def _norm(view: View, node: Node) -> Iterator[Fault]:
 
 
 def _behind_convolution(view: View, node: Node) -> bool:
-    """Over copies and Q/DQ in any order there is an int8 convolution."""
-    tensor = node.input(0)
-    while (behind := view.origin(view.graph.source(tensor, COPIES))[0]) != tensor:
-        tensor = behind
-    kernel = view.convolution(tensor, alone=False)
+    """Over copies and Q/DQ in any order there is an int8 convolution, which nobody else reads."""
+    tensor = view.origin(node.input(0))[0]
+    while view.only_step(tensor) is not None:
+        maker = view.graph.producer(tensor)
+        if maker is None or maker.op not in COPIES:
+            break
+        tensor = view.origin(maker.input(0))[0]
+    kernel = view.convolution(tensor)
     return kernel is not None and view.is_quantized(kernel)
 
 

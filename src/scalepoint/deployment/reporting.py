@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 import scalepoint
+from scalepoint import targets
 from scalepoint.analysis import compare, histograms
 from scalepoint.deployment.marks import mark, mark_of_values
-from scalepoint.deployment.stages import RUNTIME_OF, SMOKE_BATCHES, Road, package_version
+from scalepoint.deployment.stages import SMOKE_BATCHES, Road, package_version
 from scalepoint.deployment.trials import Trial
 from scalepoint.patterns.language import kind_of
 from scalepoint.quantize import coverage
@@ -82,7 +83,7 @@ def reproduction(road: Road, best: Trial) -> Reproduction:
         "leave": repr(road.leave) if road.leave else "",
         "threads": repr(road.threads),
     }
-    if road.target.name in RUNTIME_OF and road.target.options:
+    if hasattr(targets, f"{road.target.name}_target") and road.target.options:
         lines.append("from scalepoint import targets")
         given = ", ".join(f"{name}={value!r}" for name, value in road.target.options.items())
         options["target"] = f"targets.{road.target.name}_target({given})"

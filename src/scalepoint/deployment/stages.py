@@ -45,7 +45,6 @@ from scalepoint.verification.files import size_of
 from scalepoint.verification.runner import RuntimeModel
 
 Evaluate = Callable[[Any], float]
-RUNTIME_OF = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
 VERSIONS = {"scalepoint": scalepoint.__version__, "torch": str(torch.__version__)}
 FILE, FLOAT_FILE, MODEL = "model.onnx", "float.onnx", "quantized"
 FLOAT_SCORE = "the float model evaluated"
@@ -103,7 +102,7 @@ class Road:
         score, in_runtime = None, False
         if self.evaluate is not None:
             is_there = found is not None and found.status == Status.OK
-            in_runtime = is_there and self.target.name == "onnxruntime"
+            in_runtime = is_there and self.target.runtime == "onnxruntime"
             score = self.score(
                 f"{folder.name} evaluated", {"the file": digest(path)}, self._runner(path, model, in_runtime)
             )
@@ -171,7 +170,7 @@ class Road:
         return path, float_path
 
     def _verified(self, path: Path, float_path: Path, model: fx.GraphModule) -> Verification | None:
-        runtime = RUNTIME_OF.get(self.target.name)
+        runtime = self.target.runtime
         if runtime is None:
             return None
         stage = f"{path.parent.name} verified"

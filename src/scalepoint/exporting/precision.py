@@ -34,8 +34,9 @@ def use_float(model: Any, name: str) -> None:
     for node in list(graph):
         if node.op_type in ("Constant", "ConstantOfShape"):
             _retype_constant(node, kind, numpy_type)
-        elif node.op_type == "Cast" and node.attributes["to"].as_int() == FLOAT:
-            node.attributes["to"] = ir.AttrInt64("to", kind)
+        for key in ("to", "output_dtype"):
+            if key in node.attributes and node.attributes[key].as_int() == FLOAT:
+                node.attributes[key] = ir.AttrInt64(key, kind)
         _cast_around(graph, node, opset, narrow, (kind, allowed))
     _keep_interface(graph, outputs, narrow, kind)
 
@@ -71,20 +72,33 @@ def _retype_constant(node: Any, kind: Any, numpy_type: Any) -> None:
 def _cast_around(graph: Any, node: Any, opset: int, narrow: dict[Any, Any], chosen: tuple[Any, str]) -> None:
     """Casts where the operator's schema has no 16-bit type for an operand."""
     kind, allowed = chosen
-    schema = _schema(node, opset)
-    if schema is None:
-        return
+    schema, is_two_level = _schema(node, opset), _is_two_level(node)
     for place, value in enumerate(node.inputs):
-        formal = schema.inputs[min(place, len(schema.inputs) - 1)]
-        if value in narrow and allowed not in formal.types:
+        formal = schema and schema.inputs[min(place, len(schema.inputs) - 1)]
+        if value in narrow and (place == 1 if is_two_level else formal and allowed not in formal.types):
             node.replace_input_with(place, _wide(graph, node, value, narrow[value]))
     for place, value in enumerate(node.outputs):
-        formal = schema.outputs[min(place, len(schema.outputs) - 1)]
-        if value in narrow and allowed not in formal.types:
+        formal = schema and schema.outputs[min(place, len(schema.outputs) - 1)]
+        if value in narrow and _makes_scale(node):
+            value.dtype = FLOAT
+            del narrow[value]
+        elif value in narrow and (is_two_level or (formal and allowed not in formal.types)):
             cast = ir.node("Cast", [value], {"to": kind}, name=f"{node.name}/from_float")
             _read_instead(value, cast, kind)
             value.dtype = FLOAT
             graph.insert_after(node, cast)
+
+
+def _is_two_level(node: Any) -> bool:
+    """NVFP4: the scale of the tensor is too fine for 16 bits, and what is scaled twice leaves as float32."""
+    is_fp4 = node.op_type == "DequantizeLinear" and node.inputs[0].dtype == ir.DataType.FLOAT4E2M1
+    return is_fp4 or node.op_type == "TRT_FP4DynamicQuantize" or _makes_scale(node)
+
+
+def _makes_scale(node: Any) -> bool:
+    """Whether all that a node gives is the scale of another one."""
+    uses = node.outputs[0].uses() if node.op_type == "DequantizeLinear" else ()
+    return bool(uses) and all(use.node.op_type == "DequantizeLinear" and use.idx == 1 for use in uses)
 
 
 def _wide(graph: Any, node: Any, value: Any, original: Any) -> Any:

@@ -130,6 +130,19 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
+def infer_one_extent(model: fx.GraphModule) -> int:
+    """view(x, [a, n, b]) with one extent that depends on the input becomes view(x, [a, -1, b]): n is not computed."""
+    changed = 0
+    for node in model.graph.nodes:
+        sizes = node.args[1] if kind_of(node) == "reshape" and len(node.args) == 2 else None
+        if not isinstance(sizes, list | tuple) or -1 in sizes:
+            continue
+        if sum(isinstance(size, fx.Node) for size in sizes) == 1 and 0 not in sizes:
+            node.args = (node.args[0], [-1 if isinstance(size, fx.Node) else size for size in sizes])
+            changed += 1
+    return changed
+
+
 def remove_dead_code(model: fx.GraphModule) -> int:
     """Functions whose result nobody reads, such as a shape that only an assert used."""
     nodes = [node for node in model.graph.nodes if node.op == "call_function" and not node.users and _is_pure(node)]
@@ -146,6 +159,7 @@ CONVERSIONS: tuple[Conversion, ...] = (
     head_to_convolution,
     join_gelu,
     loosen_casts,
+    infer_one_extent,
     remove_dead_code,
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalepoint.errors import NotObservedError, SpecError, UsageError, shown
+from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, UsageError, shown
 from scalepoint.numerics import QParams
 from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig
 from scalepoint.spec import (
@@ -232,12 +232,17 @@ class QuantStub(Quantizing):
         observing = calibrating or (following and self.training)
         if not (observing or enabled) or self.quantizer.passes(tensor, observing):
             return tensor
-        if observing and not self.is_fixed:
+        if observing and self.fixed_calibration is None:
             self.quantizer(tensor)
             self._has_news = True
             if enabled and not self.calculator.always_called:
                 self.take(self.calculator.stored)
-        return self.simulate(tensor) if enabled and not self.quantizer.is_disabled() else tensor
+        if not enabled or self.quantizer.is_disabled():
+            return tensor
+        try:
+            return self.simulate(tensor)
+        except BlockSizeMismatchError as error:
+            return self.quantizer.give_up(tensor, error)
 
     def compute_parameters(self) -> None:
         """Derive scale and zero point from what was observed; an error names the stub if that was nothing."""

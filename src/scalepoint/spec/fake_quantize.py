@@ -23,7 +23,7 @@ from scalepoint.numerics import (
 )
 from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.granularity import QuantizationGranularity
-from scalepoint.spec.onnx_form import quantize_linear
+from scalepoint.spec.onnx_form import in_onnx_export, quantize_linear
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 from scalepoint.spec.registry import Registry, member
 from scalepoint.spec.state import Stateful
@@ -122,7 +122,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
                     self._check_shape(tensor, qparams.scale)
             return tensor if qparams is None or not quantizing else self.simulate(tensor, qparams)
         except BlockSizeMismatchError as error:
-            return self._give_up(tensor, error)
+            return self.give_up(tensor, error)
 
     def _without_parameters(self) -> str:
         return (
@@ -132,7 +132,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
         """The tensor as its codes keep it, whatever the switches say; in an ONNX export, the Q/DQ nodes that do it."""
-        if torch.onnx.is_in_onnx_export():
+        if in_onnx_export():
             return quantize_linear(tensor, qparams, self.grid, self.granularity, self._where())
         if qparams.scale.ndim != tensor.ndim or qparams.scale.device != tensor.device:
             qparams = self._fitted(tensor, qparams)
@@ -227,6 +227,8 @@ class FakeQuantizeImplBase(Registry, Stateful):
             if not torch.compiler.is_compiling():
                 self.reason = f"it got a tensor of {dtype_name(tensor.dtype)}, which has nothing to quantize"
             return True
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # torch does not annotate it
+            return False
         if torch.compiler.is_compiling():
             return tensor.numel() == 0
         if tensor.numel() == 0:
@@ -249,7 +251,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
         qparams: QParams = calculator(tensor)
         return qparams if qparams.scale.numel() else None
 
-    def _give_up(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
+    def give_up(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
         """Pass the tensor through from now on, and say so once."""
         if self.strict:
             raise BlockSizeMismatchError(f"{self._where()}: {Exception.__str__(error)}") from error

@@ -12,6 +12,12 @@ from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranular
 _STORED_AS_IS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def in_onnx_export() -> bool:
+    """Also where torch.compile traces: it takes torch's own function for False, also inside of torch.onnx.export."""
+    return torch.onnx.is_in_onnx_export()
+
+
 def quantize_linear(
     tensor: Tensor, qparams: QParams, grid: Grid, granularity: QuantizationGranularity, where: str
 ) -> Tensor:
@@ -19,7 +25,8 @@ def quantize_linear(
     dtype = grid.format.storage
     if grid.formulation != QuantizationFormulation.ZP or grid.format.bits != 8 or dtype not in _STORED_AS_IS:
         raise SpecError(
-            f"{where}: torch.onnx.export cannot write {grid.format.name} ({grid.formulation}): use 8 bits and 'zp'"
+            f"{where}: torch.onnx.export cannot write {grid.format.name} ({grid.formulation}): use 8 bits and 'zp', "
+            "or scalepoint.export, which writes every format"
         )
     if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
         raise SpecError(f"{where}: torch.onnx.export writes one scale a tensor or a channel, not {granularity!r}")
@@ -31,8 +38,10 @@ def quantize_linear(
     zero = torch.zeros_like(scale) if qparams.zero_point is None else qparams.zero_point.reshape(scale.shape)
     if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and not grid.format.is_float:
         tensor = _clipped(tensor, scale if is_single else qparams.scale, grid)
-    if torch.compiler.is_exporting() or not torch.onnx.is_in_onnx_export():
+    if torch.compiler.is_exporting() or not in_onnx_export():
         return _by_dynamo(tensor, scale, zero.to(dtype), axis, dtype)
+    if grid.format.is_float:
+        raise SpecError(f"{where}: torch's older exporter has no {grid.format.name}: use dynamo=True")
     result: Tensor = _ByTorchScript.apply(tensor, scale, zero.to(dtype), axis)  # type: ignore[no-untyped-call]
     return result
 

@@ -34,6 +34,7 @@ from scalepoint.patterns.language import Nodes, without_points
 from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.cpu import instruction_set
+from scalepoint.targets.rules import weights_alone
 from scalepoint.targets.target import Accepted, Facts, Target
 
 FOLDED = op("activation", "relu", "relu6")
@@ -65,13 +66,6 @@ def _origin(node: fx.Node) -> fx.Node:
 def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
     sources = node.all_input_nodes
     return None if sources and all(map(_from_convolution, sources)) else "not all of its inputs come from convolutions"
-
-
-def weights_alone(facts: Facts) -> str | None:
-    """Only MatMulNBits multiplies by narrow weights; elsewhere they are dequantized at each run."""
-    if facts.is_weight_only and facts.kind != "linear":
-        return f"no kernel for a {facts.kind} with narrow weights and float activations"
-    return None
 
 
 NARROW = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # weight-only: MatMulNBits
@@ -139,5 +133,6 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         rules=(weights_alone,),
         shares=COPIES,
         bias="int32",
+        runtime="onnxruntime",
         options={"cpu": chosen},
     )

@@ -15,6 +15,7 @@ from scalepoint.patterns.fused import FusedConvBN, FusedPool
 from scalepoint.patterns.language import Nodes
 from scalepoint.spec import PerChannelGranularity, PerTokenBlockGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
+from scalepoint.targets.rules import weights_alone
 from scalepoint.targets.target import Accepted, Facts, Target
 
 
@@ -138,6 +139,7 @@ TENSORRT = Target(
         Accepted("weight", (torch.float4_e2m1fn_x2,), (), ("per_block",), (16,), ("linear",)),
     ),
     rules=(
+        weights_alone,
         blocks_are_for_products,
         small_matmul,
         odd_convolution,

@@ -1,0 +1,144 @@
+"""What is stored of a quantized model: weights as their codes, biases as the target wants them, quantizers as Q/DQ."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalepoint.errors import ExportError
+from scalepoint.exporting.operators import BLOCKS_SINCE, TYPES, dequantize
+from scalepoint.numerics import QParams, dtype_name
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.weighted import QuantizedWeighted, run_with
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
+from scalepoint.spec.onnx_form import quantize_linear
+
+
+class Stored(nn.Module):
+    """What has a form in ONNX, from some opset on."""
+
+    @property
+    def opset(self) -> int:
+        raise NotImplementedError
+
+
+class StoredWeight(Stored):
+    """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies.
+
+    Zero points of blocks are left away where all are zero: kernels for narrow weights have a faster path then.
+    """
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__()
+        quant = source.weight_quant
+        weight, bias = source.folded()
+        self.refers = {"operation": source.operation}
+        self.kind = source.kind
+        self.fmt = dtype_name(quant.spec.dtype)
+        canonical = weight.transpose(0, 1) if source.is_input_first else weight
+        granularity = quant.calculator.granularity
+        if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity | PerBlockGranularity):
+            raise ExportError(f"{quant.name}: no ONNX form for weights with {granularity!r}")
+        self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
+        self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
+        self.keep_weight(quant, quant.codes(canonical))
+        self._keep_bias(source, bias)
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias: Tensor | None
+    bias_scale: Tensor | None
+
+    def keep_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
+        """Register codes, given as (out, in, ..), and their parameters as buffers."""
+        scale = quant.scale
+        zero = quant.zero_point if quant.zero_point.shape == scale.shape else torch.zeros_like(scale)
+        if self.kind == "linear":
+            codes = codes.transpose(0, 1)
+            self.axis = 1 - self.axis if scale.ndim else 0
+            if self.block:
+                scale, zero = scale.transpose(0, 1), zero.transpose(0, 1)
+        if self.kind == "head":
+            codes = codes.flatten(2)[:, :, :, None]
+        self.register_buffer("codes", codes.contiguous())
+        self.register_buffer("scale", scale.detach().to(torch.float32).contiguous().clone())
+        is_integer = not codes.is_floating_point()
+        zero = zero.to(codes.dtype if is_integer else torch.float32)
+        self.register_buffer("zero_point", None if self.block and is_integer and not zero.any() else zero)
+
+    def weight(self) -> Tensor:
+        """What the codes stand for, as the operation multiplies by it."""
+        values: Tensor = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
+        return values
+
+    def _keep_bias(self, source: QuantizedWeighted, bias: Tensor | None) -> None:
+        scale = source.bias_scale()
+        rounded = None if bias is None or scale is None else (bias / scale).round()
+        if rounded is not None and scale is not None and bias is not None:
+            self.register_buffer("bias", rounded.to(torch.int32).expand(bias.shape).contiguous())
+            self.register_buffer("bias_scale", scale.detach().expand(bias.shape).contiguous())
+        else:
+            self.register_buffer("bias", None if bias is None else bias.detach().clone())
+            self.register_buffer("bias_scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight(), self.bias
+        if bias is not None and self.bias_scale is not None:
+            bias = dequantize(bias, self.bias_scale, None, 0, 0, "int32")
+        if self.kind == "linear":
+            y = torch.matmul(x, weight.to(x.dtype))
+            return y if bias is None else y + bias
+        operation: Any = self.refers["operation"]
+        return run_with(operation, x, weight.to(x.dtype), bias)
+
+    @property
+    def opset(self) -> int:
+        return max(TYPES[self.fmt][1], BLOCKS_SINCE if self.block else 0)
+
+
+class StoredStub(Stored):
+    """QuantizeLinear and DequantizeLinear with constant parameters."""
+
+    def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
+        super().__init__()
+        self.stub_name, self.grid, self.granularity = stub.name, stub.quantizer.grid, stub.calculator.granularity
+        if stub.calculator.always_called and not stub.is_learned:
+            raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
+        self.register_buffer("scale", stub.scale.detach() * factor)
+        self.register_buffer("zero_point", stub.zero_point.detach().clone())
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = None if self.grid.format.is_float else self.zero_point
+        return quantize_linear(x, QParams(self.scale, zero), self.grid, self.granularity, self.stub_name)
+
+    @property
+    def opset(self) -> int:
+        return TYPES[self.grid.format.name][1]
+
+
+class FloatWeight(nn.Module):
+    """The same operation in float, with the batch norm folded in: what the quantized file is compared with."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__()
+        weight, bias = source.folded()
+        self.refers = {"operation": source.operation}
+        self.is_linear = source.kind == "linear"
+        if self.is_linear and not source.is_input_first:
+            weight = weight.transpose(0, 1)
+        self.register_buffer("weight", weight.detach().contiguous().clone())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_linear:
+            y = torch.matmul(x, self.weight)
+            return y if self.bias is None else y + self.bias
+        operation: Any = self.refers["operation"]
+        return run_with(operation, x, self.weight, self.bias)
