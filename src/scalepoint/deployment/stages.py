@@ -34,6 +34,7 @@ from scalepoint.deployment.marks import (
 from scalepoint.deployment.trials import Step, Trial, next_step
 from scalepoint.errors import ScalepointError
 from scalepoint.exporting import export
+from scalepoint.exporting.saving import data_files
 from scalepoint.files import digest, replace_file
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize import QuantConfig, calibrate, freeze, insert_qdq, load, save
@@ -247,8 +248,12 @@ class Road:
 
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""
-        for source in (*_with_data(best.float_path), *_with_data(best.path)):
+        sources = (*_with_data(best.float_path), *_with_data(best.path))
+        old = data_files(output / FILE) | data_files(output / FLOAT_FILE)
+        for source in sources:
             replace_file(output / source.name, partial(_copy, source))
+        for name in old - {source.name for source in sources}:
+            (output / name).unlink(missing_ok=True)
         save(best.model, output / MODEL)
         path = output / FILE
         found = best.verification and replace(best.verification, path=str(path))
@@ -266,8 +271,8 @@ def _step_of(saved: Mapping[str, Any]) -> Step:
 
 
 def _with_data(path: Path) -> list[Path]:
-    """A file of the folder with the weights beside it, which come first; a large model has them."""
-    return [*sorted(path.parent.glob(f"{path.stem}.*.data")), path]
+    """A file with the weights beside it, which come first; a large model has them."""
+    return [*(path.parent / name for name in sorted(data_files(path))), path]
 
 
 def _copy(source: Path, target: Path) -> None:
