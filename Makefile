@@ -60,7 +60,9 @@ bench: $(STAMP)
 	$(BIN)/python bench/write_page.py
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --quiet --site-dir .site
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir .site
+	@echo "built: $(BIN)/python -m http.server -d .site, or open .site/index.html"
 
 clean:
 	rm -rf $(VENV) .site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -164,7 +164,7 @@ def test_every_error_has_its_own_code_and_is_a_builtin_error_too():
 def test_every_error_is_documented(kind):
     if kind is errors.ScalepointError:
         return
-    assert f"| {kind.code} | `{kind.__name__}` |" in (ROOT / "docs" / "errors.md").read_text()
+    assert f"| {kind.code} | `{kind.__name__}` |" in (ROOT / "docs" / "reference" / "errors.md").read_text()
     assert kind.code in errors.__doc__
 
 

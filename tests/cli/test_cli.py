@@ -477,6 +477,32 @@ def test_targets_are_listed(call) -> None:
     assert "onnxruntime" in call("targets")[1]
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino", "tensorrt", "reference"])
+def test_one_target_is_told_whole(call, name: str) -> None:
+    from scalepoint.targets import find_target
+
+    target = find_target(name)
+    code, out, _ = call("targets", name, "--json")
+    found = {section["title"]: section for section in json.loads(out)["sections"]}
+    assert code == 0
+    assert [row[0] for row in found["Patterns"]["rows"]] == list(target.pattern_names)
+    assert [row[2] for row in found["Patterns"]["rows"]] == [
+        ", ".join(point.value for point in pattern.qdq_points) or "none: stays float" for pattern in target.patterns
+    ]
+    assert len(found["Accepts"]["rows"]) == len(target.accepts)
+    assert ("Left float" in found) == bool(target.rules)
+    assert ("Static checks" in found) == (name == "tensorrt")
+    code, out, _ = call("targets", name)
+    assert code == 0
+    assert "LinearReLUPattern" in out
+
+
+def test_an_unknown_target_is_a_usage_error_with_the_nearest_name(call) -> None:
+    code, _, talk = call("targets", "tensort")
+    assert code == 2
+    assert "did you mean 'tensorrt'" in talk
+
+
 def test_the_doctor_tells_what_is_missing_and_the_way_out(call, monkeypatch) -> None:
     code, out, _ = call("doctor", "--json")
     lines = {line["name"]: line for line in json.loads(out)["lines"]}
@@ -512,7 +538,7 @@ def test_what_init_writes_runs(call, here) -> None:
     assert call("init")[0] == 0
     code, out, _ = call("deploy", "-c", "scalepoint.yaml", "--dry-run")
     assert code == 0
-    assert "2 quantized" in out
+    assert "3 quantized" in out
 
 
 def test_the_schema_knows_every_key(call) -> None:

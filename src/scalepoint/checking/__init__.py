@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 from scalepoint.checking.graph import read_graphs
 from scalepoint.checking.qdq import Version, View
 from scalepoint.checking.rule import Finding, Rule, Severity, finding
-from scalepoint.checking.tensorrt import RULES
+from scalepoint.checking.tensorrt import POST_BUILD, RULES
 from scalepoint.errors import TargetError, nearest, shown
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["RULES", "Finding", "Severity", "check"]
+    from scalepoint.targets import Section
+
+__all__ = ["RULES", "Finding", "Severity", "check", "describe_rules"]
 
 _TARGETS: dict[str, tuple[Rule, ...]] = {"tensorrt": RULES}
 _NEWEST_MINOR = 99
@@ -42,6 +44,19 @@ def check(
         ]
         findings += [entry for _, _, entry in sorted(found, key=lambda item: item[:2])]
     return findings
+
+
+def describe_rules(target: str) -> "tuple[Section, ...]":
+    """The rules that `check` applies for a target, as sections of its description; none where there are none."""
+    from scalepoint.targets import Section  # noqa: PLC0415  # needs torch, which check does not
+
+    rows = tuple((rule.id, rule.severity.value, rule.why, rule.way_out) for rule in _TARGETS.get(target, ()))
+    if not rows:
+        return ()
+    return (
+        Section("Static checks", ("rule", "severity", "why", "way out"), rows),
+        Section("What only a built engine shows", ("what", "open question"), tuple(POST_BUILD.items())),
+    )
 
 
 def _version(version: int | str) -> Version:

@@ -90,7 +90,7 @@ COMMANDS = (
     (files.bench, "bench", ("scalepoint bench out/float.onnx out/model.onnx --threads 2 --min-ratio 1.5",)),
     (files.report, "report", ("scalepoint report out/", "scalepoint report out/ --html page.html")),
     (proving.compare, "compare", ("scalepoint compare out/ nets:net --data calibration.npz",)),
-    (machine.targets, "targets", ("scalepoint targets", "scalepoint targets --json")),
+    (machine.targets, "targets", ("scalepoint targets", "scalepoint targets tensorrt", "scalepoint targets --json")),
     (machine.doctor, "doctor", ("scalepoint doctor",)),
     (beginning.init, "init", ("scalepoint init", "scalepoint init new-folder/")),
 )

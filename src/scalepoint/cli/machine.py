@@ -9,13 +9,16 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.text import Text
 
 import scalepoint
 from scalepoint.cli import options
 from scalepoint.cli.ending import Code
 from scalepoint.cli.screen import Listing, say, show, show_json
+from scalepoint.cli.settings import check_target
 from scalepoint.errors import TargetError
 
 NEEDED = (
@@ -35,8 +38,18 @@ DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "onnx_ir": "onnx-ir", "ml_dty
 SPACE = 2e9
 
 
-def targets(json: options.Json = False, debug: options.Debug = False) -> int:
-    """The deployment targets, and whether their runtime is here."""
+def targets(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One target, to see all that it declares.", show_default=False)
+    ] = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """The deployment targets, and whether their runtime is here; with NAME, what one fuses, accepts and refuses."""
+    return _all_targets(json) if name is None else _one_target(name, json)
+
+
+def _all_targets(json: bool) -> int:
     from scalepoint.quantize.coverage import describe
     from scalepoint.targets import find_target, list_targets
 
@@ -59,6 +72,26 @@ def targets(json: options.Json = False, debug: options.Debug = False) -> int:
         show(Listing(("target", "what", "default", "runtime here"), cells))
     for each in broken:
         say(f"not usable: {each['why']}", "yellow")
+    return Code.DONE
+
+
+def _one_target(name: str, json: bool) -> int:
+    """All that a target declares, and the rules that `scalepoint check` applies for it."""
+    from scalepoint.checking import describe_rules
+    from scalepoint.targets import describe, find_target
+
+    check_target(name)
+    found = find_target(name)
+    sections = (*describe(found), *describe_rules(name))
+    if json:
+        content = [asdict(section) for section in sections]
+        show_json("targets", {"exit_code": 0, "name": name, "summary": found.summary, "sections": content})
+        return Code.DONE
+    show(Text(f"{name}: {found.summary}"))
+    for section in sections:
+        parts = (Listing(section.columns, section.rows),) if section.rows else ()
+        notes = (Text(section.note),) if section.note else ()
+        show(Text(f"\n{section.title}", style="bold"), *parts, *notes)
     return Code.DONE
 
 

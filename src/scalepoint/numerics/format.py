@@ -87,7 +87,9 @@ def _integers() -> dict[torch.dtype, Format]:
     return rows
 
 
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
 FP4 = torch.float4_e2m1fn_x2
 
 FORMATS: dict[torch.dtype, Format] = {

@@ -1,5 +1,6 @@
 """Deployment targets: each is one declaration; write your own as a plain value."""
 
+from scalepoint.targets.description import Section, describe
 from scalepoint.targets.onnxruntime import onnxruntime_target
 from scalepoint.targets.openvino import openvino_target
 from scalepoint.targets.registry import find_target, list_targets
@@ -9,7 +10,9 @@ __all__ = [
     "Accepted",
     "Facts",
     "Rule",
+    "Section",
     "Target",
+    "describe",
     "find_target",
     "list_targets",
     "onnxruntime_target",

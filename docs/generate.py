@@ -1,0 +1,460 @@
+"""Write the pages that follow from the code: `python docs/generate.py`. A test holds them to what this makes."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
+from inspect import isclass, isfunction
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+import scalepoint
+from scalepoint import _FUNCTIONS as TOP_LEVEL
+from scalepoint import errors
+from scalepoint.checking import describe_rules
+from scalepoint.cli.app import EXIT_CODES, app
+from scalepoint.cli.beginning import TEMPLATES, WRITTEN
+from scalepoint.deployment import DeployConfig
+from scalepoint.quantize import (
+    Override,
+    QuantConfig,
+    SmoothQuantConfig,
+    TensorQuantConfig,
+)
+from scalepoint.quantize.config import Config
+from scalepoint.spec.spec import SchemaGenerator
+from scalepoint.targets import (
+    Section,
+    Target,
+    describe,
+    find_target,
+    onnxruntime_target,
+    openvino_target,
+)
+from scalepoint.targets.cpu import CHOICES
+from scalepoint.targets.description import spelled
+
+DOCS = Path(__file__).parent
+SOURCE = Path(scalepoint.__file__).parent
+MADE = (
+    "<!-- made by docs/generate.py: change the code it is made from, and run it -->\n\n"
+)
+# A page must not depend on the CPU that made it: made for one without VNNI, and what the others change is told.
+CPU_TARGETS: dict[str, Callable[..., Target]] = {
+    "onnxruntime": onnxruntime_target,
+    "openvino": openvino_target,
+}
+PLAIN_CPU = "avx2"
+PROOF = {
+    "onnxruntime": "running the file in ONNX Runtime",
+    "openvino": "running the file in OpenVINO (`pip install scalepoint[openvino]`)",
+    "tensorrt": "static rules over the file: `scalepoint check`",
+    "reference": "nothing: it is a simulation",
+}
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """One line; what Markdown would take for its own is kept as it is."""
+    return (
+        " ".join(str(text).split())
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("*", "\\*")
+    )
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+# targets ---------------------------------------------------------------------------------------------------------
+
+
+def target_of(name: str) -> Target:
+    return CPU_TARGETS[name](PLAIN_CPU) if name in CPU_TARGETS else find_target(name)
+
+
+TARGETS = """A target is one declaration: what its compiler fuses, where it wants Q/DQ, which numbers it can run, and
+what does not pay. Nothing is quantized that the target does not ask for. `scalepoint targets NAME` prints what these
+pages show; a [target of your own](../guides/target.md) is one value.
+"""
+
+
+def targets_page() -> str:
+    rows = []
+    for name, proof in PROOF.items():
+        target = target_of(name)
+        tensors = (
+            spelled(target.activation, "activation"),
+            spelled(target.weight, "weight"),
+        )
+        rows.append((f"[{name}]({name}.md)", *tensors, target.bias, proof))
+    listed = table(("target", "activations", "weights", "bias", "proven by"), rows)
+    end = "These are the defaults; a page lists all that its target accepts.\n"
+    return "\n".join((f"# Targets\n\n{MADE}{TARGETS}", listed, end))
+
+
+def target_page(name: str) -> str:
+    target = target_of(name)
+    parts = [f"# {name}\n\n{MADE}{target.summary}.\n\nProven by {PROOF[name]}.\n"]
+    if name in CPU_TARGETS:
+        parts.append(_options(name))
+    parts += [
+        _section(section) for section in (*describe(target), *describe_rules(name))
+    ]
+    return "\n".join(parts)
+
+
+def _options(name: str) -> str:
+    """The one option of the CPU targets, and what it changes."""
+    factory = CPU_TARGETS[name]
+    said = " ".join((factory.__doc__ or "").split())
+    rest = sorted(
+        set(describe(factory("vnni"))[0].rows)
+        ^ set(describe(factory(PLAIN_CPU))[0].rows)
+    )
+    changed = ", ".join(
+        dict.fromkeys(row[0] for row in rest if not row[0].startswith("made with"))
+    )
+    choices = ", ".join(map(code, CHOICES))
+    return (
+        f"## Options\n\n`scalepoint.targets.{name}_target(cpu=...)`: one of {choices}.\n{said}\n\n"
+        f'Below is `cpu="{PLAIN_CPU}"`; with `cpu="vnni"` the row "{changed}" is not there.\n'
+    )
+
+
+LEGENDS = {
+    "Patterns": """Longer patterns go first. `[ ]` may be absent; `( )` is a condition; *another tensor* comes from
+outside of the chain. Q/DQ stand on the operands named in the last column, and nowhere else.""",
+    "Accepts": "What else is asked for is refused, with the nearest choice that can run.",
+    "Left float": "Operations that are better left float, with the reason in the coverage.",
+    "Before patterns are matched": "The graph is rewritten until nothing changes.",
+    "Static checks": """`scalepoint check model.onnx` applies them to an ONNX file, without the compiler. They are
+necessary for a fast engine, not sufficient.""",
+}
+
+
+def _section(section: Section) -> str:
+    parts = [f"## {section.title}\n"]
+    parts += [LEGENDS[section.title] + "\n"] if section.title in LEGENDS else []
+    parts += [table(section.columns, map(_coded, section.rows))] if section.rows else []
+    parts += [_cell(section.note) + "\n"] if section.note else []
+    return "\n".join(parts)
+
+
+def _coded(row: Sequence[str]) -> tuple[str, ...]:
+    """The first cell is a name."""
+    first, *rest = row
+    return (code(first) if re.fullmatch(r"\w+", first) else first, *rest)
+
+
+# the command line ------------------------------------------------------------------------------------------------
+
+
+COMMANDS = """stdout is the result, stderr the talk. `--json` gives one JSON document for machines. A flag here is a
+keyword of the Python function and a key of the [config file](config.md).
+"""
+
+
+def command_line_page() -> str:
+    root: Any = get_command(app)
+    codes = [
+        each.strip(" .").split(" ", 1)
+        for each in EXIT_CODES.removeprefix("Exit codes: ").split(";")
+    ]
+    parts = [
+        f"# Command line\n\n{MADE}{COMMANDS}",
+        "## Exit codes\n",
+        table(("code", "meaning"), codes),
+    ]
+    for name, command in root.commands.items():
+        inner = getattr(command, "commands", None)
+        for each, title in (
+            [(one, f"{name} {key}") for key, one in inner.items()]
+            if inner is not None
+            else [(command, name)]
+        ):
+            parts.append(_command(each, f"scalepoint {title}"))
+    return "\n".join(parts)
+
+
+def _command(command: Any, title: str) -> str:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    options = [
+        each
+        for each in command.params
+        if each.param_type_name == "option" and each.name != "help"
+    ]
+    usage = " ".join([title, *(each.metavar or each.name for each in arguments)])
+    parts = [f"## {title}\n", f"{_sentence(command.help)}\n", f"`{usage}`\n"]
+    if arguments:
+        parts.append(
+            table(
+                ("argument", "what it is"),
+                [(code(each.metavar), each.help or "") for each in arguments],
+            )
+        )
+    has_config = any(each.name == "config" for each in options)
+    rows = [
+        (code(", ".join(each.opts)), each.help or "", _default(each, has_config))
+        for each in options
+    ]
+    parts.append(table(("option", "what it does", "default"), rows))
+    lines = [
+        line.strip()
+        for line in (command.epilog or "").splitlines()
+        if line.strip() and line != "Examples:"
+    ]
+    if lines:
+        parts.append("Examples:\n\n" + "".join(f"- {code(line)}\n" for line in lines))
+    return "\n".join(parts)
+
+
+def _default(option: Any, has_config: bool) -> str:
+    """Its own, or where a config file is read the config's."""
+    value = option.default
+    if value is None and has_config and option.name in DeployConfig.model_fields:
+        value = DeployConfig.model_fields[option.name].default
+    silent = value is None or value is False or value == () or callable(value)
+    return "" if silent else code(str(value))
+
+
+def _sentence(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+# config and errors -----------------------------------------------------------------------------------------------
+
+
+CONFIG = """`scalepoint init` writes this file; `scalepoint deploy -c scalepoint.yaml` reads it, and `scalepoint config
+schema` prints its JSON Schema for editors. An unknown key is an error that names the nearest known one.
+"""
+
+
+def config_page() -> str:
+    template = (TEMPLATES / WRITTEN["scalepoint.yaml"]).read_text(encoding="utf-8")
+    parts = [
+        f"# Config file\n\n{MADE}{CONFIG}",
+        f'```yaml title="scalepoint.yaml"\n{template}```\n',
+    ]
+    models: tuple[tuple[type[Config], str], ...] = (
+        (DeployConfig, "the whole file; `DeployConfig.from_file` and `to_file`"),
+        (
+            QuantConfig,
+            "the key `quantization`, and `config=` in Python. What is absent is the target's choice",
+        ),
+        (
+            Override,
+            "one entry of `overrides`. The most specific wins: name, then glob, then type; then the later",
+        ),
+        (
+            TensorQuantConfig,
+            "the short form of a tensor's spec; a whole `QuantizationSpec` may stand in its place",
+        ),
+        (SmoothQuantConfig, "the key `smooth_quant`"),
+    )
+    for model, what in models:
+        parts.append(f"## {model.__name__}\n\n{what[0].upper()}{what[1:]}.\n")
+        parts.append(table(("key", "may be", "default"), _fields(model)))
+    return "\n".join(parts)
+
+
+def _fields(model: type[Config]) -> Iterator[tuple[str, str, str]]:
+    """From the schema, so that it is what an editor says too."""
+    schema = model.model_json_schema(schema_generator=SchemaGenerator)
+    for name, entry in schema["properties"].items():
+        default = model.model_fields[name].default
+        shown = (
+            "defaults"
+            if isinstance(default, Config)
+            else "none"
+            if default is None
+            else f"`{default!s}`"
+        )
+        yield (
+            code(name),
+            _type(entry, schema.get("$defs", {})),
+            re.sub(r"`(\(\)|{})`", "empty", shown),
+        )
+
+
+def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:
+    """A JSON Schema type in words."""
+    if "$ref" in entry:
+        name = entry["$ref"].rpartition("/")[2]
+        choices = known.get(name, {}).get("enum")
+        return ", ".join(map(code, choices)) if choices else name
+    if "anyOf" in entry:
+        words = [
+            _type(each, known) for each in entry["anyOf"] if each.get("type") != "null"
+        ]
+        return " or ".join(dict.fromkeys(words))
+    if "const" in entry:
+        return code(entry["const"])
+    if entry.get("type") == "array":
+        return f"list of {_type(entry.get('items', {}), known)}"
+    if entry.get("type") == "object" and "additionalProperties" in entry:
+        return f"mapping of names to {_type(entry['additionalProperties'], known)}"
+    names = {
+        "object": "a tensor's config",
+        "string": "text",
+        "integer": "whole number",
+        "boolean": "true or false",
+    }
+    return names.get(entry.get("type", ""), entry.get("type", "anything"))
+
+
+ERRORS = """Every error says what was given, what is allowed, where, and the way out, and ends with its code. All derive
+from `scalepoint.errors.ScalepointError` and from the builtin named here. Fields of a spec are checked by pydantic,
+whose `ValidationError` (a `ValueError`) carries the same messages.
+"""
+WARNINGS = """What works, but not as one may think (a batch that the model fixes), is a `ScalepointWarning`, a
+`UserWarning`. [Troubleshooting](../troubleshooting.md) goes by what you see.
+"""
+
+
+def errors_page() -> str:
+    """The tree of the module's docstring, as a table."""
+    rows = []
+    for name, key, when in re.findall(
+        r"(\w+Error)(?: \(\w+\))? +(SP-\w+) +(.+)", errors.__doc__ or ""
+    ):
+        kind = getattr(errors, name)
+        builtin = next(
+            base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"
+        )
+        rows.append((key, code(name), builtin, when))
+    listed = table(("code", "class", "builtin", "when"), sorted(rows))
+    return "\n".join((f"# Errors\n\n{MADE}{ERRORS}", listed, WARNINGS))
+
+
+# the API ---------------------------------------------------------------------------------------------------------
+
+MODULES = {
+    "deployment": "the whole road in one call",
+    "transformation": "a model as one graph of fused groups",
+    "quantize": "where quantizers go, how they get their ranges, training, saving",
+    "exporting": "the ONNX file",
+    "verification": "the file in its runtime, and its speed",
+    "checking": "the static rules of a target",
+    "analysis": "where a quantized model departs, and which layers matter",
+    "report": "what was found, as data, in the terminal and as a page",
+    "targets": "declarations of deployment targets",
+    "patterns": "the pattern language",
+    "spec": "the tensor layer: specs, granularities, calculators, fake quantizers",
+    "numerics": "the arithmetic as pure functions",
+}
+
+
+API = """Everything on these pages is public; what is not here may change. `import scalepoint` loads nothing: a name
+loads what it needs when it is first used.
+"""
+
+
+def api_index() -> str:
+    order = list(MODULES)
+    rows = []
+    for name, module in sorted(
+        TOP_LEVEL.items(), key=lambda pair: (order.index(pair[1]), pair[0])
+    ):
+        said = _sentence(
+            (getattr(scalepoint, name).__doc__ or "").strip().partition("\n\n")[0]
+        )
+        rows.append((f"[`{name}`]({module}.md#{anchor(module, name)})", said))
+    modules = [
+        (f"[`scalepoint.{name}`]({name}.md)", what) for name, what in MODULES.items()
+    ]
+    parts = (
+        f"# Python API\n\n{MADE}{API}",
+        "## Names of `scalepoint`\n",
+        table(("name", "what it does"), rows),
+    )
+    return "\n".join(
+        (*parts, "## By module\n", table(("module", "what it holds"), modules))
+    )
+
+
+def api_page(module: str) -> str:
+    """What its package only passes on is looked up through it; a function named as its own file, in that file."""
+    names = public_names(module)
+    members = "".join(
+        f"        - {name}\n" for name in names if not _is_file(module, name)
+    )
+    parts = [
+        f"# scalepoint.{module}\n\n{MADE}::: scalepoint.{module}\n    options:\n      members:\n{members}"
+    ]
+    files = [name for name in names if _is_file(module, name)]
+    parts += [
+        f"::: {anchor(module, name)}\n    options:\n      show_root_heading: true\n"
+        for name in files
+    ]
+    return "\n".join(parts)
+
+
+def _is_file(module: str, name: str) -> bool:
+    return (SOURCE / module / f"{name}.py").is_file()
+
+
+def anchor(module: str, name: str) -> str:
+    return (
+        f"scalepoint.{module}.{name}.{name}"
+        if _is_file(module, name)
+        else f"scalepoint.{module}.{name}"
+    )
+
+
+def public_names(module: str) -> list[str]:
+    """What `__all__` says; for a module without one, what it defines."""
+    found = import_module(f"scalepoint.{module}")
+    if hasattr(found, "__all__"):
+        return list(found.__all__)
+    return [
+        name
+        for name, value in vars(found).items()
+        if not name.startswith("_") and is_own(value, found.__name__)
+    ]
+
+
+def is_own(value: Any, module: str) -> bool:
+    return (isclass(value) or isfunction(value)) and value.__module__ == module
+
+
+def decisions_page() -> str:
+    """All records, by the heading of each."""
+    lines = []
+    for path in sorted((DOCS / "decisions").glob("0*.md")):
+        heading = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        number, _, title = heading.partition(". ")
+        lines.append(f"| {number} | [{title}]({path.name}) |\n")
+    start = (
+        "# Decisions\n\n"
+        + MADE
+        + "Why it is built as it is, in short records.\n\n| | |\n|---|---|\n"
+    )
+    return start + "".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    """All generated pages by their path in docs/."""
+    made = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
+    made |= {Path("reference/api") / f"{name}.md": api_page(name) for name in MODULES}
+    return made | {
+        Path("reference/api/index.md"): api_index(),
+        Path("targets/index.md"): targets_page(),
+        Path("decisions/index.md"): decisions_page(),
+        Path("reference/command-line.md"): command_line_page(),
+        Path("reference/config.md"): config_page(),
+        Path("reference/errors.md"): errors_page(),
+    }
+
+
+if __name__ == "__main__":
+    for place, text in pages().items():
+        (DOCS / place).parent.mkdir(parents=True, exist_ok=True)
+        (DOCS / place).write_text(text, encoding="utf-8")

@@ -1,0 +1,122 @@
+"""A target in words: the sections that `scalepoint targets NAME` prints and that its documentation page is made of."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from scalepoint.numerics import dtype_name
+from scalepoint.patterns import Pattern
+from scalepoint.patterns.language import Element
+from scalepoint.spec import QuantizationGranularity, QuantizationSpec
+from scalepoint.targets.target import Accepted, Target
+
+MOST_KINDS = 3  # of one operation, before they are named below the table
+BIAS = {
+    "int32": "stored as int32 with the scale input x weight, as the integer kernel adds it",
+    "float": "stays float: the runtime quantizes it itself, or adds it in float",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title, a table, and what the table does not say."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+
+
+def describe(target: Target) -> tuple[Section, ...]:
+    """Everything that the target declares, in the order in which a reader asks."""
+    found = (
+        Section("Defaults", ("tensor", "how"), tuple(_defaults(target))),
+        _patterns(target.patterns),
+        _accepted(target.accepts),
+        Section("Left float", ("rule", "what it says"), tuple(map(_said, target.rules))),
+        Section("Same scale in and out", note=_moved(target.shares)),
+        Section("Before patterns are matched", ("conversion", "what it says"), tuple(map(_said, target.conversions))),
+    )
+    return tuple(section for section in found if section.rows or section.note)
+
+
+def _moved(kinds: Iterable[str]) -> str:
+    named = ", ".join(sorted(kinds))
+    return f"These only move values, so their output has the parameters of their input: {named}." if named else ""
+
+
+def _defaults(target: Target) -> Iterator[tuple[str, str]]:
+    yield "activation", spelled(target.activation, "activation")
+    yield "weight", spelled(target.weight, "weight")
+    if target.adapt_weight is not None:
+        yield f"weight, {words(target.adapt_weight)}", _docstring(target.adapt_weight)
+    yield "bias", BIAS[target.bias]
+    for name, value in target.options.items():
+        yield f"made with {name}=", str(value)
+
+
+def spelled(spec: QuantizationSpec, role: str) -> str:
+    """uint8, asymmetric, per_tensor, range: histogram_mse"""
+    granularity = QuantizationGranularity.key_of(type(spec.granularity))
+    fields = spec.to_dict()
+    calculator, search = fields["qparam_calculator_cls"], fields["range_calculator_cls"]
+    if calculator == "default":
+        calculator = "static" if role == "weight" else "moving_average"
+    how = search if calculator == "static" else calculator
+    return f"{fields['dtype']}, {spec.qscheme.value}, {granularity}, range: {how}"
+
+
+def _patterns(patterns: tuple[Pattern, ...]) -> Section:
+    """Longer chains go first, so the order is part of the declaration."""
+    many: dict[str, list[str]] = {}
+    rows = []
+    for pattern in patterns:
+        points = ", ".join(point.value for point in pattern.qdq_points) or "none: stays float"
+        rows.append((pattern.name, ", ".join(_element(element, many) for element in pattern.match), points))
+    note = " ".join(f"{' and '.join(roles)}: {kinds}." for kinds, roles in many.items())
+    return Section("Patterns", ("pattern", "matches", "Q/DQ on"), tuple(rows), note)
+
+
+def _element(element: Element, many: dict[str, list[str]]) -> str:
+    """One operation: [optional], a + other operand, (its condition); kinds too many for a cell go into `many`."""
+    kinds = sorted(element.kinds)
+    if len(kinds) > MOST_KINDS:
+        text = element.role
+        roles = many.setdefault(", ".join(kinds), [])
+        roles += [] if text in roles else [text]
+    else:
+        text = " or ".join(kinds)
+    text += " + another tensor" if element.is_join else ""
+    text += f" ({words(element.where)})" if element.where else ""
+    return f"[{text}]" if element.is_optional else text
+
+
+def _accepted(rows: Iterable[Accepted]) -> Section:
+    cells = tuple(
+        (
+            row.role,
+            ", ".join(map(dtype_name, row.dtypes)),
+            ", ".join(scheme.value for scheme in row.schemes) or "any",
+            ", ".join(row.granularities) or "any",
+            ", ".join(map(str, row.block_sizes)) or ("any" if "per_block" in row.granularities else ""),
+            ", ".join(row.kinds) or "all",
+        )
+        for row in rows
+    )
+    columns = ("tensor", "dtypes", "schemes", "granularities", "block sizes", "operations")
+    note = "" if cells else "Everything: nothing is refused."
+    return Section("Accepts", columns if cells else (), cells, note)
+
+
+def _said(function: Callable[..., Any]) -> tuple[str, str]:
+    return words(function), _docstring(function)
+
+
+def words(function: Callable[..., Any]) -> str:
+    """is_main_branch -> is main branch"""
+    return getattr(function, "__name__", type(function).__name__).strip("_").replace("_", " ")
+
+
+def _docstring(function: Callable[..., Any]) -> str:
+    lines = (function.__doc__ or "").strip().partition("\n\n")[0].split()
+    return " ".join(lines)

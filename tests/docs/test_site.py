@@ -1,0 +1,131 @@
+"""The documentation as a whole: generated pages, the strict build, links, and that nothing public is missing."""
+
+import re
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from subprocess import run
+from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from scalepoint.quantize import CalibrationMethod
+from scalepoint.spec import QParamsCalculatorBase, RangeCalculatorBase
+from scalepoint.targets import list_targets
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+OUTSIDE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+@cache
+def generator() -> ModuleType:
+    spec = spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    made = generator().pages()
+    stale = [str(path) for path, text in made.items() if (DOCS / path).read_text(encoding="utf-8") != text]
+    assert not stale, f"run: python docs/generate.py ({stale})"
+    marked = {path.relative_to(DOCS) for path in DOCS.rglob("*.md") if generator().MADE in path.read_text()}
+    assert marked == set(made), "a page that nothing makes any more"
+
+
+def test_every_target_has_its_page() -> None:
+    own = [name for name in list_targets() if (DOCS / "targets" / f"{name}.md").is_file()]
+    assert own == list(generator().PROOF)
+    assert {"onnxruntime", "openvino", "tensorrt", "reference"} <= set(own)
+
+
+def test_every_way_to_find_a_range_is_explained() -> None:
+    page = "".join(path.read_text() for path in (DOCS / "algorithms").glob("*.md"))
+    page += (DOCS / "explained" / "tensor-layer.md").read_text()
+    ours = [
+        key
+        for base in (RangeCalculatorBase, QParamsCalculatorBase)
+        for key in base.list_registry_keys()
+        if base.get_class(key).__module__.startswith("scalepoint.")
+    ]
+    missing = [key for key in (*ours, *CalibrationMethod) if f"`{key}`" not in page and f'"{key}"' not in page]
+    assert not missing
+
+
+class _Page(HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value is not None and tag != "use":
+                self.links.append(value)
+            elif name in ("id", "name") and value:
+                self.anchors.add(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, _Page]:
+    """The pages of a strict build, as a user has them on disk."""
+    folder = tmp_path_factory.mktemp("site").resolve()
+    done = run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path: _Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
+
+
+def test_the_site_builds_strictly_and_every_link_and_anchor_is_there(site: dict[Path, _Page]) -> None:
+    broken = []
+    for path, page in site.items():
+        if path.name == "404.html":  # its links are from the root of wherever the site is served
+            continue
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            there = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            there = there / "index.html" if there.is_dir() else there
+            known = not parts.fragment or (there in site and unquote(parts.fragment) in site[there].anchors)
+            if not there.is_file() or not (known or parts.fragment in ("", "__skip")):
+                broken.append(f"{path.name}: {link}")
+    assert not broken
+    assert len(site) > 40
+
+
+def test_the_site_needs_no_network(site: dict[Path, _Page]) -> None:
+    fetched = {link for page in site.values() for link in page.links if urlsplit(link).scheme in ("http", "https")}
+    assert not fetched
+
+
+def test_every_public_name_is_in_the_reference(site: dict[Path, _Page]) -> None:
+    anchors = {anchor for path, page in site.items() if path.parent.name == "api" for anchor in page.anchors}
+    missing = []
+    for module in generator().MODULES:
+        found = import_module(f"scalepoint.{module}")
+        names = getattr(found, "__all__", ())
+        missing += [f"{module}.{name}" for name in names if generator().anchor(module, name) not in anchors]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_links_of_the_pages_outside_the_site_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text()
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not urlsplit(link).scheme]
+    assert [link for link in links if not (ROOT / urlsplit(link).path).exists()] == []
