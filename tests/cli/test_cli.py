@@ -549,9 +549,21 @@ def test_the_schema_knows_every_key(call) -> None:
     assert set(json.loads(out)["properties"]) == set(DeployConfig.model_fields)
 
 
-def test_shell_completion_knows_the_commands() -> None:
-    done = child(_SCALEPOINT_COMPLETE="complete_bash", COMP_WORDS="scalepoint de", COMP_CWORD="1")
-    assert (done.returncode, done.stdout.split()) == (0, ["deploy"])
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"COMP_WORDS": "scalepoint de", "COMP_CWORD": "1"}, ["deploy"]),
+        ({"COMP_WORDS": "scalepoint deploy --re", "COMP_CWORD": "2"}, ["--resume"]),
+        ({"COMP_WORDS": "scalepoint inspect --le", "COMP_CWORD": "2"}, ["--leave"]),
+    ],
+    ids=["command", "flag", "flag of inspect"],
+)
+def test_shell_completion_knows_commands_and_flags(given, found) -> None:
+    done = child(_SCALEPOINT_COMPLETE="complete_bash", **given)
+    assert (done.returncode, done.stdout.split()) == (0, found)
+    words = given["COMP_WORDS"]
+    done = child(_SCALEPOINT_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS=words)
+    assert found[0] in done.stdout
 
 
 def test_the_version_is_the_packages() -> None:

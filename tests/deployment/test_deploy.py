@@ -3,12 +3,15 @@
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 import scalepoint
 from scalepoint import DeployConfig
 from scalepoint.errors import ConfigError, DocumentError, TargetError, UsageError
+from scalepoint.exporting import saving
 from scalepoint.quantize import QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
+from scalepoint.verification.runner import RuntimeModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -65,6 +68,25 @@ class TestDeploy:
         again = scalepoint.load(folder / "quantized", model, data[0][:1])
         with torch.no_grad():
             assert torch.equal(again(data[0]), deployment.model.eval()(data[0]))
+
+
+def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatch):
+    """A model of more than 2 GB has its weights in files of their own; here everything counts as that large."""
+    monkeypatch.setattr(saving, "LARGEST_IN_ONE_FILE", 100)
+    x = torch.randn(2, 64)
+    seen = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+        done = scalepoint.deploy(net, x, [x], output=tmp_path, smoke=True)
+        names = {path.name for path in tmp_path.iterdir()}
+        data = {name for name in names if name.endswith(".data")}
+        assert names - data == {"model.onnx", "float.onnx", "quantized", "report.html", "report.json"}
+        assert len(data) == 2
+        assert not data & seen
+        seen |= data
+        run = RuntimeModel(done.path)
+        assert torch.nn.functional.cosine_similarity(run(x), net(x)).min() > 0.99
 
 
 class TestRefused:

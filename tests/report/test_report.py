@@ -18,7 +18,18 @@ from rich.console import Console
 
 from scalepoint.errors import StoreError
 from scalepoint.quantize.coverage import Coverage
-from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Raised, Report, to_html, write
+from scalepoint.report import (
+    Attempt,
+    GraphNode,
+    Histogram,
+    LayerError,
+    Metric,
+    Raised,
+    Report,
+    is_within,
+    to_html,
+    write,
+)
 from scalepoint.report.blocks import blocks_of
 from scalepoint.report.markup import data_block, tag
 from scalepoint.report.words import count, decibel, ratio, share_of, short, time_of, value_of, visible
@@ -364,3 +375,18 @@ def test_how_to_reproduce_is_there_to_copy():
         assert text in page
     assert page.count('class="copy"') == 3
     assert "How to reproduce" not in to_html(made.bare())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "allowed", "holds"),
+    [
+        (77.30000019073486, 77.19999998, 0.1, True),  # accuracies that float32 rounded
+        (0.7730000019, 0.7719999999, 0.001, True),
+        (77.3, 77.19, 0.1, False),
+        (1.0, 2.0, 0.0, True),
+        (1.0, math.nan, 5.0, False),
+    ],
+)
+def test_a_rounding_is_no_fall(before, after, allowed, holds):
+    assert is_within(before, after, allowed) is holds
+    assert Metric("score", before, after).is_within(allowed) is holds

@@ -179,6 +179,8 @@ class _Run:
 
 def _judged(done: Any, max_drop: float | None, allow_departure: bool) -> tuple[Code, str]:
     """The exit code, and why it is not plainly 0."""
+    from scalepoint.report import is_within
+
     found = done.verification
     if found is not None and found.status.value != "ok":
         return Code.UNVERIFIED, f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
@@ -186,7 +188,7 @@ def _judged(done: Any, max_drop: float | None, allow_departure: bool) -> tuple[C
         why = f"{found.runtime} agrees to {found.sqnr:.1f} dB, less than {found.bound:.0f}"
         return Code.UNVERIFIED, f"{why} (--allow-departure accepts it)"
     drop = done.drop
-    if max_drop is not None and drop is not None and not drop <= max_drop:
+    if max_drop is not None and drop is not None and not is_within(done.float_score, done.score, max_drop):
         return Code.LIMIT, f"the best file loses {drop:.4g}, more than the {max_drop:.4g} allowed; it was kept"
     if found is None:
         return Code.DONE, "not verified: no runtime of this target is known here; the numbers are the simulation's"

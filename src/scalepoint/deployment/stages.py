@@ -34,6 +34,7 @@ from scalepoint.deployment.marks import (
 from scalepoint.deployment.trials import Step, Trial, next_step
 from scalepoint.errors import ScalepointError
 from scalepoint.exporting import export
+from scalepoint.exporting.saving import data_files
 from scalepoint.files import digest, replace_file
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize import QuantConfig, calibrate, freeze, insert_qdq, load, save
@@ -151,7 +152,7 @@ class Road:
         path, float_path = folder / FILE, self.journal.folder / FLOAT_FILE
         args, kwargs = self.inputs
         versions: dict[str, str | None] = {name: package_version(name) for name in ("onnx", "onnxscript")}
-        versions["float_dtype"] = self.float_dtype
+        versions["float_dtype"] = str(self.float_dtype)
         own = {"the quantized model": digest(folder / MODEL / "scalepoint.json"), **VERSIONS, **versions}
         base = {
             "the model": self.model_mark,
@@ -250,8 +251,12 @@ class Road:
 
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""
-        for source in (*_with_data(best.float_path), *_with_data(best.path)):
+        sources = (*_with_data(best.float_path), *_with_data(best.path))
+        old = data_files(output / FILE) | data_files(output / FLOAT_FILE)
+        for source in sources:
             replace_file(output / source.name, partial(_copy, source))
+        for name in old - {source.name for source in sources}:
+            (output / name).unlink(missing_ok=True)
         save(best.model, output / MODEL)
         path = output / FILE
         found = best.verification and replace(best.verification, path=str(path))
@@ -269,8 +274,8 @@ def _step_of(saved: Mapping[str, Any]) -> Step:
 
 
 def _with_data(path: Path) -> list[Path]:
-    """A file of the folder with the weights beside it, which come first; a large model has them."""
-    return [*sorted(path.parent.glob(f"{path.stem}.*.data")), path]
+    """A file with the weights beside it, which come first; a large model has them."""
+    return [*(path.parent / name for name in sorted(data_files(path))), path]
 
 
 def _copy(source: Path, target: Path) -> None:

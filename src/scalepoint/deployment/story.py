@@ -19,7 +19,7 @@ from scalepoint.deployment.trials import Step, Trial, best_of, slimmed
 from scalepoint.errors import UsageError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import Coverage, QuantConfig, coverage
-from scalepoint.report import Report, write
+from scalepoint.report import Report, is_within, write
 from scalepoint.targets import Target, find_target
 from scalepoint.verification import Verification
 
@@ -119,6 +119,6 @@ def _check(data: Any, evaluate: Any, max_drop: float | None) -> None:
 def _too_much(float_score: float | None, trials: Sequence[Trial], max_drop: float | None) -> float | None:
     """How far the best trial falls below the float model, when that is more than is allowed."""
     score = best_of(trials).score
-    if max_drop is None or float_score is None or score is None or float_score - score <= max_drop:
+    if max_drop is None or float_score is None or score is None or is_within(float_score, score, max_drop):
         return None
     return float_score - score

@@ -18,7 +18,7 @@ _OWN = re.compile(r".+\.[0-9a-f]{8}\.data")
 
 def save_graph(graph: Any, path: Path) -> None:
     """One file, or a data file beside it when it would be too large; the .onnx file comes last."""
-    before = _data_files(path)
+    before = data_files(path)
     if sum(value.const_value.nbytes for value in graph.graph.initializers.values()) < LARGEST_IN_ONE_FILE:
         _save_whole(graph, path)
         now = set()
@@ -28,7 +28,7 @@ def save_graph(graph: Any, path: Path) -> None:
         (path.parent / name).unlink(missing_ok=True)
 
 
-def _data_files(path: Path) -> set[str]:
+def data_files(path: Path) -> set[str]:
     """The data files of our making that a model refers to."""
     import onnx  # noqa: PLC0415  # only an export needs it
 

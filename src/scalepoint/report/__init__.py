@@ -11,6 +11,7 @@ from scalepoint.report.model import (
     Raised,
     Report,
     Reproduction,
+    is_within,
 )
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Raised",
     "Report",
     "Reproduction",
+    "is_within",
     "to_html",
     "write",
 ]

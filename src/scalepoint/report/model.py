@@ -22,6 +22,12 @@ from scalepoint.verification.verification import Verification
 
 SCHEMA = 1
 LARGEST = 256_000_000
+ROUNDING = 2e-7
+
+
+def is_within(before: float, after: float, max_drop: float) -> bool:
+    """Whether a score fell by no more than is allowed; what float32 rounds off is no fall."""
+    return before - after <= max_drop + ROUNDING * abs(before)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,9 @@ class Metric:
     @property
     def change(self) -> float:
         return self.final - self.float_value
+
+    def is_within(self, max_drop: float) -> bool:
+        return is_within(self.float_value, self.final, max_drop)
 
 
 @dataclass(frozen=True)

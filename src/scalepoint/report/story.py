@@ -36,7 +36,10 @@ def accuracy(report: Report) -> Html:
         tables.append(_table(("Layer", "Raised to", "Gain", "Cost"), raised[:LONGEST], (2, 3)))
     more = len(raised) - LONGEST
     note = tag("p", f"and {more} more in the data of this page", class_="muted") if more > 0 else None
-    cards = [tag("div", each, class_="card scroll") for each in tables]
+    cards = [
+        tag("div", each, class_="card scroll", tabindex="0", role="region", aria_label=label)
+        for each, label in zip(tables, ("Files that were tried", "What was raised"), strict=False)
+    ]
     return join((tag("p", words), tag("p", intro, class_="muted"), tag("div", *cards, class_="search"), note))
 
 

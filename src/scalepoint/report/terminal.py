@@ -82,7 +82,7 @@ def bound_of(report: "Report") -> str:
     """Whether the metric stayed within what was allowed."""
     if report.max_drop is None or not report.accuracy:
         return ""
-    holds = -report.accuracy[0].change <= report.max_drop
+    holds = report.accuracy[0].is_within(report.max_drop)
     return f"{'within' if holds else 'more than'} the {report.max_drop:g} allowed"
 
 

@@ -1,0 +1,128 @@
+"""Marks: the same for the same, other for anything that changes what a stage makes."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.deployment.marks import Seen, mark_of_code, mark_of_data, mark_of_model, mark_of_values, watched
+
+
+def net(scale: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with torch.no_grad():
+        made[0].weight.mul_(scale)
+    return made
+
+
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Tripling(nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+class TestModel:
+    def test_the_same_model_made_again_has_the_same_mark(self):
+        assert mark_of_model(net()) == mark_of_model(net())
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda: net(1.001),
+            lambda: nn.Sequential(net()[0], nn.GELU()),
+            lambda: nn.Sequential(net()[0], nn.ReLU(), nn.Dropout()),
+        ],
+        ids=["weight", "activation", "module"],
+    )
+    def test_another_has_another(self, other):
+        assert mark_of_model(other()) != mark_of_model(net())
+
+    def test_the_code_of_forward_counts(self):
+        first, second = Doubling(2, 2), Tripling(2, 2)
+        second.load_state_dict(first.state_dict())
+        Tripling.__qualname__ = Doubling.__qualname__
+        Tripling.__name__ = Doubling.__name__
+        assert mark_of_model(first) != mark_of_model(second)
+
+
+class TestCode:
+    def test_what_a_function_does_counts(self):
+        def first(run):
+            return run(1) + 2
+
+        def second(run):
+            return run(1) + 3
+
+        second.__qualname__ = first.__qualname__
+        assert mark_of_code(first) == mark_of_code(first)
+        assert mark_of_code(first) != mark_of_code(second)
+
+    def test_a_wrapped_function_is_what_it_wraps(self):
+        def metric(run):
+            return 1.0
+
+        @functools.wraps(metric)
+        def wrapping(run):
+            return metric(run)
+
+        assert mark_of_code(wrapping) == mark_of_code(metric)
+
+    def test_objects_that_can_be_called_have_one_too(self):
+        class Metric:
+            def __call__(self, run):
+                return 1.0
+
+        assert mark_of_code(Metric()) == mark_of_code(Metric())
+        assert mark_of_code(functools.partial(max, 1))
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.ones(0),
+            np.ones(3),
+            (torch.ones(2), {"a": 1}),
+            {"ids": torch.ones(2, dtype=torch.int64)},
+        ],
+    )
+    def test_of_any_kind(self, value):
+        assert mark_of_values(value) == mark_of_values(value)
+
+    def test_type_shape_and_bytes_count(self):
+        values = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.tensor([0, 0, 0, 1.0])]
+        assert len({mark_of_values(each) for each in values}) == 4
+
+
+class TestData:
+    def test_batches_are_marked_as_they_go_by(self):
+        batches = [torch.full((2,), float(index)) for index in range(6)]
+        seen = watched(batches)
+        assert isinstance(seen, Seen)
+        assert len(seen) == 6
+        assert [float(each[0]) for each in seen] == [0, 1, 2, 3, 4, 5]
+        assert seen.mark == mark_of_data(batches)
+        assert mark_of_data(batches) != mark_of_data(batches[:5])
+        assert mark_of_data(batches) != mark_of_data(batches[::-1])
+
+    def test_what_is_read_once_or_is_no_data_is_left_alone(self):
+        once = iter([torch.ones(1)])
+        assert watched(once) is once
+        assert mark_of_data(once) is None
+        assert len(list(once)) == 1
+        for given in (torch.ones(2), {"a": 1}, "text", print, None):
+            assert watched(given) is given
+
+    def test_a_generator_function_is_marked_by_its_code(self):
+        def loop(model):
+            model(torch.ones(1))
+
+        assert mark_of_data(loop) == mark_of_code(loop)
