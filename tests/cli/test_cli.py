@@ -213,7 +213,7 @@ class _Deployed:
         self.score, self.float_score = score, float_score
         self.drop = None if score is None else float_score - score
         self.coverage = SimpleNamespace(to_list=list)
-        self.report = SimpleNamespace(table=lambda: "the table", summary=list)
+        self.report = SimpleNamespace(table=lambda: "the table", summary=list, reproduction=None)
         state = SimpleNamespace(value=status)
         about = {"sqnr": float("inf"), "name": "\x1b[31m"}
         self.verification = SimpleNamespace(
@@ -263,27 +263,48 @@ def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkey
     seen = {}
 
     def deploy(model, inputs, data, **options):
-        seen.update(options, batches=len(list(data)), again=len(list(data)))
+        seen.update(options, again=[len(list(data)), len(list(data))])
         options["output"].mkdir()
         return _Deployed()
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     (here / "c.yaml").write_text("model: nets:Net\ndata: nets:batches\nthreads: 2\nmax_trials: 4\noutput: made\n")
-    assert call("deploy", "-c", "c.yaml", "--max-batches", "2", "--threads", "3", "--strict")[0] == 0
-    assert (seen["batches"], seen["again"]) == (2, 2)
-    assert (seen["threads"], seen["max_trials"], seen["strict"]) == (3, 4, True)
+    flags = ("--max-batches", "2", "--threads", "3", "--strict", "--leave", "head", "--mean", "0.5,1")
+    assert call("deploy", "-c", "c.yaml", *flags)[0] == 0
+    assert (seen["max_batches"], seen["again"]) == (2, [3, 3])
+    assert (seen["threads"], seen["max_trials"], seen["strict"], seen["leave"]) == (3, 4, True, ("head",))
     assert "threads: 3" in (here / "made" / "config.yaml").read_text()
+    assert "mean: [0.5, 1.0]" in (here / "made" / "config.yaml").read_text()
     assert call("deploy", "-c", "made/config.yaml", "-o", "again", "--smoke")[0] == 0
-    assert (seen["batches"], seen["max_trials"], seen["threads"]) == (2, 1, 3)
+    assert (seen["smoke"], seen["resume"], seen["threads"]) == (True, False, 3)
+
+
+FOR_THE_SCREEN = {"context", "config", "dry_run", "force", "quiet", "json", "debug"}
+BY_NAME = {"model", "data", "batch_size", "size", "mean", "std"}  # what Python gives as objects
+MODES = {"smoke", "resume"}  # of one run, not of a config
+NAMES_OF_FILES = {"folder", "path", "first", "second", "shape", "html", "rows", "target_version", "min_ratio"}
 
 
 def test_a_flag_is_a_keyword_is_a_key() -> None:
     from scalepoint.deployment import DeployConfig, deploy
 
     flags = set(inspect.signature(deploying.deploy).parameters)
-    assert set(DeployConfig.model_fields) - {"quantization"} <= flags
-    by_keyword = {"target", "config", "output", "evaluate", "max_drop", "max_trials", "leave", "strict", "threads"}
-    assert by_keyword | {"allow_departure"} <= flags & set(inspect.signature(deploy).parameters)
+    keys = set(DeployConfig.model_fields) - {"quantization"}  # as a keyword: config
+    keywords = {name for name, each in inspect.signature(deploy).parameters.items() if each.kind == each.KEYWORD_ONLY}
+    assert flags - FOR_THE_SCREEN - MODES == keys
+    assert keys - BY_NAME == keywords - {"config", "kwargs", "progress"} - MODES
+    assert flags >= MODES
+    assert keywords >= MODES
+
+
+@pytest.mark.parametrize(("command", "name"), [(command, name) for command, name, _ in COMMANDS], ids=NAMES)
+def test_an_option_has_one_name_in_all_commands(command, name) -> None:
+    known = set(inspect.signature(deploying.deploy).parameters) | NAMES_OF_FILES | {"runtime"}
+    assert set(inspect.signature(command).parameters) <= known
+    function = {"bench": "benchmark", "report": "", "targets": "", "doctor": "", "init": ""}.get(name, name)
+    if function:
+        shared = {"target", "runtime", "threads", "leave", "max_batches"} & set(inspect.signature(command).parameters)
+        assert shared <= set(inspect.signature(getattr(scalepoint, function)).parameters)
 
 
 @pytest.mark.parametrize(
@@ -311,23 +332,44 @@ def test_an_error_of_ours_ends_with_1_and_says_so(call, monkeypatch) -> None:
     assert len(call("inspect", "nets:net")[2]) < 3000
 
 
-def test_ctrl_c_ends_with_130_and_leaves_nothing(here) -> None:
+def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
+    """A deployment that gets Ctrl-C once a file is there."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "scalepoint.cli", "deploy", "nets:net", "--data", "nets:sleeping"],
+        [sys.executable, "-m", "scalepoint.cli", "deploy", "nets:net", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    end = time.monotonic() + 60
-    while not (here / "started").exists() and time.monotonic() < end:
+    end = time.monotonic() + 110
+    while not (here / sign).exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
-    assert process.returncode == Code.INTERRUPTED
-    assert "interrupted" in err
+    return process.returncode, out, " ".join(err.split())
+
+
+def test_ctrl_c_ends_with_130_and_leaves_nothing(here) -> None:
+    code, out, err = interrupted(here, "started", "--data", "nets:sleeping")
+    assert (code, out) == (Code.INTERRUPTED, "")
+    assert "interrupted: nothing was written" in err
     assert "Traceback" not in err
-    assert out == ""
     assert not (here / "out").exists()
+
+
+def test_after_ctrl_c_a_run_goes_on(here) -> None:
+    given = ("--data", "nets:same", "--evaluate", "nets:waiting")
+    code, out, err = interrupted(here, "judging", *given)
+    assert (code, out) == (Code.INTERRUPTED, "")
+    assert "trial-0 quantized" in err
+    assert "trial-0 verified; the same command with --resume" in err
+    assert not [path for path in (here / "out").rglob("*") if path.name.startswith(".tmp-")]
+    assert [path.name for path in (here / "out").iterdir()] == [".scalepoint"]
+    done = child("deploy", "nets:net", *given, "--resume", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert "exporting" not in done.stderr
+    assert "warning" not in done.stderr
+    assert (here / "out" / "model.onnx").is_file()
+    assert not (here / "out" / ".scalepoint").exists()
 
 
 def test_ctrl_c_in_any_other_command_ends_with_130(call, monkeypatch) -> None:
@@ -351,15 +393,29 @@ def test_only_a_named_module_puts_the_current_folder_on_the_path(here) -> None:
 
 def test_an_interrupted_deployment_says_what_is_there(call, here, monkeypatch) -> None:
     def deploy(*_, output, **__):
-        output.mkdir()
-        (output / "float.onnx").touch()
+        (output / ".scalepoint").mkdir(parents=True, exist_ok=True)
+        (output / ".scalepoint" / "journal.json").write_text(written)
         raise KeyboardInterrupt
+
+    written = '{"stages": {"trial-0 quantized": {}}}'
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     code, _, err = call("deploy", "nets:net", "--data", "nets:batches")
     assert code == Code.INTERRUPTED
-    assert "float.onnx" in err
-    assert "--force" in err
+    assert "trial-0 quantized" in err
+    assert "--resume" in err
+    code, _, err = call("deploy", "nets:net", "--data", "nets:batches")
+    assert (code, "--resume" in err) == (Code.USAGE, True)
+    written = "{"
+    code, _, err = call("deploy", "nets:net", "--data", "nets:batches", "--resume")
+    assert (code, "nothing was written" in err) == (Code.INTERRUPTED, True)
+
+
+def test_resume_needs_something_to_resume(call, here) -> None:
+    (here / "out").mkdir()
+    (here / "out" / "model.onnx").touch()
+    code, _, err = call("deploy", "nets:net", "--data", "nets:batches", "--resume")
+    assert (code, "no unfinished run" in " ".join(err.split())) == (Code.USAGE, True)
 
 
 @pytest.mark.parametrize(

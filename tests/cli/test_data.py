@@ -40,12 +40,12 @@ def test_pictures_are_resized_cut_and_normalised_as_stated(here) -> None:
     Image.new("RGB", (20, 10), (255, 0, 51)).save(folder / "b.png")
     Image.new("L", (9, 30), 255).save(folder / "a.JPG")
     (folder / "notes.txt").write_text("no picture")
-    reading = Reading(size=8, mean="0.5,0.5,0.2", std="0.5,0.5,0.1")
+    reading = Reading(size=8, mean=(0.5, 0.5, 0.2), std=(0.5, 0.5, 0.1))
     (batch,) = load_data("photos", reading)
     assert batch.shape == (2, 3, 8, 8)
     assert torch.allclose(batch[1, :, 4, 4], torch.tensor([1.0, -1.0, 0.0]), atol=1e-5)
     assert torch.allclose(batch[0, :, 4, 4], torch.tensor([1.0, 1.0, 8.0]), atol=1e-5)
-    (grey,) = load_data("photos", Reading(size=4, mean="0", std="1"))
+    (grey,) = load_data("photos", Reading(size=4, mean=(0,), std=(1,)))
     assert grey.shape == (2, 1, 4, 4)
     (folder / "c.png").write_bytes(b"\x89PNG broken")
     with pytest.raises(UsageError, match=r"c\.png cannot be read"):
@@ -92,14 +92,14 @@ def test_what_is_no_data_is_refused(here, name, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean", "std"), [("0.5", "0.5,0.5,0.5"), ("0,0", "1,1"), ("0", "0"), ("a", "1"), ("0,0,0", "1,1,-1"), ("", "")]
+    ("mean", "std"), [((0.5,), (0.5, 0.5, 0.5)), ((0, 0), (1, 1)), ((0,), (0,)), ((0, 0, 0), (1, 1, -1)), ((), ())]
 )
 def test_a_preprocessing_that_makes_no_sense_is_refused(here, mean, std) -> None:
     (here / "pictures").mkdir()
     with pytest.raises(UsageError, match="--mean"):
         load_data("pictures", Reading(size=8, mean=mean, std=std))
     with pytest.raises(UsageError, match="no pictures"):
-        load_data("pictures", Reading(size=8, mean="0", std="1"))
+        load_data("pictures", Reading(size=8, mean=(0,), std=(1,)))
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(here, monkeypatch) -> None:

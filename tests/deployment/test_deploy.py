@@ -7,23 +7,10 @@ from pydantic import ValidationError
 import scalepoint
 from scalepoint import DeployConfig
 from scalepoint.errors import ConfigError, DocumentError, TargetError, UsageError
-from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
+from scalepoint.quantize import QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
-from tests.exporting.test_export import Net, settled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    return settled(Net())
-
-
-@pytest.fixture(scope="module")
-def data():
-    torch.manual_seed(1)
-    return [torch.randn(8, 3, 32, 32) for _ in range(2)]
 
 
 class TestDeploy:
@@ -78,24 +65,6 @@ class TestDeploy:
         again = scalepoint.load(folder / "quantized", model, data[0][:1])
         with torch.no_grad():
             assert torch.equal(again(data[0]), deployment.model.eval()(data[0]))
-
-
-def test_layers_that_lose_too_much_are_left_float(model, data, tmp_path):
-    """Two bits in the first layer ruin the net; the search finds that layer and gives it back."""
-    config = QuantConfig(overrides=(Override(name="stem", weight=TensorQuantConfig(n_bits=2)),))
-
-    def evaluate(run):
-        expected, found = model(data[0]), run(data[0])
-        noise = (expected - found).square().sum() / expected.square().sum()
-        return float(-100 * noise)
-
-    done = scalepoint.deploy(
-        model, data[0][:1], data, target="reference", config=config, output=tmp_path, evaluate=evaluate, max_drop=0.1
-    )
-    assert done.trials[0].score < -0.1
-    assert len(done.trials) > 1
-    assert "stem" in done.trials[1].left_float
-    assert done.score == max(trial.score for trial in done.trials) > done.trials[0].score
 
 
 class TestRefused:

@@ -5,7 +5,7 @@ import random
 
 from scalepoint.quantize.coverage import Coverage, Operation
 from scalepoint.quantize.placement import State
-from scalepoint.report import GraphNode, Histogram, LayerError, Metric, Report
+from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Raised, Report, Reproduction
 from scalepoint.verification.process import Status
 from scalepoint.verification.verification import Agreement, Benchmark, Departure, Verification
 
@@ -140,6 +140,18 @@ def ordinary(ratio: float = 1.87) -> Report:
             "layer4.1.conv2 stays float: its error cost 0.3 points. Calibrate with more than 32 images to raise it",
         ),
         graph=tuple(nodes),
+        attempts=(
+            Attempt(0.6902),
+            Attempt(0.6921, (Raised("", "other ranges"),), 0),
+            Attempt(0.6958, (Raised("layer4.1.conv2", "float", 0.0031, 0.064),), 1, is_kept=True),
+        ),
+        max_drop=0.002,
+        reproduction=Reproduction(
+            "pip install scalepoint==0.1.0 torch==2.13.0 onnxruntime==1.31.1",
+            "import scalepoint\n\ndone = scalepoint.deploy(\n    model,\n    example_inputs,\n    calibration_data,\n)",
+            "scalepoint deploy -c out/config.yaml -o again",
+            {"model": "5f0c3c0de1a2b3c4", "calibration data": "0123456789abcdef"},
+        ),
     )
 
 
@@ -168,6 +180,11 @@ def evil() -> Report:
         dict.fromkeys(EVIL, 1.0),
         EVIL,
         tuple(GraphNode(name, name[:30], EVIL, name[:30]) for name in EVIL),
+        tuple(
+            Attempt(math.nan, (Raised(name, name[:30], math.inf, 0.1),), index, True) for index, name in enumerate(EVIL)
+        ),
+        math.nan,
+        Reproduction(EVIL[0], EVIL[1], EVIL[2], {name: name for name in EVIL}),
     )
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from scalepoint.errors import StoreError
 from scalepoint.quantize.coverage import Coverage
-from scalepoint.report import GraphNode, Histogram, LayerError, Metric, Report, to_html, write
+from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Raised, Report, to_html, write
 from scalepoint.report.blocks import blocks_of
 from scalepoint.report.markup import data_block, tag
 from scalepoint.report.words import count, decibel, ratio, share_of, short, time_of, value_of, visible
@@ -147,10 +147,12 @@ def test_str_is_ascii_where_the_names_are():
 
 
 def test_summary_of_an_ordinary_run():
-    assert made.ordinary().summary()[:5] == [
+    assert made.ordinary().summary()[:7] == [
         "resnet18 for onnxruntime. Verified: in onnxruntime it runs as simulated (41.3 dB).",
         "top-1: 0.6976 -> 0.6958 (-0.0018, in the runtime)",
         "top-5: 0.8908 -> 0.8896 (-0.0012, in the runtime)",
+        "accuracy: within the 0.002 allowed",
+        "accuracy: 3 files tried; raised: all layers to other ranges, layer4.1.conv2 to float",
         "size: 46.75 MB -> 11.83 MB (3.95x smaller)",
         "latency: 31.20 ms -> 16.68 ms (1.87x the speed, 1 thread)",
     ]
@@ -339,3 +341,26 @@ def test_tag_escapes_all_that_is_not_markup():
 )  # fmt: skip
 def test_numbers_are_never_rounded_into_something_better(found, expected):
     assert found == expected
+
+
+def test_what_was_raised_is_followed_back_to_the_first_file():
+    report = made.ordinary()
+    assert [(each.layer, each.to) for each in report.raised()] == [("", "other ranges"), ("layer4.1.conv2", "float")]
+    assert replace(report, attempts=report.attempts[:1]).raised() == ()
+    looped = replace(report, attempts=(Attempt(1.0, (Raised("a", "float"),), 0, True),))
+    assert len(looped.raised()) == 1
+
+
+def test_a_drop_that_is_too_large_is_said():
+    report = replace(made.ordinary(), max_drop=0.001)
+    assert "accuracy: more than the 0.001 allowed" in report.summary()
+    assert "more than the 0.001 allowed" in to_html(report)
+    assert 'class="tile warn"' in to_html(report)
+
+
+def test_how_to_reproduce_is_there_to_copy():
+    page = to_html(made.ordinary())
+    for text in ("pip install scalepoint==0.1.0", "scalepoint deploy -c out/config.yaml", "calibration_data,"):
+        assert text in page
+    assert page.count('class="copy"') == 3
+    assert "How to reproduce" not in to_html(made.bare())

@@ -1,7 +1,7 @@
 """inspect: what a target would quantize of a model and what not, before any data."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalepoint.errors import ScalepointWarning
@@ -20,6 +20,7 @@ def inspect(
     target: str | Target = "onnxruntime",
     config: QuantConfig | Mapping[str, object] | None = None,
     kwargs: Mapping[str, Any] | None = None,
+    leave: Sequence[str] = (),
 ) -> Coverage:
     """The coverage that insert_qdq would give. The model is captured over its own parameters, and stays as it is.
 
@@ -29,7 +30,7 @@ def inspect(
     if KEY in getattr(model, "meta", {}):
         return coverage(model)  # type: ignore[arg-type]  # what has a meta is a graph module
     inputs = () if example_inputs is None and kwargs else example_inputs
-    result = transform(model, inputs, target=target, kwargs=kwargs, copy=False)
+    result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, copy=False)
     _, found = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
     if found.is_empty:
         warnings.warn(ScalepointWarning(found.why_empty()), stacklevel=2)

@@ -48,7 +48,8 @@ class Sensitivity:
     kind: str
     macs: int | None
     parameters: int
-    gain_per_cost: float  # score / the layer's share of the MACs or of the parameters, whichever is larger
+    cost: float  # the layer's share of the MACs or of the parameters, whichever is larger
+    gain_per_cost: float  # score / cost
     metric: float | None = None  # the caller's metric with only this layer quantized
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _rows(layers: dict[str, Layer], scores: dict[str, float]) -> list[Sensitivit
         if name in scores:
             cost = max((layer.macs or 0) / macs, layer.parameters / parameters, LEAST_COST)
             score = scores[name]
-            rows.append(Sensitivity(name, score, layer.kind, layer.macs, layer.parameters, score / cost))
+            rows.append(Sensitivity(name, score, layer.kind, layer.macs, layer.parameters, cost, score / cost))
     return sorted(rows, key=lambda row: -math.inf if math.isnan(row.score) else -row.score)
 
 

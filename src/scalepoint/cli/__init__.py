@@ -1,6 +1,9 @@
 """The command line. Nothing here imports torch until a command needs it."""
 
+import os
 import sys
+
+INTERRUPTED = 130
 
 
 def main() -> None:
@@ -10,7 +13,9 @@ def main() -> None:
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        os._exit(code)  # all is said and flushed; taking torch down in order may take seconds
     sys.exit(code)
 
 

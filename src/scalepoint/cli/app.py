@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import scalepoint
-from scalepoint.cli import beginning, deploying, files, machine, proving
+from scalepoint.cli import beginning, deploying, files, inspecting, machine, proving
 from scalepoint.cli.ending import Code, fail, flushed, interrupted, misused
 from scalepoint.cli.screen import NARROW, abandon, prepare, say, show
 from scalepoint.errors import ScalepointWarning
@@ -72,6 +72,8 @@ COMMANDS = (
             "scalepoint deploy nets:net --data photos/ --size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225",
             "scalepoint deploy nets:net --data nets:batches --evaluate nets:accuracy --max-drop 0.5 -o out/",
             "scalepoint deploy -c scalepoint.yaml --dry-run",
+            "scalepoint deploy -c scalepoint.yaml --smoke",
+            "scalepoint deploy -c scalepoint.yaml --resume",
         ),
     ),
     (
@@ -80,7 +82,7 @@ COMMANDS = (
         ("scalepoint verify out/ nets:net --data calibration.npz", "scalepoint verify out/ -c out/config.yaml"),
     ),
     (
-        deploying.inspect,
+        inspecting.inspect,
         "inspect",
         ("scalepoint inspect nets:net --shape 1,3,224,224", "scalepoint inspect nets:net --target tensorrt --json"),
     ),

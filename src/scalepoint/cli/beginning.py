@@ -11,7 +11,8 @@ from rich.text import Text
 
 from scalepoint.cli import options
 from scalepoint.cli.ending import Code, usage
-from scalepoint.cli.screen import plain, say, show, show_json, write
+from scalepoint.cli.screen import say, show, show_json, write
+from scalepoint.plain import plain
 
 TEMPLATES = Path(__file__).with_name("templates")
 WRITTEN = {"scalepoint.yaml": "scalepoint.yaml.txt", "deploy.py": "deploy.py.txt"}

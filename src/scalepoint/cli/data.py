@@ -5,7 +5,7 @@ All give batches that can be read again and again; nothing is ever unpickled.
 
 # ruff: noqa: PLC0415  # numpy, torch and pillow are imported when data is read
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,8 +29,8 @@ class Reading:
     batch_size: int = 8
     max_batches: int | None = None
     size: int | None = None
-    mean: str | None = None
-    std: str | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
 
 
 class Batches:
@@ -153,14 +153,11 @@ def _is_numbered(name: str) -> bool:
     return name.startswith("arr_") and name[4:].isdecimal()
 
 
-def _stated(text: str, reading: Reading) -> tuple[int, list[float], list[float]]:
+def _stated(text: str, reading: Reading) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
     """The preprocessing is the model's own: it is never guessed."""
     if reading.size is None or reading.mean is None or reading.std is None:
         raise usage(f"data {text!r} is a folder of pictures: say how the model wants them, such as {STATED}")
-    try:
-        mean, std = ([float(each) for each in given.split(",")] for given in (reading.mean, reading.std))
-    except ValueError as error:
-        raise usage(f"--mean and --std are numbers with commas between, as in {STATED}: {error}") from error
+    mean, std = reading.mean, reading.std
     if len(mean) != len(std) or len(mean) not in (1, 3) or not all(each > 0 for each in std):
         raise usage(f"--mean and --std have 3 numbers each (colour) or 1 (grey), and --std is above 0, as in {STATED}")
     return reading.size, mean, std
@@ -186,7 +183,7 @@ def _pictures(folder: Path, reading: Reading) -> Batches:
     return Batches(str(folder), start, reading.max_batches)
 
 
-def _picture(path: Path, size: int, mean: list[float], std: list[float]) -> Any:
+def _picture(path: Path, size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
     """(pixel / 255 - mean) / std of the middle square, channels first."""
     import numpy as np
     import torch

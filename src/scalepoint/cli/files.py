@@ -76,17 +76,19 @@ def bench(
         raise usage(f"runtime {runtime!r}: one of onnxruntime, openvino")
     from google.protobuf.message import DecodeError
 
+    from scalepoint.verification.files import size_of
+
     try:
         found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
     except DecodeError as error:
         raise usage(f"{first} is not an ONNX model: {error}") from error
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
-        sizes = [first.stat().st_size, second.stat().st_size]
+        sizes = [size_of(first), size_of(second)]
         show_json("bench", {"exit_code": int(code), "files": [first, second], "bytes": sizes, **vars(found)})
     else:
         rows = [
-            (path, f"{seconds * 1e3:.3f} ms", f"{path.stat().st_size / 1e6:.2f} MB")
+            (path, f"{seconds * 1e3:.3f} ms", f"{size_of(path) / 1e6:.2f} MB")
             for path, seconds in zip((first, second), found.seconds, strict=True)
         ]
         speed = f"{found.ratio:.2f}x the speed" if found.ratio >= 1 else f"SLOWER: {found.ratio:.2f}x the speed"

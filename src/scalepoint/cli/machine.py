@@ -16,9 +16,10 @@ from rich.text import Text
 
 import scalepoint
 from scalepoint.cli import options
-from scalepoint.cli.deploying import check_target
 from scalepoint.cli.ending import Code
 from scalepoint.cli.screen import Listing, say, show, show_json
+from scalepoint.cli.settings import check_target
+from scalepoint.errors import TargetError
 
 NEEDED = (
     "torch",
@@ -34,7 +35,6 @@ NEEDED = (
     "ml_dtypes",
 )
 DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "onnx_ir": "onnx-ir", "ml_dtypes": "ml-dtypes"}
-RUNTIMES = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
 SPACE = 2e9
 
 
@@ -54,17 +54,24 @@ def _all_targets(json: bool) -> int:
     from scalepoint.targets import find_target, list_targets
 
     rows = []
+    broken = []
     for name in list_targets():
-        found = find_target(name)
-        here = "none known" if name not in RUNTIMES else "ok" if find_spec(RUNTIMES[name]) else "missing"
+        try:
+            found = find_target(name)
+        except TargetError as error:  # of another package
+            broken.append({"name": name, "why": str(error.args[0])})
+            continue
+        here = "none known" if found.runtime is None else "ok" if find_spec(found.runtime) else "missing"
         formats = sorted({str(row) for row in found.accepts}) or ["everything"]
         default = f"w {describe(found.weight)}, x {describe(found.activation)}"
         rows.append({"name": name, "summary": found.summary, "default": default, "accepts": formats, "runtime": here})
     if json:
-        show_json("targets", {"exit_code": 0, "targets": rows})
+        show_json("targets", {"exit_code": 0, "targets": rows, "broken": broken})
     else:
         cells = [(row["name"], row["summary"], row["default"], row["runtime"]) for row in rows]
         show(Listing(("target", "what", "default", "runtime here"), cells))
+    for each in broken:
+        say(f"not usable: {each['why']}", "yellow")
     return Code.DONE
 
 

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def load_evaluate(text: str) -> Callable[[Any], float]:
     if not callable(function):
         raise usage(f"evaluate {text!r} is a {type(function).__name__}, not a function")
 
+    @wraps(function)
     def evaluate(run: Any) -> float:
         with users_code(f"evaluate {text!r}"):
             return float(function(run))

@@ -32,7 +32,7 @@ Data = Annotated[
         "--mean and --std, or package.module:function that returns batches.",
     ),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, help="Samples a batch, for files and pictures.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples a batch, for files and pictures; 8 if not said.")]
 MaxBatches = Annotated[int | None, typer.Option(min=1, help="Use at most so many batches.")]
 Size = Annotated[
     int | None, typer.Option(min=1, help="Pictures: the shorter side is made so long, then the middle square is cut.")
@@ -52,9 +52,14 @@ MaxDrop = Annotated[float | None, typer.Option(min=0, help="How far the metric m
 MaxTrials = Annotated[int | None, typer.Option(min=1, help="Files to try for --max-drop; 6 if not said.")]
 Strict = Annotated[bool | None, typer.Option("--strict", help="A layer that stays float unasked is an error.")]
 AllowDeparture = Annotated[
-    bool, typer.Option("--allow-departure", help="Accept a file that departs from the simulation.")
+    bool | None, typer.Option("--allow-departure", help="Accept a file that departs from the simulation.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.")]
-Smoke = Annotated[bool, typer.Option("--smoke", help="Two batches, one trial: does the road hold?")]
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="All stages, fast: two batches, one trial, no latency. Does the road hold?")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on where a run into this folder ended; what changed since is done again.")
+]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite what is there.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No talk on stderr, only errors.")]

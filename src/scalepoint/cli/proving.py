@@ -1,28 +1,32 @@
 """verify and compare: what deploy wrote against the model it was made from."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.text import Text
 
 from scalepoint.cli import options
-from scalepoint.cli.data import Batches, Reading, check_data, load_data
-from scalepoint.cli.deploying import example_of, settings_of
+from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.ending import Code, usage
-from scalepoint.cli.naming import check_name, load_model, public
+from scalepoint.cli.inspecting import example_of
+from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, one_line, say, show, show_json
+from scalepoint.cli.settings import check_names, reading_of, settings_of
 
 WORST = 20
 
 
 def verify(
+    context: typer.Context,
     folder: options.Folder,
     model: options.Model = None,
     data: options.Data = None,
     config: options.Config = None,
     runtime: options.Runtime = "onnxruntime",
     threads: options.Threads = None,
-    batch_size: options.BatchSize = 8,
+    batch_size: options.BatchSize = None,
     size: options.Size = None,
     mean: options.Mean = None,
     std: options.Std = None,
@@ -31,8 +35,7 @@ def verify(
 ) -> int:
     """Run the exported file in its runtime and compare it with the simulation in PyTorch."""
     file = _file(folder, "model.onnx")
-    reading = Reading(batch_size, 1, size, mean, std)
-    _, quantized, inputs, _ = restored(folder, {"model": model, "data": data}, config, reading)
+    _, quantized, inputs, _ = restored(folder, context.params, 1)
     float_file = folder / "float.onnx"
     found = public("verify")(
         file,
@@ -53,12 +56,13 @@ def verify(
 
 
 def compare(
+    context: typer.Context,
     folder: options.Folder,
     model: options.Model = None,
     data: options.Data = None,
     config: options.Config = None,
     max_batches: options.MaxBatches = None,
-    batch_size: options.BatchSize = 8,
+    batch_size: options.BatchSize = None,
     size: options.Size = None,
     mean: options.Mean = None,
     std: options.Std = None,
@@ -66,8 +70,7 @@ def compare(
     debug: options.Debug = False,
 ) -> int:
     """Where the quantized model departs from the float one, layer by layer, worst first."""
-    reading = Reading(batch_size, max_batches, size, mean, std)
-    float_model, quantized, inputs, batches = restored(folder, {"model": model, "data": data}, config, reading)
+    float_model, quantized, inputs, batches = restored(folder, context.params, max_batches)
     found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
     if json:
         outputs = [vars(each) for each in found.outputs]
@@ -93,16 +96,14 @@ def compare(
     return Code.DONE
 
 
-def restored(
-    folder: Path, given: dict[str, Any], config: Path | None, reading: Reading
-) -> tuple[Any, Any, Any, Batches | None]:
+def restored(folder: Path, given: Mapping[str, Any], max_batches: int | None) -> tuple[Any, Any, Any, Batches | None]:
     """The float model, the quantized one that deploy saved of it, example inputs, data."""
-    if given["model"]:
-        check_name(given["model"], "model")
+    check_names(given)
     saved = folder / "quantized"
     if not saved.is_dir():
         raise usage(f"{folder} holds no saved model ({saved.name}/): give the folder that `scalepoint deploy` wrote")
-    settings = settings_of(config, given)
+    settings = settings_of(given)
+    reading = reading_of(settings, max_batches)
     if not settings.model:
         hint = f" or -c {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else ""
         raise usage(f"which float model was it made from? Name it as package.module:name{hint}")

@@ -1,18 +1,17 @@
 """What is read: the result on stdout, the talk on stderr. Names are shown inert; a closed pipe ends nothing."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+from scalepoint.plain import plain
 
 SCHEMA = 1  # of every JSON document on stdout
 NARROW = 72
@@ -83,24 +82,6 @@ def abandon(stream: TextIO) -> None:
         os.close(null)
     except (OSError, ValueError):
         pass
-
-
-def plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
-    """Only what JSON has; infinity and not-a-number are the strings that float() reads."""
-    if isinstance(value, Enum):
-        return plain(value.value)
-    if value is None or isinstance(value, bool | str | int):
-        return value
-    if isinstance(value, float):
-        infinite = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        return value if math.isfinite(value) else infinite
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
-        return [plain(each) for each in value]
-    return str(value)
 
 
 class Listing:

@@ -1,57 +1,50 @@
 """From what a deployment did to its report."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from pprint import pformat
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 import scalepoint
+from scalepoint import targets
 from scalepoint.analysis import compare, histograms
+from scalepoint.deployment.marks import mark, mark_of_values
+from scalepoint.deployment.stages import SMOKE_BATCHES, Road, package_version
 from scalepoint.deployment.trials import Trial
 from scalepoint.patterns.language import kind_of
 from scalepoint.quantize import coverage
-from scalepoint.report import GraphNode, Histogram, LayerError, Metric, Report
+from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Report, Reproduction
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
 
 WORST = 4
-KINDS = {"weight": "weight"}
+PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
+SMOKE = f"a smoke run: at most {SMOKE_BATCHES} batches, one trial, no latency; a full run gives other numbers"
 
 
 def make_report(
-    model: nn.Module,
-    best: Trial,
-    trials: Sequence[Trial],
-    float_score: float | None,
-    target: Target,
-    data: Any,
-    timings: Mapping[str, float],
+    road: Road, best: Trial, trials: Sequence[Trial], float_score: float | None, max_drop: float | None
 ) -> Report:
-    """Everything that was found, and how each layer fares on the data."""
+    """Everything that was found, and how each layer fares on the example inputs."""
+    data = road.example()
     compared = compare(None, best.model, data, local=False, progress=False)
     layers = tuple(
         LayerError(row.name, row.sqnr_db, row.cosine, row.saturation, row.used_range, row.weight_sqnr_db)
         for row in compared.rows
     )
     worst = [row.name for row in compared.worst(WORST)]
-    metric: tuple[Metric, ...] = ()
-    if float_score is not None and best.score is not None:
-        metric = (
-            Metric("score", float_score, runtime_value=best.score)
-            if best.is_judged_in_runtime
-            else Metric("score", float_score, quantized_value=best.score),
-        )
     return Report(
-        title=type(model).__name__,
-        target=target.name,
+        title=type(road.model).__name__,
+        target=road.target.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         coverage=coverage(best.model),
-        environment=environment(target),
+        environment=environment(road.target),
         config=best.config.to_dict(),
-        accuracy=metric,
+        accuracy=_metric(best, float_score),
         layers=layers,
         histograms=tuple(
             Histogram(
@@ -61,9 +54,50 @@ def make_report(
             if (low := each.low) is not None and (high := each.high) is not None
         ),
         verification=best.verification,
-        timings=dict(timings),
-        warnings=tuple(f"trial {index}: score {trial.score}" for index, trial in enumerate(trials[:-1])),
+        timings=dict(road.timings),
+        warnings=(SMOKE,) if road.smoke else (),
         graph=placement(best.model),
+        attempts=tuple(Attempt(each.score, each.raised, each.start, each is best) for each in trials),
+        max_drop=max_drop,
+        reproduction=reproduction(road, best),
+    )
+
+
+def _metric(best: Trial, float_score: float | None) -> tuple[Metric, ...]:
+    if float_score is None or best.score is None:
+        return ()
+    if best.is_judged_in_runtime:
+        return (Metric("score", float_score, runtime_value=best.score),)
+    return (Metric("score", float_score, quantized_value=best.score),)
+
+
+def reproduction(road: Road, best: Trial) -> Reproduction:
+    """The call that makes the kept file again, without a search, and the marks of what went in."""
+    found = {name: package_version(name) for name in PACKAGES}
+    pinned = [f"{name}=={number}" for name, number in found.items() if number]
+    config = best.config.to_dict()
+    lines = ["import scalepoint"]
+    options = {
+        "target": repr(road.target.name),
+        "max_batches": repr(road.max_batches) if road.max_batches else "",
+        "leave": repr(road.leave) if road.leave else "",
+        "threads": repr(road.threads),
+    }
+    if hasattr(targets, f"{road.target.name}_target") and road.target.options:
+        lines.append("from scalepoint import targets")
+        given = ", ".join(f"{name}={value!r}" for name, value in road.target.options.items())
+        options["target"] = f"targets.{road.target.name}_target({given})"
+    if config:
+        written = pformat(config, width=100, sort_dicts=False)
+        lines += ["from scalepoint.quantize import QuantConfig", "", f"config = QuantConfig.from_dict(\n{written}\n)"]
+        options["config"] = "config"
+    said = "".join(f"    {name}={value},\n" for name, value in options.items() if value)
+    lines += ["", f"done = scalepoint.deploy(\n    model,\n    example_inputs,\n    calibration_data,\n{said})"]
+    marks = {"model": road.model_mark, "calibration data": road.data_mark or "read once, not marked"}
+    return Reproduction(
+        install=f"pip install scalepoint=={scalepoint.__version__} {' '.join(pinned)}",
+        call="\n".join(lines),
+        marks={**marks, "example inputs": mark_of_values(road.inputs), "config": mark(config)},
     )
 
 
@@ -72,6 +106,7 @@ def environment(target: Target) -> dict[str, Any]:
     return {
         "scalepoint": scalepoint.__version__,
         "torch": str(torch.__version__),
+        **{name: number for name in PACKAGES[1:] if (number := package_version(name))},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "instructions": instruction_set(),

@@ -1,7 +1,10 @@
 """DeployConfig: everything deploy can be told, as a file: flag of the command line = key here = keyword of deploy."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field
 
 from scalepoint.documents import MAX_BYTES, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError
@@ -10,20 +13,34 @@ from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
 
 
+def _numbers(value: Any) -> Any:
+    """Numbers with commas between, as a flag has them, or a list."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+Count = Annotated[int, Field(ge=1)]
+Channels = Annotated[tuple[float, ...], BeforeValidator(_numbers)]
+
+
 class DeployConfig(Config):
     """What to deploy, for what, and how well it must do."""
 
     model: str | None = None  # package.module:factory
     data: str | None = None
+    batch_size: Count = 8  # of data from files and pictures
+    size: Count | None = None  # of pictures: what the model wants
+    mean: Channels | None = None
+    std: Channels | None = None
     target: str = "onnxruntime"
     output: str = "out"
     evaluate: str | None = None  # package.module:function
-    max_drop: float | None = None
-    max_trials: int = 6
-    max_batches: int | None = None
+    max_drop: Annotated[float, Field(ge=0)] | None = None
+    max_trials: Count = 6
+    max_batches: Count | None = None
     leave: tuple[str, ...] = ()
     strict: bool = False
-    threads: int = 1
+    allow_departure: bool = False
+    threads: Count = 1
     quantization: QuantConfig = QuantConfig()
 
     @classmethod
@@ -43,6 +60,10 @@ class DeployConfig(Config):
             return cls.model_validate(data)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
+
+    def updated(self, given: Mapping[str, Any]) -> Self:
+        """The same with other values, which are checked."""
+        return type(self).model_validate({**dict(self), **given})
 
     def to_file(self, path: str | Path) -> None:
         path = Path(path)

@@ -2,35 +2,26 @@
 
     capture, transform -> insert Q/DQ -> calibrate -> export -> verify in the runtime -> evaluate -> report
 
-Each step is a public function of its own; this file only calls them in order.
+Each step is a public function of its own; this file only calls them in order (`stages.py` with what they share).
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
 from torch import fx, nn
 
+from scalepoint.deployment.journal import Journal
 from scalepoint.deployment.reporting import make_report
-from scalepoint.deployment.trials import Trial, next_config
+from scalepoint.deployment.stages import Road
+from scalepoint.deployment.trials import Step, Trial, best_of, slimmed
 from scalepoint.errors import UsageError
-from scalepoint.exporting import export
 from scalepoint.graph.capture import as_inputs
-from scalepoint.graph.modes import evaluating
-from scalepoint.quantize import Coverage, QuantConfig, calibrate, coverage, freeze, insert_qdq, save
+from scalepoint.quantize import Coverage, QuantConfig, coverage
 from scalepoint.report import Report, write
 from scalepoint.targets import Target, find_target
-from scalepoint.transformation import transform
-from scalepoint.verification import Status, Verification, verify
-from scalepoint.verification.runner import RuntimeModel
-
-Evaluate = Callable[[Any], float]
-RUNTIME_OF = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
+from scalepoint.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -63,151 +54,69 @@ def deploy(
     target: str | Target = "onnxruntime",
     config: QuantConfig | Mapping[str, object] | None = None,
     output: str | Path | None = None,
-    evaluate: Evaluate | None = None,
+    evaluate: Callable[[Any], float] | None = None,
     max_drop: float | None = None,
     max_trials: int = 6,
+    max_batches: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     leave: Sequence[str] = (),
     strict: bool = False,
     allow_departure: bool = False,
     threads: int = 1,
+    smoke: bool = False,
+    resume: bool = False,
     progress: bool | None = None,
 ) -> Deployment:
     """Quantize a model for a target, write the file into the folder `output`, and prove that it runs as it should.
 
-    `evaluate(run)` is your metric, higher is better; `run` is called as the model is. With `max_drop`, layers are left
-    float, the most harmful first, until the runtime's score is at most that much below the float model's, or
-    `max_trials` is reached; the best file found is kept. A file that departs from the simulation is an error unless
-    allow_departure=True.
+    `evaluate(run)` is your metric, higher is better; `run` is called as the model is. With `max_drop`, more precision
+    goes where it wins most for its cost, until the score is at most that much below the float model's, or `max_trials`
+    is reached; the best file found is kept. A file that departs from the simulation is an error unless
+    allow_departure=True. smoke=True goes through all stages fast: two batches, one trial, no latency. What a run that
+    did not end has done stays in `output`; resume=True goes on from there, and does again what has changed since.
     """
+    _check(calibration_data, evaluate, max_drop)
+    inputs, found, folder = as_inputs(example_inputs, kwargs), find_target(target), Path(output or "out")
+    wanted = QuantConfig.build(config)
+    with Journal.opened(folder, resume=resume) as journal:
+        road = Road(
+            model, inputs, calibration_data, found, journal, evaluate, tuple(leave), strict, threads, max_batches,
+            smoke, progress,
+        )  # fmt: skip
+        float_score = road.float_score()
+        trials = [road.attempt(0, Step(wanted))]
+        while not smoke and len(trials) < max_trials and (drop := _too_much(float_score, trials, max_drop)) is not None:
+            step = road.next_step(trials, drop, max_drop or 0.0)
+            if step is None:
+                break
+            trials = slimmed([*trials, road.attempt(len(trials), step)])
+        chosen = best_of(trials)
+        best = road.place(chosen, folder)
+        trials = [best if trial is chosen else trial for trial in trials]
+        with road.clock("reporting"):
+            report = make_report(road, best, trials, float_score, max_drop)
+            write(report, folder)
+    if best.verification is not None and not allow_departure:
+        best.verification.check()
+    counted = coverage(best.model)
+    return Deployment(
+        best.model, best.path, best.float_path, counted, best.verification, report, float_score, best.score,
+        tuple(trials),
+    )  # fmt: skip
+
+
+def _check(data: Any, evaluate: Any, max_drop: float | None) -> None:
     if max_drop is not None and evaluate is None:
         raise UsageError("max_drop= needs evaluate=: the metric that must not drop")
-    if max_drop is not None and isinstance(calibration_data, Iterator):
+    if max_drop is not None and isinstance(data, Iterator):
         raise UsageError(
             "max_drop= calibrates several times, an iterator gives its data once: pass a list or a function"
         )
-    road = _Road(model, as_inputs(example_inputs, kwargs), find_target(target), Path(output or "out"), progress)
-    road.options = {"leave": leave, "strict": strict, "threads": threads}
-    float_score = None if evaluate is None else road.score("evaluating the float model", evaluate, model)
-    trials: list[Trial] = []
-    wanted = QuantConfig.build(config)
-    best: Trial | None = None
-    while True:
-        trial = road.attempt(wanted, calibration_data, evaluate, len(trials))
-        trials.append(trial)
-        if best is None or (trial.score or 0.0) > (best.score or 0.0):
-            best = trial
-        if max_drop is None or float_score is None or trial.score is None or float_score - trial.score <= max_drop:
-            break
-        following = None if len(trials) >= max_trials else next_config(trial, len(trials), calibration_data)
-        if following is None:
-            break
-        wanted = following
-    return road.finish(best, tuple(trials), float_score, allow_departure)
 
 
-@dataclass
-class _Road:
-    """The stages with what they share: the model, its inputs, the target, the folder and the clock."""
-
-    model: nn.Module
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    target: Target
-    folder: Path
-    progress: bool | None
-    options: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        quiet = not (self.progress if self.progress is not None else Console(stderr=True).is_terminal)
-        self.console = Console(stderr=True, quiet=quiet)
-
-    def score(self, stage: str, evaluate: Evaluate, run: Any) -> float:
-        """The user's metric, without gradients; a model is in eval mode meanwhile."""
-        with self._stage(stage), evaluating(run), torch.no_grad():
-            return float(evaluate(run))
-
-    @contextmanager
-    def _stage(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with self.console.status(f"{stage} ..."):
-            yield
-        taken = time.perf_counter() - start
-        self.timings[stage] = self.timings.get(stage, 0.0) + taken
-        self.console.print(f"{stage}: {taken:.1f} s")
-
-    def attempt(self, config: QuantConfig, data: Any, evaluate: Evaluate | None, number: int) -> Trial:
-        """One file: transform, insert, calibrate, export, verify, evaluate."""
-        args, kwargs = self.inputs
-        with self._stage("capturing"):
-            result = transform(self.model, args, target=self.target, kwargs=kwargs, leave=self.options["leave"])
-            quantized = insert_qdq(result.model, result.matches, config, strict=self.options["strict"], copy=False)
-        start = time.perf_counter()
-        calibrate(quantized, data, progress=self.progress)
-        freeze(quantized)
-        self.timings["calibrating"] = self.timings.get("calibrating", 0.0) + time.perf_counter() - start
-        suffix = f"-{number}" if number else ""
-        path, float_path = self.folder / f"model{suffix}.onnx", self.folder / "float.onnx"
-        with self._stage("exporting"):
-            export(
-                quantized, path, args, kwargs=kwargs, float_path=None if float_path.exists() and number else float_path
-            )
-        verification = None
-        if self.target.name in RUNTIME_OF:
-            with self._stage("verifying in the runtime"):
-                verification = verify(
-                    path,
-                    quantized,
-                    args,
-                    kwargs=kwargs,
-                    runtime=RUNTIME_OF[self.target.name],
-                    float_path=float_path,
-                    threads=self.options["threads"],
-                )
-        if evaluate is None:
-            return Trial(config, quantized, path, float_path, verification, None)
-        run = self._runner(path, quantized, verification)
-        score = self.score("evaluating the file", evaluate, run)
-        return Trial(config, quantized, path, float_path, verification, score, isinstance(run, RuntimeModel))
-
-    def _runner(self, path: Path, quantized: fx.GraphModule, verification: Verification | None) -> Any:
-        """What is judged: the file in ONNX Runtime where it runs there, else the simulation."""
-        is_there = verification is not None and verification.status == Status.OK
-        if is_there and self.target.name == "onnxruntime":
-            return RuntimeModel(path, self.model, self.inputs, threads=self.options["threads"])
-        return quantized
-
-    def _example(self) -> list[Any]:
-        """The example as one batch of data."""
-        args, kwargs = self.inputs
-        return [kwargs if kwargs and not args else tuple(args)]
-
-    def finish(
-        self, best: Trial, trials: tuple[Trial, ...], float_score: float | None, allow_departure: bool
-    ) -> Deployment:
-        final = self.folder / "model.onnx"
-        for trial in trials:
-            if trial is not best and trial.path != best.path:
-                trial.path.unlink(missing_ok=True)
-        if best.path != final:
-            best.path.replace(final)
-            best = replace(
-                best, path=final, verification=best.verification and replace(best.verification, path=str(final))
-            )
-        with self._stage("saving and reporting"):
-            save(best.model, self.folder / "quantized")
-            report = make_report(self.model, best, trials, float_score, self.target, self._example(), self.timings)
-            write(report, self.folder)
-        if best.verification is not None and not allow_departure:
-            best.verification.check()
-        return Deployment(
-            best.model,
-            best.path,
-            best.float_path,
-            coverage(best.model),
-            best.verification,
-            report,
-            float_score,
-            best.score,
-            trials,
-        )
+def _too_much(float_score: float | None, trials: Sequence[Trial], max_drop: float | None) -> float | None:
+    """How far the best trial falls below the float model, when that is more than is allowed."""
+    score = best_of(trials).score
+    if max_drop is None or float_score is None or score is None or float_score - score <= max_drop:
+        return None
+    return float_score - score

@@ -22,7 +22,7 @@ def stored_form(
 ) -> fx.GraphModule:
     """A copy whose weights are codes, for scales that are stored in `float_dtype` and operators of these domains."""
     check_ready(model)
-    twin = _twin(model)
+    twin = _twin(model).eval()
     if float_dtype != torch.float32:
         _round_scales(twin, float_dtype)
     stored = _replaced(twin, lambda part: stored_weight(part, domains))
@@ -38,21 +38,17 @@ def stored_form(
 
 def float_form(model: fx.GraphModule) -> fx.GraphModule:
     """A copy without quantizers."""
-    plain = _replaced(_twin(model), FloatWeight)
+    plain = _replaced(_twin(model).eval(), FloatWeight)
     for module in plain.modules():
         if isinstance(module, QuantStub):
             module.enabled = False
     return plain
 
 
-def _twin(model: fx.GraphModule) -> fx.GraphModule:
-    return copy.deepcopy(model).cpu().eval()
-
-
 def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
     """To what the file can hold, before codes are made with them; never to zero."""
     for module in model.modules():
-        if isinstance(module, Quantizing):
+        if isinstance(module, Quantizing) and module.spec.scale_dtype is None:
             rounded = module.scale.to(dtype).clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
             module.take(QParams(rounded.to(torch.float32)))
 
@@ -74,6 +70,13 @@ def _replaced(twin: fx.GraphModule, kind: Callable[[QuantizedWeighted], nn.Modul
         path = place_of(node) if node.op != "call_module" else str(node.target)
         node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}
     return twin
+
+
+def _twin(model: fx.GraphModule) -> fx.GraphModule:
+    """A copy on the CPU; parameters that are there already are shared, since an export only reads them."""
+    if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
+        return copy.deepcopy(model).cpu()
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def check_ready(model: fx.GraphModule) -> None:

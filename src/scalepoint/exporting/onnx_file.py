@@ -3,8 +3,6 @@
 model --weights as codes, stubs as Q/DQ--> stored form --torch.onnx--> graph --passes--> checked --atomically--> file
 """
 
-import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +12,8 @@ from torch import fx
 
 from scalepoint.errors import ExportError, ScalepointError
 from scalepoint.exporting.form import float_form, stored_form
+from scalepoint.exporting.saving import save_graph
 from scalepoint.exporting.stored import Stored
-from scalepoint.files import replace_file
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.export import export as export_program
 from scalepoint.graph.export import quiet
@@ -27,7 +25,6 @@ IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
 OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
 PLAIN_OPSET = 22  # from 23 on torch writes attention as one operator, which few compilers read; types alone need more
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-LARGEST_IN_ONE_FILE = 1_900_000_000  # protobuf stops at 2 GB
 
 
 def export(
@@ -113,37 +110,3 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     program.model.opset_imports[""] = form.opset
     finish(program.model, IR_VERSIONS[form.opset], form.float_dtype)
     return program.model
-
-
-def save_graph(graph: Any, path: Path) -> None:
-    """One file, or a data file beside it when it would be too large; the .onnx file comes last."""
-    import onnx  # noqa: PLC0415
-    import onnx_ir as ir  # noqa: PLC0415
-
-    size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
-    if size < LARGEST_IN_ONE_FILE:
-        proto = ir.serde.serialize_model(graph)
-        try:
-            onnx.checker.check_model(proto, full_check=True)
-        except Exception as error:  # the checker and shape inference have kinds of their own
-            raise ExportError(f"the exported graph is not sound: {error}") from error
-        data = proto.SerializeToString(deterministic=True)
-        replace_file(path, lambda temporary: _put(temporary, data))
-        return
-    digest = hashlib.sha256(f"{path.name}{size}".encode()).hexdigest()[:8]
-    external = f"{path.stem}.{digest}.data"
-    folder = path.parent / f".tmp-{os.getpid()}-{path.stem}"
-    folder.mkdir(exist_ok=True)
-    try:
-        ir.save(graph, folder / path.name, external_data=external)
-        onnx.checker.check_model(str(folder / path.name))
-        os.replace(folder / external, path.parent / external)
-        os.replace(folder / path.name, path)
-    finally:
-        for left in folder.glob("*"):
-            left.unlink()
-        folder.rmdir()
-
-
-def _put(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

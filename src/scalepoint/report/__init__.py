@@ -2,6 +2,26 @@
 
 from scalepoint.report.folder import write
 from scalepoint.report.html import to_html
-from scalepoint.report.model import GraphNode, Histogram, LayerError, Metric, Report
+from scalepoint.report.model import (
+    Attempt,
+    GraphNode,
+    Histogram,
+    LayerError,
+    Metric,
+    Raised,
+    Report,
+    Reproduction,
+)
 
-__all__ = ["GraphNode", "Histogram", "LayerError", "Metric", "Report", "to_html", "write"]
+__all__ = [
+    "Attempt",
+    "GraphNode",
+    "Histogram",
+    "LayerError",
+    "Metric",
+    "Raised",
+    "Report",
+    "Reproduction",
+    "to_html",
+    "write",
+]

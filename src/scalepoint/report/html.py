@@ -9,7 +9,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-from scalepoint.report import charts, sections
+from scalepoint.report import charts, sections, story
 from scalepoint.report.markup import Html, data_block, join, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.tiles import palette, tiles
@@ -17,6 +17,7 @@ from scalepoint.report.words import one_line, plural, short
 
 LONGEST = 1000  # of a warning
 PARTS = (
+    ("accuracy", "Raised for accuracy"),
     ("layers", "Layers"),
     ("left-float", "Stays float"),
     ("error", "Error by depth"),
@@ -24,6 +25,7 @@ PARTS = (
     ("placement", "Placement"),
     ("verification", "In the runtime"),
     ("circumstances", "Circumstances"),
+    ("reproduce", "How to reproduce"),
 )
 
 
@@ -80,6 +82,7 @@ def _header(report: Report) -> Html:
 def _main(report: Report) -> Html:
     classes = palette(report)
     drawn = {
+        "accuracy": story.accuracy(report),
         "layers": sections.layer_table(report, classes),
         "left-float": sections.left_float(report),
         "error": _depth(report),
@@ -87,6 +90,7 @@ def _main(report: Report) -> Html:
         "placement": sections.placement(report, classes),
         "verification": sections.verification(report),
         "circumstances": sections.circumstances(report),
+        "reproduce": story.reproduce(report),
     }
     shown = [(identifier, title) for identifier, title in PARTS if drawn[identifier]]
     links = tag("nav", *(tag("a", title, href=f"#{identifier}") for identifier, title in shown), aria_label="Sections")

@@ -5,11 +5,9 @@ Report  ->  to_json  ->  report.json  ->  from_json  ->  the same Report
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from numbers import Integral, Real
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,6 +15,7 @@ from rich.console import RenderableType
 
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, shown
+from scalepoint.plain import plain
 from scalepoint.quantize.coverage import Coverage
 from scalepoint.report import terminal
 from scalepoint.verification.verification import Verification
@@ -90,6 +89,36 @@ class GraphNode:
 
 
 @dataclass(frozen=True)
+class Raised:
+    """More precision for one layer, or for all (an empty name): what it wins by estimate, and what it costs."""
+
+    layer: str
+    to: str
+    gain: float | None = None  # of the output's noise to signal; None where only the metric can tell
+    cost: float = 0.0  # the share of the model's MACs or weights that becomes dearer
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One file of a search for accuracy: what was raised for it, from which other file on, and what it scored."""
+
+    score: float | None
+    raised: tuple[Raised, ...] = ()
+    start: int | None = None  # the attempt that it began from
+    is_kept: bool = False
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """How to make the same again: texts to copy, and marks that tell whether it is the same."""
+
+    install: str
+    call: str
+    command: str = ""
+    marks: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Report:
     """What became of a model on its way to a target. Only the title, the target and the coverage are always there."""
 
@@ -106,12 +135,26 @@ class Report:
     timings: Mapping[str, float] = field(default_factory=dict)  # stage -> seconds
     warnings: tuple[str, ...] = ()
     graph: tuple[GraphNode, ...] = ()
+    attempts: tuple[Attempt, ...] = ()  # all files that were made for max_drop
+    max_drop: float | None = None
+    reproduction: Reproduction | None = None
 
     def worst(self, count: int = 3) -> tuple[LayerError, ...]:
         """The layers with the largest error; not a number is worst of all."""
         key = [(each.sqnr_db if not math.isnan(each.sqnr_db) else -math.inf) for each in self.layers]
         order = sorted(range(len(key)), key=key.__getitem__)
         return tuple(self.layers[index] for index in order[:count])
+
+    def raised(self) -> tuple[Raised, ...]:
+        """Everything that the kept file has more than the first one, the earliest step first."""
+        found: list[Raised] = []
+        index = next((index for index, each in enumerate(self.attempts) if each.is_kept), None)
+        for _ in self.attempts:  # a step starts from an earlier one: no more than there are
+            if index is None or not 0 <= index < len(self.attempts):
+                break
+            found = [*self.attempts[index].raised, *found]
+            index = self.attempts[index].start
+        return tuple(found)
 
     def verdict(self) -> str:
         """One sentence: does the file do what it should? A file slower than float is said here, not hidden."""
@@ -130,9 +173,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; infinity and not-a-number are the strings that float() reads."""
-        data: dict[str, Any] = {"schema": SCHEMA, **_plain(self)}
+        data: dict[str, Any] = {"schema": SCHEMA, **plain(self)}
         if self.verification is not None:
-            data["verification"] |= _plain({"sqnr": self.verification.sqnr, "holds": self.verification.holds})
+            data["verification"] |= plain({"sqnr": self.verification.sqnr, "holds": self.verification.holds})
         return data
 
     def to_json(self, indent: int | None = 1) -> str:
@@ -167,26 +210,3 @@ class Report:
 @cache
 def _reader() -> TypeAdapter[Report]:
     return TypeAdapter(Report)
-
-
-def _plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
-    """Only what JSON has."""
-    if value is None or isinstance(value, bool | str):
-        return value.value if isinstance(value, Enum) else value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return _number(float(value))
-    if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
-        return [_plain(each) for each in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)]
-    return str(value)
-
-
-def _number(value: float) -> float | str:
-    if math.isnan(value):
-        return "NaN"
-    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

@@ -76,6 +76,18 @@
     if (!follow()) show(blocks[0].id);
   }
 
+  for (const button of document.querySelectorAll("button.copy")) {
+    button.hidden = false;
+    button.addEventListener("click", () => {
+      const text = button.parentElement.nextElementSibling;
+      getSelection().selectAllChildren(text); // stays selected where the clipboard is refused
+      const say = (word) => { button.textContent = word; setTimeout(() => { button.textContent = "Copy"; }, 2000); };
+      const refused = () => say(document.execCommand("copy") ? "Copied" : "Selected");
+      if (navigator.clipboard) navigator.clipboard.writeText(text.textContent).then(() => say("Copied"), refused);
+      else refused();
+    });
+  }
+
   const save = byId("save-data");
   save.hidden = false;
   save.addEventListener("click", () => {

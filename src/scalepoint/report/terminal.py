@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 NARROW = 72
 NOT_LOW = "float"
+FEW = 4
 
 
 def low_share(shares: dict[str, float] | None) -> float | None:
@@ -68,12 +69,31 @@ def summary(report: "Report") -> list[str]:
         f"{', in the runtime' if each.runtime_value is not None else ', simulated'})"
         for each in report.accuracy
     ]
+    lines += [f"accuracy: {text}" for text in (bound_of(report), search_of(report)) if text]
     lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _measured(report)]
     lines.append(f"coverage: {report.coverage.summary()}")
     worst = ", ".join(f"{short(each.name, 40)} {decibel(each.sqnr_db)}" for each in report.worst())
     lines += [f"worst layers (dB): {worst}"] if worst else []
     lines += [f"warning: {one_line(each)}" for each in report.warnings]
     return lines
+
+
+def bound_of(report: "Report") -> str:
+    """Whether the metric stayed within what was allowed."""
+    if report.max_drop is None or not report.accuracy:
+        return ""
+    holds = -report.accuracy[0].change <= report.max_drop
+    return f"{'within' if holds else 'more than'} the {report.max_drop:g} allowed"
+
+
+def search_of(report: "Report") -> str:
+    """What a search for accuracy did, in one sentence."""
+    if len(report.attempts) < 2:
+        return ""
+    raised = [f"{short(each.layer, 40) or 'all layers'} to {each.to}" for each in report.raised()]
+    more = f" and {len(raised) - FEW} more" if len(raised) > FEW else ""
+    words = f"raised: {', '.join(raised[:FEW])}{more}" if raised else "nothing raised was better than the first"
+    return f"{plural(len(report.attempts), 'file')} tried; {words}"
 
 
 def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
@@ -102,6 +122,9 @@ class Shown:
         yield Text(f"{short(report.title)} for {short(report.target)}", style="bold")
         yield Text(verdict(report))
         yield from _titled("", _against(report, narrow))
+        for line in (bound_of(report), search_of(report)):
+            if line:
+                yield Text(f"accuracy: {line}")
         yield Text(report.coverage.summary())
         yield from _titled("Stays float", _float_table(report, narrow, self.rows))
         yield from _titled("Worst layers", _error_table(report, narrow, self.rows))

@@ -3,7 +3,7 @@
 from scalepoint.report import charts
 from scalepoint.report.markup import Child, Html, name, tag
 from scalepoint.report.model import Report
-from scalepoint.report.terminal import NOT_LOW, low_share
+from scalepoint.report.terminal import NOT_LOW, bound_of, low_share
 from scalepoint.report.words import change_of, plural, ratio, share_of, size_of, time_of, value_of
 
 COLOURS = 6
@@ -49,7 +49,11 @@ def _accuracy(report: Report) -> Html:
         tag("p", name(each.name, 40), f": {value_of(each.float_value)} → {value_of(each.final)}", class_="muted small")
         for each in others[:4]
     ]
-    return _tile("Accuracy", value_of(first.final), unit, charts.bars(rows, classes), *lines)
+    bound = bound_of(report)
+    if bound:
+        lines.append(tag("p", bound, class_="small"))
+    mood = "warn" if bound.startswith("more") else ""
+    return _tile("Accuracy", value_of(first.final), unit, charts.bars(rows, classes), *lines, mood=mood)
 
 
 def _size(report: Report) -> Html:

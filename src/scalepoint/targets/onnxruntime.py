@@ -133,5 +133,6 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         rules=(weights_alone,),
         shares=COPIES,
         bias="int32",
+        runtime="onnxruntime",
         options={"cpu": chosen},
     )

@@ -26,4 +26,5 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
         bias="float",
+        runtime="openvino",
     )

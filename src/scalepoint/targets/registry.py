@@ -1,6 +1,6 @@
 """The targets by name: our own, and those that other packages bring through the entry point "scalepoint.targets"."""
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from scalepoint.errors import TargetError, nearest, shown
 from scalepoint.targets.onnxruntime import onnxruntime_target
@@ -26,8 +26,20 @@ def find_target(target: str | Target) -> Target:
         return _OWN[target]
     for point in entry_points(group=GROUP):
         if point.name == target:
-            found = point.load()
-            if not isinstance(found, Target):
-                raise TargetError(f"the entry point {target!r} of {GROUP} is not a Target: {shown(found)}")
-            return found
+            return _loaded(point)
     raise TargetError(f"no target {shown(target)}: {nearest(str(target), list_targets())}")
+
+
+def _loaded(point: EntryPoint) -> Target:
+    """The target of another package, or an error that names the package."""
+    package = "an unknown package" if point.dist is None else f"the package {point.dist.name!r}"
+    where = f"target {point.name!r} of {package} ({point.value})"
+    try:
+        found = point.load()
+    except Exception as error:  # foreign code raises what it likes
+        raise TargetError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Target):
+        raise TargetError(f"{where} is not a scalepoint.targets.Target: {shown(found)}")
+    if found.name != point.name:
+        raise TargetError(f"{where} calls itself {found.name!r}: both names must be the same")
+    return found

@@ -105,6 +105,7 @@ class Target:
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
+    runtime: Literal["onnxruntime", "openvino"] | None = None  # where `verify` can run its files
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 
     def __post_init__(self) -> None:

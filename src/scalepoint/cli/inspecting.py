@@ -1,0 +1,90 @@
+"""inspect: what a target would quantize of a model and what not, before any data."""
+
+# ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+from typing import Annotated, Any
+
+import typer
+
+from scalepoint.cli import options
+from scalepoint.cli.data import Batches, load_data
+from scalepoint.cli.ending import Code, usage
+from scalepoint.cli.naming import load_model, public
+from scalepoint.cli.screen import Listing, show, show_json
+from scalepoint.cli.settings import check_names, check_settings, reading_of, settings_of
+
+
+def inspect(
+    context: typer.Context,
+    model: options.Model = None,
+    target: options.Target = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Shape of an input, as 1,3,224,224; repeat for more inputs.")
+    ] = None,
+    data: options.Data = None,
+    config: options.Config = None,
+    leave: options.Leave = None,
+    batch_size: options.BatchSize = None,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """What a target would quantize of a model and what not, and why; no data needed."""
+    check_names(context.params)
+    settings = settings_of(context.params)
+    check_settings(settings, needs_data=False)
+    return preview(settings, "inspect", _random(shape or []), json=json)
+
+
+def preview(settings: Any, command: str, example: Any = None, *, json: bool) -> int:
+    """Capture and coverage only; nothing is written."""
+    model, inputs, _ = model_and_data(settings, example)
+    found = public("inspect")(model, inputs, target=settings.target, config=settings.quantization, leave=settings.leave)
+    if settings.strict:
+        found.check()
+    if json:
+        fields = {"exit_code": 0, "dry_run": True, "target": settings.target, "coverage": found.to_list()}
+        show_json(command, fields)
+    else:
+        show(coverage_listing(found), f"{settings.target}: {found.summary()}")
+    return Code.DONE
+
+
+def model_and_data(settings: Any, example: Any = None) -> tuple[Any, Any, Batches | None]:
+    """The model, its example inputs (those given, its own, or of the first batch) and the data."""
+    model, inputs = load_model(settings.model)
+    batches = load_data(settings.data, reading_of(settings)) if settings.data else None
+    if example is not None:
+        inputs = example
+    elif inputs is None and batches is not None:
+        inputs = example_of(model, batches.first())
+    return model, inputs, batches
+
+
+def example_of(model: Any, batch: Any) -> Any:
+    """A batch as example inputs: what comes after the model's own inputs, such as labels, is left away."""
+    from scalepoint.quantize.calibrate import inputs_of
+
+    args, kwargs = inputs_of(batch, model)
+    return kwargs or args
+
+
+def coverage_listing(found: Any) -> Listing:
+    rows = [
+        (row.name, row.kind, row.precision, row.reason, "?" if row.macs is None else row.macs, row.parameters)
+        for row in found.operations
+    ]
+    return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))
+
+
+def _random(shapes: list[str]) -> Any:
+    import torch
+
+    try:
+        sizes = [[int(side) for side in shape.replace("x", ",").split(",")] for shape in shapes]
+    except ValueError as error:
+        raise usage(f"--shape is whole numbers with commas between, as 1,3,224,224: {error}") from error
+    if any(side < 1 for size in sizes for side in size):
+        raise usage("--shape is made of numbers from 1 on, as 1,3,224,224")
+    return tuple(torch.randn(size) for size in sizes) or None

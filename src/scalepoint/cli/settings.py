@@ -1,0 +1,80 @@
+"""What a command was told: the config file, and over it the flags. A flag is a key of the file."""
+
+# ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scalepoint.cli.data import Reading, check_data
+from scalepoint.cli.ending import usage
+from scalepoint.cli.naming import check_name
+from scalepoint.errors import nearest
+
+WORK = ".scalepoint"  # in an output folder: a run that did not end
+
+
+def settings_of(given: Mapping[str, Any]) -> Any:
+    """A DeployConfig: the file that `config` names, and over it all other options that are keys of it."""
+    from scalepoint.deployment import DeployConfig
+
+    file = given.get("config")
+    settings = DeployConfig.from_file(file) if file is not None else DeployConfig()
+    said = {key: value for key, value in given.items() if key in DeployConfig.model_fields and value not in (None, [])}
+    return settings.updated(said)
+
+
+def reading_of(settings: Any, max_batches: int | None = None) -> Reading:
+    """How files become batches."""
+    return Reading(settings.batch_size, max_batches, settings.size, settings.mean, settings.std)
+
+
+def check_names(given: Mapping[str, Any]) -> None:
+    """What can be refused at once, before the seconds that torch takes to load."""
+    for key in ("model", "evaluate"):
+        if given.get(key):
+            check_name(given[key], key)
+
+
+def check_settings(settings: Any, *, needs_data: bool = True) -> None:
+    """All that can be told wrong before the model is made."""
+    if not settings.model:
+        raise usage("which model? Name it as package.module:name, or as `model:` in a config given with -c")
+    check_name(settings.model, "model")
+    check_target(settings.target)
+    if not settings.data and needs_data and settings.quantization.activation != "float":
+        raise usage("which data? Give --data, or `data:` in a config given with -c")
+    if settings.data:
+        check_data(settings.data, reading_of(settings))
+    if settings.max_drop is not None and not settings.evaluate:
+        raise usage("--max-drop needs --evaluate: the metric that must not drop")
+
+
+def check_target(name: str) -> None:
+    from scalepoint.targets import list_targets
+
+    if name not in list_targets():
+        raise usage(f"no target {name!r}: {nearest(name, list_targets())}")
+
+
+def check_output(folder: Path, *, force: bool, resume: bool) -> None:
+    """Nothing is overwritten unasked."""
+    if folder.exists() and not folder.is_dir():
+        raise usage(f"output {str(folder)!r} is a file, not a folder: choose another with -o")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if force or not names:
+        return
+    if resume and WORK not in names:
+        raise usage(f"output folder {str(folder)!r} holds no unfinished run: to begin anew, overwrite it with --force")
+    if WORK in names and not resume:
+        raise usage(f"output folder {str(folder)!r} holds an unfinished run: go on with --resume, or anew with --force")
+    if not resume:
+        raise usage(f"output folder {str(folder)!r} is not empty: choose another with -o, or overwrite it with --force")
+
+
+def done_in(folder: Path) -> list[str]:
+    """The stages of an unfinished run that are done; read without torch."""
+    try:
+        return list(json.loads((folder / WORK / "journal.json").read_text())["stages"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

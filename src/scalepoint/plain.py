@@ -1,0 +1,35 @@
+"""Any value as what JSON has: the one way from our dataclasses to a document."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any
+
+
+def plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
+    """Dicts, lists, strings and numbers; infinity and not-a-number are the strings that float() reads."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return _number(float(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return [plain(each) for each in sorted(value, key=str)]
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [plain(each) for each in value]
+    return str(value)
+
+
+def _number(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,111 @@
+"""Every command with every kind of bad input: the exit code, a message that helps, and nothing half-written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scalepoint.cli.app import COMMANDS
+from scalepoint.cli.ending import Code
+
+GIVEN = ("nets:net", "--data", "nets:batches")
+USAGE, MODEL = Code.USAGE, Code.MODEL
+# command, kind, arguments ({out} is a folder that deploy wrote), exit code, what the message says
+BAD = (
+    ("deploy", "missing file", ["nets:net", "--data", "nowhere.npz"], USAGE, "there is no such file"),
+    ("deploy", "wrong shape", ["nets:Net", "--data", "nets:wrong_shape"], MODEL, "5 channels"),
+    ("deploy", "misspelt key", ["-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
+    ("deploy", "misspelt flag", [*GIVEN, "--evaluat", "nets:score"], USAGE, "Did you mean '--evaluate'?"),
+    ("deploy", "unknown target", [*GIVEN, "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),
+    ("deploy", "no capture", ["nets:Branching", "--data", "nets:batches"], MODEL, "--leave"),
+    ("deploy", "wrong number", ["nets:net", "--data", "photos", "--size", "8", "--mean", "a"], USAGE, "mean"),
+    ("deploy", "metric that fails", [*GIVEN, "--evaluate", "nets:breaks_metric"], USAGE, "no labels"),
+    ("inspect", "missing file", ["nets:net", "--data", "nowhere.npz"], USAGE, "there is no such file"),
+    ("inspect", "wrong shape", ["nets:Net", "--shape", "1,5,8,8"], MODEL, "5 channels"),
+    ("inspect", "misspelt key", ["nets:net", "-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
+    ("inspect", "unknown target", ["nets:net", "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),
+    ("inspect", "no capture", ["nets:Branching", "--shape", "2,3,8,8"], MODEL, "--leave"),
+    ("inspect", "unknown submodule", ["nets:net", "--leave", "haed"], MODEL, "did you mean 'head'?"),
+    ("verify", "missing file", ["nowhere", *GIVEN], USAGE, "scalepoint deploy"),
+    ("verify", "wrong shape", ["{out}", "nets:Net", "--data", "nets:wrong_shape"], MODEL, "5 channels"),
+    ("verify", "misspelt key", ["{out}", "-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
+    ("verify", "unknown runtime", ["{out}", *GIVEN, "--runtime", "onxruntime"], USAGE, "onnxruntime"),
+    ("verify", "no capture", ["{out}", "nets:Branching", "--data", "nets:batches"], MODEL, "--leave"),
+    ("verify", "another model", ["{out}", "nets:Other", "--data", "nets:batches"], USAGE, "not the float model"),
+    ("compare", "missing file", ["nowhere", *GIVEN], USAGE, "scalepoint deploy"),
+    ("compare", "wrong shape", ["{out}", "nets:Net", "--data", "nets:wrong_shape"], MODEL, "5 channels"),
+    ("compare", "misspelt key", ["{out}", "-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
+    ("compare", "misspelt flag", ["{out}", *GIVEN, "--max-batch", "1"], USAGE, "Did you mean '--max-batches'?"),
+    ("compare", "no capture", ["{out}", "nets:Branching", "--data", "nets:batches"], MODEL, "--leave"),
+    ("check", "missing file", ["nowhere.onnx"], USAGE, "there is no such file"),
+    ("check", "no model", ["broken.onnx"], USAGE, "broken.onnx"),
+    ("check", "misspelt flag", ["{out}/model.onnx", "--targt", "tensorrt"], USAGE, "Did you mean '--target'?"),
+    ("check", "unknown target", ["{out}/model.onnx", "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),
+    ("check", "not an .onnx", ["nets.py"], USAGE, "not an .onnx file"),
+    ("bench", "missing file", ["nowhere.onnx", "{out}/model.onnx"], USAGE, "there is no such file"),
+    ("bench", "wrong shape", ["{out}/model.onnx", "other.onnx"], Code.UNVERIFIED, "onnxruntime"),
+    ("bench", "misspelt flag", ["{out}/model.onnx", "{out}/model.onnx", "--thread", "1"], USAGE, "'--threads'"),
+    ("bench", "unknown runtime", ["{out}/model.onnx", "{out}/model.onnx", "--runtime", "ort"], USAGE, "onnxruntime"),
+    ("bench", "no model", ["broken.onnx", "broken.onnx"], USAGE, "not an ONNX"),
+    ("report", "missing file", ["nowhere"], USAGE, "scalepoint deploy"),
+    ("report", "no report", ["broken.json"], USAGE, "a report of schema"),
+    ("report", "misspelt flag", ["{out}", "--htm", "a.html"], USAGE, "'--html'"),
+    ("report", "a file that is there", ["{out}", "--html", "nets.py"], USAGE, "--force"),
+    ("report", "wrong number", ["{out}", "--rows", "0"], USAGE, "0"),
+    ("targets", "misspelt flag", ["--jsn"], USAGE, "'--json'"),
+    ("targets", "too much", ["onnxruntime"], USAGE, "unexpected extra argument"),
+    ("doctor", "misspelt flag", ["--jsn"], USAGE, "'--json'"),
+    ("doctor", "too much", ["now"], USAGE, "unexpected extra argument"),
+    ("init", "a file for a folder", ["nets.py"], USAGE, "is a file"),
+    ("init", "misspelt flag", ["--jsn"], USAGE, "'--json'"),
+)  # fmt: skip
+
+
+def test_every_command_is_in_the_table() -> None:
+    assert {row[0] for row in BAD} == {name for _, name, _ in COMMANDS}
+    kinds = {name: {row[1] for row in BAD if row[0] == name} for _, name, _ in COMMANDS}
+    assert all(len(kinds[name]) >= 5 for name in ("deploy", "inspect", "verify", "compare", "check", "bench", "report"))
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "arguments", "code", "message"), BAD, ids=[" ".join(row[:2]) for row in BAD]
+)
+def test_bad_input(call, here, deployed, command, kind, arguments, code, message) -> None:
+    _prepare(here)
+    before = _files(here)
+    given = [each.replace("{out}", str(deployed.folder / "out")) for each in arguments]
+    found, out, err = call(command, *given, "--json")
+    said = " ".join(err.split())
+    assert found == code, said
+    assert message in said
+    assert "Traceback" not in err
+    assert err.startswith("error SP-") or "\nerror SP-" in err
+    assert json.loads(out)["exit_code"] == code
+    assert _files(here) - before <= {Path("out"), Path("out/.scalepoint")} | _kept(here)
+
+
+def _kept(here: Path) -> set[Path]:
+    """What a run that failed at the metric has done is there to be resumed; nothing else, and nothing half-written."""
+    found = {path for path in _files(here) if path.parts[:2] == ("out", ".scalepoint")}
+    assert not any(path.name.startswith(".tmp-") for path in found)
+    return found
+
+
+def _files(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def _prepare(here: Path) -> None:
+    import onnx
+    from PIL import Image
+
+    (here / "misspelt.yaml").write_text("model: nets:net\ndata: nets:batches\ntargt: onnxruntime\n")
+    (here / "broken.onnx").write_bytes(b"not onnx at all")
+    (here / "broken.json").write_text("{}")
+    (here / "photos").mkdir()
+    Image.new("RGB", (9, 9)).save(here / "photos" / "a.png")
+    shape = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 7])
+    end = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 7])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [shape], [end])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8)
+    onnx.save(model, here / "other.onnx")

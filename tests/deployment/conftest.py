@@ -1,0 +1,29 @@
+"""A small net with settled batch norms, and data for it."""
+
+import pytest
+import torch
+
+from tests.exporting.test_export import Net, settled
+
+
+@pytest.fixture(scope="package")
+def model():
+    torch.manual_seed(0)
+    return settled(Net()).eval()
+
+
+@pytest.fixture(scope="package")
+def data():
+    torch.manual_seed(1)
+    return [torch.randn(8, 3, 32, 32) for _ in range(2)]
+
+
+@pytest.fixture
+def fidelity(model, data):
+    """Minus the noise to signal against the float model, in percent."""
+
+    def evaluate(run):
+        expected, found = model(data[0]), run(data[0])
+        return float(-100 * (expected - found).square().sum() / expected.square().sum())
+
+    return evaluate

@@ -1,0 +1,97 @@
+"""A target of another package: installed beside ours, found by its entry point, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+TARGET = """
+from dataclasses import replace
+from scalepoint.targets import onnxruntime_target
+
+TARGET = replace(onnxruntime_target("avx2"), name="acme", summary="the Acme accelerator")
+NOTHING = "a string"
+"""
+POINTS = """
+[scalepoint.targets]
+acme = acme_target:TARGET
+acme-other = acme_target:TARGET
+acme-broken = acme_broken:TARGET
+acme-nothing = acme_target:NOTHING
+"""
+DEPLOY = """
+import sys, torch, scalepoint
+from torch import nn
+
+x = torch.randn(4, 32)
+model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+done = scalepoint.deploy(model, x, [x], target="acme", output=sys.argv[1])
+again = scalepoint.load(done.path.parent / "quantized", model, x)
+assert torch.equal(again(x), done.model(x))
+print(done.report.target, done.verification.holds, done.verification.low_precision)
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder as pip leaves it."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "acme_target.py").write_text(TARGET)
+    (folder / "acme_broken.py").write_text("raise RuntimeError('no driver')")
+    info = folder / "acme_targets-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-targets\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(POINTS)
+    return folder
+
+
+@pytest.fixture
+def python(site):
+    def run(*args):
+        path = os.pathsep.join([str(site), *sys.path])
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    return run
+
+
+def test_it_is_listed_and_a_broken_one_breaks_nothing(python):
+    done = python("-m", "scalepoint.cli", "targets", "--json")
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    names = [row["name"] for row in found["targets"]]
+    assert {"onnxruntime", "openvino", "tensorrt", "reference", "acme"} == set(names)
+    assert next(row for row in found["targets"] if row["name"] == "acme")["runtime"] == "ok"
+    assert {row["name"] for row in found["broken"]} == {"acme-broken", "acme-nothing", "acme-other"}
+    assert all("'acme-targets'" in row["why"] for row in found["broken"])
+
+
+def test_it_deploys_and_is_verified_in_the_runtime_that_it_names(python, tmp_path):
+    done = python("-c", DEPLOY, str(tmp_path / "out"))
+    assert done.stderr == ""
+    assert done.stdout.split() == ["acme", "True", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("acme-broken", "RuntimeError: no driver"),
+        ("acme-nothing", "is not a scalepoint.targets.Target: 'a string'"),
+        ("acme-other", "calls itself 'acme'"),
+    ],
+)
+def test_a_broken_one_is_an_error_that_names_the_package(python, name, why):
+    script = f"from scalepoint.targets import find_target; find_target({name!r})"
+    done = python("-c", script)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "TargetError" in last
+    assert "the package 'acme-targets'" in last
+    assert why in last
