@@ -346,6 +346,7 @@ MODULES = {
     "analysis": "where a quantized model departs, and which layers matter",
     "report": "what was found, as data, in the terminal and as a page",
     "targets": "declarations of deployment targets",
+    "tensorrt": "formats and patterns of TensorRT, ready to pass",
     "patterns": "the pattern language",
     "spec": "the tensor layer: specs, granularities, calculators, fake quantizers",
     "numerics": "the arithmetic as pure functions",
