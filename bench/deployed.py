@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,21 @@ from rich.table import Table
 from torch import Tensor, fx
 
 import scalepoint
-from files import File, share, speeds
-from in_openvino import in_openvino
+from files import File, arrays, ran, run, share, size_of, speeds, sqnr
 from scalepoint.quantize import quantize
+from scalepoint.targets import onnxruntime_target, openvino_target
 from scalepoint.verification import verify_layers
-from scalepoint.verification.runner import RuntimeModel
 from subjects import SUBJECTS, Subject
-from ways import NAIVE, OURS, THEIRS, arrays, quantize_static, targets
+from ways import ANSWERS, NAIVE, NNCF, OURS, QUANTIZE_STATIC, nncf_quantize, quantize_static, with_weights
 
 OUT = Path(__file__).parent.parent / "out" / "deployed.json"
-LAYERS = (OURS, NAIVE)
 
 console = Console(width=150)
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Every layer given the simulation's input for it."""
+    """Every layer given the simulation's input for it; the worst tensor counts."""
 
     how: str
     tensors: int
@@ -51,43 +50,54 @@ class Layers:
     departing: int
 
 
-def sqnr(expected: Tensor, found: Tensor) -> float:
-    noise = (expected - found).double().square().sum()
-    return float(10 * torch.log10(expected.double().square().sum() / noise))
-
-
-@torch.no_grad()
-def run(model: Any, batch: Any) -> Tensor:
-    result: Tensor = model(**batch) if isinstance(batch, dict) else model(batch)
-    return result
-
-
 def layer_by_layer(how: str, path: Path, quantized: fx.GraphModule, inputs: Any) -> Layers:
     found = verify_layers(path, quantized, inputs)
     numbers = (found.least_equal, found.largest_codes, found.largest_steps, len(found.departing))
     return Layers(how, len(found.layers), share(found.low_precision, found.fallbacks), *numbers)
 
 
-def in_onnxruntime(subject: Subject, folder: Path) -> dict[str, Any]:
-    plain, paths, agreements, layers = folder / "float.onnx", {}, {}, []
-    for how, target in targets().items():
+def in_onnxruntime(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any]:
+    plain, paths, simulated, layers = folder / "float.onnx", {}, {}, []
+    target = onnxruntime_target("avx2")
+    ours = quantize(subject.model, subject.inputs, forward_loop=subject.calibration, target=target)
+    for how in (OURS, *(() if quick else ANSWERS)):
         path = paths[how] = folder / f"{len(paths)}.onnx"
-        quantized = quantize(subject.model, subject.inputs, forward_loop=subject.calibration, target=target)
-        scalepoint.export(quantized, path, subject.inputs, float_path=None if plain.exists() else plain)
-        agreements[how] = sqnr(run(quantized, subject.inputs), run(RuntimeModel(path, threads=1), subject.inputs))
-        if how in LAYERS:
+        quantized = ours if how == OURS else with_weights(ours, ANSWERS[how])
+        scalepoint.export(quantized, path, subject.inputs, float_path=plain if how == OURS else None)
+        simulated[how] = run(quantized, subject.held_out)
+        if how in (OURS, NAIVE):
             layers.append(asdict(layer_by_layer(how, path, quantized, subject.inputs)))
-        console.print(f"  {how}: {agreements[how]:.1f} dB to the simulation")
-    paths[THEIRS] = folder / "theirs.onnx"
-    quantize_static(plain, paths[THEIRS], [arrays(subject.model, batch) for batch in subject.calibration])
-    ratios = speeds([plain, *paths.values()], arrays(subject.model, subject.inputs))[1:]
+        console.print(f"  {how} is written")
+    paths[QUANTIZE_STATIC] = folder / "theirs.onnx"
+    quantize_static(plain, paths[QUANTIZE_STATIC], [arrays(subject.model, batch) for batch in subject.calibration])
+    return {"onnxruntime": judged(subject, plain, paths, simulated, "onnxruntime"), "layers": layers}
+
+
+def in_openvino(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any]:
+    plain, paths = folder / "float.onnx", {OURS: folder / "openvino.onnx"}
+    target = openvino_target("avx2")
+    quantized = quantize(subject.model, subject.inputs, forward_loop=subject.calibration, target=target)
+    scalepoint.export(quantized, paths[OURS], subject.inputs, float_path=plain)
+    if find_spec("nncf") and not quick:
+        paths[NNCF] = folder / "nncf.xml"
+        batches = [arrays(subject.model, batch) for batch in subject.calibration]
+        nncf_quantize(plain, paths[NNCF], batches, is_transformer=subject.is_transformer)
+    return {"openvino": judged(subject, plain, paths, {OURS: run(quantized, subject.held_out)}, "openvino")}
+
+
+def judged(
+    subject: Subject, plain: Path, paths: Mapping[str, Path], simulated: Mapping[str, Tensor], runtime: str
+) -> list[dict[str, Any]]:
+    """What each file gives in its runtime, and how fast."""
+    expected, feeds = run(subject.model, subject.held_out), arrays(subject.model, subject.held_out)
+    ratios = speeds([plain, *paths.values()], arrays(subject.model, subject.inputs), runtime)[1:]
     files = []
     for (how, path), ratio in zip(paths.items(), ratios, strict=True):
-        found = scalepoint.verify(path, subject.model, subject.inputs, layers=False)
-        size = path.stat().st_size / plain.stat().st_size
-        int8 = share(found.low_precision, found.fallbacks)
-        files.append(asdict(File(how, int8, found.sqnr, agreements.get(how), ratio, size)))
-    return {"onnxruntime": files, "layers": layers}
+        output, int8 = ran(path, feeds, runtime)
+        agreement = sqnr(simulated[how], output) if how in simulated else None
+        size = size_of(path) / size_of(plain)
+        files.append(asdict(File(how, int8, sqnr(expected, output), agreement, ratio, size)))
+    return files
 
 
 RUNTIMES = {"onnxruntime": in_onnxruntime, "openvino": in_openvino}
@@ -118,10 +128,11 @@ def show(title: str, found: Mapping[str, Any]) -> None:
         console.print(table)
 
 
-def keep(name: str, title: str, found: Mapping[str, Any]) -> None:
+def keep(name: str, subject: Subject, found: Mapping[str, Any]) -> None:
     """Merge into what other runs found."""
     kept = json.loads(OUT.read_text()) if OUT.exists() else {}
-    kept[name] = {**kept.get(name, {}), "title": title, **found}
+    about = {"title": subject.title, "is_transformer": subject.is_transformer}
+    kept[name] = {**kept.get(name, {}), **about, **found}
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps({each: kept[each] for each in SUBJECTS if each in kept}, indent=2))
 
@@ -130,6 +141,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(SUBJECTS)}; all when none is named")
     parser.add_argument("--runtime", choices=tuple(RUNTIMES), help="both unless given")
+    parser.add_argument(
+        "--pictures", type=Path, help="a folder with photographs for EfficientNet-Lite0; else it has 20"
+    )
+    parser.add_argument("--quick", action="store_true", help="leave out the other answers to saturation, and NNCF")
     given = parser.parse_args()
     unknown = [name for name in given.models if name not in SUBJECTS]
     if unknown:
@@ -137,12 +152,12 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in given.models or SUBJECTS:
-        subject = SUBJECTS[name]()
+        subject = SUBJECTS[name](given.pictures)
         console.print(f"[bold]{subject.title}")
         with tempfile.TemporaryDirectory() as folder:
             for runtime, measure in RUNTIMES.items():
                 if given.runtime in (None, runtime):
-                    keep(name, subject.title, found := measure(subject, Path(folder)))
+                    keep(name, subject, found := measure(subject, Path(folder), quick=given.quick))
                     show(subject.title, found)
     return 0
 

@@ -3,10 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from scalepoint.verification.process import Status, ask, exchange
+from scalepoint.graph.capture import as_inputs
+from scalepoint.verification.process import Answer, Status, ask, exchange
+from scalepoint.verification.verification import feeds_of, outputs_of, precision
 
 
 @dataclass(frozen=True)
@@ -21,16 +26,51 @@ class File:
     size: float
 
 
+def sqnr(expected: Tensor, found: Tensor) -> float:
+    noise = (expected - found).double().square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise))
+
+
+@torch.no_grad()
+def run(model: Any, batch: Any) -> Tensor:
+    result: Tensor = model(**batch) if isinstance(batch, dict) else model(batch)
+    return result
+
+
+def arrays(model: Any, batch: Any) -> dict[str, np.ndarray]:
+    """A batch as a runtime takes it."""
+    return feeds_of(model, as_inputs(batch, None))
+
+
 def share(low: int, left: Sequence[str]) -> str:
     return f"{low} of {low + len(left)}"
 
 
-def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str = "onnxruntime") -> list[float]:
+def answered(answer: Answer, runtime: str) -> Mapping[str, Any]:
+    if answer.status != Status.OK or answer.data is None:
+        raise SystemExit(f"{runtime}: {answer.status.value}: {answer.message}")
+    return answer.data
+
+
+def ran(path: Path, feeds: Mapping[str, np.ndarray], runtime: str) -> tuple[Tensor, str]:
+    """The output of a file, and how many of its operations with weights ran in int8."""
+    with exchange(feeds) as files:
+        answer = ask({"task": "run", "runtime": runtime, "path": str(path), "threads": 1, **files})
+        executed = answered(answer, runtime)["executed"]
+        output = next(iter(outputs_of(answer, files).values()))
+    return torch.from_numpy(output), share(*precision(executed))
+
+
+def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str) -> list[float]:
     """How many times faster than the first file each one is: medians of interleaved runs in one process."""
     with exchange(feeds) as files:
         request = {"task": "benchmark", "runtime": runtime, "paths": [str(path) for path in paths], "threads": 1}
         answer = ask({**request, **files, "repeats": 60, "seconds": 60}, seconds=1200)
-    if answer.status != Status.OK or answer.data is None:
-        raise SystemExit(f"{runtime} could not run the files: {answer.message}")
-    medians = answer.data["medians"]
+    medians = answered(answer, runtime)["medians"]
     return [medians[0] / each for each in medians]
+
+
+def size_of(path: Path) -> int:
+    """With the weights beside it."""
+    weights = path.with_suffix(".bin")
+    return path.stat().st_size + (weights.stat().st_size if weights.exists() else 0)

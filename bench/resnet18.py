@@ -45,21 +45,17 @@ class ResNet18(nn.Module):
         return self.fc(torch.flatten(self.avgpool(self.layers(x)), 1))
 
 
-def resnet18(seed: int = 0) -> nn.Module:
+def resnet18(seed: int = 0) -> ResNet18:
     """Random weights; the statistics of the batch norms are those of random inputs."""
     torch.manual_seed(seed)
-    return with_statistics(ResNet18())
-
-
-def with_statistics(model: nn.Module) -> nn.Module:
-    """Batch norms as after training: what random pictures give, the plain average of three batches."""
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    for norm in norms:
-        norm.momentum = None
-    model.train()
+    model = ResNet18().train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None  # the plain average of the batches below
     with torch.no_grad():
-        for _ in range(3 if norms else 0):
+        for _ in range(3):
             model(torch.randn(4, 3, 96, 96))
-    for norm in norms:
-        norm.momentum = 0.1
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1
     return model.eval()

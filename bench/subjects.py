@@ -1,6 +1,6 @@
 """The networks that are deployed and measured: well-known ones at random weights, and really trained ones.
 
-Random weights have calibrated ranges and batch norm statistics of random inputs: they show the arithmetic and the
+Random weights have calibrated ranges and batch norm statistics as after training: they show the arithmetic and the
 speed, not task accuracy. Nothing is downloaded but packages.
 """
 
@@ -16,60 +16,65 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from resnet18 import resnet18, with_statistics
+from resnet18 import resnet18
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "demo"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests know how torchvision is imported
 import lite0
 import sentences
-from architectures import torchvision_models
+from architectures import liven, torchvision_models
 from registry_data import fetch, member
 
+LABELS = (243, 559, 438, 990, 949, 853, 609, 609, 915, 455, 541, 630, 741, 471, 129, 99, 251, 22, 317, 305)
 PICTURES = ("foolbox", "3.3.4", "11049d515d38e765e206a73ace9cc648b81a0d6d1da9ad9057e149ee117989cb")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, the batch that it is judged by, and other batches to calibrate with."""
+    """A model, a batch that it is timed with, others to calibrate with, and one that it is judged by."""
 
     title: str
     model: nn.Module
     inputs: Any
     calibration: list[Any]
+    held_out: Any
 
-
-def noise(count: int = 3, batch: int = 2, side: int = 224) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(batch, 3, side, side, generator=generator) for _ in range(count)]
+    @property
+    def is_transformer(self) -> bool:
+        return any(isinstance(module, nn.LayerNorm) for module in self.model.modules())
 
 
 def random_pictures(title: str, model: nn.Module) -> Subject:
-    inputs, *calibration = noise()
-    return Subject(title, model.eval(), inputs, calibration)
+    generator = torch.Generator().manual_seed(0)
+    held_out, *calibration = (torch.randn(2, 3, 224, 224, generator=generator) for _ in range(3))
+    return Subject(title, model.eval(), held_out, calibration, held_out)
 
 
 def vision(name: str) -> nn.Module:
+    """Batch norm statistics near 1 and small biases: normalized to random pictures, a deep net is chaotic instead."""
     torch.manual_seed(0)
     model: nn.Module = torchvision_models().get_model(name, weights=None)
-    return with_statistics(model)
+    liven(model)
+    return model
 
 
-def photographs() -> Tensor:
-    """Twenty photographs of ImageNet classes, as EfficientNet-Lite0 takes them."""
-    archive = fetch(*PICTURES)
-    names = [f"foolbox/data/imagenet_{index:02d}_{label}.jpg" for index, label in enumerate(LABELS)]
-    arrays = [
-        np.asarray(Image.open(io.BytesIO(member(archive, name))).convert("RGB").resize((224, 224))) for name in names
-    ]
-    return (torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).to(torch.float32) - 127) / 128
+def photographs(folder: Path | None) -> Tensor:
+    """As EfficientNet-Lite0 takes them: 128 of a folder, or the twenty of ImageNet classes that a package carries."""
+    if folder is not None:
+        files: list[Any] = sorted(folder.rglob("*.jpg"))[:128]
+    else:
+        archive = fetch(*PICTURES)
+        names = (f"foolbox/data/imagenet_{index:02d}_{label}.jpg" for index, label in enumerate(LABELS))
+        files = [io.BytesIO(member(archive, name)) for name in names]
+    pictures = [np.asarray(Image.open(file).convert("RGB").resize((224, 224))) for file in files]
+    return (torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).to(torch.float32) - 127) / 128
 
 
-LABELS = (243, 559, 438, 990, 949, 853, 609, 609, 915, 455, 541, 630, 741, 471, 129, 99, 251, 22, 317, 305)
-
-
-def efficientnet_lite0() -> Subject:
-    pictures = photographs()
-    return Subject("EfficientNet-Lite0 @224, trained", lite0.trained(), pictures[:4], list(pictures[4:].split(4)))
+def efficientnet_lite0(folder: Path | None) -> Subject:
+    pictures = photographs(folder)
+    calibration, held_out = pictures[: len(pictures) // 2], pictures[len(pictures) // 2 :]
+    model = lite0.trained()
+    return Subject("EfficientNet-Lite0 @224, trained", model, held_out[:2], list(calibration.split(8)), held_out)
 
 
 class Encoder(nn.Module):
@@ -94,22 +99,22 @@ def bert_base() -> Subject:
     mask = torch.ones(2, 128, dtype=torch.long)
     mask[1, 96:] = 0
     batches = [{"input_ids": torch.randint(1000, 30000, (2, 128)), "attention_mask": mask} for _ in range(3)]
-    return Subject("BERT-base, 128 tokens", model, batches[0], batches[1:])
+    return Subject("BERT-base, 128 tokens", model, batches[0], batches[1:], batches[0])
 
 
 def minilm() -> Subject:
     encoder, tokenizer = sentences.load()
     texts, _ = sentences.sentences()
-    inputs, *calibration = sentences.batches(tokenizer, texts[:96])
-    return Subject("MiniLM-L6, trained", encoder, inputs, calibration)
+    held_out, *calibration = sentences.batches(tokenizer, texts[:96])
+    return Subject("MiniLM-L6, trained", encoder, held_out, calibration, held_out)
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {
-    "resnet18": lambda: random_pictures("ResNet-18 @224", resnet18()),
-    "resnet50": lambda: random_pictures("ResNet-50 @224", vision("resnet50")),
-    "mobilenet": lambda: random_pictures("MobileNetV2 @224", vision("mobilenet_v2")),
+SUBJECTS: dict[str, Callable[[Path | None], Subject]] = {
+    "resnet18": lambda _: random_pictures("ResNet-18 @224", resnet18()),
+    "resnet50": lambda _: random_pictures("ResNet-50 @224", vision("resnet50")),
+    "mobilenet": lambda _: random_pictures("MobileNetV2 @224", vision("mobilenet_v2")),
     "lite0": efficientnet_lite0,
-    "bert": bert_base,
-    "minilm": minilm,
-    "vit": lambda: random_pictures("ViT-B/16 @224", vision("vit_b_16")),
+    "bert": lambda _: bert_base(),
+    "minilm": lambda _: minilm(),
+    "vit": lambda _: random_pictures("ViT-B/16 @224", vision("vit_b_16")),
 }

@@ -1,24 +1,20 @@
-"""Ways to make an int8 file for ONNX Runtime: ours, other answers to u8 x s8 without VNNI, the runtime's own."""
+"""Ways to make an int8 file: ours, other answers to u8 x s8 products without VNNI, the runtimes' own tools."""
 
-from dataclasses import replace
+import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from scalepoint.graph.capture import as_inputs
-from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.quantize.stubs import WeightFakeQuantize
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import QuantizationSpec
 from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
-from scalepoint.targets import Facts, Target, onnxruntime_target
-from scalepoint.targets.target import Accepted
-from scalepoint.verification.verification import feeds_of
 
 OURS = "scalepoint, pair-safe"
 NAIVE, SEVEN_BITS, UNSIGNED = "naive u8 x s8", "7-bit weights", "u8 x u8"
-ANSWERS = (NAIVE, SEVEN_BITS, UNSIGNED, OURS)
-THEIRS = "ONNX Runtime quantize_static"
+QUANTIZE_STATIC = "ONNX Runtime quantize_static"
 NNCF = "NNCF quantize"
 
 
@@ -31,33 +27,24 @@ class SevenBitRangeCalculator(MinMaxRangeCalculator):
         return low * (127 / 63), high * (127 / 63)
 
 
-def seven_bits(spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
-    """All weights, as ONNX Runtime's reduce_range does it."""
-    scheme = QuantizationScheme.SYMMETRIC_WITH_CLIPPING
-    return spec.replace(range_calculator_cls="seven_bits", qscheme=scheme)
+# all with the same activations as ours; 7 bits for all weights, as the runtime's reduce_range has it
+ANSWERS: dict[str, Callable[[QuantizationSpec], QuantizationSpec]] = {
+    NAIVE: lambda spec: spec.replace(range_calculator_cls="minmax"),
+    SEVEN_BITS: lambda spec: spec.replace(range_calculator_cls="seven_bits"),
+    UNSIGNED: lambda spec: spec.replace(dtype="uint8", qscheme="symmetric", range_calculator_cls="minmax"),
+}
 
 
-def unsigned_weights(target: Target) -> Target:
-    """u8 weights around 128: exact in slower kernels."""
-    weight = QuantizationSpec(
-        dtype="uint8", qscheme="symmetric", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
-    )
-    return replace(target, weight=weight, accepts=(*target.accepts, Accepted("weight", (torch.uint8,))))
-
-
-def targets() -> dict[str, Target]:
-    plain = onnxruntime_target("vnni")
-    return {
-        OURS: onnxruntime_target("avx2"),
-        NAIVE: plain,
-        SEVEN_BITS: replace(plain, adapt_weight=seven_bits),
-        UNSIGNED: unsigned_weights(plain),
-    }
-
-
-def arrays(model: Any, batch: Any) -> dict[str, np.ndarray]:
-    """A batch as a runtime takes it."""
-    return feeds_of(model, as_inputs(batch, None))
+def with_weights(quantized: fx.GraphModule, change: Callable[[QuantizationSpec], QuantizationSpec]) -> fx.GraphModule:
+    """The same quantized model with other quantizers on its weights."""
+    made = copy.deepcopy(quantized)
+    for module in made.modules():
+        if isinstance(module, QuantizedWeighted):
+            old = module.weight_quant
+            module.weight_quant = WeightFakeQuantize(old.consumers, spec=change(old.spec)).eval()
+            module.weight_quant.name = old.name
+            module.freeze()
+    return made
 
 
 def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]]) -> None:
@@ -78,3 +65,15 @@ def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]
 
     types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
     run(plain, path, Reader(), per_channel=True, **types)
+
+
+def nncf_quantize(plain: Path, path: Path, batches: list[dict[str, np.ndarray]], *, is_transformer: bool) -> None:
+    """NNCF on the same float file: its defaults, and its own setting for transformers."""
+    import nncf  # noqa: PLC0415
+    import openvino  # noqa: PLC0415
+
+    model = openvino.Core().read_model(plain)
+    names = [each.get_any_name() for each in model.inputs]
+    dataset = nncf.Dataset([dict(zip(names, batch.values(), strict=True)) for batch in batches])
+    kind = nncf.ModelType.TRANSFORMER if is_transformer else None
+    openvino.save_model(nncf.quantize(model, dataset, model_type=kind), path, compress_to_fp16=False)

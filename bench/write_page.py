@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ways import ANSWERS, NNCF, OURS, THEIRS
+from ways import ANSWERS, NNCF, OURS, QUANTIZE_STATIC
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "measured.md"
@@ -57,34 +57,35 @@ def files_table(path: Path, runtime: str, others: str) -> str:
     rows: Rows = []
     for found in json.loads(path.read_text()).values():
         files = {row["how"]: row for row in found.get(runtime, [])}
-        other = files.get(others)
+        least = 0.0 if found["is_transformer"] else LEAST_AGREEMENT[runtime]
         for how in (OURS, others):
             if how in files:
-                rows.append([found["title"], how, *file_cells(files[how], runtime, other if how == OURS else None)])
+                rows.append([found["title"], how, *file_cells(files[how], least, files.get(others))])
     return markdown(["model", "", "int8", "dB against float", "dB to the simulation", "speed", "size"], rows)
 
 
-def file_cells(row: dict[str, Any], runtime: str, other: dict[str, Any] | None) -> list[str]:
-    low, _, all_of_them = row["int8"].partition(" of ")
-    int8 = marked(row["int8"], low == all_of_them or row["agreement"] is None)
-    agreement = ""
-    if row["agreement"] is not None:
-        agreement = marked(f"{row['agreement']:.1f}", row["agreement"] >= LEAST_AGREEMENT[runtime])
-    speed, error = f"{row['speed']:.2f}x", f"{row['against_float']:.1f}"
-    if other is not None:
-        speed = marked(speed, row["speed"] >= LEAST_SPEED * other["speed"])
-        error = marked(error, row["against_float"] >= other["against_float"])
+def file_cells(row: dict[str, Any], least: float, other: dict[str, Any] | None) -> list[str]:
+    int8, error, agreement, speed = row["int8"], f"{row['against_float']:.1f}", "", f"{row['speed']:.2f}x"
+    if row["agreement"] is not None:  # ours
+        low, _, all_of_them = int8.partition(" of ")
+        int8 = marked(int8, low == all_of_them)
+        agreement = marked(f"{row['agreement']:.1f}", row["agreement"] >= least)
+        if other is not None:
+            speed = marked(speed, row["speed"] >= LEAST_SPEED * other["speed"])
+            error = marked(error, row["against_float"] >= other["against_float"])
     return [int8, error, agreement, speed, f"{row['size']:.2f}x"]
 
 
 def saturation_table(path: Path) -> str:
     """Four answers to u8 x s8 products that are added in pairs of 16 bits."""
-    rows = []
+    rows, answers = [], [*ANSWERS, OURS]
     for found in json.loads(path.read_text()).values():
         files = {row["how"]: row for row in found.get("onnxruntime", [])}
-        cells = (f"{files[how]['against_float']:.1f} dB, {files[how]['speed']:.2f}x" for how in ANSWERS if how in files)
+        if not all(how in files for how in answers):
+            continue
+        cells = (f"{files[how]['against_float']:.1f} dB, {files[how]['speed']:.2f}x" for how in answers)
         rows.append([found["title"], *cells])
-    return markdown(["model", *ANSWERS], rows)
+    return markdown(["model", *answers], rows)
 
 
 def layers_table(path: Path) -> str:
@@ -108,7 +109,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "ptq_time": ("ptq_time", plain_table),
     "accuracy": ("accuracy", plain_table),
     "accuracy-runtime": ("accuracy-runtime", plain_table),
-    "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=THEIRS)),
+    "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
     "layers": ("deployed", layers_table),
     "saturation": ("deployed", saturation_table),
     "openvino": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),

@@ -29,12 +29,12 @@ class Architecture:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model, inputs = self.make()
-            _liven(model)
+            liven(model)
         return model.eval(), inputs
 
 
 @torch.no_grad()
-def _liven(model: nn.Module) -> None:
+def liven(model: nn.Module) -> None:
     """As after training: what starts at zero or near it (biases, layer scales, narrow matrices) would hide mistakes."""
     for parameter in model.parameters():
         if parameter.abs().max() <= 1e-3:

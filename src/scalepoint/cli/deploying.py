@@ -33,6 +33,7 @@ def deploy(
     strict: options.Strict = None,
     threads: options.Threads = None,
     allow_departure: options.AllowDeparture = None,
+    float_dtype: options.FloatDtype = None,
     batch_size: options.BatchSize = None,
     size: options.Size = None,
     mean: options.Mean = None,
@@ -116,6 +117,7 @@ class _Run:
             strict=settings.strict,
             allow_departure=True,  # told by the exit code, after the result is shown
             threads=settings.threads,
+            float_dtype=settings.float_dtype,
             smoke=self.smoke,
             resume=self.resume,
             progress=not self.quiet,

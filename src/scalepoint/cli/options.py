@@ -54,6 +54,9 @@ Strict = Annotated[bool | None, typer.Option("--strict", help="A layer that stay
 AllowDeparture = Annotated[
     bool | None, typer.Option("--allow-departure", help="Accept a file that departs from the simulation.")
 ]
+FloatDtype = Annotated[
+    str | None, typer.Option(help="Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.")]
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="All stages, fast: two batches, one trial, no latency. Does the road hold?")

@@ -81,6 +81,7 @@ def reproduction(road: Road, best: Trial) -> Reproduction:
         "target": repr(road.target.name),
         "max_batches": repr(road.max_batches) if road.max_batches else "",
         "leave": repr(road.leave) if road.leave else "",
+        "float_dtype": repr(road.float_dtype) if road.float_dtype else "",
         "threads": repr(road.threads),
     }
     if hasattr(targets, f"{road.target.name}_target") and road.target.options:

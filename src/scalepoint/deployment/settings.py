@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -40,6 +40,7 @@ class DeployConfig(Config):
     leave: tuple[str, ...] = ()
     strict: bool = False
     allow_departure: bool = False
+    float_dtype: Literal["float32", "float16", "bfloat16"] | None = None  # of what is not quantized
     threads: Count = 1
     quantization: QuantConfig = QuantConfig()
 

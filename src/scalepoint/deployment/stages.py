@@ -67,6 +67,7 @@ class Road:
     max_batches: int | None
     smoke: bool
     progress: bool | None
+    float_dtype: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,6 +151,7 @@ class Road:
         path, float_path = folder / FILE, self.journal.folder / FLOAT_FILE
         args, kwargs = self.inputs
         versions: dict[str, str | None] = {name: package_version(name) for name in ("onnx", "onnxscript")}
+        versions["float_dtype"] = self.float_dtype
         own = {"the quantized model": digest(folder / MODEL / "scalepoint.json"), **VERSIONS, **versions}
         base = {
             "the model": self.model_mark,
@@ -163,7 +165,8 @@ class Road:
         if is_there and has_float:
             return path, float_path
         with self.clock("exporting"):
-            export(model, path, args, kwargs=kwargs, float_path=None if has_float else float_path)
+            plain = None if has_float else float_path
+            export(model, path, args, kwargs=kwargs, float_path=plain, float_dtype=self.float_dtype)
         self.journal.keep(f"{folder.name} exported", own, {}, _with_data(path))
         if not has_float:
             self.journal.keep("the float model exported", base, {}, _with_data(float_path))

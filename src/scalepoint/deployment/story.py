@@ -62,6 +62,7 @@ def deploy(
     leave: Sequence[str] = (),
     strict: bool = False,
     allow_departure: bool = False,
+    float_dtype: str | None = None,
     threads: int = 1,
     smoke: bool = False,
     resume: bool = False,
@@ -72,7 +73,8 @@ def deploy(
     `evaluate(run)` is your metric, higher is better; `run` is called as the model is. With `max_drop`, more precision
     goes where it wins most for its cost, until the score is at most that much below the float model's, or `max_trials`
     is reached; the best file found is kept. A file that departs from the simulation is an error unless
-    allow_departure=True. smoke=True goes through all stages fast: two batches, one trial, no latency. What a run that
+    allow_departure=True. `float_dtype` ("float16", "bfloat16") types what is not quantized, where the target runs it.
+    smoke=True goes through all stages fast: two batches, one trial, no latency. What a run that
     did not end has done stays in `output`; resume=True goes on from there, and does again what has changed since.
     """
     _check(calibration_data, evaluate, max_drop)
@@ -81,7 +83,7 @@ def deploy(
     with Journal.opened(folder, resume=resume) as journal:
         road = Road(
             model, inputs, calibration_data, found, journal, evaluate, tuple(leave), strict, threads, max_batches,
-            smoke, progress,
+            smoke, progress, float_dtype,
         )  # fmt: skip
         float_score = road.float_score()
         trials = [road.attempt(0, Step(wanted))]

@@ -179,6 +179,18 @@ class Benchmark:
         )
 
 
+class _Again:
+    """A file that runs: in the same way with other options of the runtime, against the same simulation."""
+
+    def __init__(self, request: dict[str, Any], expected: list[Tensor], files: dict[str, str], seconds: float) -> None:
+        self.request = {name: value for name, value in request.items() if name != "compiled"}
+        self.expected, self.files, self.seconds = expected, files, seconds
+
+    def with_options(self, **options: Any) -> tuple[Agreement, ...]:
+        answer = ask({**self.request, **options}, seconds=self.seconds)
+        return _agreements(self.expected, outputs_of(answer, self.files)) if answer.status == Status.OK else ()
+
+
 def verify(
     path: str | Path,
     model: nn.Module,
@@ -209,25 +221,16 @@ def verify(
             return Verification(str(path), runtime, answer.status, answer.message, bound=bound)
         on = _agreements(expected, outputs_of(answer, files))
         executed = list((answer.data or {})["executed"])
-        off: tuple[Agreement, ...] = ()
-        exact: tuple[Agreement, ...] = ()
+        again = _Again({**request, **files}, expected, files, seconds)
+        has_switches = runtime == "onnxruntime"
+        has_levels = any(each["op"] == "MatMulNBits" for each in executed)
+        off = again.with_options(optimize=False) if has_switches else ()
+        exact = again.with_options(session=EXACT) if has_switches and has_levels else ()
         departure = None
-        if runtime == "onnxruntime":
-            plain = {name: value for name, value in files.items() if name != "compiled"}
-
-            def agreement_with(**options: Any) -> tuple[Agreement, ...]:
-                answer = ask({**request, **plain, **options}, seconds=seconds)
-                return _agreements(expected, outputs_of(answer, files)) if answer.status == Status.OK else ()
-
-            off = agreement_with(optimize=False)
-            exact = agreement_with(session=EXACT) if any(each["op"] == "MatMulNBits" for each in executed) else ()
-            if layers and codes and isinstance(model, fx.GraphModule):
-                departure = _departure({**request, **plain}, codes, files, on, off, seconds)
+        if has_switches and layers and codes and isinstance(model, fx.GraphModule):
+            departure = _departure(again.request, codes, files, on, off, seconds)
     low, fallbacks = precision(executed)
-    size = size_of(path)
-    speed = None
-    if float_path is not None:
-        speed = benchmark(float_path, path, feeds, runtime=runtime, threads=threads)
+    speed = None if float_path is None else benchmark(float_path, path, feeds, runtime=runtime, threads=threads)
     return Verification(
         str(path),
         runtime,
@@ -239,7 +242,7 @@ def verify(
         low,
         fallbacks,
         departure,
-        size,
+        size_of(path),
         None if float_path is None else size_of(float_path),
         speed,
         bound,
