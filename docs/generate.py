@@ -441,6 +441,47 @@ def decisions_page() -> str:
     return start + "".join(lines)
 
 
+# README: how it compares -----------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- begin compared -->\n", "<!-- end compared -->"
+COMPARED = ("scalepoint", "ONNX Runtime quantize_static")
+COLUMNS = ("dB against float", "speed", "size")
+
+
+def readme() -> str:
+    """The README with its table taken from measured.md; as it is while nothing is measured."""
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    rows = list(compared((DOCS / "measured.md").read_text(encoding="utf-8")))
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = table(("model", "", *COLUMNS), rows)
+    return before + BEGIN + made + END + after if rows and rest else text
+
+
+def compared(measured: str) -> Iterator[tuple[str, ...]]:
+    """Of the files in ONNX Runtime ours, the first way of each model, and those of its own tool."""
+    part = measured.partition("<!-- begin deployed -->")[2].partition(
+        "<!-- end deployed -->"
+    )[0]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in part.split("\n")
+        if "|" in line
+    ]
+    if not lines:
+        return
+    places = [lines[0].index(name) for name in COLUMNS]
+    seen = set()
+    for cells in lines[2:]:
+        who = cells[1].partition(",")[0]
+        if who in COMPARED and (cells[0], who) not in seen:
+            seen.add((cells[0], who))
+            numbers = [
+                cells[place].replace("**missed**", "").strip() for place in places
+            ]
+            yield cells[0], who, *numbers
+
+
 def pages() -> dict[Path, str]:
     """All generated pages by their path in docs/."""
     made = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
@@ -459,3 +500,4 @@ if __name__ == "__main__":
     for place, text in pages().items():
         (DOCS / place).parent.mkdir(parents=True, exist_ok=True)
         (DOCS / place).write_text(text, encoding="utf-8")
+    (DOCS.parent / "README.md").write_text(readme(), encoding="utf-8")
