@@ -206,11 +206,8 @@ def _command(command: Any, title: str) -> str:
         for each in options
     ]
     parts.append(table(("option", "what it does", "default"), rows))
-    lines = [
-        line.strip()
-        for line in (command.epilog or "").splitlines()
-        if line.strip() and line != "Examples:"
-    ]
+    lines = [line.strip() for line in (command.epilog or "").splitlines()]
+    lines = [line for line in lines if line and line != "Examples:"]
     if lines:
         parts.append("Examples:\n\n" + "".join(f"- {code(line)}\n" for line in lines))
     return "\n".join(parts)
