@@ -206,11 +206,8 @@ def _command(command: Any, title: str) -> str:
         for each in options
     ]
     parts.append(table(("option", "what it does", "default"), rows))
-    lines = [
-        line.strip()
-        for line in (command.epilog or "").splitlines()
-        if line.strip() and line != "Examples:"
-    ]
+    lines = [line.strip() for line in (command.epilog or "").splitlines()]
+    lines = [line for line in lines if line and line != "Examples:"]
     if lines:
         parts.append("Examples:\n\n" + "".join(f"- {code(line)}\n" for line in lines))
     return "\n".join(parts)
@@ -346,6 +343,7 @@ MODULES = {
     "analysis": "where a quantized model departs, and which layers matter",
     "report": "what was found, as data, in the terminal and as a page",
     "targets": "declarations of deployment targets",
+    "tensorrt": "formats and patterns of TensorRT, ready to pass",
     "patterns": "the pattern language",
     "spec": "the tensor layer: specs, granularities, calculators, fake quantizers",
     "numerics": "the arithmetic as pure functions",
@@ -440,6 +438,47 @@ def decisions_page() -> str:
     return start + "".join(lines)
 
 
+# README: how it compares -----------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- begin compared -->\n", "<!-- end compared -->"
+COMPARED = ("scalepoint", "ONNX Runtime quantize_static")
+COLUMNS = ("dB against float", "speed", "size")
+
+
+def readme() -> str:
+    """The README with its table taken from measured.md; as it is while nothing is measured."""
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    rows = list(compared((DOCS / "measured.md").read_text(encoding="utf-8")))
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = table(("model", "", *COLUMNS), rows)
+    return before + BEGIN + made + END + after if rows and rest else text
+
+
+def compared(measured: str) -> Iterator[tuple[str, ...]]:
+    """Of the files in ONNX Runtime ours, the first way of each model, and those of its own tool."""
+    part = measured.partition("<!-- begin deployed -->")[2].partition(
+        "<!-- end deployed -->"
+    )[0]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in part.split("\n")
+        if "|" in line
+    ]
+    if not lines:
+        return
+    places = [lines[0].index(name) for name in COLUMNS]
+    seen = set()
+    for cells in lines[2:]:
+        who = cells[1].partition(",")[0]
+        if who in COMPARED and (cells[0], who) not in seen:
+            seen.add((cells[0], who))
+            numbers = [
+                cells[place].replace("**missed**", "").strip() for place in places
+            ]
+            yield cells[0], who, *numbers
+
+
 def pages() -> dict[Path, str]:
     """All generated pages by their path in docs/."""
     made = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
@@ -458,3 +497,4 @@ if __name__ == "__main__":
     for place, text in pages().items():
         (DOCS / place).parent.mkdir(parents=True, exist_ok=True)
         (DOCS / place).write_text(text, encoding="utf-8")
+    (DOCS.parent / "README.md").write_text(readme(), encoding="utf-8")

@@ -497,6 +497,17 @@ def test_one_target_is_told_whole(call, name: str) -> None:
     assert "LinearReLUPattern" in out
 
 
+def test_every_field_of_a_target_is_told() -> None:
+    """A new field of a target needs its place in the description, or its page is silent of it."""
+    from dataclasses import fields
+    from inspect import getsource
+
+    from scalepoint.targets import Target, description
+
+    untold = [each.name for each in fields(Target) if f"target.{each.name}" not in getsource(description)]
+    assert untold == ["name", "summary"]  # the title
+
+
 def test_an_unknown_target_is_a_usage_error_with_the_nearest_name(call) -> None:
     code, _, talk = call("targets", "tensort")
     assert code == 2

@@ -40,6 +40,24 @@ def test_generated_pages_are_what_the_code_says() -> None:
     assert marked == set(made), "a page that nothing makes any more"
 
 
+def test_the_readme_compares_with_what_was_measured() -> None:
+    assert (ROOT / "README.md").read_text(encoding="utf-8") == generator().readme(), "run: python docs/generate.py"
+
+
+MEASURED = """<!-- begin deployed -->
+| model |  | int8 | dB against float | speed | size |
+|---|---|---|---|---|---|
+| Net | scalepoint, pair-safe | 5 of 5 | 30.1 **missed** | 1.5x | 0.3x |
+| Net | scalepoint, 7 bits | 5 of 5 | 20.1 | 1.5x | 0.3x |
+| Net | float32 | 0 of 5 | | 1.0x | 1.0x |
+<!-- end deployed -->"""
+
+
+def test_the_table_of_the_readme_has_only_rows_of_the_page() -> None:
+    assert list(generator().compared(MEASURED)) == [("Net", "scalepoint", "30.1", "1.5x", "0.3x")]
+    assert list(generator().compared("<!-- begin deployed -->\n<!-- end deployed -->")) == []
+
+
 def test_every_target_has_its_page() -> None:
     own = [name for name in list_targets() if (DOCS / "targets" / f"{name}.md").is_file()]
     assert own == list(generator().PROOF)

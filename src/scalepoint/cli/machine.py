@@ -39,14 +39,14 @@ SPACE = 2e9
 
 
 def targets(
-    name: Annotated[
+    target: Annotated[
         str | None, typer.Argument(metavar="NAME", help="One target, to see all that it declares.", show_default=False)
     ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
     """The deployment targets, and whether their runtime is here; with NAME, what one fuses, accepts and refuses."""
-    return _all_targets(json) if name is None else _one_target(name, json)
+    return _all_targets(json) if target is None else _one_target(target, json)
 
 
 def _all_targets(json: bool) -> int:

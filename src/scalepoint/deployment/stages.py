@@ -152,7 +152,7 @@ class Road:
         path, float_path = folder / FILE, self.journal.folder / FLOAT_FILE
         args, kwargs = self.inputs
         versions: dict[str, str | None] = {name: package_version(name) for name in ("onnx", "onnxscript")}
-        versions["float_dtype"] = str(self.float_dtype)
+        versions["float_dtype"] = self.float_dtype or "float32"  # None would mean: not known, so do it again
         own = {"the quantized model": digest(folder / MODEL / "scalepoint.json"), **VERSIONS, **versions}
         base = {
             "the model": self.model_mark,

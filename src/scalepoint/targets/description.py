@@ -51,6 +51,10 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     if target.adapt_weight is not None:
         yield f"weight, {words(target.adapt_weight)}", _docstring(target.adapt_weight)
     yield "bias", BIAS[target.bias]
+    yield "what stays float", " or ".join(map(dtype_name, target.float_dtypes))
+    if target.domains:
+        yield "operators beyond ONNX's", ", ".join(target.domains)
+    yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():
         yield f"made with {name}=", str(value)
 
