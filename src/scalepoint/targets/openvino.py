@@ -1,17 +1,24 @@
 """OpenVINO on a CPU: it makes every convolution and linear layer int8 that has Q/DQ on its input and an s8 weight.
 
-The same placement as for ONNX Runtime serves it, and its kernels add u8 x s8 products in pairs too. Biases stay float.
+The placement is that of ONNX Runtime without the outputs: a kernel takes an output's Q/DQ when the next one asks for
+it, and where nothing does, as before a join with float tensors (the class token of a vision transformer), OpenVINO
+would round the others to the same integers. Its kernels add u8 x s8 products in pairs too. Biases stay float.
 """
 
 from dataclasses import replace
 
 import torch
 
+from scalepoint.patterns import Pattern, Point
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.onnxruntime import onnxruntime_target
+from scalepoint.targets.onnxruntime import PATTERNS, onnxruntime_target
 from scalepoint.targets.target import Accepted, Target
 
 NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4")))
+
+
+def inputs_only(pattern: Pattern) -> Pattern:
+    return replace(pattern, qdq_points=tuple(point for point in pattern.qdq_points if point != Point.OUTPUT))
 
 
 def openvino_target(cpu: str = "auto") -> Target:
@@ -20,6 +27,7 @@ def openvino_target(cpu: str = "auto") -> Target:
         onnxruntime_target(cpu),
         name="openvino",
         summary="OpenVINO on CPUs: u8 activations, s8 weights; weight-only int8 and int4",
+        patterns=tuple(map(inputs_only, PATTERNS)),
         accepts=(
             Accepted("activation", (torch.uint8, torch.int8), (), ("per_tensor",)),
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),

@@ -1,0 +1,43 @@
+"""Real networks in OpenVINO: every convolution and linear layer runs in an int8 primitive, and agrees."""
+
+import importlib.util
+
+import pytest
+
+from scalepoint import export, verify
+from scalepoint.patterns import Point
+from scalepoint.quantize import coverage, quantize
+from scalepoint.targets import find_target
+from tests.architectures import ARCHITECTURES
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of the libraries that the models come from
+    pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed"),
+]
+QUICK = ("bert", "vit_small")
+SLOW = ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "distilbert")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_all_that_multiplies_runs_in_int8(name, tmp_path):
+    model, inputs = ARCHITECTURES[name].build()
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+    quantized = quantize(model, args or None, forward_loop=[inputs], target="openvino", kwargs=kwargs)
+    export(quantized, tmp_path / "m.onnx", args, kwargs=kwargs)
+    found = verify(tmp_path / "m.onnx", quantized, args, kwargs=kwargs, runtime="openvino")
+    rows = [row for row in coverage(quantized).operations if row.kind in ("conv", "linear")]
+    assert {row.state for row in rows} == {"quantized"}
+    assert found.holds
+    assert found.sqnr >= 30
+    assert found.fallbacks == ()
+    assert found.low_precision == len(rows)
+    primitives = {op for op in found.executed if op.split()[0] in ("Convolution", "FullyConnected")}
+    assert primitives
+    assert all(op.endswith("_I8") for op in primitives)
+
+
+def test_outputs_have_no_points_of_their_own():
+    """Before a Concat with a float tensor OpenVINO would round that one too: a class token, to 15 dB of a whole ViT."""
+    points = {point for pattern in find_target("openvino").patterns for point in pattern.qdq_points}
+    assert Point.OUTPUT not in points
+    assert Point.INPUT in points
