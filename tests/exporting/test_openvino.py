@@ -38,6 +38,5 @@ def test_all_that_multiplies_runs_in_int8(name, tmp_path):
 
 def test_outputs_have_no_points_of_their_own():
     """Before a Concat with a float tensor OpenVINO would round that one too: a class token, to 15 dB of a whole ViT."""
-    points = {point for pattern in find_target("openvino").patterns for point in pattern.qdq_points}
-    assert Point.OUTPUT not in points
-    assert Point.INPUT in points
+    with_output = [each.name for each in find_target("openvino").patterns if Point.OUTPUT in each.qdq_points]
+    assert with_output == ["ConcatPattern"]

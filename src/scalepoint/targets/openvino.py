@@ -2,7 +2,9 @@
 
 The placement is that of ONNX Runtime without the outputs: a kernel takes an output's Q/DQ when the next one asks for
 it, and where nothing does, as before a join with float tensors (the class token of a vision transformer), OpenVINO
-would round the others to the same integers. Its kernels add u8 x s8 products in pairs too. Biases stay float.
+would round the others to the same integers. A concat of quantized tensors keeps its output's: without, its inputs
+have scales of their own, and a pool after it rounds twice. Its kernels add u8 x s8 products in pairs
+too. Biases stay float.
 """
 
 from dataclasses import replace
@@ -10,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from scalepoint.patterns import Pattern, Point
+from scalepoint.patterns.fused import FusedConcat
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.onnxruntime import PATTERNS, onnxruntime_target
 from scalepoint.targets.target import Accepted, Target
@@ -18,6 +21,8 @@ NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4")))
 
 
 def inputs_only(pattern: Pattern) -> Pattern:
+    if pattern.make is FusedConcat:
+        return pattern
     return replace(pattern, qdq_points=tuple(point for point in pattern.qdq_points if point != Point.OUTPUT))
 
 
