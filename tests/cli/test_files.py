@@ -23,8 +23,8 @@ def test_deploy_makes_a_verified_file_with_its_report(deployed) -> None:
 
 
 def test_the_config_that_was_kept_runs_again(call, made) -> None:
-    code, out, _ = call("deploy", "-c", made / "config.yaml", "--dry-run", "--json")
-    assert code == 0
+    code, out, err = call("deploy", "-c", made / "config.yaml", "--dry-run", "--json")
+    assert code == 0, err
     assert {row["state"] for row in json.loads(out)["coverage"]} == {"quantized"}
     assert call("deploy", "-c", made / "config.yaml")[0] == Code.USAGE  # the folder is full
 

@@ -9,12 +9,13 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from scalepoint.errors import StoreError, UsageError, VerificationError
+from scalepoint.errors import ScalepointWarning, StoreError, UsageError, VerificationError
 from scalepoint.exporting import export
 from scalepoint.quantize import quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification import Status, benchmark, verify
+from scalepoint.verification.files import made_for
 from tests.exporting.test_export import Net, settled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -73,15 +74,22 @@ def test_saturation_is_named_as_the_cause(tmp_path):
     x = torch.rand(16, 64)
     naive = quantize(model, x, forward_loop=[x], target=onnxruntime_target("vnni"))
     export(naive, tmp_path / "naive.onnx", x)
-    found = verify(tmp_path / "naive.onnx", naive, x)
+    with pytest.warns(ScalepointWarning, match="made for a CPU with VNNI.*saturate"):
+        found = verify(tmp_path / "naive.onnx", naive, x)
     assert not found.holds
+    assert "made for a CPU with VNNI" in found.warning
     assert found.unoptimized[0].sqnr > found.sqnr + 10
     assert "saturate" in found.departure.cause
     with pytest.raises(VerificationError, match="saturate"):
         found.check()
     safe = quantize(model, x, forward_loop=[x], target=onnxruntime_target("avx2"))
     export(safe, tmp_path / "safe.onnx", x)
-    assert verify(tmp_path / "safe.onnx", safe, x).sqnr > 35
+    found = verify(tmp_path / "safe.onnx", safe, x)
+    assert found.sqnr > 35
+    assert found.warning == ""
+    assert found.made_for == {"target": "onnxruntime", "cpu": "avx2"}
+    assert "target onnxruntime, cpu avx2" in str(found)
+    assert made_for(tmp_path / "safe.onnx") == found.made_for
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")

@@ -15,6 +15,7 @@ import scalepoint
 from scalepoint import DeployConfig, export, verify
 from scalepoint.errors import ConfigError, TargetError
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, coverage, quantize
+from scalepoint.targets import onnxruntime_target
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 has_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
@@ -101,6 +102,15 @@ def test_formats_in_onnx_runtime(tmp_path, dtype, block):
     assert found.executed["MatMulNBits"] == found.low_precision == 2
     assert found.sqnr >= 38
     assert found.exact[0].sqnr >= 100
+
+
+def test_weights_alone_run_on_any_cpu_without_a_warning(tmp_path):
+    x = torch.randn(2, 256)
+    model = nn.Sequential(nn.Linear(256, 64)).eval()
+    quantized = made(tmp_path, model, x, QuantConfig.weight_only("int8"), onnxruntime_target("vnni"))
+    found = verify(tmp_path / "model.onnx", quantized, x)
+    assert found.made_for["cpu"] == "vnni"
+    assert found.warning == ""
 
 
 @has_openvino

@@ -32,14 +32,20 @@ def check(
         found = public("check")(path, target=target, version=target_version)
     except TargetError as error:  # a name or a version that is none
         raise usage(str(error.args[0])) from error
+    from scalepoint.verification.files import made_for
+
+    origin = made_for(path)
     counts = Counter(each.severity.value for each in found)
     code = Code.MODEL if counts["error"] else Code.DONE
     if json:
         findings = [{**vars(each), "severity": each.severity.value} for each in found]
-        show_json("check", {"exit_code": int(code), "target": target, "version": target_version, "findings": findings})
+        told = {"target": target, "version": target_version, "made_for": origin, "findings": findings}
+        show_json("check", {"exit_code": int(code), **told})
     else:
         summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing found"
-        show(_findings(found), Text(one_line(f"{path}: {summary}")))
+        other = origin.get("target", target) != target
+        made = f" (it was made for {origin['target']}, not for {target})" if other else ""
+        show(_findings(found), Text(one_line(f"{path}: {summary}{made}")))
     if code:
         say(f"failed: {target} {target_version} would refuse this file", "red")
     return code

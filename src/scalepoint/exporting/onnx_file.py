@@ -55,9 +55,9 @@ def export(
     stored = stored_form(model, kind, () if chosen is None else chosen.domains)
     opset = max([OPSETS[kind], *(module.opset for module in stored.modules() if isinstance(module, Stored))])
     form = _Form(as_inputs(example_inputs, kwargs), opset, dtype_name(kind), dynamic)
-    _write(stored, path, form)
+    _write(stored, path, form, {} if chosen is None else chosen.labels)
     if float_path is not None:
-        _write(float_form(model), Path(float_path), form)
+        _write(float_form(model), Path(float_path), form, {})
     return path
 
 
@@ -79,8 +79,9 @@ def _float_type(given: str | torch.dtype | None, target: Target | None) -> torch
     return kind
 
 
-def _write(model: fx.GraphModule, path: Path, form: _Form) -> None:
+def _write(model: fx.GraphModule, path: Path, form: _Form, labels: Mapping[str, str]) -> None:
     graph = _to_onnx(model, form)
+    graph.metadata_props.update(labels)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_graph(graph, path)
 

@@ -17,6 +17,8 @@ from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
 from scalepoint.spec import QuantizationGranularity, QuantizationScheme, QuantizationSpec
 
+LABEL = "scalepoint.target"  # in the metadata of an exported file
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -117,6 +119,11 @@ class Target:
     @property
     def pattern_names(self) -> tuple[str, ...]:
         return tuple(pattern.name for pattern in self.patterns)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What an exported file says that it was made for."""
+        return {LABEL: self.name, **{f"{LABEL}.{name}": str(self.options[name]) for name in sorted(self.options)}}
 
     def why_float(self, facts: Facts) -> str | None:
         """The first rule that says that an operation is better left float."""

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from scalepoint.errors import StoreError
+from scalepoint.targets.target import LABEL
 
 
 def existing(path: str | Path) -> Path:
@@ -34,6 +35,16 @@ def size_of(path: str | Path) -> int:
         if entry.key == "location"
     }
     return path.stat().st_size + sum(existing(path.parent / name).stat().st_size for name in beside)
+
+
+def made_for(path: str | Path) -> dict[str, str]:
+    """The target of a file that scalepoint wrote, and its options: {"target": "onnxruntime", "cpu": "avx2"}."""
+    try:
+        found = {each.key: each.value for each in _model(existing(path)).metadata_props}
+    except StoreError:  # the runtime will say so
+        return {}
+    mine = {key.removeprefix(f"{LABEL}."): value for key, value in found.items() if key.startswith(f"{LABEL}.")}
+    return {"target": found[LABEL], **mine} if LABEL in found else {}
 
 
 def random_inputs(path: Path) -> dict[str, np.ndarray]:

@@ -1,8 +1,9 @@
 """verify: the exported file in its real runtime, against the simulation: what agrees, what really runs in int8."""
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf, log10
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import UsageError, VerificationError
+from scalepoint.errors import ScalepointWarning, UsageError, VerificationError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.targets.cpu import instruction_set
-from scalepoint.verification.files import existing, quantize_nodes, random_inputs, size_of
+from scalepoint.verification.files import existing, made_for, quantize_nodes, random_inputs, size_of
 from scalepoint.verification.process import RUNTIMES, Answer, Status, arrays, ask, exchange
 
 LOW = frozenset(
@@ -45,7 +46,7 @@ ROUNDED = (
 )
 SATURATION = (
     "u8 x s8 products saturate: this CPU adds them in pairs of 16 bits",
-    "export with target onnxruntime for cpu='avx2' (the pair-safe scale)",
+    "Export for cpu='avx2' (the pair-safe scale)",
 )
 
 
@@ -93,6 +94,8 @@ class Verification:
     latency: "Benchmark | None" = None
     bound: float = BOUND_DB
     exact: tuple[Agreement, ...] = ()  # weight-only: with activations that the runtime does not round
+    made_for: Mapping[str, str] = field(default_factory=dict)  # target and its options, as the file says
+    warning: str = ""
 
     @property
     def sqnr(self) -> float:
@@ -132,6 +135,10 @@ class Verification:
 
     def rows(self) -> list[tuple[str, str]]:
         rows = [("message", self.message)] if self.message else []
+        rows += [("warning", self.warning)] if self.warning else []
+        rows += (
+            [("made for", ", ".join(f"{key} {each}" for key, each in self.made_for.items()))] if self.made_for else []
+        )
         rows += [("agreement", str(each)) for each in self.optimized]
         rows += [("accuracy level 1", str(each)) for each in self.exact]
         rows += [("accuracy level 4", ROUNDED)] if self.exact else []
@@ -212,42 +219,45 @@ def verify(
     path = existing(path)
     if runtime not in RUNTIMES:
         raise UsageError(f"runtime={runtime!r}: one of {', '.join(RUNTIMES)}")
+    found = _expected(path, runtime, bound)
     expected, codes = simulate(model, as_inputs(inputs, kwargs))
     feeds = feeds_of(model, as_inputs(inputs, kwargs))
     request = {"task": "run", "runtime": runtime, "path": str(path), "threads": threads}
     with exchange(feeds) as files:
         answer = ask({**request, **files}, seconds=seconds)
         if answer.status != Status.OK:
-            return Verification(str(path), runtime, answer.status, answer.message, bound=bound)
+            return replace(found, status=answer.status, message=answer.message)
         on = _agreements(expected, outputs_of(answer, files))
         executed = list((answer.data or {})["executed"])
-        again = _Again({**request, **files}, expected, files, seconds)
-        has_switches = runtime == "onnxruntime"
-        has_levels = any(each["op"] == "MatMulNBits" for each in executed)
-        off = again.with_options(optimize=False) if has_switches else ()
-        exact = again.with_options(session=EXACT) if has_switches and has_levels else ()
-        departure = None
-        if has_switches and layers and codes and isinstance(model, fx.GraphModule):
-            departure = _departure(again.request, codes, files, on, off, seconds)
+        if runtime == "onnxruntime":
+            again = _Again({**request, **files}, expected, files, seconds)
+            off = again.with_options(optimize=False)
+            has_levels = any(each["op"] == "MatMulNBits" for each in executed)
+            found = replace(found, unoptimized=off, exact=again.with_options(session=EXACT) if has_levels else ())
+            if layers and codes and isinstance(model, fx.GraphModule):
+                found = replace(found, departure=_departure(again.request, codes, files, on, off, seconds))
+    if float_path is not None:
+        speed = benchmark(float_path, path, feeds, runtime=runtime, threads=threads)
+        found = replace(found, float_size=size_of(float_path), latency=speed)
     low, fallbacks = precision(executed)
-    speed = None if float_path is None else benchmark(float_path, path, feeds, runtime=runtime, threads=threads)
-    return Verification(
-        str(path),
-        runtime,
-        Status.OK,
-        "",
-        on,
-        off,
-        dict(Counter(each["op"] for each in executed)),
-        low,
-        fallbacks,
-        departure,
-        size_of(path),
-        None if float_path is None else size_of(float_path),
-        speed,
-        bound,
-        exact,
-    )
+    counts = dict(Counter(each["op"] for each in executed))
+    return replace(found, optimized=on, executed=counts, low_precision=low, fallbacks=fallbacks, size=size_of(path))
+
+
+def _expected(path: Path, runtime: str, bound: float) -> Verification:
+    """What the file itself says, before it runs."""
+    origin = made_for(path)
+    warning = _foreseen(origin, path)
+    if warning:
+        warnings.warn(ScalepointWarning(warning), stacklevel=3)
+    return Verification(str(path), runtime, Status.OK, bound=bound, made_for=origin, warning=warning)
+
+
+def _foreseen(origin: Mapping[str, str], path: Path) -> str:
+    """What will go wrong on this CPU, by what the file was made for; weights alone never saturate."""
+    if origin.get("cpu") == "vnni" and instruction_set() != "vnni" and quantize_nodes(path):
+        return f"{path.name} was made for a CPU with VNNI, this one has none: {SATURATION[0]}. {SATURATION[1]}"
+    return ""
 
 
 def benchmark(
