@@ -101,14 +101,24 @@ def layers_table(path: Path) -> str:
     return markdown(["model", "", "tensors", "int8", "equal codes, worst", "codes apart", "float32 steps apart"], rows)
 
 
+def accuracy_table(path: Path) -> str:
+    rows: Rows = []
+    for row in json.loads(path.read_text()):
+        limit = row["limit"]
+        drop = marked(f"{row['drop']:.2f}", limit is None or row["drop"] <= limit)
+        shown = "" if limit is None else f"{limit:.2f}"
+        rows.append([row["model"], row["how"], f"{row['accuracy']:.2f}", drop, shown])
+    return markdown(["model", "how", "accuracy", "drop", "limit"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
     "bench-import": ("bench-import", table),
     "qat": ("qat", table),
     "ptq_time": ("ptq_time", plain_table),
-    "accuracy": ("accuracy", plain_table),
-    "accuracy-runtime": ("accuracy-runtime", plain_table),
+    "accuracy": ("accuracy", accuracy_table),
+    "accuracy-runtime": ("accuracy-runtime", accuracy_table),
     "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
     "layers": ("deployed", layers_table),
     "saturation": ("deployed", saturation_table),
