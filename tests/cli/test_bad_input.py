@@ -53,7 +53,7 @@ BAD = (
     ("report", "a file that is there", ["{out}", "--html", "nets.py"], USAGE, "--force"),
     ("report", "wrong number", ["{out}", "--rows", "0"], USAGE, "0"),
     ("targets", "misspelt flag", ["--jsn"], USAGE, "'--json'"),
-    ("targets", "too much", ["onnxruntime"], USAGE, "unexpected extra argument"),
+    ("targets", "unknown target", ["onnxruntim"], USAGE, "did you mean 'onnxruntime'?"),
     ("doctor", "misspelt flag", ["--jsn"], USAGE, "'--json'"),
     ("doctor", "too much", ["now"], USAGE, "unexpected extra argument"),
     ("init", "a file for a folder", ["nets.py"], USAGE, "is a file"),

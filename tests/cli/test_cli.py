@@ -282,7 +282,7 @@ def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkey
 FOR_THE_SCREEN = {"context", "config", "dry_run", "force", "quiet", "json", "debug"}
 BY_NAME = {"model", "data", "batch_size", "size", "mean", "std"}  # what Python gives as objects
 MODES = {"smoke", "resume"}  # of one run, not of a config
-NAMES_OF_FILES = {"folder", "path", "first", "second", "shape", "html", "rows", "target_version", "min_ratio"}
+OF_ONE_COMMAND = {"folder", "path", "first", "second", "name", "shape", "html", "rows", "target_version", "min_ratio"}
 
 
 def test_a_flag_is_a_keyword_is_a_key() -> None:
@@ -299,7 +299,7 @@ def test_a_flag_is_a_keyword_is_a_key() -> None:
 
 @pytest.mark.parametrize(("command", "name"), [(command, name) for command, name, _ in COMMANDS], ids=NAMES)
 def test_an_option_has_one_name_in_all_commands(command, name) -> None:
-    known = set(inspect.signature(deploying.deploy).parameters) | NAMES_OF_FILES | {"runtime"}
+    known = set(inspect.signature(deploying.deploy).parameters) | OF_ONE_COMMAND | {"runtime"}
     assert set(inspect.signature(command).parameters) <= known
     function = {"bench": "benchmark", "report": "", "targets": "", "doctor": "", "init": ""}.get(name, name)
     if function:
