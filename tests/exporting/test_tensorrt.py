@@ -184,6 +184,14 @@ class TestRules:
         found = quantize(Net().eval(), x, forward_loop=[x], target="tensorrt")
         assert next(row.state for row in coverage(found).operations if row.kind == "attention") == state
 
+    def test_a_pool_before_a_small_head_stays_float_with_it(self, tmp_path):
+        net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU())
+        net = nn.Sequential(*net, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).eval()
+        x = torch.randn(2, 3, 16, 16)
+        quantized = exported(net, x, tmp_path / "m.onnx")
+        assert [row.state for row in coverage(quantized).operations] == ["quantized", "quantized", "float"]
+        assert [str(finding) for finding in check(tmp_path / "m.onnx")] == []
+
     def test_no_clip_stands_before_a_quantizer(self, block, tmp_path):
         exported(*block, tmp_path / "m.onnx")
         assert "Clip" not in {node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node}

@@ -13,7 +13,7 @@ from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import KEY, Coverage, make_coverage
 from scalepoint.quantize.fingerprint import fingerprint
-from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, left_of, sites_of
+from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, follow_readers, left_of, sites_of
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted, can_fold, kind_of_part
@@ -77,6 +77,8 @@ def decisions_for(
     left = left_of(model, sites)
     check_overrides(sites, left, config)
     decisions = [decide(site, config, target) for site in sites]
+    if target is not None and target.follows_readers:
+        follow_readers(decisions)
     return decisions, make_coverage(model, decisions, left, config, model.meta.get("refusals", ()))
 
 

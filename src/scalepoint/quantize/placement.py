@@ -17,6 +17,7 @@ from scalepoint.graph import WEIGHTED, Operation
 from scalepoint.graph.lift import module_path, tensor_of
 from scalepoint.graph.modules import Slot
 from scalepoint.patterns import Fused, PatternMatch, Point, kind_of
+from scalepoint.patterns.base import SHAPES
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
@@ -277,6 +278,26 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     else:
         decision.reason = "its inputs are not float tensors"
     return decision
+
+
+def follow_readers(decisions: Sequence[Decision]) -> None:
+    """What has no weights only pays in low precision if what reads it takes it so: else it stays float too."""
+    readers: dict[fx.Node, list[Decision]] = {}
+    for decision in decisions:
+        for _, operand in decision.site.operands if decision.site.role else ():
+            readers.setdefault(_source(operand), []).append(decision)
+    for decision in decisions:
+        found = readers.get(decision.site.node, [])
+        gives = any(point == Point.OUTPUT for point, _, _ in decision.points)
+        if decision.site.role is None and gives and found and all(each.state == State.FLOAT for each in found):
+            decision.points, decision.state = [], State.FLOAT
+            decision.reason, decision.is_asked = f"{found[0].site.name} reads it and stays float", found[0].is_asked
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while kind_of(node) in SHAPES and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _wanted(site: Site, role: str, config: QuantConfig, target: Target | None) -> QuantizationSpec | None:

@@ -51,6 +51,8 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     if target.adapt_weight is not None:
         yield f"weight, {words(target.adapt_weight)}", _docstring(target.adapt_weight)
     yield "bias", BIAS[target.bias]
+    if target.follows_readers:
+        yield "what has no weights", "stays float when all that read it do"
     yield "what stays float", " or ".join(map(dtype_name, target.float_dtypes))
     if target.domains:
         yield "operators beyond ONNX's", ", ".join(target.domains)

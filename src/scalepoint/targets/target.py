@@ -104,6 +104,7 @@ class Target:
     shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
+    follows_readers: bool = False  # whether what has no weights stays float when all that read it do
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own

@@ -147,6 +147,7 @@ TENSORRT = Target(
         no_float8_pool,
         attention_without_kernel,
     ),
+    follows_readers=True,
     domains=("trt",),
     float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
 )
