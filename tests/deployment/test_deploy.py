@@ -9,7 +9,7 @@ import scalepoint
 from scalepoint import DeployConfig
 from scalepoint.errors import ConfigError, DocumentError, TargetError, UsageError
 from scalepoint.exporting import saving
-from scalepoint.quantize import QuantConfig, TensorQuantConfig
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
 from scalepoint.verification.runner import RuntimeModel
 
@@ -127,3 +127,38 @@ class TestConfigFile:
 
     def test_a_schema_for_editors(self):
         assert DeployConfig.model_json_schema()["properties"]["target"]["default"] == "onnxruntime"
+
+
+class TestStaticRules:
+    """A target without a runtime here is judged by its compiler's rules."""
+
+    def test_a_clean_file(self, tmp_path):
+        x = torch.randn(2, 3, 16, 16)
+        net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3)).eval()
+        done = scalepoint.deploy(net, x, [x], target="tensorrt", output=tmp_path, float_dtype="float16", progress=False)
+        assert done.report.findings == ()
+        assert "find nothing" in done.report.verdict()
+        assert Report.from_json((tmp_path / "report.json").read_text()).findings == ()
+
+    def test_faults_are_told(self, tmp_path):
+        x = torch.randn(2, 64)
+        half = QuantConfig(overrides=(Override(name="0", weight="float"),))
+        done = scalepoint.deploy(
+            nn.Sequential(nn.Linear(64, 64)).eval(),
+            x,
+            [x],
+            target="tensorrt",
+            config=half,
+            output=tmp_path,
+            progress=False,
+        )
+        assert [finding.split()[0] for finding in done.report.findings] == ["R09"]
+        assert "find 1 fault" in done.report.verdict()
+        assert "R09" in (tmp_path / "report.html").read_text()
+
+    def test_other_targets_have_none(self, tmp_path):
+        x = torch.randn(2, 64)
+        done = scalepoint.deploy(
+            nn.Sequential(nn.Linear(64, 64)).eval(), x, [x], output=tmp_path, smoke=True, progress=False
+        )
+        assert done.report.findings is None

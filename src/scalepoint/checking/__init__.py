@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from scalepoint.targets import Section
 
-__all__ = ["RULES", "Finding", "Severity", "check", "describe_rules"]
+__all__ = ["RULES", "Finding", "Severity", "check", "describe_rules", "has_rules"]
 
 _TARGETS: dict[str, tuple[Rule, ...]] = {"tensorrt": RULES}
 _NEWEST_MINOR = 99
@@ -44,6 +44,11 @@ def check(
         ]
         findings += [entry for _, _, entry in sorted(found, key=lambda item: item[:2])]
     return findings
+
+
+def has_rules(target: str) -> bool:
+    """Whether there are static rules for a target."""
+    return target in _TARGETS
 
 
 def describe_rules(target: str) -> "tuple[Section, ...]":

@@ -169,8 +169,8 @@ class _Run:
         folder = self.settings.output
         if self.smoke:
             return ["Next: the same command without --smoke, with --force"]
-        if self.settings.target == "tensorrt":
-            return [f"Next: scalepoint check {done.path} --target tensorrt", f"      scalepoint report {folder}"]
+        if done.report.findings is not None:
+            return [f"Next: build the engine from {done.path}", f"      scalepoint report {folder}"]
         return [
             f"Next: scalepoint bench {done.float_path} {done.path}",
             f"      scalepoint compare {folder} -c {folder}/config.yaml",

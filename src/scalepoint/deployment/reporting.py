@@ -12,6 +12,7 @@ from torch import fx
 import scalepoint
 from scalepoint import targets
 from scalepoint.analysis import compare, histograms
+from scalepoint.checking import check, has_rules
 from scalepoint.deployment.marks import mark, mark_of_values
 from scalepoint.deployment.stages import SMOKE_BATCHES, Road, package_version
 from scalepoint.deployment.trials import Trial
@@ -54,6 +55,7 @@ def make_report(
             if (low := each.low) is not None and (high := each.high) is not None
         ),
         verification=best.verification,
+        findings=_findings(road, best),
         timings=dict(road.timings),
         warnings=(SMOKE,) if road.smoke else (),
         graph=placement(best.model),
@@ -61,6 +63,14 @@ def make_report(
         max_drop=max_drop,
         reproduction=reproduction(road, best),
     )
+
+
+def _findings(road: Road, best: Trial) -> tuple[str, ...] | None:
+    """What the static rules of the target say; those of its newest line where the file is typed for it."""
+    if not has_rules(road.target.name):
+        return None
+    version = 10 if road.float_dtype in (None, "float32") else 11
+    return tuple(map(str, check(best.path, road.target.name, version=version)))
 
 
 def _metric(best: Trial, float_score: float | None) -> tuple[Metric, ...]:

@@ -141,6 +141,7 @@ class Report:
     layers: tuple[LayerError, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     verification: Verification | None = None
+    findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
     timings: Mapping[str, float] = field(default_factory=dict)  # stage -> seconds
     warnings: tuple[str, ...] = ()
     graph: tuple[GraphNode, ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalepoint.quantize.coverage import Operation
-from scalepoint.report import blocks, charts
+from scalepoint.report import blocks, charts, terminal
 from scalepoint.report.markup import Html, join, name, tag
 from scalepoint.report.model import LayerError, Report
 from scalepoint.report.words import count, decibel, one_line, plural, share_of, short, time_of
@@ -197,7 +197,9 @@ def placement(report: Report, classes: Mapping[str, str]) -> Html:
 def verification(report: Report) -> Html:
     found = report.verification
     if found is None:
-        return tag("p", "The file was not run in a runtime: scalepoint verify does it.", class_="muted")
+        items = [tag("li", short(each, LONGEST)) for each in report.findings or ()]
+        told = terminal.checked_of(report) or "The file was not run in a runtime: scalepoint verify does it."
+        return join((tag("p", told, class_="muted"), tag("ul", *items) if items else Html()))
     mood = "good" if found.holds else "bad"
     words = "agrees" if found.holds else found.status.value if found.status.value != "ok" else "departs"
     lines = [

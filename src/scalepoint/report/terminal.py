@@ -42,7 +42,8 @@ def low_share(shares: dict[str, float] | None) -> float | None:
 def verdict(report: "Report") -> str:
     found = report.verification
     if found is None:
-        return "Not verified in a runtime: all numbers are of the simulation."
+        checked = checked_of(report)
+        return f"Not verified in a runtime: all numbers are of the simulation.{checked and ' ' + checked}"
     if found.status.value != "ok":
         return f"Not verified: {found.runtime}: {found.status.value}. {one_line(found.message)}".strip()
     if not found.holds:
@@ -54,6 +55,16 @@ def verdict(report: "Report") -> str:
     if found.latency is not None and found.latency.ratio < 1:
         return f"Slower than float: {ratio(found.latency.ratio)} its speed; {agrees}."
     return f"Verified: {agrees}."
+
+
+def checked_of(report: "Report") -> str:
+    """What the static rules of the target say of the file."""
+    if report.findings is None:
+        return ""
+    count = len(report.findings)
+    return (
+        f"The static rules of {short(report.target)} find {plural(count, 'fault') if count else 'nothing'} in the file."
+    )
 
 
 def _agreement(sqnr: float) -> str:
@@ -74,6 +85,7 @@ def summary(report: "Report") -> list[str]:
     lines.append(f"coverage: {report.coverage.summary()}")
     worst = ", ".join(f"{short(each.name, 40)} {decibel(each.sqnr_db)}" for each in report.worst())
     lines += [f"worst layers (dB): {worst}"] if worst else []
+    lines += [f"finding: {one_line(each)}" for each in report.findings or ()]
     lines += [f"warning: {one_line(each)}" for each in report.warnings]
     return lines
 
@@ -130,6 +142,8 @@ class Shown:
         yield from _titled("Worst layers", _error_table(report, narrow, self.rows))
         if report.verification is not None:
             yield from _titled("In the runtime", _pairs(report.verification.rows()))
+        for each in report.findings or ():
+            yield Text(f"finding: {one_line(each)}", style="yellow")
         for each in report.warnings:
             yield Text(f"warning: {one_line(each)}", style="yellow")
 
