@@ -62,6 +62,8 @@ def photographs(folder: Path | None) -> Tensor:
     """As EfficientNet-Lite0 takes them: 128 of a folder, or the twenty of ImageNet classes that a package carries."""
     if folder is not None:
         files: list[Any] = sorted(folder.rglob("*.jpg"))[:128]
+        if not files:
+            raise SystemExit(f"{folder} holds no .jpg pictures")
     else:
         archive = fetch(*PICTURES)
         names = (f"foolbox/data/imagenet_{index:02d}_{label}.jpg" for index, label in enumerate(LABELS))
@@ -82,6 +84,7 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torchvision_models()  # transformers imports torchvision where it is there, which needs what this declares
         import transformers  # noqa: PLC0415
 
         transformers.logging.set_verbosity_error()
