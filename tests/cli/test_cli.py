@@ -339,6 +339,7 @@ def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what runs behind
     )
     end = time.monotonic() + 110
     while not (here / sign).exists() and process.poll() is None and time.monotonic() < end:

@@ -141,13 +141,13 @@ class Report:
     layers: tuple[LayerError, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     verification: Verification | None = None
-    findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
     timings: Mapping[str, float] = field(default_factory=dict)  # stage -> seconds
     warnings: tuple[str, ...] = ()
     graph: tuple[GraphNode, ...] = ()
     attempts: tuple[Attempt, ...] = ()  # all files that were made for max_drop
     max_drop: float | None = None
     reproduction: Reproduction | None = None
+    findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
 
     def worst(self, count: int = 3) -> tuple[LayerError, ...]:
         """The layers with the largest error; not a number is worst of all."""
