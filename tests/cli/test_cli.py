@@ -332,6 +332,11 @@ def test_an_error_of_ours_ends_with_1_and_says_so(call, monkeypatch) -> None:
     assert len(call("inspect", "nets:net")[2]) < 3000
 
 
+def _heed_interrupts() -> None:
+    """What a shell starts behind ignores Ctrl-C, and hands that down."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
     """A deployment that gets Ctrl-C once a file is there."""
     process = subprocess.Popen(
@@ -339,7 +344,7 @@ def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what runs behind
+        preexec_fn=_heed_interrupts,  # noqa: PLW1509  # there are no threads here
     )
     end = time.monotonic() + 110
     while not (here / sign).exists() and process.poll() is None and time.monotonic() < end:
