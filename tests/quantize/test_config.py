@@ -324,7 +324,7 @@ class TestTargets:
             model = insert_qdq(net.model, net.matches, target=name)
             assert None not in weight_bits(model).values()
         model = insert_qdq(net.model, net.matches, target="tensorrt")
-        assert {stub.spec.quant_min for stub in model.modules() if isinstance(stub, QuantStub)} == {-127}
+        assert {stub.spec.quant_min for stub in model.modules() if isinstance(stub, QuantStub)} == {-128}
 
     def test_the_reference_target_takes_everything(self, net):
         inserted(net, Override(name="head", weight=INT2), Override(name="stem", input=FP8), target="reference")
