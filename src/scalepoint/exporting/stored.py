@@ -1,5 +1,6 @@
 """What is stored of a quantized model: weights as their codes, biases as the target wants them, quantizers as Q/DQ."""
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ class Stored(nn.Module):
     """What has a form in ONNX, from some opset on."""
 
     @property
+    @abstractmethod
     def opset(self) -> int:
-        raise NotImplementedError
+        """The first that has it."""
 
 
 class StoredWeight(Stored):
