@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,15 +82,17 @@ number = 3
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with nets.py in it."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with nets.py in it; what is imported from it goes with it."""
     (tmp_path / "nets.py").write_text(NETS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "nets", raising=False)
-    monkeypatch.delitem(sys.modules, "deploy", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
-    return tmp_path
+    for name in ("nets", "deploy"):
+        sys.modules.pop(name, None)
+    yield tmp_path
+    for name in ("nets", "deploy"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="session")
