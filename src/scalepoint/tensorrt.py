@@ -25,34 +25,23 @@ FP8 = QuantConfig(
     activation=QuantizationSpec(dtype=_E4M3, qparam_calculator_cls="global_minmax"),
     weight=QuantizationSpec(dtype=_E4M3, granularity=PerChannelGranularity(), qparam_calculator_cls="static"),
 )
-MXFP8 = QuantConfig(  # scales that never saturate, as the hardware rounds them
-    activation=ExtendedQuantizationSpec(
-        dtype=_E4M3,
-        scale_dtype=_E8M0,
-        scale_rounding=ScaleRounding.RCEIL,
-        granularity=PerTokenBlockGranularity(block_size=32),
-        qparam_calculator_cls="dynamic",
-    ),
-    weight=ExtendedQuantizationSpec(
-        dtype=_E4M3,
-        scale_dtype=_E8M0,
-        scale_rounding=ScaleRounding.RCEIL,
-        granularity=PerBlockGranularity(block_size=32),
-        qparam_calculator_cls="static",
-    ),
+_MX = ExtendedQuantizationSpec(  # scales that never saturate, as the hardware rounds them
+    dtype=_E4M3,
+    scale_dtype=_E8M0,
+    scale_rounding=ScaleRounding.RCEIL,
+    granularity=PerTokenBlockGranularity(block_size=32),
+    qparam_calculator_cls="dynamic",
+)
+_NV = QuantizationSpec(
+    dtype=_FP4,
+    scale_dtype=_E4M3,
+    granularity=PerTokenBlockGranularity(block_size=16),
+    qparam_calculator_cls="dynamic",
+)
+MXFP8 = QuantConfig(
+    activation=_MX, weight=_MX.replace(granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
 )
 NVFP4 = QuantConfig(
-    activation=QuantizationSpec(
-        dtype=_FP4,
-        scale_dtype=_E4M3,
-        granularity=PerTokenBlockGranularity(block_size=16),
-        qparam_calculator_cls="dynamic",
-    ),
-    weight=QuantizationSpec(
-        dtype=_FP4,
-        scale_dtype=_E4M3,
-        granularity=PerBlockGranularity(block_size=16),
-        qparam_calculator_cls="static",
-    ),
+    activation=_NV, weight=_NV.replace(granularity=PerBlockGranularity(block_size=16), qparam_calculator_cls="static")
 )
 INT4 = QuantConfig.weight_only("int4", block_size=128)

@@ -28,7 +28,6 @@ from tests.architectures import ARCHITECTURES
 from tests.models import ResNet, resnet50, vit_b16
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 class Block(nn.Module):
@@ -240,7 +239,7 @@ class TestFloatType:
         """A bf16 scale is off by up to 0.2 %: a quarter of a step at code 127, if codes came from the exact scale."""
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(64, 64, bias=False)).eval(), torch.randn(2, 64)
-        quantized = exported(model, x, tmp_path / "m.onnx", float_dtype="bf16")
+        exported(model, x, tmp_path / "m.onnx", float_dtype="bf16")
         initializers = {
             each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(tmp_path / "m.onnx").graph.initializer
         }
@@ -250,7 +249,6 @@ class TestFloatType:
         error = np.abs(stored - model[0].weight.detach().numpy().T) / scale.astype(np.float32)
         assert error.max() <= 0.5 + 127 * 2**-9  # only the largest value may be clipped
         assert np.quantile(error, 0.999) <= 0.5
-        assert quantized is not None
 
     def test_the_lowest_float_stays_finite(self, tmp_path):
         class Net(nn.Module):

@@ -78,8 +78,8 @@ class StoredDynamicBlocks(Stored):
     def __init__(self, stub: QuantStub, domains: Collection[str]) -> None:
         super().__init__()
         granularity, grid = stub.calculator.granularity, stub.calculator.grid
-        has_form = isinstance(granularity, PerTokenBlockGranularity) and grid.scale_dtype in (E4M3, E8M0)
-        if not isinstance(granularity, PerTokenBlockGranularity) or not has_form or DOMAIN not in domains:
+        is_known = grid.scale_dtype in (E4M3, E8M0) and DOMAIN in domains
+        if not isinstance(granularity, PerTokenBlockGranularity) or not is_known:
             raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
         self.fmt, self.block, self.is_mx = grid.format.name, granularity.block_size, grid.scale_dtype == E8M0
         if self.is_mx and self.fmt != dtype_name(E4M3):
