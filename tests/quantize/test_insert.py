@@ -974,6 +974,16 @@ class TestIntegerSums:
             found = weighted(quantized.get_submodule("input_quant")(x))
         assert torch.equal(found, sums.float() * scale)
 
+    def test_a_half_model_runs_without_them(self):
+        x = torch.randn(2, 3, 9, 9)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3)).eval()
+        quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
+        with torch.no_grad():
+            expected = quantized(x)
+            found = quantized.half()(x.half())
+        assert found.dtype == torch.float16
+        assert torch.allclose(found.float(), expected, atol=float(expected.abs().max()) / 50)
+
     def test_gradients_flow_as_before(self):
         x = torch.randn(2, 3, 9, 9, requires_grad=True)
         quantized = quantize(

@@ -115,8 +115,8 @@ class QuantizedWeighted(Stateful):
             self._folded = self._as_codes(_Folded(self._marks(), *self._deployed()))
         _, weight, bias, scale = self._folded
         stub = self.input_stub
-        if scale is None or stub is None or x.dtype != torch.float32:
-            return run_with(self.operation, x, *self._deployed() if scale is not None else (weight, bias))
+        if scale is None or stub is None:
+            return run_with(self.operation, x, weight, bias)
         sums = run_with(self.operation, (x / stub.scale).round_(), weight, None)
         return (sums if bias is None else sums.add_(bias)).mul_(scale)
 
@@ -142,6 +142,8 @@ class QuantizedWeighted(Stateful):
         stub, scale = self.input_stub, self.bias_scale()
         if scale is None or stub is None or self.kind not in ("linear", "conv", "head"):
             return folded
+        if folded.weight.dtype != torch.float32:  # sums of codes do not fit into 16 bits
+            return folded
         if stub.spec.qformulation != "zp" or stub.quantizer.grid.format.is_float or stub.scale.ndim:
             return folded
         own = self.weight_quant
@@ -161,7 +163,7 @@ class QuantizedWeighted(Stateful):
         scale = None if self.training else self.bias_scale()
         if bias is None or scale is None:
             return weight, bias
-        return weight, (bias / scale).round() * scale
+        return weight, ((bias / scale).round() * scale).to(bias.dtype)
 
     def bias_scale(self) -> Tensor | None:
         """s_x * s_w, one value an output channel, where the bias is kept as int32; else None."""
