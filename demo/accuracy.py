@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 import scalepoint
+from scalepoint.processor import cap
 from scalepoint.quantize import QuantConfig
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from sentences import prepared
@@ -25,6 +26,7 @@ SHOWN = 3
 
 
 def main() -> None:
+    cap()  # before the first product
     console = Console()
     task = prepared()
     done = scalepoint.deploy(

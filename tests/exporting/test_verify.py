@@ -120,20 +120,35 @@ class TestFaults:
         with pytest.raises(StoreError, match="not there"):
             verify(tmp_path / "none.onnx", quantized, x)
 
-    def test_a_runtime_that_crashes_is_a_finding(self, tmp_path):
+    @pytest.fixture
+    def crashing(self, tmp_path):
         """Known to divide by zero inside ONNX Runtime: blocksize 2^32 passes the checker."""
         node = helper.make_node("DepthToSpace", ["x"], ["y"], blocksize=2**32)
         graph = helper.make_graph(
             [node],
             "g",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 2, 2])],
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 32, 32])],
             [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         )
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
         onnx.save(model, tmp_path / "crash.onnx")
-        found = verify(tmp_path / "crash.onnx", nn.Identity(), torch.randn(1, 4, 2, 2))
-        assert found.status in (Status.CRASHED, Status.FAILED)
+        return tmp_path / "crash.onnx"
+
+    def test_a_runtime_that_crashes_is_a_finding_that_names_its_signal(self, crashing):
+        found = verify(crashing, nn.Identity(), torch.randn(1, 3, 32, 32))
+        assert found.status == Status.CRASHED
+        assert found.message == "onnxruntime died of SIGFPE"
         assert not found.holds
+
+    def test_a_crash_says_whether_the_float_file_crashes_too(self, case, crashing):
+        *_, folder = case
+        x = torch.randn(1, 3, 32, 32)
+        alone = verify(crashing, nn.Identity(), x, float_path=folder / "float.onnx")
+        assert alone.message == "onnxruntime died of SIGFPE; the float file runs"
+        both = verify(crashing, nn.Identity(), x, float_path=crashing)
+        assert both.message.endswith("the float file too (onnxruntime died of SIGFPE), so it is not the quantization")
+        with pytest.raises(VerificationError, match="died of SIGFPE; the float file runs"):
+            benchmark(folder / "float.onnx", crashing, {"x": x.numpy()})
 
     def test_a_runtime_that_hangs(self, case):
         quantized, x, folder = case

@@ -20,6 +20,7 @@ from scalepoint.cli.ending import Code
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_target
 from scalepoint.errors import TargetError
+from scalepoint.processor import CAP, amx
 
 NEEDED = (
     "torch",
@@ -36,6 +37,7 @@ NEEDED = (
 )
 DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "onnx_ir": "onnx-ir", "ml_dtypes": "ml-dtypes"}
 SPACE = 2e9
+CAP_SAID = "".join(f"{name}={value}" for name, value in CAP.items())
 
 
 def targets(
@@ -118,6 +120,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
         _package("tensorrt", "optional: `scalepoint check` applies its rules without it"),
         _package("PIL", "reads folders of pictures (optional)"),
         _instructions(),
+        *_matrices(),
         Line("cores", "ok", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"),
         _disk("disk here", Path.cwd()),
         _disk("disk for temporary files", Path(os.environ.get("TMPDIR", "/tmp"))),  # noqa: S108  # only looked at
@@ -168,6 +171,17 @@ def _instructions() -> Line:
         )
     slow = "" if found == "vnni" else "no VNNI: int8 gains less here, and the pair-safe scale is used"
     return Line("int8 instructions", "ok", f"{found}{'; ' + slow if slow else ''}")
+
+
+def _matrices() -> list[Line]:
+    """AMX, where it is announced: a virtual machine may not have what its processor says."""
+    found = amx()
+    if not found.is_announced:
+        return []
+    if found.is_mended:
+        way_out = f"none needed here; elsewhere set {CAP_SAID} before the process starts" if found.died else ""
+        return [Line("AMX", "ok", str(found), way_out)]
+    return [Line("AMX", "missing", str(found), "another machine, or one whose system does not announce AMX")]
 
 
 def _disk(name: str, folder: Path) -> Line:

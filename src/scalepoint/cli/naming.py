@@ -13,6 +13,7 @@ from typing import Any
 from scalepoint.cli.ending import usage
 from scalepoint.cli.screen import one_line
 from scalepoint.errors import ScalepointError, nearest
+from scalepoint.processor import cap
 
 PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".ckpt", ".bin", ".joblib")
 _BUILD = (
@@ -78,6 +79,7 @@ def _module(path: Path) -> bool:
 
 def load_model(text: str) -> tuple[Any, Any]:
     """The model that a name makes, and its example inputs, or None."""
+    cap()  # the user's module imports torch, and may multiply
     made = named(text, "model")
     from torch import nn
 

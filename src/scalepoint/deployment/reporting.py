@@ -17,6 +17,7 @@ from scalepoint.deployment.marks import mark, mark_of_values
 from scalepoint.deployment.stages import SMOKE_BATCHES, Road, package_version
 from scalepoint.deployment.trials import Trial
 from scalepoint.patterns.language import kind_of
+from scalepoint.processor import amx
 from scalepoint.quantize import coverage
 from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Report, Reproduction
 from scalepoint.targets import Target
@@ -121,6 +122,7 @@ def environment(target: Target) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "instructions": instruction_set(),
+        **({"amx": str(amx())} if amx().is_announced else {}),
         **{f"target {name}": str(value) for name, value in target.options.items()},
     }
 

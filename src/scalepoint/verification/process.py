@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from scalepoint.processor import child_environment, signal_of
+
 RUNTIMES = ("onnxruntime", "openvino")
 SECONDS = 600
 CHILD = Path(__file__).with_name("child.py")
@@ -50,12 +52,14 @@ def ask(request: Mapping[str, Any], *, seconds: float = SECONDS) -> Answer:
             capture_output=True,
             text=True,
             timeout=seconds,
+            env=child_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:
         return Answer(Status.TIMEOUT, f"{runtime} did not end within {seconds:.0f} s")
-    if done.returncode < 0 or done.returncode in (134, 136, 137, 139):
-        return Answer(Status.CRASHED, f"{runtime} crashed (exit {done.returncode}){_last_line(done.stderr)}")
+    end = signal_of(done.returncode)
+    if end is not None:
+        return Answer(Status.CRASHED, f"{runtime} died of {end}{_last_line(done.stderr)}")
     if done.returncode:
         return Answer(Status.FAILED, _last_line(done.stderr).removeprefix(": "))
     try:

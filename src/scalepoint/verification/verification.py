@@ -226,6 +226,7 @@ def verify(
     with exchange(feeds) as files:
         answer = ask({**request, **files}, seconds=seconds)
         if answer.status != Status.OK:
+            answer = _blamed(answer, {**request, **files}, float_path, seconds)
             return replace(found, status=answer.status, message=answer.message)
         on = _agreements(expected, outputs_of(answer, files))
         executed = list((answer.data or {})["executed"])
@@ -242,6 +243,18 @@ def verify(
     low, fallbacks = precision(executed)
     counts = dict(Counter(each["op"] for each in executed))
     return replace(found, optimized=on, executed=counts, low_precision=low, fallbacks=fallbacks, size=size_of(path))
+
+
+def _blamed(answer: Answer, request: Mapping[str, Any], float_path: str | Path | None, seconds: float) -> Answer:
+    """A crash, and whether the float file crashes too: then it is the runtime on this machine, not what we wrote."""
+    if answer.status != Status.CRASHED or float_path is None:
+        return answer
+    plain = ask({**request, "task": "run", "path": str(float_path)}, seconds=seconds)
+    said = {
+        Status.OK: "the float file runs",
+        Status.CRASHED: f"the float file too ({plain.message}), so it is not the quantization",
+    }
+    return replace(answer, message=f"{answer.message}; {said.get(plain.status, f'the float file: {plain.message}')}")
 
 
 def _expected(path: Path, runtime: str, bound: float) -> Verification:
@@ -276,6 +289,7 @@ def benchmark(
     with exchange(feeds) as files:
         request = {"task": "benchmark", "runtime": runtime, "paths": [str(path) for path in paths], "threads": threads}
         answer = ask({**request, **files, "repeats": repeats, "seconds": seconds}, seconds=seconds * 10 + 300)
+        answer = _blamed(answer, {**request, **files}, paths[0], seconds * 10 + 300)
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{runtime} could not run the files: {answer.status.value}: {answer.message}")
     first, second = answer.data["medians"]

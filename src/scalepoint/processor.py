@@ -1,0 +1,113 @@
+"""What the processor announces, and whether it can run it: some virtual machines announce AMX and die of it (SIGILL).
+
+oneDNN, inside torch and OpenVINO, takes the widest instructions that are announced. A child process tries them, once;
+where it dies, ONEDNN_MAX_CPU_ISA caps them in every process that has it before its first product. Nothing of torch is
+imported here, and a processor that announces no AMX pays nothing.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+CAP = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
+KNOWN = "SCALEPOINT_AMX"  # what was found, for the processes that this one starts
+PROGRAM = "SCALEPOINT_PROBE"  # another program to try, on any processor
+TRIED = ("torch", "openvino")
+SECONDS = 120
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def flags(path: Path = CPUINFO) -> set[str]:
+    """The flags of the first processor; none where the system does not tell, which is the safe answer."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return set()
+    found = next((line for line in lines if line.startswith("flags")), "")
+    return set(found.partition(":")[2].split())
+
+
+@dataclass(frozen=True)
+class Amx:
+    """Whether AMX is announced, which libraries die of it and by which signal, and whether the cap keeps them alive."""
+
+    is_announced: bool = False
+    died: Mapping[str, str] = field(default_factory=dict)
+    is_mended: bool = True
+
+    def __str__(self) -> str:
+        if not self.is_announced:
+            return "not announced"
+        if not self.died:
+            return "announced, and runs"
+        dead = " and ".join(f"{name} dies of {each}" for name, each in self.died.items())
+        named = "".join(f"{name}={value}" for name, value in CAP.items())
+        return f"announced, but {dead}: " + (f"runs with {named}" if self.is_mended else f"{named} does not help")
+
+
+@cache
+def amx() -> Amx:
+    """What a child process found, once for this process and those that it starts."""
+    program = os.environ.get(PROGRAM)
+    known = _known(os.environ.get(KNOWN, ""))
+    if known is not None:
+        return known
+    if not program and not any(name.startswith("amx") for name in flags()):
+        return Amx()
+    found = tried(Path(program) if program else Path(__file__).with_name("probe.py"))
+    os.environ[KNOWN] = json.dumps({"died": dict(found.died), "mended": found.is_mended})
+    return found
+
+
+def tried(program: Path) -> Amx:
+    """Run the program for every library that is here, and again with the cap where it dies."""
+    here = [name for name in TRIED if find_spec(name) is not None]
+    died = {name: end for name in here if (end := _ended(program, name, {}))}
+    return Amx(is_announced=True, died=died, is_mended=not any(_ended(program, name, CAP) for name in died))
+
+
+def cap() -> None:
+    """Cap this process and those that it starts, where AMX does not run: before the first product, or too late."""
+    os.environ.update(CAP if amx().died else {})
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for a process that may multiply."""
+    return {**os.environ, **(CAP if amx().died else {})}
+
+
+def signal_of(code: int) -> str | None:
+    """The name of the signal that ended a process, as its exit code tells; None where it ended by itself."""
+    number = -code if code < 0 else code - 128
+    known = {each.value: each.name for each in signal.Signals}
+    return known.get(number) if code < 0 or number in (4, 6, 7, 8, 9, 11) else None
+
+
+def _ended(program: Path, library: str, more: Mapping[str, str]) -> str | None:
+    try:
+        done = subprocess.run(  # noqa: S603  # our own file, or the user's; no shell
+            [sys.executable, "-I", str(program), library],
+            env={**os.environ, **more},
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return signal_of(done.returncode)
+
+
+def _known(text: str) -> Amx | None:
+    try:
+        data: Any = json.loads(text)
+        return Amx(True, {str(name): str(end) for name, end in data["died"].items()}, bool(data["mended"]))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

@@ -1,0 +1,170 @@
+"""A processor that announces what it cannot run: found in a child that dies of it, and mended before it kills us."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalepoint import processor
+from scalepoint.processor import CAP, KNOWN, PROGRAM, Amx, flags, signal_of, tried
+
+PROBE = Path(processor.__file__).with_name("probe.py")
+DIES = "import os, signal\nif 'ONEDNN_MAX_CPU_ISA' not in os.environ: os.kill(os.getpid(), signal.SIGILL)\n"
+DIES_ANYWAY = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+WATCHED = """
+import sys
+started = []
+sys.addaudithook(lambda event, given: started.append(given[3]) if event == "subprocess.Popen" else None)
+"""
+
+
+@pytest.fixture
+def dying(tmp_path: Path) -> Path:
+    """A program that really dies of SIGILL, as a product does where AMX is announced and not there."""
+    path = tmp_path / "dying.py"
+    path.write_text(DIES)
+    return path
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what the run of the tests itself has found."""
+    for name in (KNOWN, PROGRAM, *CAP):
+        monkeypatch.delenv(name, raising=False)
+
+
+def python(code: str, **environment: str) -> str:
+    """What a process of its own prints; it knows nothing of what was found here."""
+    own = {name: value for name, value in os.environ.items() if name not in (KNOWN, PROGRAM, *CAP)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**own, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("library", processor.TRIED)
+def test_the_product_of_each_library_is_really_tried(library: str) -> None:
+    pytest.importorskip(library)
+    done = subprocess.run([sys.executable, "-I", str(PROBE), library], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr  # this process is capped where it must be, and so is its child
+
+
+def test_a_child_that_dies_is_found_and_the_cap_keeps_it_alive(dying: Path, bare: None) -> None:
+    found = tried(dying)
+    assert found.died["torch"] == "SIGILL"
+    assert found.is_mended
+    assert str(found).startswith("announced, but torch dies of SIGILL")
+    assert str(found).endswith("runs with ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI")
+
+
+def test_a_cap_that_does_not_help_is_said(tmp_path: Path, bare: None) -> None:
+    (tmp_path / "dies.py").write_text(DIES_ANYWAY)
+    found = tried(tmp_path / "dies.py")
+    assert (found.died["torch"], found.is_mended) == ("SIGSEGV", False)
+    assert "does not help" in str(found)
+
+
+@pytest.mark.parametrize("code", ["", "raise ImportError"], ids=["runs", "cannot be tried"])
+def test_a_child_that_ends_by_itself_needs_no_cap(code: str, tmp_path: Path, bare: None) -> None:
+    (tmp_path / "lives.py").write_text(code)
+    assert str(tried(tmp_path / "lives.py")) == "announced, and runs"
+
+
+def test_flags_are_read_from_the_system(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nflags\t\t: fpu avx2 amx_tile\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+    )
+    assert flags(tmp_path / "cpuinfo") == {"fpu", "avx2", "amx_tile"}
+    assert flags(tmp_path / "none") == set()
+    assert str(Amx()) == "not announced"
+
+
+def test_a_processor_without_amx_starts_no_process_and_imports_nothing() -> None:
+    said = python(
+        WATCHED + "from scalepoint.processor import amx, cap, flags\ncap()\n"
+        "print(bool(started), any(name.startswith('amx') for name in flags()), 'torch' in sys.modules)"
+    ).split()
+    assert said[0] == said[1]
+    assert said[2] == "False"
+
+
+CHILDREN = (
+    WATCHED
+    + """
+import os
+from scalepoint.processor import amx, cap, child_environment
+from scalepoint.verification.process import ask
+probes = 2 * len(amx().died)  # without the cap and with it
+ask({"runtime": "onnxruntime", "task": "run"})
+print(len(started) == probes + 1, started[-1]["ONEDNN_MAX_CPU_ISA"], "ONEDNN_MAX_CPU_ISA" in os.environ)
+cap()
+print(os.environ["ONEDNN_MAX_CPU_ISA"])
+"""
+)
+
+
+def test_the_child_of_a_runtime_is_capped_and_this_process_when_asked(dying: Path) -> None:
+    """The environment that the child really gets, by Python's own audit of what is started."""
+    capped = CAP["ONEDNN_MAX_CPU_ISA"]
+    assert python(CHILDREN, **{PROGRAM: str(dying)}).split() == ["True", capped, "False", capped]
+
+
+def test_processes_that_are_started_know_without_trying_again(dying: Path) -> None:
+    code = "from scalepoint.processor import amx\nimport os\namx()\nprint(os.environ['SCALEPOINT_AMX'])"
+    known = python(code, **{PROGRAM: str(dying)}).strip()
+    said = python(WATCHED + "from scalepoint.processor import amx\nprint(amx(), len(started))", **{KNOWN: known})
+    assert "torch dies of SIGILL" in said
+    assert said.split()[-1] == "0"
+
+
+@pytest.mark.parametrize("text", ["", "yes", "[]", '{"died": 3, "mended": true}', '{"died": {}}'])
+def test_what_another_wrote_there_is_not_believed(text: str) -> None:
+    assert processor._known(text) is None
+
+
+def test_the_report_names_it(dying: Path) -> None:
+    code = (
+        "from scalepoint.deployment.reporting import environment\nfrom scalepoint.targets import find_target\n"
+        "print(environment(find_target('onnxruntime')).get('amx'))"
+    )
+    assert "torch dies of SIGILL" in python(code, **{PROGRAM: str(dying)})
+
+
+def test_the_doctor_says_it(dying: Path, tmp_path: Path) -> None:
+    code = "from scalepoint.cli.app import run\nrun(['doctor', '--json'])"
+    lines = {line["name"]: line for line in json.loads(python(code, **{PROGRAM: str(dying)}))["lines"]}
+    assert lines["AMX"]["state"] == "ok"
+    assert "torch dies of SIGILL" in lines["AMX"]["detail"]
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI" in lines["AMX"]["way_out"]
+    (tmp_path / "dies.py").write_text(DIES_ANYWAY)
+    lines = {line["name"]: line for line in json.loads(python(code, **{PROGRAM: str(tmp_path / "dies.py")}))["lines"]}
+    assert lines["AMX"]["state"] == "missing"
+
+
+HALF = """
+import torch
+from torch import nn
+def net():
+    print("capped", __import__("os").environ.get("ONEDNN_MAX_CPU_ISA"))
+    return nn.Linear(4, 4), torch.randn(2, 4)
+"""
+
+
+def test_the_command_line_caps_itself_before_it_builds_a_model(dying: Path, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(HALF)
+    code = (
+        f"import os\nos.chdir({str(tmp_path)!r})\nfrom scalepoint.cli.naming import load_model\nload_model('nets:net')"
+    )
+    assert python(code, **{PROGRAM: str(dying)}).split() == ["capped", CAP["ONEDNN_MAX_CPU_ISA"]]
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [(-4, "SIGILL"), (-11, "SIGSEGV"), (132, "SIGILL"), (134, "SIGABRT"), (137, "SIGKILL"), (0, None), (1, None)],
+)
+def test_an_exit_code_names_its_signal(code: int, name: str | None) -> None:
+    assert signal_of(code) == name
