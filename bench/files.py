@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.graph.capture import as_inputs
-from scalepoint.verification.process import Answer, Status, ask, exchange
+from scalepoint.runtimes.process import Answer, Status, ask, exchange
 from scalepoint.verification.verification import feeds_of, outputs_of, precision
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.exporting.test_export import Net, settled
+from tests.formats.onnx.test_export import Net, settled
 
 
 @pytest.fixture(scope="package")

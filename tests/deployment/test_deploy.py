@@ -8,7 +8,7 @@ from torch import nn
 import scalepoint
 from scalepoint import DeployConfig
 from scalepoint.errors import ConfigError, DocumentError, TargetError, UsageError
-from scalepoint.exporting import saving
+from scalepoint.formats.onnx import saving
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
 from scalepoint.verification.runner import RuntimeModel

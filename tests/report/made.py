@@ -6,7 +6,7 @@ import random
 from scalepoint.quantize.coverage import Coverage, Operation
 from scalepoint.quantize.placement import State
 from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Raised, Report, Reproduction
-from scalepoint.verification.process import Status
+from scalepoint.runtimes.process import Status
 from scalepoint.verification.verification import Agreement, Benchmark, Departure, Verification
 
 LOW = "w int8 per_channel, x uint8"

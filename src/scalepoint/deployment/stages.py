@@ -33,9 +33,9 @@ from scalepoint.deployment.marks import (
 )
 from scalepoint.deployment.trials import Step, Trial, next_step
 from scalepoint.errors import ScalepointError
-from scalepoint.exporting import export
-from scalepoint.exporting.saving import data_files
 from scalepoint.files import digest, replace_file
+from scalepoint.formats import export
+from scalepoint.formats.onnx.saving import data_files
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize import QuantConfig, calibrate, freeze, insert_qdq, load, save
 from scalepoint.report import Raised

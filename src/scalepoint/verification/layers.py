@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from scalepoint.errors import VerificationError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.verification.process import Status, ask, exchange
+from scalepoint.runtimes.process import Status, ask, exchange
 from scalepoint.verification.verification import feeds_of, outputs_of, precision, simulate
 
 WEIGHTED = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))

@@ -19,9 +19,9 @@ from scalepoint.errors import ScalepointWarning, UsageError, VerificationError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.stubs import QuantStub
+from scalepoint.runtimes.process import RUNTIMES, Answer, Status, arrays, ask, exchange
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification.files import existing, made_for, quantize_nodes, random_inputs, size_of
-from scalepoint.verification.process import RUNTIMES, Answer, Status, arrays, ask, exchange
 
 LOW = frozenset(
     (

@@ -22,7 +22,7 @@ import scalepoint
 from scalepoint import tensorrt
 from scalepoint.checking import check
 from scalepoint.errors import ExportError, ScalepointError
-from scalepoint.exporting import export
+from scalepoint.formats import export
 from scalepoint.quantize import QuantConfig, coverage, quantize
 from tests.architectures import ARCHITECTURES
 from tests.models import ResNet, resnet50, vit_b16

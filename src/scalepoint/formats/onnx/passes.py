@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from scalepoint.exporting.precision import use_float
+from scalepoint.formats.onnx.precision import use_float
 
 KEPT_METADATA = "pkg.torch.onnx.name_scopes"
 _NARROW = {

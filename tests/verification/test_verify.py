@@ -10,13 +10,13 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from scalepoint.errors import ScalepointWarning, StoreError, UsageError, VerificationError
-from scalepoint.exporting import export
+from scalepoint.formats import export
 from scalepoint.quantize import quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification import Status, benchmark, verify
 from scalepoint.verification.files import made_for
-from tests.exporting.test_export import Net, settled
+from tests.formats.onnx.test_export import Net, settled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

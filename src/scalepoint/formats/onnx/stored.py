@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import ExportError
-from scalepoint.exporting.operators import BLOCKS_SINCE, TYPES, dequantize
+from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, dequantize
 from scalepoint.numerics import QParams, dtype_name
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted, run_with

@@ -7,9 +7,9 @@ import torch
 from torch import fx, nn
 
 from scalepoint.errors import ExportError
-from scalepoint.exporting.attention import scale_before_quantizing
-from scalepoint.exporting.blocks import StoredDynamicBlocks, stored_weight
-from scalepoint.exporting.stored import FloatWeight, StoredStub
+from scalepoint.formats.onnx.attention import scale_before_quantizing
+from scalepoint.formats.onnx.blocks import StoredDynamicBlocks, stored_weight
+from scalepoint.formats.onnx.stored import FloatWeight, StoredStub
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
 from scalepoint.patterns.language import place_of

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from scalepoint import transform
 from scalepoint.checking import check
 from scalepoint.errors import ExportError
-from scalepoint.exporting import export
+from scalepoint.formats import export
 from scalepoint.quantize import (
     QuantConfig,
     TensorQuantConfig,

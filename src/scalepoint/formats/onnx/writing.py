@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from scalepoint.errors import ExportError, ScalepointError
-from scalepoint.exporting.form import float_form, stored_form
-from scalepoint.exporting.saving import save_graph
-from scalepoint.exporting.stored import Stored
+from scalepoint.formats.onnx.form import float_form, stored_form
+from scalepoint.formats.onnx.saving import save_graph
+from scalepoint.formats.onnx.stored import Stored
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.export import export as export_program
 from scalepoint.graph.export import quiet
@@ -87,8 +87,8 @@ def _write(model: fx.GraphModule, path: Path, form: _Form, labels: Mapping[str, 
 
 
 def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
-    from scalepoint.exporting.operators import translations  # noqa: PLC0415  # onnx is imported by an export only
-    from scalepoint.exporting.passes import finish  # noqa: PLC0415
+    from scalepoint.formats.onnx.operators import translations  # noqa: PLC0415  # onnx is imported by an export only
+    from scalepoint.formats.onnx.passes import finish  # noqa: PLC0415
 
     opset = min(form.opset, PLAIN_OPSET)
     try:

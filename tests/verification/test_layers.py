@@ -7,12 +7,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.errors import VerificationError
-from scalepoint.exporting import export
+from scalepoint.formats import export
 from scalepoint.quantize import quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification import verify_layers
-from tests.exporting.test_export import Net, settled
+from tests.formats.onnx.test_export import Net, settled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

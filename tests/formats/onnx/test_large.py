@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scalepoint import check, export, verify
-from scalepoint.exporting import saving
+from scalepoint.formats.onnx import saving
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.verification import benchmark
 from scalepoint.verification.files import size_of
@@ -93,9 +93,9 @@ class TestTwoFiles:
             warnings.simplefilter("ignore")
             from scalepoint import export
             from scalepoint.errors import StoreError
-            from scalepoint.exporting import saving
+            from scalepoint.formats.onnx import saving
             from scalepoint.quantize import quantize
-            from tests.exporting.test_large import Table
+            from tests.formats.onnx.test_large import Table
             saving.LARGEST_IN_ONE_FILE = 10_000
             x = torch.randint(0, 400, (4, 3))
             quantized = quantize(Table(400).eval(), x, forward_loop=[x], target="onnxruntime")

@@ -8,7 +8,7 @@ from torch import nn
 from scalepoint.errors import SpecError
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.spec import QuantizationSpec
-from tests.exporting.test_export import Attends, Net, run, settled, sqnr
+from tests.formats.onnx.test_export import Attends, Net, run, settled, sqnr
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

@@ -1,0 +1,1 @@
+"""ONNX: real integer weights, activations between QuantizeLinear and DequantizeLinear."""
