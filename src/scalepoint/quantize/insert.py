@@ -152,6 +152,7 @@ def _add_stub(
 def _place_weights(decisions: Sequence[Decision]) -> None:
     """A quantizer for each weight; one that two groups share has one."""
     made: dict[tuple[int, int, QuantizationSpec], WeightFakeQuantize] = {}
+    sharing: dict[int, list[QuantizedWeighted]] = {}
     for decision in decisions:
         site, spec = decision.site, decision.weight
         if spec is None or site.role is None or isinstance(site.part, QuantizedWeighted):
@@ -163,6 +164,8 @@ def _place_weights(decisions: Sequence[Decision]) -> None:
             made[key] = _quantizer(site, spec)
         made[key].consumers.append(site.name)
         weighted = QuantizedWeighted(site.fused.parts[site.role], norm, made[key])
+        weighted.sharing = sharing.setdefault(id(made[key]), [])
+        weighted.sharing.append(weighted)
         name = site.role if not hasattr(site.fused, site.role) else f"{site.role}_quantized"
         site.fused.add_module(name, weighted)
         _swap(site, weighted, norm_role)

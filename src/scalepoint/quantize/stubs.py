@@ -136,10 +136,7 @@ class Quantizing(Stateful):
         return self.quantizer.simulate(tensor, qparams)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in QParams._fields:
-            saved, own = state_dict.get(prefix + name), self._buffers[name]
-            if saved is not None and (own is None or own.shape != saved.shape):
-                setattr(self, name, torch.empty_like(saved, device=self.scale.device))
+        take_shapes(self, QParams._fields, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -147,6 +144,15 @@ class Quantizing(Stateful):
         scale = f"{tuple(self.scale.shape)}" if many else f"{float(self.scale):.6g}"
         zero = "" if many else f", zero_point={int(self.zero_point)}"
         return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {', '.join(self.consumers)}"
+
+
+def take_shapes(module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str) -> None:
+    """Give buffers that take their shape late the shapes of a checkpoint; what it does not hold stays as it is."""
+    for name in names:
+        saved, own = state_dict.get(prefix + name), module._buffers[name]
+        if saved is not None and (own is None or own.shape != saved.shape):
+            device = next(each.device for each in module.buffers() if each is not None)
+            setattr(module, name, torch.empty_like(saved, device=device))
 
 
 def _is_exporting() -> bool:
@@ -268,7 +274,11 @@ class QuantStub(Quantizing):
 
 
 class WeightFakeQuantize(Quantizing):
-    """Stands on a weight: the scale follows the live weight, until `freeze` makes it a constant."""
+    """Stands on a weight: the scale follows the live weight, until `freeze` makes it a constant.
+
+    Codes are the nearest ones, unless an algorithm has chosen others (`choose`); the weight itself stays as it is, so
+    a quantizer that is switched off gives the float model.
+    """
 
     def __init__(
         self,
@@ -286,8 +296,11 @@ class WeightFakeQuantize(Quantizing):
             spec = spec.replace(granularity=PerChannelGranularity(axis=channel_axis))
         super().__init__(consumers, spec, CompressionTargetTensor.WEIGHT)
         self.calculator.grid = replace(self.calculator.grid, least_range=LEAST_WEIGHT_RANGE)
+        self.register_buffer("chosen", None)
         self.add_switch("is_frozen", False)
         self.enabled = True
+
+    chosen: Tensor | None
 
     @property
     def frozen(self) -> bool:
@@ -298,34 +311,89 @@ class WeightFakeQuantize(Quantizing):
         enabled, frozen = self.are_on(("is_enabled", "is_frozen"))
         if not enabled or self.quantizer.is_disabled():
             return weight
+        if frozen and self.chosen is not None:
+            return self._as_chosen(weight)
         frozen = frozen or (not self.training and _is_exporting())
         if not frozen and not self.is_learned:
-            self.quantizer(weight)
+            self.follow(weight)
             if self.quantizer.is_disabled():
                 return weight
-            self.take(self.calculator.stored)
         if frozen:
             return self.quantizer.simulate(weight, self.qparams_for(weight))
         return self.simulate(weight)
 
-    def freeze(self, weight: Tensor) -> None:
-        """Keep the scale of this weight as a constant, so that an exported file holds constant scales."""
-        if self.is_learned and self.calculator.is_initialized:
+    @property
+    def fits_channels(self) -> bool:
+        """Whether its scale is one value, or one for each output channel: blocks have none for a bias."""
+        return isinstance(self.calculator.granularity, PerTensorGranularity | PerChannelGranularity)
+
+    def follow(self, weight: Tensor) -> None:
+        """Take the parameters of the live weight; the quantizer is disabled when its blocks do not fit."""
+        self.quantizer(weight)
+        if not self.quantizer.is_disabled():
             self.take(self.calculator.stored)
-        else:
-            with torch.no_grad():
-                self.quantizer(weight.detach())
-                if not self.quantizer.is_disabled():
-                    self.take(self.calculator.stored)
+
+    def freeze(self, weight: Tensor, least: Tensor | None = None) -> None:
+        """Keep the scale of this weight as a constant, so that an exported file holds constant scales; `least` is what
+        it must not fall below. Chosen codes stay, with the scale that they were chosen for."""
+        if self.chosen is None:
+            if self.is_learned and self.calculator.is_initialized:
+                self.take(self.calculator.stored)
+            else:
+                with torch.no_grad():
+                    self.follow(weight.detach())
+            if least is not None and not self.quantizer.is_disabled():
+                self.scale.copy_(torch.maximum(self.scale, least if self.scale.ndim else least.amax()))
         self.switch("is_frozen", True)
 
     def unfreeze(self) -> None:
+        """Follow the live weight again; chosen codes are forgotten."""
+        self.chosen = None
         self.switch("is_frozen", False)
+
+    def choose(self, codes: Tensor, qparams: QParams | None = None) -> None:
+        """Let these codes stand for the weight from now on, with these parameters or those that it has."""
+        if self.quantizer.is_disabled():
+            raise UsageError(f"{self.name} is disabled ({self.quantizer.reason}): its weight has no codes")
+        wide = codes.detach().to(torch.float32)
+        low, high = self.spec.quant_min, self.spec.quant_max
+        if not bool(((wide >= low) & (wide <= high)).all()):
+            raise UsageError(
+                f"{self.name}: codes from {float(wide.min()):g} to {float(wide.max()):g}, its range is {low} to {high}"
+            )
+        if not self.quantizer.grid.format.is_float and not bool((wide == wide.round()).all()):
+            raise UsageError(f"{self.name}: codes of {self.quantizer.grid.format.name} are whole numbers")
+        if qparams is not None:
+            self.take(qparams)
+        with torch.inference_mode(False):
+            self.chosen = wide.to(self.quantizer.target_dtype).clone()
+        self.switch("is_frozen", True)
 
     def codes(self, weight: Tensor) -> Tensor:
         """The integers (or float8 values) that the deployed file holds, in their storage type."""
         if self.quantizer.is_disabled():
             raise UsageError(f"{self.name} is disabled ({self.quantizer.reason}): its weight has no codes")
+        if self.chosen is not None:
+            return self.chosen
         with torch.no_grad():
             codes: Tensor = self.quantizer.quantize(weight, *self.qparams_for(weight))
         return codes
+
+    def values(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What codes stand for."""
+        found: Tensor = self.quantizer.dequantize(codes, *self.qparams_for(codes), output_dtype=dtype)
+        return found
+
+    def _as_chosen(self, weight: Tensor) -> Tensor:
+        """The values of the chosen codes, with the straight-through gradient."""
+        assert self.chosen is not None  # noqa: S101  # asked before
+        values = self.values(self.chosen, weight.dtype)
+        if _is_exporting():  # as Q/DQ: the nearest codes of these values are the chosen ones
+            return self.quantizer.simulate(values, self.qparams_for(values))
+        return values + (weight - weight.detach()) if torch.is_grad_enabled() and weight.requires_grad else values
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if prefix + "chosen" not in state_dict:
+            self.chosen = None
+        take_shapes(self, ("chosen",), state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

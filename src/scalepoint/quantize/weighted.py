@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from scalepoint.errors import UsageError
 from scalepoint.graph import Operation, Reference
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.modules import BIASES, WEIGHTS
-from scalepoint.numerics import is_traced
+from scalepoint.numerics import QParams, is_traced
 from scalepoint.patterns.conversions import HeadConvolution
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes
 from scalepoint.spec.state import Stateful
 
 MULTIPLIES = frozenset(("conv", "conv_transpose", "linear", "head"))
@@ -42,30 +43,46 @@ def weight_shape(part: nn.Module | None) -> tuple[int, ...]:
     return tuple(weight.shape) if isinstance(weight, Tensor) else ()
 
 
-class _Folded(NamedTuple):
-    """The quantized weight and bias of eval, and what tells that they are still right.
+class Deployed(NamedTuple):
+    """What a file holds of a layer: the codes of its weight as (out, in, ..) in their storage type, which the
+    quantizer's scale and zero point belong to, and the bias; with a `bias_scale` the bias is whole numbers of it."""
+
+    codes: Tensor
+    bias: Tensor | None
+    bias_scale: Tensor | None
+
+
+class _Kept(NamedTuple):
+    """Weight and bias as eval multiplies by them, and what tells that they are still right.
 
     With a `scale` (s_x * s_w, as it broadcasts against the result) both are codes, and the input is taken as codes too:
     their sums are exact in float32 below 2^24, as they are in an integer kernel.
     """
 
-    marks: tuple[int, ...]
+    marks: tuple[int, ...] | None
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None = None
 
 
 class QuantizedWeighted(Stateful):
-    """The operation and its batch norm stay where they live in the model; this module owns the weight's quantizer."""
+    """The operation and its batch norm stay where they live in the model; this module owns the weight's quantizer, and
+    what an algorithm adds to the bias (`bias_shift`): both are off with the quantizer.
+
+    What is kept between calls notices writes by their version counters; after one through `.data`, switch the mode.
+    """
 
     def __init__(self, operation: nn.Module, norm: nn.Module | None, quantizer: WeightFakeQuantize) -> None:
         super().__init__()
         self.refers = {"operation": operation, "norm": norm, "input": None}  # a plain dict: not registered twice
         self.weight_quant = quantizer
+        self.sharing = [self]  # all that multiply by this quantizer's weight
+        self.register_buffer("bias_shift", None)
         self.add_switch("is_norm_frozen", False)
-        self._folded: _Folded | None = None
+        self._kept: _Kept | None = None
 
     refers: dict[str, nn.Module | None]
+    bias_shift: Tensor | None
 
     @property
     def operation(self) -> Any:
@@ -110,21 +127,24 @@ class QuantizedWeighted(Stateful):
             result: Tensor = self.norm(run_with(self.operation, x, self._times(weight, 1 / s), self.bias))
             return result
         if not self._may_keep(x):
-            return run_with(self.operation, x, *self._deployed())
-        if self._folded is None or self._folded.marks != self._marks():
-            self._folded = self._as_codes(_Folded(self._marks(), *self._deployed()))
-        _, weight, bias, scale = self._folded
+            return run_with(self.operation, x, *self._live())
+        kept = self._kept
+        if kept is None or kept.marks is None or kept.marks != self._marks():
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._kept = self._evaluated()
         stub = self.input_stub
-        if scale is None or stub is None:
-            return run_with(self.operation, x, weight, bias)
-        sums = run_with(self.operation, (x / stub.scale).round_(), weight, None)
-        return (sums if bias is None else sums.add_(bias)).mul_(scale)
+        if kept.scale is None or stub is None:
+            return run_with(self.operation, x, kept.weight, kept.bias)
+        sums = run_with(self.operation, (x / stub.scale).round_(), kept.weight, None)
+        return (sums if kept.bias is None else sums.add_(kept.bias)).mul_(kept.scale)
 
     def quantized(self, weight: Tensor) -> Tensor:
-        """A weight (out, in, ..) is what a quantizer sees, however the operation stores it."""
-        if self.is_input_first:
-            return self.weight_quant(weight.transpose(0, 1)).transpose(0, 1)  # type: ignore[no-any-return]
-        return self.weight_quant(weight)  # type: ignore[no-any-return]
+        """The weight as its codes keep it."""
+        return self.canonical(self.weight_quant(self.canonical(weight)))
+
+    def canonical(self, weight: Tensor) -> Tensor:
+        """A weight (out, in, ..) is what a quantizer sees, however the operation stores it; and back."""
+        return weight.transpose(0, 1) if self.is_input_first else weight
 
     def folded(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with the batch norm's statistics and affine in them, before quantization."""
@@ -137,33 +157,102 @@ class QuantizedWeighted(Stateful):
         shift = shift * s
         return self._times(weight, s), shift if settings.bias is None else shift + settings.bias
 
-    def _as_codes(self, folded: _Folded) -> _Folded:
-        """In integers where a target's kernel multiplies integers: its sums are what is to be simulated."""
-        stub, scale = self.input_stub, self.bias_scale()
-        if scale is None or stub is None or self.kind not in ("linear", "conv", "head"):
-            return folded
-        if folded.weight.dtype != torch.float32:  # sums of codes do not fit into 16 bits
-            return folded
-        if stub.spec.qformulation != "zp" or stub.quantizer.grid.format.is_float or stub.scale.ndim:
-            return folded
-        own = self.weight_quant
-        if own.spec.qformulation != "zp" or own.quantizer.grid.format.is_float:
-            return folded
-        shape = (-1,) if self.kind == "linear" else (-1, *(1 for _ in folded.weight.shape[2:]))
-        along = (-1,) if self.is_input_first else (-1, *(1 for _ in folded.weight.shape[1:]))
-        scale = scale.expand(folded.weight.shape[-1 if self.is_input_first else 0])
-        codes = (folded.weight / own.scale.view(along if own.scale.ndim else ())).round()
-        bias = None if folded.bias is None else (folded.bias / scale).round().view(shape)
-        return _Folded(folded.marks, codes, bias, scale.view(shape))
+    def deployed(self) -> Deployed:
+        """What runs when the quantizer is on: the one place where eval, export and tests look."""
+        weight, bias = self.folded()
+        codes, bias = self.weight_quant.codes(self.canonical(weight)), self._shifted(bias)
+        scale = self.bias_scale()
+        if bias is None or scale is None:
+            return Deployed(codes, bias, None)
+        return Deployed(codes, _whole(bias, scale), scale.expand(bias.shape))
 
-    def _deployed(self) -> tuple[Tensor, Tensor | None]:
-        """The quantized, folded weight and its bias."""
+    def choose(self, codes: Tensor, qparams: QParams | None = None, bias_shift: Tensor | None = None) -> None:
+        """Let these codes, as (out, in, ..), stand for the folded weight, and add a shift to its bias.
+
+        `qparams` are new parameters of the weight; without, the codes are for those that it has.
+        """
+        shape = self.canonical(self.weight).shape
+        if codes.shape != shape:
+            raise UsageError(
+                f"{self.weight_quant.name}: codes of shape {tuple(codes.shape)}, its weight has {tuple(shape)}"
+            )
+        if not self.weight_quant.frozen:
+            self.freeze()
+        self.weight_quant.choose(codes, qparams)
+        if bias_shift is not None:
+            self.shift_bias(bias_shift)
+
+    def shift_bias(self, shift: Tensor | None) -> None:
+        """Add this to the bias while the quantizer is on; None takes it away."""
+        if shift is not None and shift.shape != (self.channels,):
+            raise UsageError(
+                f"{self.weight_quant.name}: a shift of shape {tuple(shift.shape)} for {self.channels} output channels"
+            )
+        with torch.inference_mode(False):
+            self.bias_shift = None if shift is None else shift.detach().to(torch.float32).clone()
+
+    @property
+    def channels(self) -> int:
+        """How many values an output has."""
+        if self.kind == "conv_transpose":
+            return int(self.weight.shape[1]) * self._groups()
+        return int(self.canonical(self.weight).shape[0])
+
+    def _shifted(self, bias: Tensor | None) -> Tensor | None:
+        shift = self.bias_shift
+        if shift is None:
+            return bias
+        return shift.to(self.weight.dtype) if bias is None else (bias + shift).to(bias.dtype)
+
+    def _live(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias with their gradients."""
         weight, bias = self.folded()
         weight = self.quantized(weight)
-        scale = None if self.training else self.bias_scale()
+        if not self._is_quantizing:
+            return weight, bias
+        bias, scale = self._shifted(bias), None if self.training else self.bias_scale()
         if bias is None or scale is None:
             return weight, bias
-        return weight, ((bias / scale).round() * scale).to(bias.dtype)
+        return weight, (_whole(bias, scale) * scale).to(bias.dtype)
+
+    def _evaluated(self) -> _Kept:
+        """What eval multiplies by, from what is deployed."""
+        weight, bias = self.folded()
+        quant = self.weight_quant
+        if quant.enabled and not quant.frozen and not quant.quantizer.is_disabled():
+            quant.follow(self.canonical(weight))
+        marks = self._marks()
+        if not self._is_quantizing:
+            return _Kept(marks, weight, bias)
+        codes, bias, scale = self.deployed()
+        if self._multiplies_integers(weight):
+            return self._integers(marks, codes, bias)
+        values = self.canonical(quant.values(codes, weight.dtype))
+        return _Kept(marks, values, bias if bias is None or scale is None else (bias * scale).to(weight.dtype))
+
+    @property
+    def _is_quantizing(self) -> bool:
+        return self.weight_quant.enabled and not self.weight_quant.quantizer.is_disabled()
+
+    def _multiplies_integers(self, weight: Tensor) -> bool:
+        """Whether the target's kernel multiplies integers: its sums are what is to be simulated."""
+        stub, own = self.input_stub, self.weight_quant
+        if self.bias_scale() is None or stub is None or self.kind not in ("linear", "conv", "head"):
+            return False
+        if weight.dtype != torch.float32:  # sums of codes do not fit into 16 bits
+            return False
+        if stub.spec.qformulation != "zp" or stub.quantizer.grid.format.is_float or stub.scale.ndim:
+            return False
+        return own.spec.qformulation == "zp" and not own.quantizer.grid.format.is_float
+
+    def _integers(self, marks: tuple[int, ...] | None, codes: Tensor, bias: Tensor | None) -> _Kept:
+        shape = (-1,) if self.kind == "linear" else (-1, *(1 for _ in codes.shape[2:]))
+        zero = self.weight_quant.qparams_for(codes).zero_point
+        centred = codes.to(torch.float32) - (0 if zero is None else zero)
+        scale = self.bias_scale()
+        assert scale is not None  # noqa: S101  # asked before
+        whole = None if bias is None else bias.view(shape)
+        return _Kept(marks, self.canonical(centred), whole, scale.expand(codes.shape[0]).view(shape))
 
     def bias_scale(self) -> Tensor | None:
         """s_x * s_w, one value an output channel, where the bias is kept as int32; else None."""
@@ -173,22 +262,25 @@ class QuantizedWeighted(Stateful):
         return stub.scale * quant.scale if quant.scale.ndim <= 1 else None
 
     def freeze(self) -> None:
-        """Make the scales of the folded weight constants."""
-        with torch.no_grad():
-            weight, bias = self.folded()
-            self.weight_quant.freeze(weight.transpose(0, 1) if self.is_input_first else weight)
-            self._fit_bias(bias)
+        """Make the scales of the folded weight constants.
 
-    def _fit_bias(self, bias: Tensor | None) -> None:
-        """A channel with weights near zero has a tiny scale: raise it until the bias fits into int32."""
-        stub, scale = self.input_stub, self.weight_quant.scale
-        if bias is None or stub is None or scale.ndim > 1 or self.weight_quant.quantizer.is_disabled():
-            return
-        least = bias.abs() / (stub.scale * LARGEST_BIAS)
-        scale.copy_(torch.maximum(scale, least if scale.ndim else least.amax()))
+        A channel with weights near zero has a tiny scale: it is raised until the bias of every layer that multiplies by
+        this weight fits into int32.
+        """
+        with torch.no_grad():
+            weight, _ = self.folded()
+            floors = [floor for each in self.sharing if (floor := each._least_scale()) is not None]
+            least = torch.stack(floors).amax(0) if floors and self.weight_quant.fits_channels else None
+            self.weight_quant.freeze(self.canonical(weight), least)
+
+    def _least_scale(self) -> Tensor | None:
+        """Of each channel: what keeps its bias within int32."""
+        stub, bias = self.input_stub, self._shifted(self.folded()[1])
+        return None if bias is None or stub is None else bias.abs() / (stub.scale * LARGEST_BIAS)
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
+        self._kept = None
         if not mode and self.weight_quant.enabled and not self.weight_quant.frozen and not self.weight.is_meta:
             self.freeze()  # eval mode has the scales of the weight as it is now, for an export that may follow
             self.weight_quant.unfreeze()
@@ -222,25 +314,35 @@ class QuantizedWeighted(Stateful):
         return not (
             self.training
             or torch.is_grad_enabled()
-            or torch.is_inference_mode_enabled()
             or is_traced(x)
             or torch.onnx.is_in_onnx_export()
             or not (self.weight_quant.frozen or not self.weight_quant.is_learned)
         )
 
-    def _marks(self) -> tuple[int, ...]:
+    def _marks(self) -> tuple[int, ...] | None:
+        """A number for every write to what counts; None where writes leave no trace."""
         quant = self.weight_quant
         stub = self.input_stub
-        values: list[Tensor | None] = [self.weight, self.bias, quant.scale, quant.zero_point]
+        values: list[Tensor | None] = [self.weight, self.bias, self.bias_shift]
+        values += [quant.scale, quant.zero_point, quant.minval, quant.chosen]
         values += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
         values += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]
         if self.norm is not None:
             settings = norm_settings(self.norm)
             values += [settings.weight, settings.bias, settings.mean, settings.var]
-        return tuple(mark for value in values if value is not None for mark in (value._version, value.data_ptr()))
+        known = [value for value in values if value is not None]
+        if any(value.is_inference() for value in known):
+            return None
+        return tuple(mark for value in known for mark in (value._version, value.data_ptr()))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if prefix + "bias_shift" not in state_dict:
+            self.bias_shift = None
+        take_shapes(self, ("bias_shift",), state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_folded": None}
+        return {**self.__dict__, "_kept": None}
 
     def extra_repr(self) -> str:
         norm = "" if self.norm is None else f", {type(self.norm).__name__} folded in"
@@ -302,6 +404,11 @@ def _run_operation(operation: Operation, x: Tensor, weight: Tensor, bias: Tensor
         late = bias
     y: Tensor = operation.run((x,), instead)
     return y if late is None else y + late
+
+
+def _whole(bias: Tensor, scale: Tensor) -> Tensor:
+    """A bias in whole numbers of its scale."""
+    return (bias.to(torch.float32) / scale).round()
 
 
 def _not_zero(s: Tensor) -> Tensor:

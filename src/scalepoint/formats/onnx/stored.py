@@ -10,7 +10,7 @@ from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, dequantize
 from scalepoint.numerics import QParams, dtype_name
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
-from scalepoint.quantize.weighted import QuantizedWeighted, run_with
+from scalepoint.quantize.weighted import Deployed, QuantizedWeighted, run_with
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 from scalepoint.spec.onnx_form import quantize_linear
 
@@ -33,18 +33,17 @@ class StoredWeight(Stored):
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
         quant = source.weight_quant
-        weight, bias = source.folded()
+        deployed = source.deployed()
         self.refers = {"operation": source.operation}
         self.kind = source.kind
         self.fmt = dtype_name(quant.spec.dtype)
-        canonical = weight.transpose(0, 1) if source.is_input_first else weight
         granularity = quant.calculator.granularity
         if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity | PerBlockGranularity):
             raise ExportError(f"{quant.name}: no ONNX form for weights with {granularity!r}")
         self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
-        self.keep_weight(quant, quant.codes(canonical))
-        self._keep_bias(source, bias)
+        self.keep_weight(quant, deployed.codes)
+        self._keep_bias(deployed)
 
     codes: Tensor
     scale: Tensor
@@ -74,15 +73,11 @@ class StoredWeight(Stored):
         values: Tensor = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
         return values
 
-    def _keep_bias(self, source: QuantizedWeighted, bias: Tensor | None) -> None:
-        scale = source.bias_scale()
-        rounded = None if bias is None or scale is None else (bias / scale).round()
-        if rounded is not None and scale is not None and bias is not None:
-            self.register_buffer("bias", rounded.to(torch.int32).expand(bias.shape).contiguous())
-            self.register_buffer("bias_scale", scale.detach().expand(bias.shape).contiguous())
-        else:
-            self.register_buffer("bias", None if bias is None else bias.detach().clone())
-            self.register_buffer("bias_scale", None)
+    def _keep_bias(self, deployed: Deployed) -> None:
+        bias, scale = deployed.bias, deployed.bias_scale
+        kept = None if bias is None else bias.detach().clone() if scale is None else bias.to(torch.int32).contiguous()
+        self.register_buffer("bias", kept)
+        self.register_buffer("bias_scale", None if scale is None else scale.detach().contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight(), self.bias
