@@ -32,7 +32,7 @@ def main() -> None:
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Outputs of a file, and of its QuantizeLinear nodes when asked; the compiled graph beside."""
-    feeds = dict(np.load(request["inputs"], allow_pickle=False))
+    feeds = _given(request["inputs"])
     if request["runtime"] == "openvino":
         outputs, executed = _openvino(request, feeds)
     else:
@@ -40,6 +40,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     numbered: dict[str, Any] = {str(index): value for index, (_, value) in enumerate(outputs)}
     np.savez(request["outputs"], **numbered)
     return {"names": [name for name, _ in outputs], "executed": executed}
+
+
+def _given(path: str) -> Arrays:
+    with np.load(path, allow_pickle=False) as file:
+        return {name.removeprefix("input."): file[name] for name in file.files}
 
 
 def _session(request: dict[str, Any], path: str | bytes, optimized: str | None = None) -> Any:
@@ -176,7 +181,7 @@ def _kind(value: Any) -> str:
 def benchmark(request: dict[str, Any]) -> dict[str, Any]:
     """Seconds a run of several files, interleaved: noise hits all alike. One thread: of the CPU, which others share."""
     clock = time.process_time if request.get("threads", 1) == 1 else time.perf_counter
-    feeds = dict(np.load(request["inputs"], allow_pickle=False))
+    feeds = _given(request["inputs"])
     runs = [_runner(request, path, feeds) for path in request["paths"]]
     taken: list[list[float]] = [[] for _ in runs]
     for each in runs:

@@ -78,7 +78,8 @@ def exchange(inputs: Mapping[str, np.ndarray]) -> Iterator[dict[str, str]]:
     """Files for the tensors that go there and come back; gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
         paths = {name: str(Path(folder) / name) for name in ("inputs.npz", "outputs.npz", "compiled.onnx")}
-        np.savez(paths["inputs.npz"], **dict(inputs))  # type: ignore[arg-type]  # numpy's stub takes names for options
+        named: dict[str, Any] = {f"input.{name}": value for name, value in inputs.items()}  # `file` is numpy's own
+        np.savez(paths["inputs.npz"], **named)
         yield {"inputs": paths["inputs.npz"], "outputs": paths["outputs.npz"], "compiled": paths["compiled.onnx"]}
 
 

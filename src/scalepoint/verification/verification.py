@@ -322,14 +322,18 @@ def _recorder(kept: list[Tensor]) -> Any:
 
 
 def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    names = [str(index) for index in range(len(leaves))]
-    if isinstance(model, fx.GraphModule):
-        found = [node.name for node in model.graph.nodes if node.op == "placeholder"]
-        names = found[: len(leaves)] if len(found) >= len(leaves) else names
-    if inputs[1] and not inputs[0]:
-        names = list(inputs[1])
-    return {name: leaf.detach().cpu().numpy() for name, leaf in zip(names, leaves, strict=True)}
+    """The tensors among the inputs by the names that torch.export gives them; other values are constants of a file."""
+    placeholders = (
+        [node.name for node in model.graph.nodes if node.op == "placeholder"]
+        if isinstance(model, fx.GraphModule)
+        else []
+    )
+    leaves = pytree.tree_leaves(inputs[0])
+    names = placeholders if len(placeholders) >= len(leaves) else map(str, range(len(leaves)))
+    named = dict(zip(names, leaves, strict=False))
+    for path, leaf in pytree.tree_flatten_with_path(inputs[1])[0]:
+        named["_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)] = leaf
+    return {name: leaf.detach().cpu().numpy() for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
 
 def outputs_of(answer: Answer, files: Mapping[str, str]) -> dict[str, np.ndarray]:
