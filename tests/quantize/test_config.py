@@ -8,8 +8,24 @@ from pydantic import ValidationError
 from torch import nn
 
 from scalepoint.errors import ConfigError, CoverageError, TargetError
-from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, QuantStub, TensorQuantConfig, insert_qdq
-from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity, QuantizationSpec
+from scalepoint.numerics import format_of
+from scalepoint.quantize import (
+    CalibrationMethod,
+    Override,
+    QuantConfig,
+    QuantStub,
+    TensorQuantConfig,
+    calibrate,
+    insert_qdq,
+)
+from scalepoint.spec import (
+    ExtendedQuantizationSpec,
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerTensorGranularity,
+    QuantizationComponentFactory,
+    QuantizationSpec,
+)
 from scalepoint.targets import Accepted, Target, find_target, list_targets
 from scalepoint.transformation import transform
 
@@ -69,7 +85,18 @@ class TestTensorQuantConfig:
 
     @pytest.mark.parametrize(
         ("bits", "symmetric", "low", "high"),
-        [(8, True, -128, 127), (4, True, -8, 7), (2, True, -2, 1), (8, False, 0, 255), (4, False, 0, 15)],
+        [
+            (8, True, -128, 127),
+            (4, True, -8, 7),
+            (2, True, -2, 1),
+            (8, False, 0, 255),
+            (4, False, 0, 15),
+            (3, True, -4, 3),
+            (5, False, 0, 31),
+            (6, True, -32, 31),
+            (7, False, 0, 127),
+            (16, True, -32768, 32767),
+        ],
     )
     def test_it_knows_its_range_of_codes(self, bits, symmetric, low, high):
         config = TensorQuantConfig(n_bits=bits, symmetric=symmetric)
@@ -90,10 +117,59 @@ class TestTensorQuantConfig:
         config = TensorQuantConfig(calibration_method=method)
         assert config.activation_spec().dtype == config.weight_spec().dtype == torch.int8
 
-    @pytest.mark.parametrize("bits", [0, 1, 3, 16, -8, 8.0, "8", True])
+    @pytest.mark.parametrize("bits", [0, 1, 9, 32, -8, 8.0, "8", True])
     def test_a_width_that_is_none_is_refused(self, bits):
         with pytest.raises((ConfigError, ValidationError), match=r"n_bits|int"):
             TensorQuantConfig(n_bits=bits)
+
+    @pytest.mark.parametrize("bits", TensorQuantConfig.WIDTHS)
+    def test_every_width_runs_on_the_reference_target(self, net, bits):
+        tensor = TensorQuantConfig(n_bits=bits)
+        model = inserted(net, activation=tensor, weight=tensor, target="reference")
+        assert set(weight_bits(model).values()) == {bits}
+        assert {format_of(dtype).bits for dtype in input_specs(model).values()} == {bits}
+        x = torch.randn(4, 3, 8, 8)
+        calibrate(model, [x], freeze_weights=True)
+        with torch.no_grad():
+            error = (model(x) - net.model(x)).norm() / net.model(x).norm()
+        assert error < {2: 2.0, 3: 0.6, 4: 0.3, 5: 0.15, 6: 0.08, 7: 0.04, 8: 0.02, 16: 1e-4}[bits]
+
+    @pytest.mark.parametrize("bits", [3, 5, 6, 7, 16])
+    @pytest.mark.parametrize("method", list(CalibrationMethod))
+    def test_every_method_has_a_spec_of_every_width(self, bits, method):
+        config = TensorQuantConfig(n_bits=bits, symmetric=False, calibration_method=method)
+        for spec, role in ((config.activation_spec(), "activation"), (config.weight_spec(), "weight")):
+            x = torch.randn(16, 64)
+            error = (QuantizationComponentFactory.create_fake_quantizer(spec, role)(x) - x).square().mean()
+            assert error < 8.0 / 4 ** min(bits, 7)
+
+    @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
+    @pytest.mark.parametrize("bits", [3, 5, 6, 7, 16])
+    def test_a_target_without_a_width_says_which_is_nearest(self, net, target, bits):
+        wide = TensorQuantConfig(n_bits=bits, per_channel=True)
+        refusal = rf"target '{target}' cannot run dtype int{bits} as {{}} \(the nearest it can: "
+        with pytest.raises(TargetError, match=rf"stem: {refusal.format('weight')}int8 "):
+            inserted(net, Override(name="stem", weight=wide), activation=None, weight=None, target=target)
+        with pytest.raises(TargetError, match=rf"head: {refusal.format('weight')}int[48]"):
+            inserted(net, Override(name="head", weight=wide), activation=None, weight=None, target=target)
+        with pytest.raises(TargetError, match=rf"{refusal.format('activation')}u?int8"):
+            inserted(net, activation=TensorQuantConfig(n_bits=bits), weight=None, target=target)
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            pytest.param(TensorQuantConfig(n_bits=6, per_channel=True).weight_spec(), id="width"),
+            pytest.param(
+                ExtendedQuantizationSpec(qparam_calculator_cls="histogram_percentile", percentile=99.0), id="option"
+            ),
+            pytest.param(FP8, id="base"),
+        ],
+    )
+    def test_a_spec_of_either_class_comes_back_from_a_file_as_it_was(self, spec):
+        config = QuantConfig(activation=spec, overrides=(Override(name="head", input=spec),))
+        again = QuantConfig.from_yaml(config.to_yaml())
+        assert again == config
+        assert type(again.activation) is type(spec)
 
     def test_activations_per_channel_are_refused_with_the_reason(self, net):
         with pytest.raises(ConfigError, match="per_channel"):
@@ -301,15 +377,19 @@ class TestTargets:
         [
             ({"activation": TensorQuantConfig(symmetric=False)}, "int8.*symmetric"),
             ({"weight": QuantizationSpec(qscheme="asymmetric")}, "int8.*symmetric"),
-            ({"weight": INT4}, "int4.*per_block"),
+            ({"weight": INT4}, r"int4 for conv as weight \(the nearest it can: int8 symmetric"),
+            ({"weight": INT4, "skip_weight_quant_for": (nn.Conv2d,)}, "int4.*per_block"),
             ({"activation": QuantizationSpec(granularity=PerChannelGranularity(axis=1))}, "int8.*per_tensor"),
             (
-                {"weight": QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32))},
-                "int4.*(64|128)",
+                {
+                    "weight": QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=32)),
+                    "skip_weight_quant_for": (nn.Conv2d,),
+                },
+                "blocks of 32 .*int4.*(64|128)",
             ),
             ({"activation": QuantizationSpec(dtype="float8_e5m2")}, "float8_e4m3fn"),
         ],
-        ids=["asymmetric", "asymmetric-weight", "int4-channel", "activation-channel", "blocks-of-32", "e5m2"],
+        ids=["asymmetric", "asymmetric-weight", "int4-conv", "int4-channel", "by-channel", "blocks-of-32", "e5m2"],
     )
     def test_what_the_target_cannot_run_names_the_nearest_it_can(self, net, fields, nearest):
         with pytest.raises(TargetError, match=rf"tensorrt.*{nearest}"):

@@ -208,8 +208,35 @@ def test_a_dump_holds_the_derived_values_and_the_type_of_the_granularity(spec):
     assert dump["granularity"]["type"] in ("per_tensor", "per_channel", "per_block")
 
 
-def test_derived_values_are_ignored_when_they_are_given():
-    assert QuantizationSpec(n_bits=3, quant_min=0, quant_max=1, target_dtype="int4") == QuantizationSpec()
+@pytest.mark.parametrize("target", ["int8", "torch.int8", torch.int8], ids=str)
+def test_derived_values_that_agree_are_accepted(target):
+    given = QuantizationSpec(dtype="int4", n_bits=4, quant_min=-8.0, quant_max=7, target_dtype=target)
+    assert given == QuantizationSpec(dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_bits": 3}, "n_bits=3 contradicts dtype='int8', .*leave n_bits away, or give dtype='int3'"),
+        ({"n_bits": 12}, "n_bits=12 contradicts dtype='int8', from which n_bits=8 follows: leave n_bits away"),
+        ({"dtype": "uint8", "n_bits": 4}, "give dtype='uint4'"),
+        ({"dtype": "float8_e5m2", "n_bits": 4}, "n_bits=4 contradicts dtype='float8_e5m2'"),
+        ({"n_bits": None}, "n_bits=None contradicts"),
+        ({"dtype": "int2", "n_bits": "2"}, "n_bits='2' contradicts"),
+        ({"quant_min": 0}, "quant_min=0 contradicts dtype='int8' with qscheme='symmetric', .*quant_min=-128 follows"),
+        ({"quant_max": 255}, "quant_max=255 contradicts .*quant_max=127 follows: leave quant_max away"),
+        ({"qscheme": "symmetric_with_clipping", "quant_min": -128}, "'symmetric_with_clipping', .*quant_min=-127"),
+        ({"target_dtype": "uint8"}, "target_dtype='uint8' contradicts dtype='int8', .*target_dtype='int8' follows"),
+        ({"dtype": "int4", "target_dtype": torch.int4}, "target_dtype=torch.int4 contradicts"),
+        ({"target_dtype": 8}, "target_dtype=8 contradicts"),
+    ],
+    ids=str,
+)
+def test_a_derived_value_that_contradicts_is_refused_with_the_way_out(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        QuantizationSpec(**fields)
+    with pytest.raises(ValidationError, match=message):
+        QuantizationSpec.from_dict(fields)
 
 
 def test_what_was_given_is_never_changed():

@@ -20,12 +20,14 @@ from torch import nn
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
 from scalepoint.spec import (
+    ExtendedQuantizationSpec,
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
     QuantizationGranularity,
     QuantizationSpec,
 )
+from scalepoint.spec.extended import spec_class, spec_from_dict
 from scalepoint.spec.spec import SchemaGenerator
 
 FLOAT = "float"  # in the place of a tensor's config: leave it as it is
@@ -80,7 +82,7 @@ class TensorQuantConfig(Config):
     calibration_method: CalibrationMethod = CalibrationMethod.MINMAX
     block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
 
-    WIDTHS: ClassVar[tuple[int, ...]] = (2, 4, 8)
+    WIDTHS: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 7, 8, 16)  # which of them run, the target says
 
     @model_validator(mode="after")
     def _known_width(self) -> Self:
@@ -114,11 +116,11 @@ class TensorQuantConfig(Config):
                 f"block_size={self.block_size} is for weights; for MX activations give a QuantizationSpec"
             )
         memory, _ = _COMPONENTS[self.calibration_method]
-        return QuantizationSpec(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
+        return spec_class(self.dtype)(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
 
     def weight_spec(self) -> QuantizationSpec:
         _, search = _COMPONENTS[self.calibration_method]
-        return QuantizationSpec(
+        return spec_class(self.dtype)(
             dtype=self.dtype,
             qscheme=self._scheme,
             granularity=self._granularity,
@@ -148,8 +150,8 @@ def _tensor_config(value: Any) -> Any:
     if value == FLOAT or isinstance(value, dict):
         if value == FLOAT:
             return value
-        short = not set(value) & set(QuantizationSpec.model_fields)
-        return TensorQuantConfig(**value) if short else QuantizationSpec.from_dict(value)
+        short = not set(value) & set(ExtendedQuantizationSpec.model_fields)
+        return TensorQuantConfig(**value) if short else spec_from_dict(value)
     raise ConfigError(
         f"how a tensor is quantized: a TensorQuantConfig, a QuantizationSpec or 'float', not {shown(value)}"
     )

@@ -3,7 +3,8 @@
 It uses the way open to every user: a subclass of QuantizationSpec whose added fields reach the components.
 """
 
-from typing import ClassVar, Self
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -13,7 +14,7 @@ from scalepoint.numerics import E8M0, FORMATS, QuantizationFormulation, ScaleRou
 from scalepoint.spec.qparams_calculator import DefaultQParamsCalculator, OnNan
 from scalepoint.spec.registry import constructor_parameters
 from scalepoint.spec.running import MovingAverageQParamsCalculator
-from scalepoint.spec.spec import QuantizationSpec
+from scalepoint.spec.spec import QuantizationSpec, to_dtype
 
 
 class ExtendedQuantizationSpec(QuantizationSpec):
@@ -51,3 +52,16 @@ class ExtendedQuantizationSpec(QuantizationSpec):
         if self.exact_zero and self.qformulation != QuantizationFormulation.MINVAL:
             raise SpecError("exact_zero is for qformulation='minval'; a zero point represents 0 exactly anyway")
         return self
+
+
+def spec_class(dtype: torch.dtype, names: Iterable[str] = ()) -> type[QuantizationSpec]:
+    """QuantizationSpec, unless the dtype or a field with one of these names is only in the extended one."""
+    own = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
+    is_base = dtype in QuantizationSpec.SUPPORTED_DTYPES or dtype not in ExtendedQuantizationSpec.SUPPORTED_DTYPES
+    return QuantizationSpec if is_base and not own & set(names) else ExtendedQuantizationSpec
+
+
+def spec_from_dict(fields: dict[str, Any]) -> QuantizationSpec:
+    """The spec that a dump or a file describes, of the class that has its dtype and fields."""
+    dtype = to_dtype(fields.get("dtype", QuantizationSpec.model_fields["dtype"].default))
+    return spec_class(dtype, fields).from_dict(fields)

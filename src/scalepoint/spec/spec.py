@@ -7,6 +7,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    ModelWrapValidatorHandler,
     PlainSerializer,
     SerializeAsAny,
     WithJsonSchema,
@@ -81,8 +82,8 @@ def to_dtype(value: Any) -> torch.dtype:
     """A torch.dtype from itself or from its name or alias."""
     if isinstance(value, torch.dtype):
         return value
-    name = value.removeprefix("torch.") if isinstance(value, str) else ""
-    dtype = getattr(torch, ALIASES.get(name, name), None) if name else None
+    name = _named(value) if isinstance(value, str) else ""
+    dtype = getattr(torch, name, None) if name else None
     if not isinstance(dtype, torch.dtype):
         known = [*(row.name for row in FORMATS.values()), dtype_name(E8M0), *ALIASES]
         raise SpecError(f"Unsupported dtype: {shown(value)} is not a dtype that can be meant: {nearest(name, known)}")
@@ -122,8 +123,8 @@ class SchemaGenerator(GenerateJsonSchema):
 class QuantizationSpec(BaseModel):
     """How one tensor is quantized. Immutable and hashable; a misspelt field is refused by name.
 
-    `n_bits`, `target_dtype`, `quant_min` and `quant_max` follow from the fields; a dump holds them too, and
-    loading one ignores them.
+    `n_bits`, `target_dtype`, `quant_min` and `quant_max` follow from the fields; a dump holds them too. Given, they
+    must say what the fields say.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
@@ -149,15 +150,32 @@ class QuantizationSpec(BaseModel):
     ] = FloatRange((None, None))
     scale_dtype: Dtype | None = None
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _known_fields(cls, data: Any) -> Any:
+    def _known_fields(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, dict):
-            return data
+            return validate(data)
         for name in data:
             if name not in cls.model_fields and name not in DERIVED:
                 raise SpecError(f"{cls.__name__} has no field {name!r}: {nearest(str(name), cls.model_fields)}")
-        return {name: value for name, value in data.items() if name not in DERIVED}
+        spec = validate({name: value for name, value in data.items() if name not in DERIVED})
+        for name in DERIVED:
+            if name in data:
+                spec._check_derived(name, data[name])
+        return spec
+
+    def _check_derived(self, name: str, given: Any) -> None:
+        own = getattr(self, name)
+        agrees = _named(given) == dtype_name(own) if name == "target_dtype" else given == own
+        if agrees and not isinstance(given, bool):
+            return
+        own = dtype_name(own) if name == "target_dtype" else own
+        source = f"dtype={dtype_name(self.dtype)!r}"
+        source += f" with qscheme={self.qscheme.value!r}" if name.startswith("quant_") else ""
+        raise SpecError(
+            f"{name}={shown(given)} contradicts {source}, from which {name}={shown(own)} follows: leave {name} away"
+            + (_dtype_of_width(self.dtype, given) if name == "n_bits" else "")
+        )
 
     @field_validator("dtype")
     @classmethod
@@ -201,7 +219,7 @@ class QuantizationSpec(BaseModel):
         """fp4 without a scale type has e8m0 scales (MX)."""
         if isinstance(data, dict) and data.get("scale_dtype") is None:
             dtype = data.get("dtype", cls.model_fields["dtype"].default)
-            if isinstance(dtype, torch.dtype | str) and _is_fp4(dtype):
+            if _named(dtype) == dtype_name(FP4):
                 return {**data, "scale_dtype": E8M0}
         return data
 
@@ -285,9 +303,17 @@ class QuantizationSpec(BaseModel):
         return cls.from_dict(parse_yaml(text))
 
 
-def _is_fp4(dtype: torch.dtype | str) -> bool:
-    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype_name(dtype)
-    return ALIASES.get(name, name) == dtype_name(FP4)
+def _dtype_of_width(dtype: torch.dtype, bits: Any) -> str:
+    """What to write instead for another width of the same kind of number."""
+    kind = dtype_name(dtype).rstrip("0123456789")
+    named = next((row.name for row in FORMATS.values() if row.name == f"{kind}{bits}"), None)
+    return f", or give dtype={named!r}" if named else ""
+
+
+def _named(dtype: Any) -> str:
+    """The name of a dtype, given as itself, by name or by alias."""
+    name = str(dtype).removeprefix("torch.")
+    return ALIASES.get(name, name)
 
 
 def _scale_dtypes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:

@@ -146,6 +146,7 @@ class Target:
         if any(complaint is None for _, complaint in complaints):
             return
         nearest_first = sorted(complaints, key=lambda pair: pair[0].distance(spec.dtype))
-        row, complaint = nearest_first[0] if complaints else (None, f"any {role}")
+        complaint = nearest_first[0][1] if complaints else f"any {role}"
+        row = next((row for row, _ in nearest_first if not (kind and row.kinds) or kind in row.kinds), None)
         way = f"the nearest it can: {row}" if row else "leave it float"
         raise TargetError(f"{where}: target {self.name!r} cannot run {complaint} as {role} ({way})")

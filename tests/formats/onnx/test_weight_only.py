@@ -241,7 +241,7 @@ class TestAskingForIt:
 
     def test_what_is_none_of_it(self):
         with pytest.raises(ConfigError, match="int4"):
-            QuantConfig.weight_only("int5")
+            QuantConfig.weight_only("int9")
         with pytest.raises(ValidationError, match="not both"):
             TensorQuantConfig(per_channel=True, block_size=32)
         with pytest.raises(ConfigError, match="for weights"):
