@@ -73,6 +73,17 @@ class Other(Net):
 def score(run):
     return 0.5
 
+def holed():
+    batches = same()
+    batches[1][0, 0, 0, 0] = float("nan")
+    return batches
+
+def undefined(run):
+    return float("nan")
+
+def nothing(run):
+    pass
+
 def breaks_metric(run):
     raise ValueError("no labels")
 

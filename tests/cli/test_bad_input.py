@@ -18,6 +18,14 @@ BAD = (
     ("deploy", "misspelt flag", [*GIVEN, "--evaluat", "nets:score"], USAGE, "Did you mean '--evaluate'?"),
     ("deploy", "unknown target", [*GIVEN, "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),
     ("deploy", "no capture", ["nets:Branching", "--data", "nets:batches"], MODEL, "--leave"),
+    ("deploy", "unknown submodule", [*GIVEN, "--leave", "haed"], USAGE, "did you mean 'head'?"),
+    ("deploy", "a type that the target lacks", [*GIVEN, "--float-dtype", "float16"], MODEL, "in float32"),
+    ("deploy", "the same, dry", [*GIVEN, "--float-dtype", "float16", "--dry-run"], MODEL, "in float32"),
+    ("deploy", "no metric, dry", [*GIVEN, "--evaluate", "nets:scor", "--dry-run"], USAGE, "did you mean 'score'?"),
+    ("deploy", "NaN in the data", ["nets:net", "--data", "nets:holed"], USAGE, "--on-nan skip"),
+    ("deploy", "a metric of NaN", [*GIVEN, "--evaluate", "nets:undefined"], USAGE, "evaluate gave NaN for the float"),
+    ("deploy", "a metric that is none", [*GIVEN, "--evaluate", "nets:nothing"], USAGE, "must return one number"),
+    ("deploy", "unknown policy", [*GIVEN, "--on-nan", "skp"], USAGE, "'error' or 'skip'"),
     ("deploy", "wrong number", ["nets:net", "--data", "photos", "--size", "8", "--mean", "a"], USAGE, "mean"),
     ("deploy", "metric that fails", [*GIVEN, "--evaluate", "nets:breaks_metric"], USAGE, "no labels"),
     ("inspect", "missing file", ["nets:net", "--data", "nowhere.npz"], USAGE, "there is no such file"),
@@ -25,7 +33,7 @@ BAD = (
     ("inspect", "misspelt key", ["nets:net", "-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
     ("inspect", "unknown target", ["nets:net", "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),
     ("inspect", "no capture", ["nets:Branching", "--shape", "2,3,8,8"], MODEL, "--leave"),
-    ("inspect", "unknown submodule", ["nets:net", "--leave", "haed"], MODEL, "did you mean 'head'?"),
+    ("inspect", "unknown submodule", ["nets:net", "--leave", "haed"], USAGE, "did you mean 'head'?"),
     ("verify", "missing file", ["nowhere", *GIVEN], USAGE, "scalepoint deploy"),
     ("verify", "wrong shape", ["{out}", "nets:Net", "--data", "nets:wrong_shape"], MODEL, "5 channels"),
     ("verify", "misspelt key", ["{out}", "-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
@@ -47,6 +55,9 @@ BAD = (
     ("bench", "misspelt flag", ["{out}/model.onnx", "{out}/model.onnx", "--thread", "1"], USAGE, "'--threads'"),
     ("bench", "unknown runtime", ["{out}/model.onnx", "{out}/model.onnx", "--runtime", "ort"], USAGE, "onnxruntime"),
     ("bench", "no model", ["broken.onnx", "broken.onnx"], USAGE, "not an ONNX"),
+    ("bench", "no second model", ["{out}/model.onnx", "broken.onnx"], USAGE, "broken.onnx is not an ONNX"),
+    ("bench", "half a model", ["half.onnx", "{out}/model.onnx"], USAGE, "half.onnx is not an ONNX"),
+    ("bench", "half a second model", ["{out}/model.onnx", "half.onnx"], USAGE, "half.onnx is not an ONNX"),
     ("report", "missing file", ["nowhere"], USAGE, "scalepoint deploy"),
     ("report", "no report", ["broken.json"], USAGE, "a report of schema"),
     ("report", "misspelt flag", ["{out}", "--htm", "a.html"], USAGE, "'--html'"),
@@ -71,7 +82,7 @@ def test_every_command_is_in_the_table() -> None:
     ("command", "kind", "arguments", "code", "message"), BAD, ids=[" ".join(row[:2]) for row in BAD]
 )
 def test_bad_input(call, here, deployed, command, kind, arguments, code, message) -> None:
-    _prepare(here)
+    _prepare(here, (deployed.folder / "out" / "model.onnx").read_bytes())
     before = _files(here)
     given = [each.replace("{out}", str(deployed.folder / "out")) for each in arguments]
     found, out, err = call(command, *given, "--json")
@@ -95,12 +106,13 @@ def _files(folder: Path) -> set[Path]:
     return {path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-def _prepare(here: Path) -> None:
+def _prepare(here: Path, model: bytes) -> None:
     import onnx
     from PIL import Image
 
     (here / "misspelt.yaml").write_text("model: nets:net\ndata: nets:batches\ntargt: onnxruntime\n")
     (here / "broken.onnx").write_bytes(b"not onnx at all")
+    (here / "half.onnx").write_bytes(model[: len(model) // 2])
     (here / "broken.json").write_text("{}")
     (here / "photos").mkdir()
     Image.new("RGB", (9, 9)).save(here / "photos" / "a.png")

@@ -1,5 +1,7 @@
 """The one call, on a small net, through the real runtime."""
 
+import math
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -7,7 +9,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint import DeployConfig
-from scalepoint.errors import ConfigError, DocumentError, TargetError, UsageError
+from scalepoint.errors import ConfigError, DocumentError, NonFiniteError, ScalepointWarning, TargetError, UsageError
 from scalepoint.formats.onnx import saving
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
@@ -70,6 +72,24 @@ class TestDeploy:
             assert torch.equal(again(data[0]), deployment.model.eval()(data[0]))
 
 
+def test_batches_with_nan_can_be_left_out(model, data, tmp_path):
+    holed = [data[0], torch.full_like(data[0], math.nan)]
+    with pytest.raises(NonFiniteError, match="on_nan='skip'"):
+        scalepoint.deploy(model, data[0], holed, output=tmp_path, smoke=True, progress=False)
+    with pytest.warns(ScalepointWarning, match="1 batches hold NaN or infinity"):
+        done = scalepoint.deploy(model, data[0], holed, output=tmp_path, smoke=True, on_nan="skip", progress=False)
+    assert done.verification.holds
+
+
+def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
+    def evaluate(run):
+        return 0.5 if run is model else math.nan
+
+    with pytest.warns(ScalepointWarning, match="evaluate gave NaN for the quantized file"):
+        done = scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=evaluate, smoke=True, progress=False)
+    assert math.isnan(done.score)
+
+
 def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatch):
     """A model of more than 2 GB has its weights in files of their own; here everything counts as that large."""
     monkeypatch.setattr(saving, "LARGEST_IN_ONE_FILE", 100)
@@ -97,6 +117,22 @@ class TestRefused:
     def test_data_that_can_be_read_once_for_several_trials(self, model, data, tmp_path):
         with pytest.raises(UsageError, match="iterator"):
             scalepoint.deploy(model, data[0], iter(data), output=tmp_path, evaluate=lambda run: 0.0, max_drop=1.0)
+
+    def test_a_float_type_that_the_target_lacks_before_any_work(self, model, data, tmp_path):
+        seen = []
+        with pytest.raises(TargetError, match="float_dtype=float16: target 'onnxruntime' runs"):
+            scalepoint.deploy(model, data[0], seen.append, output=tmp_path / "out", float_dtype="float16")
+        assert not seen
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("value", [None, "high", torch.zeros(2)])
+    def test_a_metric_that_is_no_number(self, model, data, tmp_path, value):
+        with pytest.raises(UsageError, match="it must return one number"):
+            scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: value, progress=False)
+
+    def test_a_metric_that_is_nan_for_the_float_model(self, model, data, tmp_path):
+        with pytest.raises(NonFiniteError, match="evaluate gave NaN for the float model"):
+            scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: math.nan, progress=False)
 
     def test_an_unknown_target(self, model, data, tmp_path):
         with pytest.raises(TargetError, match="onnxruntime"):

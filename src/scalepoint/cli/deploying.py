@@ -15,7 +15,7 @@ from scalepoint.cli.naming import load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import check_names, check_output, check_settings, done_in, settings_of
 
-TOLD = ("data", "evaluate", "max_drop", "max_trials", "max_batches", "leave", "strict", "threads")
+TOLD = ("data", "evaluate", "max_drop", "max_trials", "max_batches", "on_nan", "leave", "strict", "threads")
 
 
 def deploy(
@@ -29,6 +29,7 @@ def deploy(
     max_drop: options.MaxDrop = None,
     max_trials: options.MaxTrials = None,
     max_batches: options.MaxBatches = None,
+    on_nan: options.OnNan = None,
     leave: options.Leave = None,
     strict: options.Strict = None,
     threads: options.Threads = None,
@@ -55,6 +56,8 @@ def deploy(
     check_settings(settings)
     check_output(Path(settings.output), force=may_exist, resume=resume)
     if dry_run:
+        if settings.evaluate:
+            load_evaluate(settings.evaluate)
         code = preview(settings, "deploy", json=json)
         _talk("dry run: nothing was written", quiet)
         return code
@@ -113,6 +116,7 @@ class _Run:
             max_drop=settings.max_drop,
             max_trials=settings.max_trials,
             max_batches=settings.max_batches,
+            on_nan=settings.on_nan,
             leave=settings.leave,
             strict=settings.strict,
             allow_departure=True,  # told by the exit code, after the result is shown

@@ -40,7 +40,7 @@ ENDINGS: tuple[tuple[type[Exception], Code, str], ...] = (
     ),
     (errors.GraphError, Code.INTERNAL, "this is our fault: please report it with the text of --debug"),
     (errors.CalibrationError, Code.USAGE, "check the data: shapes, types and number of inputs as the model takes them"),
-    (errors.NonFiniteError, Code.USAGE, "look for NaN or infinity in the data and in the model's output"),
+    (errors.NonFiniteError, Code.USAGE, "mend the data or the model; --on-nan skip leaves such batches out"),
     (errors.ConfigError, Code.USAGE, "`scalepoint config schema` lists every key"),
     (errors.DocumentError, Code.USAGE, "`scalepoint init` writes a config to start from"),
     (errors.StoreError, Code.USAGE, ""),

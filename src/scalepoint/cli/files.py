@@ -80,22 +80,17 @@ def bench(
     _there(second)
     if runtime not in ("onnxruntime", "openvino"):
         raise usage(f"runtime {runtime!r}: one of onnxruntime, openvino")
-    from google.protobuf.message import DecodeError
-
     from scalepoint.verification.files import size_of
 
-    try:
-        found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
-    except DecodeError as error:
-        raise usage(f"{first} is not an ONNX model: {error}") from error
+    sizes = [size_of(first), size_of(second)]  # what is no model is told before anything runs
+    found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
-        sizes = [size_of(first), size_of(second)]
         show_json("bench", {"exit_code": int(code), "files": [first, second], "bytes": sizes, **vars(found)})
     else:
         rows = [
-            (path, f"{seconds * 1e3:.3f} ms", f"{size_of(path) / 1e6:.2f} MB")
-            for path, seconds in zip((first, second), found.seconds, strict=True)
+            (path, f"{seconds * 1e3:.3f} ms", f"{size / 1e6:.2f} MB")
+            for path, seconds, size in zip((first, second), found.seconds, sizes, strict=True)
         ]
         speed = f"{found.ratio:.2f}x the speed" if found.ratio >= 1 else f"SLOWER: {found.ratio:.2f}x the speed"
         how = f"{found.runtime}, threads: {found.threads}, medians of {found.repeats} interleaved runs"

@@ -96,16 +96,16 @@ def load_model(text: str) -> tuple[Any, Any]:
     return model.eval(), inputs
 
 
-def load_evaluate(text: str) -> Callable[[Any], float]:
+def load_evaluate(text: str) -> Callable[[Any], Any]:
     """The user's metric; what goes wrong in it is told as theirs."""
     function = named(text, "evaluate")
     if not callable(function):
         raise usage(f"evaluate {text!r} is a {type(function).__name__}, not a function")
 
     @wraps(function)
-    def evaluate(run: Any) -> float:
+    def evaluate(run: Any) -> Any:
         with users_code(f"evaluate {text!r}"):
-            return float(function(run))
+            return function(run)
 
     return evaluate
 

@@ -34,6 +34,9 @@ Data = Annotated[
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples a batch, for files and pictures; 8 if not said.")]
 MaxBatches = Annotated[int | None, typer.Option(min=1, help="Use at most so many batches.")]
+OnNan = Annotated[
+    str | None, typer.Option(help="Batches with NaN or infinity: error, or skip to leave them out; error if not said.")
+]
 Size = Annotated[
     int | None, typer.Option(min=1, help="Pictures: the shorter side is made so long, then the middle square is cut.")
 ]

@@ -42,6 +42,7 @@ def check_settings(settings: Any, *, needs_data: bool = True) -> None:
         raise usage("which model? Name it as package.module:name, or as `model:` in a config given with -c")
     check_name(settings.model, "model")
     check_target(settings.target)
+    check_float_dtype(settings)
     if not settings.data and needs_data and settings.quantization.activation != "float":
         raise usage("which data? Give --data, or `data:` in a config given with -c")
     if settings.data:
@@ -55,6 +56,13 @@ def check_target(name: str) -> None:
 
     if name not in list_targets():
         raise usage(f"no target {name!r}: {nearest(name, list_targets())}")
+
+
+def check_float_dtype(settings: Any) -> None:
+    """Of a target that is broken the run itself says so."""
+    from scalepoint.targets import find_target
+
+    find_target(settings.target).check_float_dtype(settings.float_dtype)
 
 
 def check_output(folder: Path, *, force: bool, resume: bool) -> None:

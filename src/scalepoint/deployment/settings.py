@@ -37,6 +37,7 @@ class DeployConfig(Config):
     max_drop: Annotated[float, Field(ge=0)] | None = None
     max_trials: Count = 6
     max_batches: Count | None = None
+    on_nan: Literal["error", "skip"] = "error"
     leave: tuple[str, ...] = ()
     strict: bool = False
     allow_departure: bool = False

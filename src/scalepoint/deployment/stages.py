@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -31,6 +31,7 @@ from scalepoint.deployment.marks import (
     mark_of_values,
     watched,
 )
+from scalepoint.deployment.scoring import judged_as
 from scalepoint.deployment.trials import Step, Trial, next_step
 from scalepoint.errors import ScalepointError
 from scalepoint.files import digest, replace_file
@@ -69,6 +70,7 @@ class Road:
     smoke: bool
     progress: bool | None
     float_dtype: str | None = None
+    on_nan: Literal["error", "skip"] = "error"
     timings: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,7 @@ class Road:
             "leave": mark(self.leave),
             "strict": str(self.strict),
             "max_batches": str(self.max_batches),
+            "on_nan": self.on_nan,
         }
         args, kwargs = self.inputs
         if self.journal.has(stage):
@@ -137,7 +140,7 @@ class Road:
             quantized = insert_qdq(result.model, result.matches, config, strict=self.strict, copy=False)
         start = time.perf_counter()
         data = watched(self.data)
-        calibrate(quantized, data, max_batches=self.max_batches, progress=self.progress)
+        calibrate(quantized, data, max_batches=self.max_batches, on_nan=self.on_nan, progress=self.progress)
         freeze(quantized)
         self.timings["calibrating"] = self.timings.get("calibrating", 0.0) + time.perf_counter() - start
         self.data_mark = marks["the calibration data"] = data.mark if isinstance(data, Seen) else mark_of_data(data)
@@ -213,7 +216,7 @@ class Road:
         with self.clock("evaluating the float model" if stage == FLOAT_SCORE else "evaluating the file"):
             judged = run()
             with evaluating(judged), torch.no_grad():
-                score = float(self.evaluate(judged))
+                score = judged_as(self.evaluate(judged), is_float=stage == FLOAT_SCORE)
         self.journal.keep(stage, known, {"score": score})
         return score
 

@@ -8,7 +8,7 @@ Each step is a public function of its own; this file only calls them in order (`
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx, nn
 
@@ -58,6 +58,7 @@ def deploy(
     max_drop: float | None = None,
     max_trials: int = 6,
     max_batches: int | None = None,
+    on_nan: Literal["error", "skip"] = "error",
     kwargs: Mapping[str, Any] | None = None,
     leave: Sequence[str] = (),
     strict: bool = False,
@@ -73,17 +74,19 @@ def deploy(
     `evaluate(run)` is your metric, higher is better; `run` is called as the model is. With `max_drop`, more precision
     goes where it wins most for its cost, until the score is at most that much below the float model's, or `max_trials`
     is reached; the best file found is kept. A file that departs from the simulation is an error unless
-    allow_departure=True. `float_dtype` ("float16", "bfloat16") types what is not quantized, where the target runs it.
-    smoke=True goes through all stages fast: two batches, one trial, no latency. What a run that
-    did not end has done stays in `output`; resume=True goes on from there, and does again what has changed since.
+    allow_departure=True. on_nan="skip" calibrates without the batches that hold NaN or infinity. `float_dtype`
+    ("float16", "bfloat16") types what is not quantized, where the target runs it. smoke=True goes through all stages
+    fast: two batches, one trial, no latency. What a run that did not end has done stays in `output`; resume=True goes
+    on from there, and does again what has changed since.
     """
     _check(calibration_data, evaluate, max_drop)
     inputs, found, folder = as_inputs(example_inputs, kwargs), find_target(target), Path(output or "out")
+    found.check_float_dtype(float_dtype)
     wanted = QuantConfig.build(config)
     with Journal.opened(folder, resume=resume) as journal:
         road = Road(
             model, inputs, calibration_data, found, journal, evaluate, tuple(leave), strict, threads, max_batches,
-            smoke, progress, float_dtype,
+            smoke, progress, float_dtype, on_nan,
         )  # fmt: skip
         float_score = road.float_score()
         trials = [road.attempt(0, Step(wanted))]

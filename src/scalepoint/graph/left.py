@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.errors import CaptureError, nearest
+from scalepoint.errors import CaptureError, UsageError, nearest
 from scalepoint.graph.dry_run import dry_run
 
 
@@ -66,7 +66,7 @@ def replaced(
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
-            raise CaptureError(f"leave={list(names)}: no submodule {name!r}: {nearest(name, filter(None, modules))}")
+            raise UsageError(f"leave={list(names)}: no submodule {name!r}: {nearest(name, filter(None, modules))}")
     keys = _record(model, {name: modules[name] for name in names}, args, kwargs)
     try:
         for key, name in keys.items():

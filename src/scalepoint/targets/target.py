@@ -16,8 +16,15 @@ from scalepoint.numerics import dtype_name, format_of
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
 from scalepoint.spec import QuantizationGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec.spec import to_dtype
 
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 LABEL = "scalepoint.target"  # in the metadata of an exported file
+
+
+def float_dtype_of(given: str | torch.dtype | None) -> torch.dtype:
+    """A type by its name, short or long; float32 unless given."""
+    return torch.float32 if given is None else to_dtype(_SHORT.get(given, given) if isinstance(given, str) else given)
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,16 @@ class Target:
     def weight_for(self, spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
         """The weight's spec as this target's kernels want it."""
         return spec if self.adapt_weight is None else self.adapt_weight(spec, facts)
+
+    def check_float_dtype(self, given: str | torch.dtype | None) -> torch.dtype:
+        """The type of what is not quantized, float32 unless given; TargetError for what cannot run here."""
+        dtype = float_dtype_of(given)
+        if dtype not in self.float_dtypes:
+            allowed = " or ".join(map(dtype_name, self.float_dtypes))
+            raise TargetError(
+                f"float_dtype={dtype_name(dtype)}: target {self.name!r} runs what is not quantized in {allowed}"
+            )
+        return dtype
 
     def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:
         """Raise TargetError for what cannot run here, with the nearest choice that can."""

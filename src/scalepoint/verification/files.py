@@ -20,9 +20,12 @@ def _model(path: Path) -> Any:
     import onnx  # noqa: PLC0415  # only files need it
 
     try:
-        return onnx.load(path, load_external_data=False)
+        found = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises its own kinds
-        raise StoreError(f"{path} is not an ONNX file: {error}") from error
+        raise StoreError(f"{path} is not an ONNX file, or only a part of one: {error}") from error
+    if not found.graph.output or not found.opset_import:  # where a file that was cut off ends well by chance
+        raise StoreError(f"{path} is not an ONNX file, or only a part of one: it has no graph or names no opset")
+    return found
 
 
 def size_of(path: str | Path) -> int:

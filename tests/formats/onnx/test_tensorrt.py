@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import scalepoint
 from scalepoint import tensorrt
 from scalepoint.checking import check
-from scalepoint.errors import ExportError, ScalepointError
+from scalepoint.errors import ExportError, ScalepointError, TargetError
 from scalepoint.formats import export
 from scalepoint.quantize import QuantConfig, coverage, quantize
 from tests.architectures import ARCHITECTURES
@@ -281,7 +281,7 @@ class TestFloatType:
     def test_targets_say_what_they_run(self, block, tmp_path):
         model, x = block
         quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
-        with pytest.raises(ExportError, match=r"float_dtype=float16.*onnxruntime.*float32"):
+        with pytest.raises(TargetError, match=r"float_dtype=float16.*onnxruntime.*float32"):
             export(quantized, tmp_path / "m.onnx", x, float_dtype="fp16")
         assert list(tmp_path.iterdir()) == []
 

@@ -18,13 +18,12 @@ from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.export import export as export_program
 from scalepoint.graph.export import quiet
 from scalepoint.numerics import dtype_name
-from scalepoint.spec.spec import to_dtype
 from scalepoint.targets import Target, find_target
+from scalepoint.targets.target import float_dtype_of
 
 IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
 OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
 PLAIN_OPSET = 22  # from 23 on torch writes attention as one operator, which few compilers read; types alone need more
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def export(
@@ -71,11 +70,11 @@ class _Form(NamedTuple):
 
 
 def _float_type(given: str | torch.dtype | None, target: Target | None) -> torch.dtype:
-    kind = torch.float32 if given is None else to_dtype(_SHORT.get(given, given) if isinstance(given, str) else given)
-    allowed = tuple(OPSETS) if target is None else target.float_dtypes
-    if kind not in allowed:
-        name, names = "this model" if target is None else f"target {target.name!r}", map(dtype_name, allowed)
-        raise ExportError(f"float_dtype={dtype_name(kind)}: {name} runs what is not quantized in {' or '.join(names)}")
+    if target is not None:
+        return target.check_float_dtype(given)
+    kind = float_dtype_of(given)
+    if kind not in OPSETS:
+        raise ExportError(f"float_dtype={dtype_name(kind)}: use {' or '.join(map(dtype_name, OPSETS))}")
     return kind
 
 
