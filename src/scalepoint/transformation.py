@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,21 @@ from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
 from scalepoint.patterns.plan import TransformationPlan, make_plan, plain
 from scalepoint.targets import Target, find_target
+
+_KEY = "scalepoint.transformed"
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """What a graph remembers of its transformation: for which target, and what the patterns refused."""
+
+    target: Target | None = None
+    refusals: tuple[Refusal, ...] = ()
+
+
+def transformed_of(model: nn.Module) -> Transformed:
+    found = getattr(model, "meta", {}).get(_KEY)
+    return found if isinstance(found, Transformed) else Transformed()
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ def get_transformation_plan(
         patterns = BASE_PATTERNS if chosen is None else chosen.patterns
     plan = make_plan(graph_module, tuple(patterns))
     plan.converted = converted
-    graph_module.meta |= {"target": chosen, "leave": tuple(leave)}
+    graph_module.meta[_KEY] = Transformed(chosen)
     return plan
 
 
@@ -124,7 +139,7 @@ def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
     plan.model.recompile()
     check_graph(plan.model)
     report = TransformationReport(tuple(applied), tuple(skipped), tuple(plan.refusals))
-    plan.model.meta["refusals"] = report.refusals
+    plan.model.meta[_KEY] = replace(transformed_of(plan.model), refusals=report.refusals)
     return TransformationResult(plan.model, applied, report)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 
-from scalepoint.analysis import compare
+from scalepoint.analysis import compare, sensitivity
 from scalepoint.analysis.agreement import Agreement, RangeUse
 from scalepoint.errors import UsageError
 from scalepoint.quantize import (
@@ -490,3 +490,21 @@ class TestSums:
         assert whole == other
         assert whole.saturation == pytest.approx(1 / 3, abs=0.01)
         assert whole.used == 1
+
+
+class Neighbours(nn.Module):
+    """A module whose name is another's with an ending that groups get."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.a_fused, self.a_fused_1 = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.a_fused_1(self.a_fused(self.a(x)))
+
+
+def test_layers_with_similar_names_are_told_apart():
+    x = torch.randn(3, 6)
+    model = quantize(Neighbours().eval(), x, forward_loop=[x], target="onnxruntime")
+    assert [row.name for row in compare(None, model, [x], progress=False).rows] == ["a", "a_fused", "a_fused_1"]
+    assert {row.name for row in sensitivity(model, [x], progress=False)} == {"a", "a_fused", "a_fused_1"}

@@ -6,7 +6,7 @@ from torch import nn
 
 from scalepoint.analysis import inspect
 from scalepoint.errors import ConfigError, ScalepointError, ScalepointWarning, TargetError
-from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, insert_qdq
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, insert_qdq, record_of
 from scalepoint.transformation import transform
 from tests.analysis.nets import batches, float_net, quantized_net, same, snapshot, some_models
 from tests.models import settled
@@ -23,7 +23,7 @@ def test_it_is_what_insert_gives_and_the_model_stays(make, inputs, target):
     same(before, snapshot(plain))
     assert owners == [id(parameter) for parameter in plain.parameters()]
     result = transform(plain, inputs, target=target)
-    assert found == insert_qdq(result.model, result.matches).meta["scalepoint.coverage"]
+    assert found == record_of(insert_qdq(result.model, result.matches)).coverage
 
 
 def test_the_config_counts():
@@ -62,7 +62,7 @@ def test_named_inputs():
 
 def test_a_quantized_model_tells_of_itself():
     model = quantized_net()
-    assert inspect(model) == model.meta["scalepoint.coverage"]
+    assert inspect(model) == record_of(model).coverage
 
 
 @pytest.mark.parametrize(

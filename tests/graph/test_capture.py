@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning
 from scalepoint.graph import capture, check_graph
+from scalepoint.graph.origin import origin_of
 from tests.models import Decoder, SilentSkip, UNet, resnet50, settled, vit_b16
 
 
@@ -563,17 +564,17 @@ class TestInputsAndOutputs:
         with pytest.warns(ScalepointWarning, match=f"'x' is fixed at {batch}") as caught:
             graph_module = capture(model, X[:batch])
         assert [warning.filename for warning in caught] == [__file__]
-        assert graph_module.meta["fixed_batch"] == {"x": batch}
+        assert origin_of(graph_module).fixed_batch == {"x": batch}
         close(graph_module(X[:batch]), model(X[:batch]))
 
     def test_a_batch_that_is_fixed_on_purpose_is_not_warned_of(self):
         graph_module = capture(Layer(nn.Linear(4, 3)), X, dynamic=False)
-        assert graph_module.meta["fixed_batch"] == {"x": 2}
+        assert origin_of(graph_module).fixed_batch == {"x": 2}
 
     def test_a_batch_that_only_the_first_rung_fixes_stays_free(self):
         model = Function(lambda x: x / len(x))  # len() of a tensor is a number to torch.export, not to its strict form
         graph_module = capture(model, X)
-        assert graph_module.meta["fixed_batch"] == {}
+        assert origin_of(graph_module).fixed_batch == {}
         x = torch.randn(5, 4)
         close(graph_module(x), model(x))
 
@@ -1173,7 +1174,7 @@ class TestWithoutInputs:
         graph_module = capture(Function(F.linear, W, B), None)
         close(graph_module(X), F.linear(X, W, B))
         assert kinds(graph_module) == ["linear"]
-        assert graph_module.meta["fixed_batch"] == {}
+        assert origin_of(graph_module).fixed_batch == {}
 
     def test_dropout_and_batch_norm_are_live_in_train(self):
         graph_module = capture(Stateful().eval(), None).train()

@@ -19,6 +19,7 @@ from scalepoint.quantize import (
     insert_qdq,
     quantize,
 )
+from scalepoint.quantize.record import record_of
 from scalepoint.transformation import transform
 from tests.models import Decoder, VisionTransformer
 
@@ -161,7 +162,7 @@ def observers(model):
 
 
 def refusals(model):
-    return next(value for key, value in model.meta.items() if "smooth" in key)
+    return record_of(model).unsmoothed
 
 
 def relative(expected, found):

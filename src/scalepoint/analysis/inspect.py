@@ -4,11 +4,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.capture import Model
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import KEY, Coverage, coverage
+from scalepoint.quantize.coverage import Coverage
 from scalepoint.quantize.insert import decisions_for
+from scalepoint.quantize.record import coverage, has_record
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 
@@ -27,11 +30,12 @@ def inspect(
     Without example inputs torch.fx records what it can, and MACs are not known. A model of which nothing would be
     quantized is told of by a warning, with the reasons in the coverage. One that is quantized already has its own.
     """
-    if KEY in getattr(model, "meta", {}):
-        return coverage(model)  # type: ignore[arg-type]  # what has a meta is a graph module
+    if isinstance(model, nn.Module) and has_record(model):
+        return coverage(model)
     inputs = () if example_inputs is None and kwargs else example_inputs
     result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, copy=False)
-    _, found = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
+    _, rows = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
+    found = Coverage(tuple(rows.values()))
     if found.is_empty:
         warnings.warn(ScalepointWarning(found.why_empty()), stacklevel=2)
     return found

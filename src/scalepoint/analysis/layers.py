@@ -8,9 +8,8 @@ from torch import Tensor, fx, nn
 
 from scalepoint.errors import UsageError, nearest
 from scalepoint.patterns import Fused, kind_of
-from scalepoint.patterns.language import place_of
-from scalepoint.quantize.coverage import Coverage, Operation, coverage
-from scalepoint.quantize.placement import COUNTED
+from scalepoint.quantize.coverage import Coverage, Operation
+from scalepoint.quantize.record import coverage, record_of
 from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted, kind_of_part
 
@@ -34,19 +33,11 @@ class Layer:
 
 def layers_of(model: fx.GraphModule) -> list[Layer]:
     """In graph order; what coverage does not count (an add, a pool) is there too when it is a group."""
-    rows: dict[str, list[Operation]] = {}
-    for row in coverage(model).operations:
-        rows.setdefault(row.name, []).append(row)
-    plan: list[tuple[str, str]] = model.meta.get("plan", [])
-    found = []
-    for node in model.graph.nodes:
-        is_group = node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), Fused)
-        if not is_group and kind_of(node) not in COUNTED:
-            continue
-        name = _group_name(node, plan) if is_group else place_of(node)
-        counted = rows[name].pop(0) if rows.get(name) else None
-        found.append(_layer(model, node, name) if counted is None else _counted(node, counted))
-    return found
+    rows, nodes = coverage(model).operations, {node.name: node for node in model.graph.nodes}
+    return [
+        _layer(model, nodes[site.node], site.name) if site.row is None else _counted(nodes[site.node], rows[site.row])
+        for site in record_of(model).sites
+    ]
 
 
 def _counted(node: fx.Node, row: Operation) -> Layer:
@@ -59,13 +50,6 @@ def _layer(model: fx.GraphModule, node: fx.Node, name: str) -> Layer:
     stubs = [each for each in model.modules() if isinstance(each, QuantStub) and name in each.consumers]
     words = sorted({str(stub.spec.to_dict()["dtype"]) for stub in stubs if stub.enabled})
     return Layer(name, kind, f"x {' / '.join(words)}" if words else "float", 0, 0, node)
-
-
-def _group_name(node: fx.Node, plan: list[tuple[str, str]]) -> str:
-    """A group's target is the name of its match, then its other parts: conv1_bn1_relu is conv1."""
-    target = str(node.target)
-    names = [name for name, pattern in plan if pattern == node.meta.get("pattern") and target.startswith(f"{name}_")]
-    return max(names, key=len, default=target)
 
 
 def choose(layers: list[Layer], names: list[str]) -> list[Layer]:

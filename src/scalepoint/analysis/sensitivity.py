@@ -30,7 +30,7 @@ from scalepoint.analysis.lockstep import Lockstep, driven, feed, twin
 from scalepoint.errors import UsageError, shown
 from scalepoint.quantize.calibrate import ForwardLoop, inputs_of
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import KEY
+from scalepoint.quantize.record import has_record
 from scalepoint.quantize.road import quantize
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.targets import Target
@@ -85,7 +85,7 @@ def sensitivity(
         raise UsageError("the proxy has no use for a metric: pass how='one_at_a_time', or leave the metric away")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise UsageError(f"limit={shown(limit)}: a number of layers, from 1")
-    passes = (KEY not in getattr(model, "meta", {})) + (how == "proxy" or limit is not None) + (how != "proxy")
+    passes = (not has_record(model)) + (how == "proxy" or limit is not None) + (how != "proxy")
     if isinstance(data, Iterator) and passes > 1:
         raise UsageError("the data is read more than once, an iterator gives it once: pass a list or a loader")
     quantized = _quantized(model, data, target, config, max_batches, progress)
@@ -114,7 +114,7 @@ def _quantized(
     progress: bool | None,
 ) -> fx.GraphModule:
     """The model itself if it is quantized; else a calibrated one of it."""
-    if isinstance(model, fx.GraphModule) and KEY in model.meta:
+    if isinstance(model, fx.GraphModule) and has_record(model):
         return model
     if callable(data):
         raise UsageError("a float model is captured with the first batch: pass batches, or a quantized model")

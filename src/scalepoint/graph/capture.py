@@ -27,6 +27,7 @@ from scalepoint.graph.check import check_graph
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import replaced, restore
 from scalepoint.graph.lift import lift, tensor_of
+from scalepoint.graph.origin import note_origin, origin_of
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
 from scalepoint.graph.writes import follow_writes
@@ -51,7 +52,7 @@ def capture(
 
     `args` is a tensor, a tuple of positional inputs, or a dict of keyword inputs; without any, torch.fx records what
     it can. The batch (axis 0) and, for integer inputs, the sequence (axis 1) stay dynamic where the model allows; where
-    it does not, `meta["fixed_batch"]` of the graph says so, and a warning. copy=False shares the parameters. `leave`
+    it does not, `origin_of(graph).fixed_batch` says so, and a warning. copy=False shares the parameters. `leave`
     names submodules that are not looked into: they are called as they are. trust=True lets a .pt2 file be loaded.
     """
     model = opened(model, trust)
@@ -68,7 +69,6 @@ def capture(
             if leave:
                 raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
             graph_module = _checked(trace(working))
-            graph_module.meta["fixed_batch"] = {}  # torch.fx knows no sizes
         else:
             given = _distinct(as_inputs(args, kwargs))
             inputs = widened(*given) if dynamic else given
@@ -76,7 +76,7 @@ def capture(
                 keys = stack.enter_context(replaced(working, leave, *inputs)) if leave else {}
                 program = export(working, *given, dynamic)
             graph_module = _finish(program, working, keys)
-            graph_module.meta["is_widened"] = _is_widened(graph_module, given)
+            note_origin(graph_module, is_widened=_is_widened(graph_module, given), leave=tuple(leave))
             if dynamic:
                 _tell_of_fixed_batch(graph_module)
     for name, module in graph_module.named_modules():
@@ -110,7 +110,7 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: dict[int, str] | N
     _keep_constants(graph_module, unlifted, owner)
     _adopt(graph_module, owner)
     restore(graph_module, left or {})
-    graph_module.meta["fixed_batch"] = fixed_batch(program)
+    note_origin(graph_module, fixed_batch=fixed_batch(program))
     unflatten(lift(graph_module, owner))
     return _checked(graph_module)
 
@@ -150,7 +150,7 @@ def _is_widened(graph_module: fx.GraphModule, given: tuple[tuple[Any, ...], dict
 
 
 def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:
-    sizes = [f"{name!r} is fixed at {size}" for name, size in graph_module.meta["fixed_batch"].items()]
+    sizes = [f"{name!r} is fixed at {size}" for name, size in origin_of(graph_module).fixed_batch.items()]
     if sizes:
         message = (
             f"the first axis of {', '.join(sizes)}: the model computes with that number, so its graph takes inputs of "

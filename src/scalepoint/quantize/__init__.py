@@ -2,7 +2,7 @@
 
 from scalepoint.quantize.calibrate import calibrate, freeze
 from scalepoint.quantize.config import CalibrationMethod, Override, QuantConfig, SmoothQuantConfig, TensorQuantConfig
-from scalepoint.quantize.coverage import Coverage, coverage
+from scalepoint.quantize.coverage import Coverage
 from scalepoint.quantize.insert import insert_qdq
 from scalepoint.quantize.qat import (
     QATSchedule,
@@ -13,6 +13,7 @@ from scalepoint.quantize.qat import (
     freeze_bn_stats,
     prepare_qat,
 )
+from scalepoint.quantize.record import Record, coverage, record_of
 from scalepoint.quantize.road import quantize
 from scalepoint.quantize.smooth import SmoothQuantObserver
 from scalepoint.quantize.store import load, save
@@ -25,6 +26,7 @@ __all__ = [
     "QATSchedule",
     "QuantConfig",
     "QuantStub",
+    "Record",
     "SmoothQuantConfig",
     "SmoothQuantObserver",
     "TensorQuantConfig",
@@ -41,5 +43,6 @@ __all__ = [
     "load",
     "prepare_qat",
     "quantize",
+    "record_of",
     "save",
 ]

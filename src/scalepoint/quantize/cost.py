@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.graph import Operation
 from scalepoint.graph.lift import tensor_of
+from scalepoint.graph.origin import origin_of
 from scalepoint.quantize.weighted import MULTIPLIES, weight_shape
 
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -98,4 +99,4 @@ def _recurrent(part: nn.Module | None, operands: Sequence[fx.Node]) -> int | Non
 
 def batch_share(model: fx.GraphModule) -> float:
     """The share of the recorded work that the example stands for: an example of one is captured as two."""
-    return 0.5 if model.meta.get("is_widened") else 1.0
+    return 0.5 if origin_of(model).is_widened else 1.0

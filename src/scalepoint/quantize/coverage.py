@@ -8,15 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx, nn
 
-from scalepoint.errors import CoverageError, UsageError
+from scalepoint.errors import CoverageError
 from scalepoint.patterns.plan import plain
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
 from scalepoint.quantize.placement import COUNTED, Decision, Left, Site, State
-from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
-
-KEY = "scalepoint.coverage"  # where a graph module's meta holds its coverage
 
 
 @dataclass(frozen=True)
@@ -132,49 +129,21 @@ def _count(value: int | None) -> str:
     return str(value)
 
 
-def coverage(model: nn.Module) -> Coverage:
-    """The coverage of a model that insert_qdq made; a quantizer that gave up since is listed as float."""
-    found = getattr(model, "meta", {}).get(KEY)
-    if not isinstance(found, Coverage):
-        raise UsageError("this model has no coverage: it was not made by insert_qdq")
-    gave_up: dict[str, list[tuple[str, str]]] = {}
-    for module in model.modules():
-        why = _why_off(module) if isinstance(module, Quantizing) else ""
-        if why:
-            for name in module.consumers:  # type: ignore[union-attr]  # it is Quantizing
-                gave_up.setdefault(name, []).append(("w" if isinstance(module, WeightFakeQuantize) else "x", why))
-    return Coverage(tuple(_given_up(row, gave_up.get(row.name, [])) for row in found.operations))
-
-
-def _why_off(module: Quantizing) -> str:
-    skipped = module.skipped_because if isinstance(module, QuantStub) else ""
-    return module.quantizer.reason if module.quantizer.is_disabled() else skipped
-
-
-def _given_up(row: Operation, faults: Sequence[tuple[str, str]]) -> Operation:
-    """What a quantizer that is off was to do, the operation does not."""
-    if not faults:
-        return row
-    off = {kind for kind, _ in faults}
-    how = ", ".join(part for part in row.how.split(", ") if part.split(" ")[0] not in off)
-    state = State.QUANTIZED if how else State.REFUSED
-    return replace(row, state=state, how=how, reason="; ".join(dict.fromkeys(why for _, why in faults)))
-
-
-def make_coverage(
+def coverage_rows(
     model: fx.GraphModule,
     decisions: Sequence[Decision],
     left: Sequence[Left],
     config: QuantConfig,
     refusals: Iterable[Any],
-) -> Coverage:
-    """One row a decision that concerns weights or products, and one for each such operation that no pattern took."""
+) -> dict[fx.Node, Operation]:
+    """One row a decision that concerns weights or products, and one for each such operation that no pattern took; in
+    graph order."""
     why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
     rows = {decision.site.node: _row(decision) for decision in decisions if _counts(decision.site)}
     rows |= {each.node: _left_row(each, config, why) for each in left}
     share = batch_share(model)
-    ordered = [rows[node] for node in model.graph.nodes if node in rows]
-    return Coverage(tuple(replace(row, macs=None if row.macs is None else int(row.macs * share)) for row in ordered))
+    ordered = [(node, rows[node]) for node in model.graph.nodes if node in rows]
+    return {node: replace(row, macs=None if row.macs is None else int(row.macs * share)) for node, row in ordered}
 
 
 def _counts(site: Site) -> bool:

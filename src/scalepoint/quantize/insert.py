@@ -8,17 +8,20 @@ from torch import Tensor, fx
 from scalepoint.errors import CoverageError
 from scalepoint.graph import check_graph
 from scalepoint.graph.lift import Tree
+from scalepoint.graph.origin import origin_of
 from scalepoint.patterns import Fused, PatternMatch, Point
 from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import KEY, Coverage, make_coverage
+from scalepoint.quantize.coverage import Coverage, Operation, coverage_rows
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, follow_readers, left_of, sites_of
+from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted, can_fold, kind_of_part
 from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target, find_target
+from scalepoint.transformation import transformed_of
 
 
 def insert_qdq(
@@ -38,11 +41,12 @@ def insert_qdq(
     strict=True makes an operation that would stay float unasked an error. copy=False changes the given model.
     """
     config = QuantConfig.build(config)
-    found = target if target is not None else getattr(model, "meta", {}).get("target")
+    found = target if target is not None else transformed_of(model).target
     chosen = None if found is None else find_target(found)
     quantized = copying.deepcopy(model) if copy else model
     marks = fingerprint(quantized)
-    decisions, coverage = decisions_for(quantized, matches, config, chosen)
+    decisions, rows = decisions_for(quantized, matches, config, chosen)
+    coverage = Coverage(tuple(rows.values()))
     if coverage.is_empty:
         raise CoverageError(coverage.why_empty())
     if strict:
@@ -52,34 +56,41 @@ def insert_qdq(
     _place_weights(decisions)
     if chosen is not None and chosen.bias == "int32":
         _round_biases(quantized, decisions)
-    add_smoothing(quantized, [decision.site for decision in decisions], config.smooth_quant)
+    unsmoothed = add_smoothing(quantized, [decision.site for decision in decisions], config.smooth_quant)
     for module in quantized.modules():
         if isinstance(module, Fused | QuantizedWeighted | Quantizing | SmoothQuantObserver):
             for each in module.modules():
                 each.training = quantized.training
     quantized.recompile()
     check_graph(quantized)
-    quantized.meta |= {
-        KEY: coverage,
-        "target": chosen,
-        "config": config,
-        "plan": [(match.name, match.pattern.name) for match in matches],
-        "float": marks,
-    }
+    plan = tuple((match.name, match.pattern.name) for match in matches)
+    sites = _sites(quantized, decisions, rows)
+    origin = origin_of(quantized)
+    keep_record(quantized, Record(origin, chosen, config, plan, sites, coverage, marks, unsmoothed))
     return quantized
 
 
 def decisions_for(
     model: fx.GraphModule, matches: Sequence[PatternMatch], config: QuantConfig, target: Target | None
-) -> tuple[list[Decision], Coverage]:
-    """What would be inserted where, and the coverage that it gives; nothing is changed."""
+) -> tuple[list[Decision], dict[fx.Node, Operation]]:
+    """What would be inserted where, and the rows of the coverage that it gives; nothing is changed."""
     sites = sites_of(model, matches)
     left = left_of(model, sites)
     check_overrides(sites, left, config)
     decisions = [decide(site, config, target) for site in sites]
     if target is not None and target.follows_readers:
         follow_readers(decisions)
-    return decisions, make_coverage(model, decisions, left, config, model.meta.get("refusals", ()))
+    return decisions, coverage_rows(model, decisions, left, config, transformed_of(model).refusals)
+
+
+def _sites(
+    model: fx.GraphModule, decisions: Sequence[Decision], rows: Mapping[fx.Node, Operation]
+) -> tuple[LayerSite, ...]:
+    """All groups, and all that counts without being in one."""
+    places = {node: index for index, node in enumerate(rows)}
+    names = {node: row.name for node, row in rows.items()} | {each.site.node: each.site.name for each in decisions}
+    ordered = [node for node in model.graph.nodes if node in names]
+    return tuple(LayerSite(node.name, names[node], places.get(node)) for node in ordered)
 
 
 Stubs = dict[tuple[fx.Node, QuantizationSpec], fx.Node]

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from scalepoint.errors import ConfigError, UsageError
 from scalepoint.graph import Operation
+from scalepoint.quantize.record import amend_record
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 
@@ -105,8 +106,7 @@ def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
     After loading a plain state_dict into a model whose batch norms stand outside fused groups, call it again.
     """
     folded = set()
-    if isinstance(model, fx.GraphModule):
-        model.meta["is_norm_frozen"] = frozen
+    amend_record(model, is_norm_frozen=frozen)
     for module in model.modules():
         if isinstance(module, QuantizedWeighted) and module.norm is not None:
             module.freeze_norm(frozen)

@@ -24,7 +24,6 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 
 LEAST = 1e-5
 NORMS = ("layer_norm", "rms_norm")
-KEY = "scalepoint.smooth_refusals"
 
 
 class SmoothQuantObserver(nn.Module):
@@ -207,10 +206,10 @@ def scale_norm(norm: nn.Module, s: Tensor) -> None:
             tensor.div_(s.to(tensor.dtype))
 
 
-def add_smoothing(model: fx.GraphModule, sites: Sequence[Site], config: SmoothQuantConfig) -> None:
-    """An observer for each norm that is read by linears alone; the others are listed with the reason."""
+def add_smoothing(model: fx.GraphModule, sites: Sequence[Site], config: SmoothQuantConfig) -> dict[str, str]:
+    """An observer for each norm that is read by linears alone; the others are returned with the reason."""
     if not config.enabled:
-        return
+        return {}
     by_node = {site.node: site for site in sites}
     shared = _shared_parameters(sites)
     refusals: dict[str, str] = {}
@@ -230,7 +229,7 @@ def add_smoothing(model: fx.GraphModule, sites: Sequence[Site], config: SmoothQu
         model.add_submodule(f"smooth_quant_{count}", observer)
         count += 1
     _check_layers(config, [*refusals, *(o.name for o in observers_of(model))])
-    model.meta[KEY] = refusals
+    return refusals
 
 
 def observers_of(model: nn.Module) -> list[SmoothQuantObserver]:

@@ -29,6 +29,7 @@ from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.insert import insert_qdq
 from scalepoint.quantize.qat import freeze_bn_stats
+from scalepoint.quantize.record import has_record, record_of
 from scalepoint.quantize.smooth import affine_of, observers_of
 from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.spec import QParamsCalculatorBase
@@ -45,7 +46,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a quantized model; returns the folder. The folder then holds this model, or, when something fails, what it
     held before."""
     folder = Path(folder)
-    if not isinstance(model, fx.GraphModule) or "config" not in model.meta:
+    if not isinstance(model, fx.GraphModule) or not has_record(model):
         raise UsageError("only a model that insert_qdq made can be saved")
     if folder.exists() and not folder.is_dir():
         raise StoreError(f"{folder} is a file: give a folder")
@@ -161,15 +162,16 @@ class Manifest(BaseModel):
 
 
 def _manifest(model: fx.GraphModule) -> dict[str, Any]:
+    record = record_of(model)
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizing)}
     return {
         "format": FORMAT,
         "versions": {"scalepoint": scalepoint.__version__, "torch": str(torch.__version__)},
-        "target": model.meta["target"].name if model.meta.get("target") else None,
-        "leave": list(model.meta.get("leave", ())),
-        "plan": [list(row) for row in model.meta["plan"]],
-        "config": model.meta["config"].to_dict(),
-        "float": model.meta["float"],
+        "target": None if record.target is None else record.target.name,
+        "leave": list(record.origin.leave),
+        "plan": [list(row) for row in record.plan],
+        "config": record.config.to_dict(),
+        "float": dict(record.fingerprint),
         "calculators": {
             name: QParamsCalculatorBase.key_of(type(module.calculator)) for name, module in quantizers.items()
         },
@@ -184,7 +186,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
             if isinstance(module, QuantStub) and module.skipped_because
         },
         "smoothed": {observer.name: observer.alpha for observer in observers_of(model) if observer.alpha is not None},
-        "is_norm_frozen": bool(model.meta.get("is_norm_frozen")),
+        "is_norm_frozen": record.is_norm_frozen,
     }
 
 

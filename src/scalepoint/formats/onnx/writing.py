@@ -18,6 +18,7 @@ from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.export import export as export_program
 from scalepoint.graph.export import quiet
 from scalepoint.numerics import dtype_name
+from scalepoint.quantize.record import has_record, record_of
 from scalepoint.targets import Target, find_target
 from scalepoint.targets.target import float_dtype_of
 
@@ -44,8 +45,8 @@ def export(
     run the types of the file; inputs and outputs stay float32.
     """
     path = Path(path)
-    chosen = find_target(target) if target is not None else model.meta.get("target")
-    own = model.meta.get("target")
+    own = record_of(model).target if has_record(model) else None
+    chosen = find_target(target) if target is not None else own
     if chosen is not None and own is not None and chosen.name != own.name:
         raise ExportError(
             f"the quantizers of this model were placed for {own.name!r}: transform and insert for {chosen.name!r} anew"

@@ -1,0 +1,100 @@
+"""The record of a quantized model: how it was made, and under which names its layers are known.
+
+One frozen value on the graph; who needs to know looks here, and nothing is guessed back from names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+
+from scalepoint.errors import UsageError
+from scalepoint.graph.origin import Origin
+from scalepoint.quantize.config import QuantConfig
+from scalepoint.quantize.coverage import Coverage, Operation
+from scalepoint.quantize.placement import State
+from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
+from scalepoint.targets import Target
+
+_KEY = "scalepoint.record"
+
+
+@dataclass(frozen=True)
+class LayerSite:
+    """A node of the graph under the name that coverage, overrides and reports use; `row` is its place in the coverage,
+    None for what has no weights and multiplies nothing."""
+
+    node: str
+    name: str
+    row: int | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What insert_qdq knew."""
+
+    origin: Origin
+    target: Target | None
+    config: QuantConfig
+    plan: tuple[tuple[str, str], ...]  # the applied matches: name, pattern
+    sites: tuple[LayerSite, ...]  # in graph order
+    coverage: Coverage
+    fingerprint: Mapping[str, str]  # of the float model
+    unsmoothed: Mapping[str, str]  # norm -> why its activations are not smoothed
+    is_norm_frozen: bool = False
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Node -> layer."""
+        return {site.node: site.name for site in self.sites}
+
+
+def has_record(model: nn.Module) -> bool:
+    """Whether insert_qdq made the model."""
+    return isinstance(getattr(model, "meta", {}).get(_KEY), Record)
+
+
+def record_of(model: nn.Module) -> Record:
+    """The record of a model that insert_qdq made."""
+    if not has_record(model):
+        raise UsageError("this model has no record of its quantizers: it was not made by insert_qdq")
+    found: Record = model.meta[_KEY]  # type: ignore[index, assignment]  # has_record has looked
+    return found
+
+
+def keep_record(model: fx.GraphModule, record: Record) -> None:
+    model.meta[_KEY] = record
+
+
+def amend_record(model: nn.Module, **changes: Any) -> None:
+    """Another record with some fields changed, where there is one."""
+    if isinstance(model, fx.GraphModule) and has_record(model):
+        keep_record(model, replace(record_of(model), **changes))
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """The coverage of a model that insert_qdq made; a quantizer that gave up since is listed as float."""
+    found = record_of(model).coverage
+    gave_up: dict[str, list[tuple[str, str]]] = {}
+    for module in model.modules():
+        why = _why_off(module) if isinstance(module, Quantizing) else ""
+        if why:
+            for name in module.consumers:  # type: ignore[union-attr]  # it is Quantizing
+                gave_up.setdefault(name, []).append(("w" if isinstance(module, WeightFakeQuantize) else "x", why))
+    return Coverage(tuple(_given_up(row, gave_up.get(row.name, [])) for row in found.operations))
+
+
+def _why_off(module: Quantizing) -> str:
+    skipped = module.skipped_because if isinstance(module, QuantStub) else ""
+    return module.quantizer.reason if module.quantizer.is_disabled() else skipped
+
+
+def _given_up(row: Operation, faults: Sequence[tuple[str, str]]) -> Operation:
+    """What a quantizer that is off was to do, the operation does not."""
+    if not faults:
+        return row
+    off = {kind for kind, _ in faults}
+    how = ", ".join(part for part in row.how.split(", ") if part.split(" ")[0] not in off)
+    state = State.QUANTIZED if how else State.REFUSED
+    return replace(row, state=state, how=how, reason="; ".join(dict.fromkeys(why for _, why in faults)))
