@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import fashion
 import scalepoint
 from scalepoint.quantize import CalibrationMethod, QuantConfig, TensorQuantConfig, prepare_qat, quantize
-from scalepoint.verification.runner import RuntimeModel
+from scalepoint.verification import RuntimeModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "demo"))
 import lite0

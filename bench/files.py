@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from scalepoint.graph.capture import as_inputs
-from scalepoint.runtimes.process import Answer, Status, ask, exchange
-from scalepoint.verification.verification import feeds_of, outputs_of, precision
+from scalepoint.runtimes import find_runtime
+from scalepoint.runtimes.process import Answer, Status, ask, exchange, precision
+from scalepoint.verification.simulation import feeds_of
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,19 @@ def answered(answer: Answer, runtime: str) -> Mapping[str, Any]:
 def ran(path: Path, feeds: Mapping[str, np.ndarray], runtime: str) -> tuple[Tensor, str]:
     """The output of a file, and how many of its operations with weights ran in int8."""
     with exchange(feeds) as files:
-        answer = ask({"task": "run", "runtime": runtime, "path": str(path), "threads": 1, **files})
+        request = {"task": "run", "path": str(path), "options": {"threads": 1}, "executed": True, **files.files}
+        answer = ask(find_runtime(runtime), request)
         executed = answered(answer, runtime)["executed"]
-        output = next(iter(outputs_of(answer, files).values()))
+        output = next(iter(files.outputs(answer).values()))
     return torch.from_numpy(output), share(*precision(executed))
 
 
 def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str) -> list[float]:
     """How many times faster than the first file each one is: medians of interleaved runs in one process."""
     with exchange(feeds) as files:
-        request = {"task": "benchmark", "runtime": runtime, "paths": [str(path) for path in paths], "threads": 1}
-        answer = ask({**request, **files, "repeats": 60, "seconds": 60}, seconds=1200)
-    medians = answered(answer, runtime)["medians"]
+        request = {"task": "benchmark", "paths": [str(path) for path in paths], "options": {"threads": 1}}
+        answer = ask(find_runtime(runtime), {**request, **files.files, "repeats": 60, "seconds": 60}, seconds=1200)
+    medians = [each[1] for each in answered(answer, runtime)["quartiles"]]
     return [medians[0] / each for each in medians]
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import scalepoint
 from llama import Sizes, llama
+from scalepoint.formats.onnx import ONNX
 from scalepoint.quantize import QuantConfig, quantize
-from scalepoint.verification.files import size_of
-from scalepoint.verification.runner import RuntimeModel
+from scalepoint.verification import RuntimeModel
 
 OUT = Path(__file__).parent.parent / "out"
 SIZES = Sizes(hidden=1024, mlp=4096, layers=3, heads=16, words=512)
@@ -65,7 +65,7 @@ def ours(model: Any, words: Tensor, folder: Path, runtime: str) -> Iterator[Resu
             "scalepoint",
             f"{dtype}, {'a scale a channel' if block is None else f'blocks of {block}'}",
             found.latency.ratio,
-            found.size / size_of(plain),
+            found.size / ONNX.about(plain).size,
             f"{found.low_precision} of {found.low_precision + len(found.fallbacks)}",
             found.sqnr,
             found.exact[0].sqnr if found.exact else None,
@@ -85,7 +85,7 @@ def theirs(model: Any, words: Tensor, folder: Path) -> Iterator[Result]:
         quantizer = MatMulNBitsQuantizer(onnx.load(plain), block_size=block, is_symmetric=True, accuracy_level=4)
         quantizer.process()
         quantizer.model.save_model_to_file(str(path))
-        feeds = {RuntimeModel(plain, threads=1).names[0]: words.numpy()}
+        feeds = {RuntimeModel(plain, threads=1).served.inputs[0]: words.numpy()}
         speed = scalepoint.benchmark(plain, path, feeds)
         found = RuntimeModel(path, threads=1)(words)
         kinds = [node.op_type for node in onnx.load(path).graph.node]
@@ -95,7 +95,7 @@ def theirs(model: Any, words: Tensor, folder: Path) -> Iterator[Result]:
             "its own MatMulNBitsQuantizer",
             f"int4, blocks of {block}",
             speed.ratio,
-            size_of(path) / size_of(plain),
+            ONNX.about(path).size / ONNX.about(plain).size,
             f"{narrow} of {7 * SIZES.layers + 1}",
             None,
             None,

@@ -13,7 +13,7 @@ from scalepoint.errors import ConfigError, DocumentError, NonFiniteError, Scalep
 from scalepoint.formats.onnx import saving
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
-from scalepoint.verification.runner import RuntimeModel
+from scalepoint.verification import RuntimeModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -6,8 +6,7 @@ import random
 from scalepoint.quantize.coverage import Coverage, Operation
 from scalepoint.quantize.placement import State
 from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Raised, Report, Reproduction
-from scalepoint.runtimes.process import Status
-from scalepoint.verification.verification import Agreement, Benchmark, Departure, Verification
+from scalepoint.verification import Agreement, Benchmark, Departure, Status, Verification
 
 LOW = "w int8 per_channel, x uint8"
 CREATED = "2026-11-16T03:00:00+00:00"

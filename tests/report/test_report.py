@@ -33,8 +33,7 @@ from scalepoint.report import (
 from scalepoint.report.blocks import blocks_of
 from scalepoint.report.markup import data_block, tag
 from scalepoint.report.words import count, decibel, ratio, share_of, short, time_of, value_of, visible
-from scalepoint.runtimes.process import Status
-from scalepoint.verification.verification import Verification
+from scalepoint.verification import Status, Verification
 from tests.report import made
 
 REPORTS = {"ordinary": made.ordinary, "bare": made.bare, "evil": made.evil, "large": lambda: made.large(300)}

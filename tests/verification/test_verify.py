@@ -10,12 +10,11 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from scalepoint.errors import ScalepointWarning, StoreError, UsageError, VerificationError
-from scalepoint.formats import export
+from scalepoint.formats import export, find_format
 from scalepoint.quantize import quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification import Status, benchmark, verify
-from scalepoint.verification.files import made_for
 from tests.formats.onnx.test_export import Net, settled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -89,7 +88,7 @@ def test_saturation_is_named_as_the_cause(tmp_path):
     assert found.warning == ""
     assert found.made_for == {"target": "onnxruntime", "cpu": "avx2"}
     assert "target onnxruntime, cpu avx2" in str(found)
-    assert made_for(tmp_path / "safe.onnx") == found.made_for
+    assert find_format("onnx").about(tmp_path / "safe.onnx").made_for == found.made_for
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")

@@ -13,7 +13,7 @@ from scalepoint.cli import options
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import Listing, one_line, say, show, show_json
-from scalepoint.errors import TargetError
+from scalepoint.errors import TargetError, UsageError
 
 SHOWN = 3  # places of one finding
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
@@ -32,9 +32,9 @@ def check(
         found = public("check")(path, target=target, version=target_version)
     except TargetError as error:  # a name or a version that is none
         raise usage(str(error.args[0])) from error
-    from scalepoint.verification.files import made_for
+    from scalepoint.formats import find_format
 
-    origin = made_for(path)
+    origin = find_format("onnx").about(path).made_for
     counts = Counter(each.severity.value for each in found)
     code = Code.MODEL if counts["error"] else Code.DONE
     if json:
@@ -78,11 +78,14 @@ def bench(
     """The speed of two ONNX files in one process, in turns: the ratio of medians."""
     _there(first)
     _there(second)
-    if runtime not in ("onnxruntime", "openvino"):
-        raise usage(f"runtime {runtime!r}: one of onnxruntime, openvino")
-    from scalepoint.verification.files import size_of
+    from scalepoint.runtimes import find_runtime
+    from scalepoint.verification.files import about_file
 
-    sizes = [size_of(first), size_of(second)]  # what is no model is told before anything runs
+    try:
+        chosen = find_runtime(runtime)
+    except UsageError as error:
+        raise usage(str(error.args[0])) from error
+    sizes = [about_file(path, chosen).size for path in (first, second)]  # what is no model is told before anything runs
     found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:

@@ -53,6 +53,7 @@ def targets(
 
 def _all_targets(json: bool) -> int:
     from scalepoint.quantize.coverage import describe
+    from scalepoint.runtimes import find_runtime
     from scalepoint.targets import find_target, list_targets
 
     rows = []
@@ -63,7 +64,7 @@ def _all_targets(json: bool) -> int:
         except TargetError as error:  # of another package
             broken.append({"name": name, "why": str(error.args[0])})
             continue
-        here = "none known" if found.runtime is None else "ok" if find_spec(found.runtime) else "missing"
+        here = "none known" if found.runtime is None else "ok" if find_runtime(found.runtime).is_here else "missing"
         formats = sorted({str(row) for row in found.accepts}) or ["everything"]
         default = f"w {describe(found.weight)}, x {describe(found.activation)}"
         rows.append({"name": name, "summary": found.summary, "default": default, "accepts": formats, "runtime": here})

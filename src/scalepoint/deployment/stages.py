@@ -35,20 +35,18 @@ from scalepoint.deployment.scoring import judged_as
 from scalepoint.deployment.trials import Step, Trial, next_step
 from scalepoint.errors import ScalepointError
 from scalepoint.files import digest, replace_file
-from scalepoint.formats import export
-from scalepoint.formats.onnx.saving import data_files
+from scalepoint.formats import export, find_format
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize import QuantConfig, calibrate, freeze, insert_qdq, load, save
 from scalepoint.report import Raised
+from scalepoint.runtimes import find_runtime
 from scalepoint.targets import Target
 from scalepoint.transformation import transform
-from scalepoint.verification import Status, Verification, verify
-from scalepoint.verification.files import size_of
-from scalepoint.verification.runner import RuntimeModel
+from scalepoint.verification import RuntimeModel, Status, Verification, verify
 
 Evaluate = Callable[[Any], float]
 VERSIONS = {"scalepoint": scalepoint.__version__, "torch": str(torch.__version__)}
-FILE, FLOAT_FILE, MODEL = "model.onnx", "float.onnx", "quantized"
+FILE, FLOAT_FILE, MODEL = "model", "float", "quantized"
 FLOAT_SCORE = "the float model evaluated"
 SMOKE_BATCHES = 2
 
@@ -76,6 +74,7 @@ class Road:
     def __post_init__(self) -> None:
         quiet = not (self.progress if self.progress is not None else Console(stderr=True).is_terminal)
         self.console = Console(stderr=True, quiet=quiet)
+        self.format = find_format(self.target.format)
         self.model_mark = mark_of_model(self.model)
         self.data_mark: str | None = None
         if self.smoke:
@@ -105,8 +104,7 @@ class Road:
         found = self._verified(path, float_path, model)
         score, in_runtime = None, False
         if self.evaluate is not None:
-            is_there = found is not None and found.status == Status.OK
-            in_runtime = is_there and self.target.runtime == "onnxruntime"
+            in_runtime = found is not None and found.status == Status.OK
             score = self.score(
                 f"{folder.name} evaluated", {"the file": digest(path)}, self._runner(path, model, in_runtime)
             )
@@ -152,7 +150,7 @@ class Road:
 
     def _exported(self, folder: Path, model: fx.GraphModule) -> tuple[Path, Path]:
         """The file, and once for all trials the float one."""
-        path, float_path = folder / FILE, self.journal.folder / FLOAT_FILE
+        path, float_path = self._file(folder, FILE), self._file(self.journal.folder, FLOAT_FILE)
         args, kwargs = self.inputs
         versions: dict[str, str | None] = {name: package_version(name) for name in ("onnx", "onnxscript")}
         versions["float_dtype"] = self.float_dtype or "float32"  # None would mean: not known, so do it again
@@ -171,9 +169,9 @@ class Road:
         with self.clock("exporting"):
             plain = None if has_float else float_path
             export(model, path, args, kwargs=kwargs, float_path=plain, float_dtype=self.float_dtype)
-        self.journal.keep(f"{folder.name} exported", own, {}, _with_data(path))
+        self.journal.keep(f"{folder.name} exported", own, {}, self.format.files(path))
         if not has_float:
-            self.journal.keep("the float model exported", base, {}, _with_data(float_path))
+            self.journal.keep("the float model exported", base, {}, self.format.files(float_path))
         return path, float_path
 
     def _verified(self, path: Path, float_path: Path, model: fx.GraphModule) -> Verification | None:
@@ -189,7 +187,7 @@ class Road:
             "threads": str(self.threads),
             "smoke": str(self.smoke),
             "scalepoint": VERSIONS["scalepoint"],
-            runtime: package_version(runtime),
+            runtime: package_version(find_runtime(runtime).package),
         }
         saved = self._saved(stage, marks)
         if saved is not None:
@@ -201,7 +199,7 @@ class Road:
             compared = None if self.smoke else float_path
             found = verify(path, model, args, kwargs=kwargs, runtime=runtime, float_path=compared, threads=self.threads)
         if self.smoke:
-            found = replace(found, float_size=size_of(float_path))
+            found = replace(found, float_size=self.format.about(float_path).size)
         if found.status == Status.OK:  # what went wrong is tried again
             self.journal.keep(stage, marks, vars(found))
         return found
@@ -226,10 +224,14 @@ class Road:
         return self.score(FLOAT_SCORE, {"the model": self.model_mark, **VERSIONS}, lambda: self.model)
 
     def _runner(self, path: Path, model: fx.GraphModule, in_runtime: bool) -> Callable[[], Any]:
-        """What is judged: the file in ONNX Runtime where it runs there, else the simulation."""
-        if not in_runtime:
+        """What is judged: the file in its runtime where it runs there, else the simulation."""
+        runtime = self.target.runtime
+        if not in_runtime or runtime is None:
             return lambda: model
-        return lambda: RuntimeModel(path, self.model, self.inputs, threads=self.threads)
+        return lambda: RuntimeModel(path, self.model, self.inputs, runtime=runtime, threads=self.threads)
+
+    def _file(self, folder: Path, name: str) -> Path:
+        return folder / f"{name}{self.format.suffix}"
 
     def next_step(self, trials: list[Trial], drop: float, max_drop: float) -> Step | None:
         """What to try after these trials."""
@@ -254,16 +256,16 @@ class Road:
 
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""
-        sources = (*_with_data(best.float_path), *_with_data(best.path))
-        old = data_files(output / FILE) | data_files(output / FLOAT_FILE)
+        sources = (*self.format.files(best.float_path), *self.format.files(best.path))
+        path, float_path = self._file(output, FILE), self._file(output, FLOAT_FILE)
+        old = {each.name for each in (*self.format.files(path), *self.format.files(float_path))}
         for source in sources:
             replace_file(output / source.name, partial(_copy, source))
         for name in old - {source.name for source in sources}:
             (output / name).unlink(missing_ok=True)
         save(best.model, output / MODEL)
-        path = output / FILE
         found = best.verification and replace(best.verification, path=str(path))
-        return replace(best, path=path, float_path=output / FLOAT_FILE, verification=found)
+        return replace(best, path=path, float_path=float_path, verification=found)
 
     def example(self) -> list[Any]:
         """The example as one batch of data."""
@@ -274,11 +276,6 @@ class Road:
 def _step_of(saved: Mapping[str, Any]) -> Step:
     raised = TypeAdapter(tuple[Raised, ...]).validate_python(saved["raised"])
     return Step(QuantConfig.from_dict(saved["config"]), raised, saved["start"])
-
-
-def _with_data(path: Path) -> list[Path]:
-    """A file with the weights beside it, which come first; a large model has them."""
-    return [*(path.parent / name for name in sorted(data_files(path))), path]
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from scalepoint.errors import DocumentError, StoreError, shown
 from scalepoint.plain import plain
 from scalepoint.quantize.coverage import Coverage
 from scalepoint.report import terminal
-from scalepoint.verification.verification import Verification
+from scalepoint.verification import Verification
 
 SCHEMA = 1
 LARGEST = 256_000_000

@@ -115,12 +115,17 @@ class Target:
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
-    runtime: Literal["onnxruntime", "openvino"] | None = None  # where `verify` can run its files
+    format: str = "onnx"  # of its files: a key of scalepoint.formats
+    runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
             raise SpecError(f"a target has a name, not {shown(self.name)}")
+        if not (isinstance(self.format, str) and self.format):
+            raise SpecError(f"target {self.name!r}: format= is the key of a file format, not {shown(self.format)}")
+        if not (self.runtime is None or (isinstance(self.runtime, str) and self.runtime)):
+            raise SpecError(f"target {self.name!r}: runtime= is the key of a runtime, not {shown(self.runtime)}")
         for spec, role in ((self.activation, "activation"), (self.weight, "weight")):
             self.check(spec, role, "", self.name)
 

@@ -1,8 +1,12 @@
 """Verification in the real runtime: agreement with the simulation, what really runs in low precision, speed."""
 
-from scalepoint.runtimes.process import Status
+from scalepoint.runtimes import Status
+from scalepoint.verification.agreement import Agreement
 from scalepoint.verification.layers import LayerAgreement, LayerVerification, verify_layers
-from scalepoint.verification.verification import Agreement, Benchmark, Departure, Verification, benchmark, verify
+from scalepoint.verification.result import Benchmark, Departure, Verification
+from scalepoint.verification.runner import RuntimeModel
+from scalepoint.verification.running import verify
+from scalepoint.verification.timing import benchmark
 
 __all__ = [
     "Agreement",
@@ -10,6 +14,7 @@ __all__ = [
     "Departure",
     "LayerAgreement",
     "LayerVerification",
+    "RuntimeModel",
     "Status",
     "Verification",
     "benchmark",

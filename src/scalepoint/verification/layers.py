@@ -19,8 +19,9 @@ from torch import Tensor, fx
 from scalepoint.errors import VerificationError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.runtimes.process import Status, ask, exchange
-from scalepoint.verification.verification import feeds_of, outputs_of, precision, simulate
+from scalepoint.runtimes import Status, find_runtime
+from scalepoint.runtimes.process import ask, exchange, precision
+from scalepoint.verification.simulation import feeds_of, simulate
 
 WEIGHTED = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 FOLDED = frozenset(("Relu", "Clip"))
@@ -120,11 +121,11 @@ def _run(
     path: str, feeds: Mapping[str, np.ndarray], threads: int, seconds: float, *, expose: bool = False
 ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     with exchange(feeds) as files:
-        request = {"task": "run", "runtime": "onnxruntime", "path": path, "threads": threads, "expose": expose}
-        answer = ask({**request, **files}, seconds=seconds)
+        request = {"task": "run", "path": path, "options": {"threads": threads, "expose": expose}, "executed": True}
+        answer = ask(find_runtime("onnxruntime"), {**request, **files.files}, seconds=seconds)
         if answer.status != Status.OK:
             raise VerificationError(f"{path} in onnxruntime: {answer.status.value}: {answer.message}")
-        return outputs_of(answer, files), list((answer.data or {})["executed"])
+        return files.outputs(answer), list((answer.data or {})["executed"])
 
 
 @contextmanager

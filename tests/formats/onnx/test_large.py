@@ -11,9 +11,9 @@ from torch import nn
 
 from scalepoint import check, export, verify
 from scalepoint.formats.onnx import saving
+from scalepoint.formats.onnx.about import about
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.verification import benchmark
-from scalepoint.verification.files import size_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -54,7 +54,9 @@ class TestTwoFiles:
         assert found.holds
         assert found.low_precision == 1
         data = next(tmp_path.glob("m.*.data"))
-        assert found.size == size_of(tmp_path / "m.onnx") == data.stat().st_size + (tmp_path / "m.onnx").stat().st_size
+        assert (
+            found.size == about(tmp_path / "m.onnx").size == data.stat().st_size + (tmp_path / "m.onnx").stat().st_size
+        )
         assert found.size > 500 * 256 * 4
         assert found.float_size - found.size > 64 * 256 * 2
         assert benchmark(tmp_path / "float.onnx", tmp_path / "m.onnx", repeats=5, seconds=1).ratio > 0
@@ -125,7 +127,7 @@ def test_a_model_of_more_than_two_gigabytes(tmp_path):
     quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
     path = export(quantized, tmp_path / "large.onnx", x)
     assert path.stat().st_size < 1_000_000
-    assert size_of(path) > 2**31
+    assert about(path).size > 2**31
     found = verify(path, quantized, x)
     assert found.holds
     assert found.low_precision == 1

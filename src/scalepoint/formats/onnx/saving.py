@@ -28,6 +28,11 @@ def save_graph(graph: Any, path: Path) -> None:
         (path.parent / name).unlink(missing_ok=True)
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file, after the data files that were written with it."""
+    return [*(path.parent / name for name in sorted(data_files(path))), path]
+
+
 def data_files(path: Path) -> set[str]:
     """The data files of our making that a model refers to."""
     import onnx  # noqa: PLC0415  # only an export needs it

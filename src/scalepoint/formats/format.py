@@ -1,0 +1,87 @@
+"""A file format as a declaration: how it is written, which files it is, what it says of itself.
+
+    FileFormat("mine", ".mine", write=write, files=files, about=about)
+
+`write(model, path, writing)` puts a quantized model there, whole or not at all, and the float model of the same capture
+at writing.float_path where that is given; `files(path)` names all that it wrote, the file itself last; `about(path)`
+reads it back without running anything.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from scalepoint.errors import UsageError, shown
+from scalepoint.targets import Target
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a model is written."""
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    target: Target | None = None
+    float_path: Path | None = None
+    float_dtype: torch.dtype = torch.float32  # of what is not quantized
+    dynamic: bool = True  # whether the batch is free
+
+
+@dataclass(frozen=True)
+class FileInput:
+    """An input as a file declares it; None is an axis that is free."""
+
+    name: str
+    dtype: str  # as numpy names it
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a file says of itself."""
+
+    size: int  # bytes, with the data beside it
+    inputs: tuple[FileInput, ...]
+    made_for: Mapping[str, str] = field(default_factory=dict)  # target and its options
+    quantizers: Mapping[str, str] = field(default_factory=dict)  # of activations: name -> the tensor of its codes
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """One file format."""
+
+    name: str
+    suffix: str
+    write: Callable[[fx.GraphModule, Path, Writing], None]
+    files: Callable[[Path], Sequence[Path]]
+    about: Callable[[Path], About]
+    summary: str = ""
+    plain: Callable[[nn.Module, Path, Writing], None] | None = None  # the float model by the exporter that people use
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name):
+            raise UsageError(f"a format has a name, not {shown(self.name)}")
+        if not (isinstance(self.suffix, str) and self.suffix.startswith(".") and len(self.suffix) > 1):
+            raise UsageError(f"format {self.name!r}: suffix= begins with a dot, such as '.onnx', not {self.suffix!r}")
+        calls = {"write": ("model", "path", "writing"), "files": ("path",), "about": ("path",)}
+        if self.plain is not None:
+            calls["plain"] = ("model", "path", "writing")
+        for called, given in calls.items():
+            _check_call(f"format {self.name!r}: {called}=", getattr(self, called), given)
+
+
+def _check_call(where: str, function: Any, given: Sequence[str]) -> None:
+    """It must take so many arguments: told now, not in the middle of an export."""
+    takes = f"a function of ({', '.join(given)})"
+    if not callable(function):
+        raise UsageError(f"{where} is {takes}, not {shown(function)}")
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise UsageError(f"{where} is {takes}: {getattr(function, '__name__', function)}: {error}") from error
+    except ValueError:  # a builtin without a signature
+        return

@@ -1,0 +1,120 @@
+"""The other side of the process boundary, the same for all runtimes: python -I loop.py CHILD.py
+
+A runtime can crash, hang or eat all memory; here it takes only itself down. CHILD.py is the program of one runtime,
+with a class File(path, options) that has `inputs` (names), `run(feeds) -> [(name, array), ..]` and
+`executed() -> [{"name", "op", "low", "why"}, ..]`. Nothing of scalepoint or torch is imported.
+
+A request is a line of JSON on stdin, its answer a line of JSON on stdout; tensors travel in .npz files, or, where a
+file is called again and again, as .npz frames in the same pipes.
+"""
+
+import io
+import json
+import os
+import resource
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import numpy as np
+
+OUT_OF_MEMORY = 70  # how this program ends then
+LEAST_RUNS = 5
+Arrays = dict[str, np.ndarray]
+
+
+def main() -> None:
+    pipe = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a runtime prints is no answer
+    request = json.loads(sys.stdin.buffer.readline())
+    if request.get("memory"):
+        resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
+    try:
+        TASKS[request["task"]](runpy.run_path(sys.argv[1])["File"], request, pipe)
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)
+    except Exception as error:
+        if "bad_alloc" in str(error) or "allocate memory" in str(error):
+            sys.exit(OUT_OF_MEMORY)
+        raise
+
+
+def run(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """Outputs of a file, and the graph that really runs when asked for."""
+    file = kind(request["path"], request["options"])
+    outputs = file.run(_by_name(file.inputs, _given(request["inputs"])))
+    with open(request["outputs"], "wb") as target:
+        target.write(_packed(outputs))
+    executed = file.executed() if request.get("executed") else []
+    _answer(pipe, {"names": [name for name, _ in outputs], "executed": executed})
+
+
+def benchmark(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """Seconds a run of several files, interleaved: noise hits all alike. One thread: of the CPU, which others share."""
+    clock = time.process_time if request["options"].get("threads") == 1 else time.perf_counter
+    feeds = _given(request["inputs"])
+    files = [kind(path, request["options"]) for path in request["paths"]]
+    given = [_by_name(file.inputs, feeds) for file in files]
+    taken: list[list[float]] = [[] for _ in files]
+    for file, feed in zip(files, given, strict=True):
+        file.run(feed)
+        file.run(feed)
+    deadline = time.monotonic() + request["seconds"]
+    while len(taken[0]) < request["repeats"] and (len(taken[0]) < LEAST_RUNS or time.monotonic() < deadline):
+        for file, feed, times in zip(files, given, taken, strict=True):
+            start = clock()
+            file.run(feed)
+            times.append(clock() - start)
+    quarters = [statistics.quantiles(times, n=4) for times in taken]
+    _answer(pipe, {"quartiles": quarters, "repeats": len(taken[0])})
+
+
+def serve(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """One file, called until nobody asks any more."""
+    file = kind(request["path"], request["options"])
+    _answer(pipe, {"inputs": list(file.inputs)})
+    while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
+        frame = io.BytesIO(sys.stdin.buffer.read(size))
+        answer = _packed(file.run(_by_name(file.inputs, _given(frame))))
+        pipe.write(len(answer).to_bytes(8, "little") + answer)
+        pipe.flush()
+
+
+def _given(source: str | BinaryIO) -> Arrays:
+    with np.load(source, allow_pickle=False) as file:
+        return {name.removeprefix("input."): file[name] for name in file.files}
+
+
+def _by_name(names: list[str], feeds: Arrays) -> Arrays:
+    """The arrays by the names of the file's inputs: by name where they agree, else by place."""
+    values = list(feeds.values())
+    if len(names) > len(values):
+        raise SystemExit(f"the file takes {', '.join(names)}, {len(values)} inputs were given")
+    return {name: feeds.get(name, values[index]) for index, name in enumerate(names)}
+
+
+def _packed(outputs: list[tuple[str, np.ndarray]]) -> bytes:
+    """Numbered, since names may be any."""
+    buffer = io.BytesIO()
+    numbered: dict[str, Any] = {str(index): value for index, (_, value) in enumerate(outputs)}
+    np.savez(buffer, **numbered)
+    return buffer.getvalue()
+
+
+def _answer(pipe: BinaryIO, answer: dict[str, Any]) -> None:
+    pipe.write(json.dumps(answer).encode() + b"\n")
+    pipe.flush()
+
+
+TASKS: dict[str, Callable[[Callable[..., Any], dict[str, Any], BinaryIO], None]] = {
+    "run": run,
+    "benchmark": benchmark,
+    "serve": serve,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""ONNX Runtime on CPUs: the child tells what its optimized graph multiplies in integers."""
+
+from pathlib import Path
+
+from scalepoint.runtimes.runtime import Executed, Runtime, Variant
+
+
+def rounds_activations(executed: Executed) -> bool:
+    """MatMulNBits rounds activations to int8 at its default accuracy level 4; level 1 leaves them float."""
+    return any(each["op"] == "MatMulNBits" for each in executed)
+
+
+ONNXRUNTIME = Runtime(
+    name="onnxruntime",
+    package="onnxruntime",
+    child=Path(__file__).with_name("child.py"),
+    formats=("onnx",),
+    summary="ONNX Runtime on CPUs",
+    variants=(
+        Variant("unoptimized", {"optimize": False}),
+        Variant("exact", {"session": {"session.qdq_matmulnbits_accuracy_level": "1"}}, rounds_activations),
+    ),
+    shows_codes=True,
+)

@@ -1,0 +1,53 @@
+"""A file in OpenVINO, on the CPU; started by `scalepoint.runtimes`, of which nothing is imported."""
+
+from typing import Any
+
+import numpy as np
+import openvino
+
+MULTIPLY = ("Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul")
+MOVES = ("Transpose", "Reorder", "Reshape", "Convert")  # between a weight and its product
+INT8 = ("_i8", "_u8")
+
+
+class File:
+    """options: threads (0: OpenVINO chooses)."""
+
+    def __init__(self, path: str, options: dict[str, Any]) -> None:
+        settings = {"INFERENCE_NUM_THREADS": options["threads"]} if options.get("threads") else {}
+        self.compiled = openvino.Core().compile_model(path, "CPU", settings)
+        self.inputs = [each.get_any_name() for each in self.compiled.inputs]
+        self.outputs = [_name(each, place) for place, each in enumerate(self.compiled.outputs)]
+
+    def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
+        result = self.compiled(feeds)
+        return [(name, result[place]) for place, name in enumerate(self.outputs)]
+
+    def executed(self) -> list[dict[str, Any]]:
+        return [_node(op) for op in self.compiled.get_runtime_model().get_ops()]
+
+
+def _name(output: Any, place: int) -> str:
+    """An output may have lost its name to an optimisation."""
+    names = sorted(output.get_names())
+    return names[0] if names else f"output_{place}"
+
+
+def _node(op: Any) -> dict[str, Any]:
+    """What a node of the compiled graph runs: its primitive says; or a float product reads its weight as integers."""
+    info = op.get_rt_info()
+    kind, primitive = str(info["layerType"].value), str(info["primitiveType"].value)
+    low = None
+    if kind in MULTIPLY:
+        weight = op.input_value(1) if len(op.inputs()) > 1 else None
+        type_name = "" if weight is None else weight.get_element_type().get_type_name()
+        is_narrow = type_name.startswith(("i", "u"))
+        while weight is not None and _kind(weight) in MOVES:
+            weight = weight.get_node().input_value(0)
+        if kind != "MatMul" or (weight is not None and _kind(weight) == "Const"):
+            low = is_narrow or primitive.lower().endswith(INT8)
+    return {"name": op.get_friendly_name(), "op": f"{kind} {primitive}", "low": low, "why": ""}
+
+
+def _kind(value: Any) -> str:
+    return str(value.get_node().get_rt_info()["layerType"].value)

@@ -1,0 +1,55 @@
+"""How near the outputs of a file are to the simulation's.
+
+    SQNR = 10 log10( sum x^2 / sum (x - y)^2 ) dB      x of the simulation, y of the file
+
+What is not a number never agrees, in neither of the two; an infinity agrees with itself (masks have them).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, log10
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near one output is to the simulation's."""
+
+    output: str
+    sqnr: float
+    max_difference: float
+    top1: float | None
+
+    def __str__(self) -> str:
+        same = "" if self.top1 is None else f", top-1 the same in {self.top1:.1%}"
+        return f"{self.output}: {self.sqnr:.1f} dB, at most {self.max_difference:.3g} apart{same}"
+
+
+def worst(agreements: Sequence[Agreement]) -> float:
+    return min((each.sqnr for each in agreements), default=-inf)
+
+
+def agreements(expected: Sequence[Tensor], found: Mapping[str, np.ndarray]) -> tuple[Agreement, ...]:
+    """One for every output, in order; an output that the file has not does not agree."""
+    names = [*found, *(f"output_{place}" for place in range(len(found), len(expected)))]
+    pairs = zip(names, expected, strict=False)  # a file may show more than its outputs
+    return tuple(_agreement(name, value.detach().cpu().numpy(), found.get(name)) for name, value in pairs)
+
+
+def _agreement(name: str, expected: np.ndarray, found: np.ndarray | None) -> Agreement:
+    if found is None or expected.shape != found.shape:
+        return Agreement(name, -inf, inf, None)
+    wide, other = expected.astype(np.float64), found.astype(np.float64)
+    same = wide == other
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(wide - other))
+    classes = wide.ndim >= 2 and wide.shape[-1] > 1
+    top1 = float((wide.argmax(-1) == other.argmax(-1)).mean()) if classes else None
+    if not np.isfinite(apart).all():
+        return Agreement(name, -inf, inf, top1)
+    noise = float(np.square(apart).sum())
+    signal = float(np.square(wide, where=np.isfinite(wide), out=np.zeros_like(wide)).sum())
+    sqnr = inf if noise == 0 else 10 * log10(signal / noise) if signal else -inf
+    return Agreement(name, sqnr, float(apart.max(initial=0.0)), top1)

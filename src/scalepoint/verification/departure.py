@@ -1,0 +1,72 @@
+"""The first layer whose codes are others in the runtime than in the simulation, and the known cause."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from scalepoint.targets.cpu import instruction_set
+from scalepoint.verification.agreement import Agreement, worst
+from scalepoint.verification.result import Departure
+
+LEAST_EQUAL = 0.9
+MOST_FAR, FAR = 0.02, 2  # the share of codes that may be more than so many steps away
+CLEARLY_BETTER_DB = 6.0
+SATURATION = (
+    "u8 x s8 products saturate: this CPU adds them in pairs of 16 bits",
+    "Export for cpu='avx2' (the pair-safe scale)",
+)
+
+
+def departure(
+    codes: Mapping[str, list[Tensor]],
+    quantizers: Mapping[str, str],
+    found: Mapping[str, np.ndarray],
+    on: Sequence[Agreement],
+    off: Sequence[Agreement],
+) -> Departure | None:
+    """The first stub whose codes differ in more than a tenth of the values, and by more than two steps in many."""
+    for name, values in codes.items():
+        for value, array in matched(name, values, quantizers, found):
+            apart = np.abs(array.astype(np.int32) - value)
+            equal = float((apart == 0).mean()) if apart.size else 1.0
+            if equal < LEAST_EQUAL and float((apart > FAR).mean()) > MOST_FAR:
+                return Departure(name, equal, int(apart.max()), *_cause(on, off))
+    return None
+
+
+def matched(
+    name: str, values: Sequence[Tensor], quantizers: Mapping[str, str], found: Mapping[str, np.ndarray]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The calls of a stub with their tensors in the file, in order, by shape.
+
+    Where the exporter folded a padding away, the file quantizes before it and the simulation after it too: the
+    simulation has a call more, or one of another shape, which has no counterpart.
+    """
+    calls = [value.cpu().numpy() for value in values]
+    pairs = []
+    for place in range(len(calls)):
+        tensor = quantizers.get(f"{name}/QuantizeLinear" + (f"_{place}" if place else ""))
+        array = None if tensor is None else found.get(tensor)
+        index = next((at for at, call in enumerate(calls) if array is not None and call.shape == array.shape), None)
+        if array is not None and index is not None:
+            pairs.append((calls[index], array))
+            del calls[: index + 1]
+    return pairs
+
+
+def _cause(on: Sequence[Agreement], off: Sequence[Agreement]) -> tuple[str, str]:
+    is_better = worst(off) > worst(on) + CLEARLY_BETTER_DB
+    if is_better and instruction_set() == "avx2":
+        return SATURATION
+    if is_better:
+        return "an optimisation of the runtime changes the result", "report it with the file"
+    return "rounding differences that grow from layer to layer", "none needed if accuracy holds"
+
+
+def foreseen(origin: Mapping[str, str], path: Path, has_quantizers: bool) -> str:
+    """What will go wrong on this CPU, by what the file was made for; weights alone never saturate."""
+    if origin.get("cpu") == "vnni" and instruction_set() != "vnni" and has_quantizers:
+        return f"{path.name} was made for a CPU with VNNI, this one has none: {SATURATION[0]}. {SATURATION[1]}"
+    return ""

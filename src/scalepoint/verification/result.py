@@ -1,0 +1,139 @@
+"""What verification finds, as data."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from scalepoint.errors import VerificationError
+from scalepoint.runtimes import Status
+from scalepoint.verification.agreement import Agreement, worst
+
+BOUND_DB = 20.0
+SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
+SURE_DB = 40.0
+ROUNDED = (
+    "MatMulNBits rounds activations to int8 at its default accuracy level 4; "
+    "session.qdq_matmulnbits_accuracy_level=1 leaves them float, and is slower"
+)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first tensor whose codes are others than the simulation's."""
+
+    where: str
+    equal: float
+    largest: int
+    cause: str
+    way_out: str
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Files in one process, in turns."""
+
+    ratio: float  # float time / quantized time: above 1 is faster
+    seconds: tuple[float, float]  # medians
+    threads: int
+    repeats: int
+    runtime: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ratio:.2f}x of the float file's speed ({self.runtime}, {self.threads} threads, medians of "
+            f"{self.repeats} interleaved runs)"
+        )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the runtime says of a file."""
+
+    path: str
+    runtime: str
+    status: Status
+    message: str = ""
+    optimized: tuple[Agreement, ...] = ()
+    unoptimized: tuple[Agreement, ...] = ()
+    executed: Mapping[str, int] = field(default_factory=dict)
+    low_precision: int = 0
+    fallbacks: tuple[str, ...] = ()
+    departure: Departure | None = None
+    size: int = 0
+    float_size: int | None = None
+    latency: Benchmark | None = None
+    bound: float = BOUND_DB
+    exact: tuple[Agreement, ...] = ()  # weight-only: with activations that the runtime does not round
+    made_for: Mapping[str, str] = field(default_factory=dict)  # target and its options, as the file says
+    warning: str = ""
+
+    @property
+    def sqnr(self) -> float:
+        """The worst output, with the runtime's optimisations on."""
+        return worst(self.optimized)
+
+    @property
+    def holds(self) -> bool:
+        """Near the simulation, and not much nearer without the runtime's optimisations."""
+        best = worst(self.exact or self.optimized)
+        is_changed = worst(self.unoptimized) > best + SUSPICIOUS_DB and best < SURE_DB
+        return self.status == Status.OK and self.sqnr >= self.bound and not is_changed
+
+    def check(self) -> None:
+        """Raise VerificationError when the file does not run as the simulation says."""
+        if self.holds:
+            return
+        if self.status != Status.OK:
+            raise VerificationError(f"{self.path} in {self.runtime}: {self.status.value}: {self.message}")
+        cause = (
+            ""
+            if self.departure is None
+            else (f"; first at {self.departure.where}: {self.departure.cause}. {self.departure.way_out}")
+        )
+        raise VerificationError(
+            f"{self.path} in {self.runtime} agrees with the simulation to {self.sqnr:.1f} dB; {self.bound:.0f} are "
+            f"asked for, and about as many with its optimisations on as off{cause}"
+        )
+
+    def table(self) -> Table:
+        table = Table(title=f"{Path(self.path).name} in {self.runtime}: {self.status.value}", show_header=False)
+        table.add_column(overflow="fold")
+        table.add_column(overflow="fold")
+        for name, value in self.rows():
+            table.add_row(name, value)
+        return table
+
+    def rows(self) -> list[tuple[str, str]]:
+        rows = [("message", self.message)] if self.message else []
+        rows += [("warning", self.warning)] if self.warning else []
+        rows += (
+            [("made for", ", ".join(f"{key} {each}" for key, each in self.made_for.items()))] if self.made_for else []
+        )
+        rows += [("agreement", str(each)) for each in self.optimized]
+        rows += [("accuracy level 1", str(each)) for each in self.exact]
+        rows += [("accuracy level 4", ROUNDED)] if self.exact else []
+        rows += [("optimisations off", str(each)) for each in self.unoptimized]
+        if self.executed:
+            rows.append(("in low precision", f"{self.low_precision} weighted operations"))
+            rows.append(("left in float", ", ".join(self.fallbacks) or "none"))
+        if self.departure:
+            rows.append(("first departs", f"{self.departure.where}: {self.departure.cause}"))
+            rows.append(("way out", self.departure.way_out))
+        if self.float_size:
+            rows.append(("size", f"{self.size / 1e6:.2f} MB, {self.size / self.float_size:.2f} of the float file"))
+        if self.latency:
+            rows.append(("speed", str(self.latency)))
+        return rows
+
+    def __str__(self) -> str:
+        console = Console()
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"status": self.status.value, "sqnr": self.sqnr, "holds": self.holds}

@@ -1,0 +1,125 @@
+"""verify: the exported file in its real runtime, against the simulation: what agrees, what really runs in int8."""
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from scalepoint.errors import ScalepointWarning, StoreError
+from scalepoint.formats import About
+from scalepoint.graph.capture import as_inputs
+from scalepoint.quantize.record import has_record, record_of
+from scalepoint.runtimes import Runtime, Status, find_runtime
+from scalepoint.runtimes.process import Exchange, ask, exchange, precision
+from scalepoint.verification.agreement import Agreement, agreements
+from scalepoint.verification.departure import departure, foreseen
+from scalepoint.verification.files import about_file, existing
+from scalepoint.verification.result import BOUND_DB, Departure, Verification
+from scalepoint.verification.simulation import feeds_of, simulate
+from scalepoint.verification.timing import benchmark, blamed
+
+
+def verify(
+    path: str | Path,
+    model: nn.Module,
+    inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    runtime: str | Runtime | None = None,
+    float_path: str | Path | None = None,
+    threads: int = 1,
+    seconds: float = 600,
+    memory: int | None = None,
+    bound: float = BOUND_DB,
+    layers: bool = True,
+) -> Verification:
+    """Run the file in its runtime, in a process of its own, and compare with the simulation in PyTorch.
+
+    `runtime` is that of the model's target unless given. `float_path`, the float export, adds sizes and the latency
+    ratio. A run has `seconds` and `memory` (bytes; all of this machine's unless given): beyond them it failed, which
+    the status says. layers=False leaves out the search for the first tensor that departs.
+    """
+    path, chosen, given = existing(path), runtime_of(model, runtime), as_inputs(inputs, kwargs)
+    said = _about(path, chosen)
+    found = _expected(path, chosen, said, bound)
+    expected, codes = simulate(model, given)
+    feeds = feeds_of(model, given)
+    with exchange(feeds) as files:
+        run = _Run(chosen, path, expected, files, threads, seconds, memory)
+        answer = run.answer(executed=True)
+        if answer.status != Status.OK:
+            answer = blamed(chosen, answer, files, None if float_path is None else Path(float_path), seconds)
+            return replace(found, status=answer.status, message=answer.message)
+        executed = list((answer.data or {})["executed"])
+        found = replace(found, optimized=agreements(expected, files.outputs(answer)))
+        others: dict[str, Any] = {
+            each.name: run.agreements(**each.options) for each in chosen.variants if each.applies(executed)
+        }
+        found = replace(found, **others)
+        if layers and codes and said is not None and chosen.shows_codes and isinstance(model, fx.GraphModule):
+            found = replace(found, departure=_departure(run, codes, said, found))
+    if float_path is not None:
+        speed = benchmark(float_path, path, feeds, runtime=chosen, threads=threads, memory=memory)
+        found = replace(found, float_size=about_file(float_path, chosen).size, latency=speed)
+    low, fallbacks = precision(executed)
+    counts = dict(Counter(each["op"] for each in executed))
+    return replace(found, executed=counts, low_precision=low, fallbacks=fallbacks)
+
+
+def runtime_of(model: nn.Module, runtime: str | Runtime | None) -> Runtime:
+    """What was given, else that of the model's target, else ONNX Runtime."""
+    if runtime is None:
+        target = record_of(model).target if has_record(model) else None
+        runtime = None if target is None else target.runtime
+    return find_runtime(runtime or "onnxruntime")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A file in its runtime, in one way or another, against the same simulation."""
+
+    runtime: Runtime
+    path: Path
+    expected: list[Tensor]
+    files: Exchange
+    threads: int
+    seconds: float
+    memory: int | None
+
+    def answer(self, *, executed: bool = False, **options: Any) -> Any:
+        request = {"task": "run", "path": str(self.path), "options": {"threads": self.threads, **options}}
+        asked = {**request, **self.files.files, "executed": executed}
+        return ask(self.runtime, asked, seconds=self.seconds, memory=self.memory)
+
+    def agreements(self, **options: Any) -> tuple[Agreement, ...]:
+        answer = self.answer(**options)
+        return agreements(self.expected, self.files.outputs(answer)) if answer.status == Status.OK else ()
+
+
+def _about(path: Path, runtime: Runtime) -> About | None:
+    try:
+        return about_file(path, runtime)
+    except StoreError:  # the runtime will say so
+        return None
+
+
+def _expected(path: Path, runtime: Runtime, said: About | None, bound: float) -> Verification:
+    """What the file itself says, before it runs."""
+    found = Verification(str(path), runtime.name, Status.OK, bound=bound)
+    if said is None:
+        return found
+    warning = foreseen(said.made_for, path, bool(said.quantizers))
+    if warning:
+        warnings.warn(ScalepointWarning(warning), stacklevel=3)
+    return replace(found, made_for=dict(said.made_for), warning=warning, size=said.size)
+
+
+def _departure(run: _Run, codes: Mapping[str, list[Tensor]], said: About, found: Verification) -> Departure | None:
+    answer = run.answer(expose=True)
+    if answer.status != Status.OK:
+        return None
+    return departure(codes, said.quantizers, run.files.outputs(answer), found.optimized, found.unoptimized)

@@ -1,0 +1,51 @@
+"""The other side of a comparison: what the simulation in PyTorch gives for the same inputs."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.graph.modes import evaluating
+from scalepoint.quantize.stubs import QuantStub
+
+
+def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """The outputs of the simulation, and the codes at every stub, call by call."""
+    codes: dict[str, list[Tensor]] = {}
+    handles = [
+        module.register_forward_hook(_recorder(codes.setdefault(name, [])))
+        for name, module in model.named_modules()
+        if isinstance(module, QuantStub) and module.enabled
+    ]
+    try:
+        with evaluating(model), torch.no_grad():
+            outputs = pytree.tree_leaves(model(*inputs[0], **inputs[1]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [value for value in outputs if isinstance(value, Tensor)], codes
+
+
+def _recorder(kept: list[Tensor]) -> Any:
+    def record(stub: QuantStub, inputs: Any, output: Tensor) -> None:
+        if not stub.quantizer.grid.format.is_float and stub.scale.ndim == 0:
+            kept.append(((output / stub.scale).round() + stub.zero_point).to(torch.int32))
+
+    return record
+
+
+def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
+    """The tensors among the inputs by the names that torch.export gives them; other values are constants of a file."""
+    placeholders = (
+        [node.name for node in model.graph.nodes if node.op == "placeholder"]
+        if isinstance(model, fx.GraphModule)
+        else []
+    )
+    leaves = pytree.tree_leaves(inputs[0])
+    names = placeholders if len(placeholders) >= len(leaves) else map(str, range(len(leaves)))
+    named = dict(zip(names, leaves, strict=False))
+    for path, leaf in pytree.tree_flatten_with_path(inputs[1])[0]:
+        named["_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)] = leaf
+    return {name: leaf.detach().cpu().numpy() for name, leaf in named.items() if isinstance(leaf, Tensor)}
