@@ -1,12 +1,18 @@
 """Real architectures at random weights: small configurations, small inputs, nothing loaded from a hub.
 
-torchvision, transformers and timm are imported when a model is built. The torchvision wheel is linked against CUDA: on
-a CPU torch it imports once the two operators it expects are declared, which `_torchvision` does. That is for tests.
+torchvision, transformers and timm are imported when a model is built. torchvision and timm are not installed beside the
+rest: `make architectures` puts them into a folder that only this file looks into. The wheel of torchvision is linked
+against CUDA, and on a CPU torch it imports only once two operators that it expects are declared; in the environment of
+readers it would break transformers, which imports it wherever it is. `torchvision_models()` and `timm_models()` are the
+way to them, here and in bench/.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,11 +54,21 @@ def liven(model: nn.Module) -> None:
 
 
 # torchvision -----------------------------------------------------------------------------------------------------
+FOLDER = Path(__file__).parents[1] / ".architectures"
+
+
+def _look_in_folder() -> None:
+    """After all other places, so that nothing but what is missing there comes from it."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    if find_spec("torchvision") is None or find_spec("timm") is None:
+        raise ModuleNotFoundError(f"torchvision and timm are not in {FOLDER}: make architectures")
 
 
 @cache
 def _torchvision() -> tuple[Any, torch.library.Library]:
     """torchvision.models, and the library whose life keeps the declared operators."""
+    _look_in_folder()
     library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -64,6 +80,14 @@ def _torchvision() -> tuple[Any, torch.library.Library]:
 def torchvision_models() -> Any:
     """torchvision.models, on any build of torch."""
     return _torchvision()[0]
+
+
+def timm_models() -> Any:
+    """timm, which imports torchvision."""
+    _torchvision()
+    import timm
+
+    return timm
 
 
 def _image(side: int) -> Tensor:
@@ -438,10 +462,7 @@ TIMM = (
 
 
 def _timm(name: str) -> tuple[nn.Module, Inputs]:
-    _torchvision()  # timm imports it
-    import timm
-
-    model = timm.create_model(name, pretrained=False)
+    model = timm_models().create_model(name, pretrained=False)
     return model, (torch.randn(2, *model.default_cfg["input_size"]),)
 
 

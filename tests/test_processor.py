@@ -97,7 +97,7 @@ CHILDREN = (
     + """
 import os
 from scalepoint.processor import amx, cap, child_environment
-from scalepoint.verification.process import ask
+from scalepoint.runtimes.process import ask
 probes = 2 * len(amx().died)  # without the cap and with it
 ask({"runtime": "onnxruntime", "task": "run"})
 print(len(started) == probes + 1, started[-1]["ONEDNN_MAX_CPU_ISA"], "ONEDNN_MAX_CPU_ISA" in os.environ)

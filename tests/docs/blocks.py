@@ -1,6 +1,6 @@
 """What the fenced blocks of the README and the docs are, and how each is put to the test.
 
-    python               run, in the namespace of its page
+    python               run, in the one Python process of its page
     text                 what the block before it printed; `...` stands for anything
     console              `$ command` lines, run in the page's folder; lines after one are what it printed
     any, title="name"    a file of that name in the page's folder
@@ -8,37 +8,41 @@
     formula              not code
 
 `<!-- numbers vary -->` before a text or console block: figures are compared as "a number", words as they are.
-Each page has an empty folder of its own, which is the current one while its blocks run.
+Each page is run as a reader runs it: a folder of its own, a Python process of its own that starts there, the package
+as it is installed, and nothing of the tests. `pip install` goes into an environment that the page alone has.
 """
 
-import contextlib
 import doctest
-import io
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
+import threading
+import venv
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from sybil import Document, Example, Region
-from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
-from tests.architectures import _torchvision
+from scalepoint.processor import signal_of
 
 ROOT = Path(__file__).parents[2]
 INFO = re.compile(r'(?P<language>[\w-]*)(?:[ \t]+title="(?P<title>[^"]+)")?[ \t]*$\n', re.MULTILINE)
 VARYING = "<!-- numbers vary -->"
 NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
+TIME = re.compile(r"(\d) (us|ms|s)\b")  # another CPU, another unit
 EXACT = re.compile(r"\bexactly\b|\binf dB")  # what another CPU may compute with a last rounding of its own
 SPACES = re.compile(r"[ \t]+")
 SECONDS = 300
 WIDTH = "100"  # of the terminal
+OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")  # all that is needed is here
+READING = Path(__file__).with_name("reading.py")
 
 
 class Blocks:
@@ -63,24 +67,21 @@ class Blocks:
         return known.get(language, self.unknown)
 
     def saved(self, example: Example) -> None:
-        path = Path(example.region.lexemes["title"])
+        path = page_of(example).folder / example.region.lexemes["title"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(example.parsed)
-        sys.modules.pop(path.stem, None)  # what another test called so
 
     def run(self, example: Example) -> None:
-        if "transformers" in example.parsed:
-            _torchvision()
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            PythonEvaluator()(example)
-        example.namespace["_printed"] = printed.getvalue()
+        """With the lines of the page before it, so that tracebacks and sources are those of the page."""
+        source = "\n" * (example.line + example.parsed.line_offset) + example.parsed
+        page_of(example).run(source, example.path)
 
     def compared(self, example: Example) -> None:
-        compare(example.parsed, example.namespace["_printed"], _varies(example))
+        compare(example.parsed, page_of(example).printed, _varies(example))
 
     def commanded(self, example: Example) -> None:
         for command, expected in commands(example.parsed):
-            done = _run(command)
+            done = page_of(example).command(command)
             assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
             if expected.strip():
                 compare(expected, done.stdout, _varies(example))
@@ -111,46 +112,111 @@ def compare(expected: str, found: str, varies: bool) -> None:
 def _tidy(text: str, varies: bool) -> str:
     lines = [SPACES.sub(" ", line).strip() for line in text.strip().splitlines()]
     text = "\n".join(line for line in lines if line) + "\n"
-    return NUMBER.sub("#", EXACT.sub("# dB", text)) if varies else text
+    return NUMBER.sub("#", TIME.sub(r"\1 time", EXACT.sub("# dB", text))) if varies else text
 
 
 def _varies(example: Example) -> bool:
     return example.document.text[: example.region.start].rstrip().endswith(VARYING)
 
 
-def _run(command: str) -> subprocess.CompletedProcess[str]:
-    """scalepoint and python of this environment; nothing goes through a shell."""
-    name, *arguments = shlex.split(command)
-    if name == "scalepoint":
-        arguments = ["-m", "scalepoint.cli", *arguments]
-    elif name != "python":
-        raise AssertionError(f"$ {command}: only scalepoint and python are run; use ```shell for the rest")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(Path.cwd())])}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=SECONDS, check=False
-    )
+class Page:
+    """What a page has while it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = sys.executable
+        self.printed = ""
+
+    @cached_property
+    def reader(self) -> subprocess.Popen[str]:
+        """Like `python` in the page's folder, which therefore is the first place of its modules."""
+        return subprocess.Popen(
+            [self.python, "-c", READING.read_text()],
+            cwd=self.folder,
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def run(self, source: str, path: str) -> None:
+        limit = threading.Timer(SECONDS, self.reader.kill)
+        limit.start()
+        assert self.reader.stdin is not None
+        assert self.reader.stdout is not None
+        print(json.dumps({"source": source, "path": path}), file=self.reader.stdin, flush=True)
+        answer = self.reader.stdout.readline()
+        limit.cancel()
+        assert answer, f"python ended: {signal_of(self.reader.wait()) or self.reader.returncode}"
+        found = json.loads(answer)
+        assert "failed" not in found, found["failed"]
+        self.printed = found["printed"]
+
+    def command(self, text: str) -> subprocess.CompletedProcess[str]:
+        """scalepoint, python and pip of this environment; nothing goes through a shell."""
+        name, *arguments = shlex.split(text)
+        if name == "pip":
+            self._own_environment()
+            arguments += OFFLINE
+        known = {
+            "python": [self.python],
+            "scalepoint": [
+                self.python,
+                "-P",
+                "-m",
+                "scalepoint.cli",
+            ],  # as installed: no modules from here
+            "pip": [sys.executable, "-m", "pip", "--quiet", "--python", self.python],
+        }
+        if name not in known:
+            raise AssertionError(f"$ {text}: only {', '.join(known)} are run; use ```shell for the rest")
+        return subprocess.run(
+            [*known[name], *arguments],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            env=_environment(),
+            timeout=SECONDS,
+            check=False,
+        )
+
+    def _own_environment(self) -> None:
+        """One that sees all that is installed here; what is installed into it goes with the page."""
+        if self.python != sys.executable:
+            return
+        folder = self.folder.with_name(f"{self.folder.name}-venv")
+        venv.create(folder, with_pip=False)
+        here = [each for each in sys.path if each.endswith("site-packages")]
+        for packages in folder.glob("lib/*/site-packages"):
+            (packages / "here.pth").write_text("".join(f"import site; site.addsitedir({each!r})\n" for each in here))
+        self.python = str(folder / "bin" / "python")
+
+    def close(self) -> None:
+        if "reader" in vars(self):
+            self.reader.kill()
+            self.reader.communicate()
+
+
+def _environment() -> dict[str, str]:
+    """One thread, and the package from this folder, as `pip install -e .` has it: not the tests."""
+    return {**os.environ, "COLUMNS": WIDTH, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def page_of(example: Example) -> Page:
+    page: Page = example.namespace["_page"]
+    return page
 
 
 def enter(namespace: dict[str, Any]) -> None:
-    """A page begins: a folder of its own, and the same random numbers each time."""
-    torch.manual_seed(0)
-    folder = tempfile.TemporaryDirectory(prefix="page-")
-    namespace["_leave"] = (folder, Path.cwd(), sys.path.copy(), set(sys.modules), os.environ.get("COLUMNS"))
-    os.environ["COLUMNS"] = WIDTH
-    os.chdir(folder.name)
-    sys.path.insert(0, folder.name)
+    """A page begins: a folder of its own."""
+    outer = tempfile.TemporaryDirectory(prefix="page-")
+    folder = Path(outer.name) / "page"
+    folder.mkdir()
+    namespace["_page"], namespace["_folder"] = Page(folder), outer
 
 
 def leave(namespace: dict[str, Any]) -> None:
-    """What the page put into this process goes with its folder."""
-    folder, before, path, modules, width = namespace["_leave"]
-    os.environ.pop("COLUMNS")
-    os.environ |= {"COLUMNS": width} if width else {}
-    own = Path(folder.name).resolve()
-    for name in set(sys.modules) - modules:
-        source = getattr(sys.modules[name], "__file__", None)
-        if source and Path(source).resolve().is_relative_to(own):
-            del sys.modules[name]
-    os.chdir(before)
-    sys.path[:] = path
-    folder.cleanup()
+    """Its process and all that it wrote go."""
+    namespace["_page"].close()
+    namespace["_folder"].cleanup()

@@ -1,5 +1,6 @@
 """That the tests of the pages can fail: what a block prints, saves and runs is really looked at."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,54 @@ def test_titled_blocks_are_files_of_the_page_and_gone_after_it(tmp_path: Path) -
     own = fenced('python title="nets_of_a_page.py"', "NUMBER = 5")
     use = fenced("python", "from nets_of_a_page import NUMBER\nprint(NUMBER)") + fenced("text", "5")
     run = fenced("console", "$ python -c 'import nets_of_a_page as n; print(n.NUMBER)'\n5")
-    before = Path.cwd()
     evaluate(tmp_path, own + use + run)
-    assert Path.cwd() == before
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(AssertionError, match="ModuleNotFoundError"):
         evaluate(tmp_path, use)
+
+
+def test_a_page_is_read_in_one_process_without_help_from_the_tests(tmp_path: Path) -> None:
+    one = fenced("python", "import os\nnumber = os.getpid()") + fenced("python", "assert os.getpid() == number")
+    alone = f"import os, sys\nassert os.getpid() != {os.getpid()}\nassert 'torch' not in sys.modules"
+    evaluate(tmp_path, one + fenced("python", alone))
+    for name in ("tests", "architectures", "torchvision", "timm"):
+        with pytest.raises(AssertionError, match=f"ModuleNotFoundError.*{name}"):
+            evaluate(tmp_path, fenced("python", f"import {name}"))
+
+
+def test_what_the_guides_import_works_where_a_reader_is(tmp_path: Path) -> None:
+    """transformers imports torchvision wherever it finds it, and dies of one that was built for another torch."""
+    evaluate(tmp_path, fenced("python", "from transformers import LlamaForCausalLM"))
+
+
+def test_a_block_that_kills_its_process_fails_and_says_by_what(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="python ended: SIGILL"):
+        evaluate(tmp_path, fenced("python", "import os, signal\nos.kill(os.getpid(), signal.SIGILL)"))
+
+
+def test_a_block_that_fails_names_its_line_in_the_page(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"page.md\", line 6, in <module>"):
+        evaluate(tmp_path, "a\n\n\n" + fenced("python", "x = 0\n1 / x"))
+
+
+def test_the_installed_command_does_not_look_for_modules_where_it_is_called(tmp_path: Path) -> None:
+    own = fenced('python title="rich.py"', "raise SystemExit(3)")
+    evaluate(tmp_path, own + fenced("console", "$ scalepoint --version\nscalepoint ..."))
+
+
+PACKAGE = """[project]
+name = "a-package-of-a-page"
+version = "1.0"
+[project.entry-points."a.page"]
+it = "a_package_of_a_page:NUMBER"
+"""
+FOUND = "from importlib.metadata import entry_points\nprint([each.load() for each in entry_points(group='a.page')])"
+
+
+def test_a_page_can_install_a_package_which_goes_with_it(tmp_path: Path) -> None:
+    own = fenced('toml title="pyproject.toml"', PACKAGE) + fenced('python title="a_package_of_a_page.py"', "NUMBER = 5")
+    show = fenced("python", FOUND)
+    evaluate(tmp_path, own + fenced("console", "$ pip install .") + show + fenced("text", "[5]"))
+    evaluate(tmp_path, own + show + fenced("text", "[]"))
 
 
 def test_commands_are_split_from_what_they_print() -> None:

@@ -119,10 +119,14 @@ def test_weights_alone_run_on_any_cpu_without_a_warning(tmp_path):
     [("int4", 32), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("uint4", 128), ("int8", None)))],
 )
 def test_a_llama_in_openvino(tmp_path, words, dtype, block):
+    """OpenVINO computes what is float in bfloat16 where the CPU has it, and says so itself."""
+    import openvino
+
+    precision = str(openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT"))
     quantized = made(tmp_path, llama(Sizes(layers=1)), words, QuantConfig.weight_only(dtype, block), "openvino")
     found = verify(tmp_path / "model.onnx", quantized, words, runtime="openvino")
     assert found.holds
-    assert found.sqnr >= 110
+    assert found.sqnr >= (35 if "float16" in precision else 110)
     assert found.low_precision == 8
     assert found.fallbacks == ()
 
