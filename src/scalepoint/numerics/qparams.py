@@ -97,11 +97,17 @@ def _least(grid: Grid, steps: float) -> float:
 def float_scale(max_abs: Tensor, grid: Grid, outer: Tensor | None = None) -> Tensor:
     """The scale of a float format, by the type that the scale itself is stored in."""
     if grid.scale_dtype == E8M0:
-        return power_of_two_scale(max_abs, grid.format, grid.scale_rounding)
+        rounded = power_of_two_scale(max_abs, grid.format, grid.scale_rounding)
+        return _as_if_exact(rounded, max_abs / grid.format.high) if max_abs.requires_grad else rounded
     if grid.scale_dtype == E4M3:
         outer = tensor_scale(max_abs, grid.format) if outer is None else outer
         return block_scale(max_abs, outer, grid.format) * outer
     return (max_abs / grid.format.high).clamp(min=EPS)
+
+
+def _as_if_exact(rounded: Tensor, exact: Tensor) -> Tensor:
+    """The rounded value with the gradient of the exact one: straight through the rounding of a scale."""
+    return rounded.detach() + (exact - exact.detach())
 
 
 def power_of_two_scale(max_abs: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
@@ -140,4 +146,6 @@ def block_scale(max_abs: Tensor, outer: Tensor, fmt: Format) -> Tensor:
     """The inner scale of a two-level format, a float8_e4m3fn number: round(max_abs / 6 / outer), at least 2^-9."""
     inner = FORMATS[E4M3]
     smallest = 2.0 ** (inner.min_exponent - (inner.mantissa or 0))
-    return round_to_float((max_abs / fmt.high / outer).clamp(smallest, inner.high), inner)
+    exact = (max_abs / fmt.high / outer).clamp(smallest, inner.high)
+    rounded = round_to_float(exact, inner)
+    return _as_if_exact(rounded, exact) if exact.requires_grad else rounded

@@ -73,8 +73,9 @@ def least_squares(
 def _best(values: Tensor, weights: Tensor | None, ranges: list[Range], grid: Grid) -> Range:
     low, high = ranges[0]
     least = torch.full_like(low, torch.inf)
+    values = values.detach()  # an error only judges: gradients go through the ends that are chosen
     for candidate_low, candidate_high in ranges:
-        qparams = choose_qparams(candidate_low[:, None], candidate_high[:, None], grid)
+        qparams = choose_qparams(candidate_low.detach()[:, None], candidate_high.detach()[:, None], grid)
         error = (fake_quantize(values, qparams, grid) - values).square_()
         total = (error if weights is None else error.mul_(weights)).sum(1)
         better = total < least
@@ -107,7 +108,7 @@ def least_divergence(histogram: Histogram, low: Tensor, high: Tensor, levels: in
     for part in torch.linspace(1.0, 0.0, steps, dtype=torch.float32, device=ends.device).unbind():
         clip = torch.lerp(smallest, ends, part)[:, None]
         inside = (centres.abs() <= clip).to(torch.float32)
-        divergence = _divergence(counts, inside, _cells(centres, clip, levels), levels, bins)
+        divergence = _divergence(counts, inside, _cells(centres, clip.detach(), levels), levels, bins)
         better = divergence < least
         best, least = torch.where(better, clip.squeeze(1), best), torch.where(better, divergence, least)
     return torch.maximum(-best, low), torch.minimum(best, high)

@@ -27,19 +27,21 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
 
     def forward(self, tensor: Tensor) -> QParams:
         if self.observes and not self.is_on("export_mode"):
-            with torch.no_grad():
-                low, high = self._range(tensor)
-                outer = tensor_scale(torch.maximum(-low, high), self.grid.format)
-                seen = self.tensor_scale
-                self._keep("tensor_scale", outer if seen is None or not seen.numel() else torch.maximum(outer, seen))
-        return self.anew(tensor)
+            low, high = self._range(tensor.detach())
+            outer = tensor_scale(torch.maximum(-low, high), self.grid.format)
+            seen = self.tensor_scale
+            self._keep("tensor_scale", outer if seen is None or not seen.numel() else torch.maximum(outer, seen))
+        return self._made(tensor)
 
     def anew(self, tensor: Tensor) -> QParams:
         with torch.no_grad():
-            outer = None if self.tensor_scale is None or not self.tensor_scale.numel() else self.tensor_scale
-            qparams = choose_qparams(*self._range(tensor), self.grid, outer)
+            return self._made(tensor)
+
+    def _made(self, tensor: Tensor) -> QParams:
+        outer = None if self.tensor_scale is None or not self.tensor_scale.numel() else self.tensor_scale
+        qparams = choose_qparams(*self._range(tensor), self.grid, outer)
         if not torch.compiler.is_compiling():
-            self._last = qparams
+            self._last = qparams.map(Tensor.detach) if qparams.scale.requires_grad else qparams
         return qparams
 
     def _range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -248,7 +248,8 @@ class FakeQuantizeImplBase(Registry, Stateful):
             self._fitted(tensor, calculator.stored)
         if not calculator.is_initialized and calculator.is_on("export_mode"):
             raise NotObservedError(self._without_parameters())
-        qparams: QParams = calculator(tensor)
+        with torch.set_grad_enabled(calculator.learns and torch.is_grad_enabled()):
+            qparams: QParams = calculator(tensor)
         return qparams if qparams.scale.numel() else None
 
     def give_up(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:

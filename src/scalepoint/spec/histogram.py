@@ -43,7 +43,7 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
         self.check_shape(min_val.shape)
         if torch.compiler.is_compiling():
             tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; the running range counts the batch
-        self._take(histogram_of_blocks(tensor, self.granularity.get_block_size(tensor.shape), self.bins))
+        self._take(histogram_of_blocks(tensor.detach(), self.granularity.get_block_size(tensor.shape), self.bins))
         at_extremes = super().compute_qparams(tensor, min_val, max_val)
         return at_extremes if self.is_deferred else self._from_histogram()
 

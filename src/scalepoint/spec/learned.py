@@ -24,6 +24,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
     """
 
     always_called = True
+    learns = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +37,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
 
     def forward(self, tensor: Tensor) -> QParams:
         if not self.is_initialized:
-            super().forward(tensor)
+            super().forward(tensor.detach())
         return self._learning(tensor) if self.is_initialized else self.stored
 
     def _keep(self, name: str, value: Tensor) -> None:

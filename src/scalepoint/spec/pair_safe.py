@@ -32,7 +32,7 @@ class PairSafeRangeCalculator(RangeCalculatorBase):
 
 def pair_sums(weight: Tensor) -> Tensor:
     """For each output channel the largest |w1 + w2| of two neighbours with the same sign."""
-    wide = weight.detach().to(torch.float32)
+    wide = weight.to(torch.float32)
     inner = wide.flatten(2).transpose(1, 2) if wide.ndim > 2 else wide.unsqueeze(1)  # (out, positions, channels)
     result = _largest_sum(inner.flatten(1))
     if inner.shape[2] % 2 and inner.shape[1] > 1:

@@ -38,10 +38,13 @@ class QParamsCalculatorBase(Registry, Stateful):
     The buffers are empty before the first use; `zero_point` and `minval` are None for float dtypes. Statistics
     and scales are float32 whatever the tensor's dtype. A batch with NaN or infinity is an error, or, with
     on_nan="skip", left out and counted in `skipped_batches`.
+
+    What it returns keeps the gradient to the tensor, what it stores does not; fake quantizers call it under no_grad.
     """
 
     _registry: ClassVar[dict[str, Any]] = {}
     always_called: ClassVar[bool] = False  # also when the observer is off: its parameters are not just stored ones
+    learns: ClassVar[bool] = False  # whether a fake quantizer lets gradients reach its scale
 
     def __init__(
         self,
@@ -127,12 +130,11 @@ class QParamsCalculatorBase(Registry, Stateful):
                 self.store(self.choose(*self._no_range(tensor)))
             return self.stored
         self._check_observable(tensor)
-        with torch.no_grad():
-            if not torch.compiler.is_compiling() and not self._is_finite(tensor):
-                return self.stored
-            qparams = self.compute_qparams(tensor, *self.range_calculator(tensor))
-            self.store(qparams)
-            self.observed_batches.add_(1)
+        if not torch.compiler.is_compiling() and not self._is_finite(tensor.detach()):
+            return self.stored
+        qparams = self.compute_qparams(tensor, *self.range_calculator(tensor))
+        self.store(qparams)
+        self.observed_batches.add_(1)
         return qparams
 
     def anew(self, tensor: Tensor) -> QParams:
@@ -166,9 +168,12 @@ class QParamsCalculatorBase(Registry, Stateful):
                 self._keep(name, value)
 
     def _keep(self, name: str, value: Tensor) -> None:
-        """Set a buffer: in place where it fits (a graph, a compiler or DDP holds on to it), else as a new tensor."""
+        """Set a buffer: in place where it fits (a graph, a compiler or DDP holds on to it), else as a new tensor.
+
+        The value alone is kept, never the graph behind it; that graph may need the old one, which is then not written.
+        """
         own = self._buffers[name]
-        fits = own is not None and own.shape == value.shape and own.device == value.device
+        fits = own is not None and own.shape == value.shape and own.device == value.device and not value.requires_grad
         if own is not None and fits and (torch.compiler.is_compiling() or not own.is_inference()):
             own.copy_(value)
             return

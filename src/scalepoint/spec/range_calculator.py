@@ -127,7 +127,7 @@ class EntropyRangeCalculator(_GridRangeCalculator):
 
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.blocks(tensor)
-        histogram, levels = histogram_of(rows, self.bins), levels_of(self.grid)
+        histogram, levels = histogram_of(rows.detach(), self.bins), levels_of(self.grid)
         return least_divergence(histogram, rows.amin(1), rows.amax(1), levels, steps=self.search_steps)
 
 
