@@ -408,7 +408,7 @@ class TestBadInput:
         ids=["empty", "idle", "tensor", "number"],
     )
     def test_no_data(self, plain, model, data, message):
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises((UsageError, CalibrationError), match=message):
             compare(plain, model, data)
 
     def test_another_model(self, model):

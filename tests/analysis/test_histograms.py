@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scalepoint.analysis import histograms
-from scalepoint.errors import UsageError
+from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.quantize import QuantStub
 from tests.analysis.nets import batches, float_net, quantized_net, quantizers, same, snapshot
 
@@ -66,5 +66,5 @@ def test_bad_input(model, names, bins, message):
 
 
 def test_no_data(model):
-    with pytest.raises(UsageError, match="0 batches"):
+    with pytest.raises(CalibrationError, match="0 batches"):
         histograms(model, [], ["first"])

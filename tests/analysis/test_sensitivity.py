@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.analysis import sensitivity
-from scalepoint.errors import UsageError
+from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.quantize import Override, TensorQuantConfig, coverage, insert_qdq, quantize
 from scalepoint.transformation import transform
 from tests.analysis.nets import COARSE, batches, config, decibels, float_net, quantized_net, quantizers, same, snapshot
@@ -243,9 +243,9 @@ class TestBadInput:
 
     @pytest.mark.parametrize("how", WAYS)
     def test_no_data(self, model, how):
-        with pytest.raises(UsageError, match="0 batches"):
+        with pytest.raises(CalibrationError, match="0 batches"):
             sensitivity(model, [], how=how)
-        with pytest.raises(UsageError, match="0 batches"):
+        with pytest.raises(CalibrationError, match="0 batches"):
             sensitivity(float_net(), [], how=how)
 
     def test_uncalibrated(self):

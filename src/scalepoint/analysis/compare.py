@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.analysis.agreement import Agreement, RangeUse, decibels, energy
 from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of, weighted_of
-from scalepoint.analysis.lockstep import Lockstep, driven, feed
+from scalepoint.analysis.lockstep import Lockstep, driven
 from scalepoint.errors import UsageError, shown
 from scalepoint.graph.modes import evaluating
 from scalepoint.patterns import kind_of
 from scalepoint.patterns.plan import plain
-from scalepoint.quantize.calibrate import ForwardLoop
+from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import QuantStub
 
 
@@ -118,7 +118,7 @@ def _share(value: float | None) -> str:
 def compare(
     float_model: Callable[..., Any] | None,
     quantized: fx.GraphModule,
-    data: ForwardLoop | Iterable[Any],
+    data: Data,
     *,
     local: bool = True,
     max_batches: int | None = None,
@@ -139,7 +139,7 @@ def compare(
     run = driven(quantized, steps)
     run.register_forward_hook(outputs, with_kwargs=True)
     with evaluating(float_model):
-        batches = feed(run, data, "comparing", max_batches, progress)
+        batches = feed(run, data, "comparing", max_batches=max_batches, progress=progress).calls
     rows = tuple(watch.row(layer, steps.live) for layer in watch.layers)
     return Comparison(rows, outputs.rows(), outputs.graph.sqnr_db, batches)
 

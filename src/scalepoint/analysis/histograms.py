@@ -1,6 +1,6 @@
 """histograms: the values of chosen layers and the ranges that their codes cover, for a plot."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.analysis.layers import Layer, check_running, choose, layers_of, range_of, weighted_of
-from scalepoint.analysis.lockstep import feed, twin
+from scalepoint.analysis.lockstep import twin
 from scalepoint.errors import UsageError, shown
 from scalepoint.numerics.histogram import Histogram, bin_width, histogram_of, merge
-from scalepoint.quantize.calibrate import ForwardLoop
+from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import Quantizing, QuantStub
 
 FINE = 8192  # bins of the streaming histogram, which neighbours of are added up for the plot
@@ -36,7 +36,7 @@ class TensorHistogram:
 
 def histograms(
     quantized: fx.GraphModule,
-    data: ForwardLoop | Iterable[Any],
+    data: Data,
     names: Sequence[str],
     bins: int = 64,
     *,
@@ -58,7 +58,7 @@ def histograms(
     seen: dict[str, Histogram] = {}
     for target in watched:
         model.get_submodule(target).register_forward_pre_hook(_watch(seen, target))
-    feed(model, data, "histograms", max_batches, progress)
+    feed(model, data, "histograms", max_batches=max_batches, progress=progress)
     found: list[TensorHistogram] = []
     for layer in layers:
         found += _weight(layer, model, bins)

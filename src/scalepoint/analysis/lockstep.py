@@ -8,19 +8,13 @@ to be restored.
 """
 
 import copy
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from scalepoint.analysis.layers import quantizers_of
-from scalepoint.errors import ScalepointError, UsageError, shown
-from scalepoint.quantize.calibrate import LIMIT, inputs_of
 
 
 def twin(model: fx.GraphModule, *, quantizing: bool = True) -> fx.GraphModule:
@@ -85,53 +79,3 @@ def driven(model: fx.GraphModule, inner: nn.Module) -> fx.GraphModule:
     owner = nn.Module()
     owner.inner = inner
     return fx.GraphModule(owner, graph)
-
-
-def feed(
-    run: fx.GraphModule, data: Any, what: str, max_batches: int | None = None, progress: bool | None = None
-) -> int:
-    """Run all of the data, an iterable of batches or a function that calls the model; the number of calls."""
-    if isinstance(data, Tensor | Mapping | str | bytes) or not (callable(data) or isinstance(data, Iterable)):
-        raise UsageError(f"the data is an iterable of batches or a function, not {shown(type(data).__name__)}")
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        bar.advance(task)
-
-    wanted = sys.stderr.isatty() if progress is None else progress
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True, quiet=not wanted)
-    with Progress(*columns, console=console, transient=True) as bar, torch.inference_mode(False), torch.no_grad():
-        task = bar.add_task(what, total=_total(data, max_batches))
-        handle = run.register_forward_hook(count)
-        try:
-            if callable(data):
-                data(run)
-            else:
-                _each(run, data, max_batches)
-        except ScalepointError:
-            raise
-        except Exception as error:
-            error.add_note(f"{what}: batch {calls}")
-            raise
-        finally:
-            handle.remove()
-    if not calls:
-        why = "the function never called the model it was given" if callable(data) else "the data is empty: 0 batches"
-        raise UsageError(f"{what}: {why}. A generator can be read only once")
-    return calls
-
-
-def _each(run: fx.GraphModule, data: Iterable[Any], max_batches: int | None) -> None:
-    for index, batch in enumerate(islice(data, max_batches)):
-        if index >= LIMIT and max_batches is None:
-            raise UsageError(f"the data did not end after {LIMIT} batches: pass max_batches=")
-        args, kwargs = inputs_of(batch, run)
-        run(*args, **kwargs)
-
-
-def _total(data: Any, max_batches: int | None) -> int | None:
-    count = len(data) if hasattr(data, "__len__") and not callable(data) else None
-    return min((each for each in (count, max_batches) if each is not None), default=None)

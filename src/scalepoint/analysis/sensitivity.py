@@ -26,12 +26,12 @@ from torch import fx, nn
 
 from scalepoint.analysis.agreement import Agreement, energy, error_energy, float_tensors
 from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
-from scalepoint.analysis.lockstep import Lockstep, driven, feed, twin
+from scalepoint.analysis.lockstep import Lockstep, driven, twin
 from scalepoint.errors import UsageError, shown
-from scalepoint.quantize.calibrate import ForwardLoop, inputs_of
 from scalepoint.quantize.config import QuantConfig
+from scalepoint.quantize.feeding import Data, check_data, feed, first_inputs
 from scalepoint.quantize.record import has_record
-from scalepoint.quantize.road import quantize
+from scalepoint.quantize.shortcut import quantize
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.targets import Target
 
@@ -63,7 +63,7 @@ def _finite(value: Any) -> Any:
 
 def sensitivity(
     model: nn.Module,
-    data: ForwardLoop | Iterable[Any],
+    data: Data,
     metric: Metric | None = None,
     *,
     how: Literal["proxy", "one_at_a_time"] = "proxy",
@@ -86,8 +86,7 @@ def sensitivity(
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise UsageError(f"limit={shown(limit)}: a number of layers, from 1")
     passes = (not has_record(model)) + (how == "proxy" or limit is not None) + (how != "proxy")
-    if isinstance(data, Iterator) and passes > 1:
-        raise UsageError("the data is read more than once, an iterator gives it once: pass a list or a loader")
+    check_data(data, passes=passes)
     quantized = _quantized(model, data, target, config, max_batches, progress)
     check_running(quantized)
     layers = _switched_layers(quantized)
@@ -118,11 +117,10 @@ def _quantized(
         return model
     if callable(data):
         raise UsageError("a float model is captured with the first batch: pass batches, or a quantized model")
-    batches = list(data) if max_batches is None else [batch for batch, _ in zip(data, range(max_batches), strict=False)]
-    if not batches:
-        raise UsageError("sensitivity: the data is empty: 0 batches. A generator can be read only once")
-    args, kwargs = inputs_of(batches[0], model)
-    return quantize(model, args, config, forward_loop=batches, target=target, kwargs=kwargs, progress=progress)
+    args, kwargs = first_inputs(model, data)
+    return quantize(
+        model, args, config, forward_loop=data, target=target, kwargs=kwargs, max_batches=max_batches, progress=progress
+    )
 
 
 def _switched_layers(model: fx.GraphModule) -> dict[str, Layer]:
@@ -211,7 +209,7 @@ def _noise_one_at_a_time(
     quantized: fx.GraphModule, tried: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
     inner = _OneByOne(quantized, tried)
-    feed(driven(quantized, inner), data, "one layer at a time", max_batches, progress)
+    feed(driven(quantized, inner), data, "one layer at a time", max_batches=max_batches, progress=progress)
     return {name: _ratio(each.noise, each.signal) for name, each in inner.found.items()}
 
 
@@ -268,7 +266,8 @@ def _proxy(
     quantized: fx.GraphModule, names: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
     flow = _Flow()
-    feed(driven(quantized, Lockstep(quantized, flow)), data, "proxy", max_batches, progress)
+    run = driven(quantized, Lockstep(quantized, flow))
+    feed(run, data, "finding sensitive layers", max_batches=max_batches, progress=progress)
     weights = flow.weights(quantized.graph)
     scores = dict.fromkeys(names, 0.0)
     for node, own in flow.own.items():

@@ -64,7 +64,7 @@ def model_and_data(settings: Any, example: Any = None) -> tuple[Any, Any, Batche
 
 def example_of(model: Any, batch: Any) -> Any:
     """A batch as example inputs: what comes after the model's own inputs, such as labels, is left away."""
-    from scalepoint.quantize.calibrate import inputs_of
+    from scalepoint.quantize.feeding import inputs_of
 
     args, kwargs = inputs_of(batch, model)
     return kwargs or args

@@ -14,7 +14,7 @@ from scalepoint.quantize.qat import (
     prepare_qat,
 )
 from scalepoint.quantize.record import Record, coverage, record_of
-from scalepoint.quantize.road import quantize
+from scalepoint.quantize.shortcut import quantize
 from scalepoint.quantize.smooth import SmoothQuantObserver
 from scalepoint.quantize.store import load, save
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize

@@ -6,38 +6,32 @@ Observers stream: memory does not depend on the number of batches. Modes, switch
 before afterwards, also when the data raises.
 """
 
-import inspect
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
-import numpy as np
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, ScalepointWarning, UsageError, shown
+from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.modes import evaluating
+from scalepoint.quantize.feeding import Data, Fed, check_data, feed
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 
-ForwardLoop = Callable[[nn.Module], Any]
-LIMIT = 100_000  # batches of an iterator without a length: more are taken for an endless one
+OnNan = Literal["error", "skip"]
 
 
 def calibrate(
     model: nn.Module,
-    forward_loop: ForwardLoop | Iterable[Any],
+    forward_loop: Data,
     *,
     freeze_weights: bool = False,
     max_batches: int | None = None,
     on_unseen: Literal["error", "skip"] = "error",
-    on_nan: Literal["error", "skip"] = "error",
+    on_nan: OnNan = "error",
     progress: bool | None = None,
 ) -> nn.Module:
     """Find the ranges of all activations, and switch fake quantization on. Returns the model.
@@ -56,14 +50,15 @@ def calibrate(
         if choice not in ("error", "skip"):
             raise UsageError(f"{name}={choice!r}: use 'error' or 'skip'")
     smoothing = [observer for observer in observers_of(model) if observer.enabled]
-    _check_rereadable(forward_loop, smoothing)
+    check_data(forward_loop, passes=2 if smoothing else 1)
+    run = partial(feed, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
     with evaluating(model), _quantizers_off(stubs, weights):
-        run = _Run(model, forward_loop, max_batches, progress)
-        run.skips_nan = on_nan == "skip"
         if smoothing:
-            _smooth(run, smoothing)
-        _observe(run, stubs, on_nan)
-        _derive(run, stubs, on_unseen)
+            _smooth(run, smoothing, on_nan)
+            for weight in weights:
+                weight.unfreeze()  # it is another weight now
+        if stubs:
+            _observe(run, stubs, on_nan, on_unseen)
     for quantizer in (*stubs, *weights):
         quantizer.enabled = not (isinstance(quantizer, QuantStub) and quantizer.skipped_because)
     if freeze_weights:
@@ -78,135 +73,46 @@ def freeze(model: nn.Module) -> None:
             module.freeze()
 
 
-class _Run:
-    """One pass after another over the same data, counting what reached the model."""
-
-    def __init__(self, model: nn.Module, data: Any, max_batches: int | None, progress: bool | None) -> None:
-        self.model, self.data, self.max_batches = model, data, max_batches
-        self.calls = 0
-        self.is_inside = False
-        self.skips_nan = False
-        self.skipped: list[int] = []
-        wanted = sys.stderr.isatty() if progress is None else progress
-        self.console = Console(stderr=True, quiet=not wanted)
-
-    def __call__(self, what: str) -> None:
-        self.calls = 0
-        self.is_inside = False
-        self.skipped.clear()
-        handle = self.model.register_forward_pre_hook(self._called)
-        done = self.model.register_forward_hook(self._returned)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        try:
-            with torch.no_grad(), Progress(*columns, console=self.console, transient=True) as bar:
-                self._bar, self._task = bar, bar.add_task(what, total=_length(self.data, self.max_batches))
-                if callable(self.data):
-                    self.data(self.model)
-                else:
-                    self._feed()
-        except ScalepointError:
-            raise
-        except Exception as error:
-            error.add_note(f"calibration: batch {max(self.calls - 1, 0) if self.is_inside else self.calls}")
-            raise
-        finally:
-            handle.remove()
-            done.remove()
-
-    def _called(self, module: nn.Module, inputs: Any) -> None:
-        self.calls += 1
-        self.is_inside = True
-        self._bar.advance(self._task)
-
-    def _returned(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.is_inside = False
-
-    def _feed(self) -> None:
-        for index, batch in enumerate(self.data):
-            if self.max_batches is not None and index >= self.max_batches:
-                break
-            if index >= LIMIT and self.max_batches is None:
-                raise CalibrationError(f"the data did not end after {LIMIT} batches: pass max_batches=")
-            args, kwargs = inputs_of(batch, self.model)
-            if self.skips_nan and not _is_finite((args, kwargs)):
-                self.skipped.append(index)
-                continue
-            try:
-                self.model(*args, **kwargs)
-            except ScalepointError:
-                raise
-            except Exception as error:
-                error.add_note(f"it was {_described(batch)}")
-                raise
-
-
-def _smooth(run: _Run, observers: Sequence[SmoothQuantObserver]) -> None:
+def _smooth(run: Callable[[str], Fed], observers: Sequence[SmoothQuantObserver], on_nan: OnNan) -> None:
     for observer in observers:
         observer.reset()
-        observer.on_nan = "skip" if run.skips_nan else "error"
+        observer.on_nan = on_nan
         observer.register_forward_hook()
     try:
         run("smoothing")
     finally:
         for observer in observers:
             observer.remove_hook()
-    _check_reached(run, [observer.name for observer in observers])
     for observer in observers:
         observer.compute_smooth_scales()
         observer.enabled = False  # it is in the weights now
 
 
-def _observe(run: _Run, stubs: Sequence[QuantStub], on_nan: Literal["error", "skip"]) -> None:
+def _observe(run: Callable[[str], Fed], stubs: Sequence[QuantStub], on_nan: OnNan, on_unseen: str) -> None:
     for stub in stubs:
         stub.reset()
         stub.skipped_because = ""
         stub.calculator.on_nan = on_nan
         stub.calibrating = True
     try:
-        run("calibrating")
-    except NonFiniteError as error:
-        error.args = (f"batch {run.calls - 1} of the calibration data: {error.args[0]}",)
-        raise
+        fed = run("calibrating")
     finally:
         for stub in stubs:
             stub.calibrating = False
-    if stubs:
-        _check_reached(run, [stub.name for stub in stubs])
-    if run.skipped:
-        listed = ", ".join(map(str, run.skipped[:5]))
-        message = f"{len(run.skipped)} batches hold NaN or infinity and were left out: {listed}"
+    if fed.skipped:
+        listed = ", ".join(map(str, fed.skipped[:5]))
+        message = f"{len(fed.skipped)} batches hold NaN or infinity and were left out: {listed}"
         warnings.warn(ScalepointWarning(message), stacklevel=3)
+    _derive(fed.calls, stubs, on_unseen)
 
 
-def _check_reached(run: _Run, names: Sequence[str]) -> None:
-    if run.calls:
-        return
-    if callable(run.data):
-        blind = f"{', '.join(names[:3])} and {len(names) - 3} more" if len(names) > 3 else ", ".join(names)
-        raise CalibrationError(
-            f"forward_loop never called the model it was given, so {blind} saw nothing: it must run the model of its "
-            "argument, not the original"
-        )
-    if run.skipped:
-        raise CalibrationError(
-            f"all {len(run.skipped)} batches hold NaN or infinity: nothing is left to calibrate with"
-        )
-    raise CalibrationError("the calibration data is empty: 0 batches. A generator can be read only once")
-
-
-def _derive(run: _Run, stubs: Sequence[QuantStub], on_unseen: str) -> None:
+def _derive(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:
     unseen = [stub for stub in stubs if not stub.has_observed and not stub.quantizer.is_disabled()]
     if unseen and on_unseen == "error":
         names = ", ".join(f"{stub.name} (read by {', '.join(stub.consumers)})" for stub in unseen[:5])
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         raise CalibrationError(
-            f"{len(unseen)} of {len(stubs)} stubs saw nothing in {run.calls} calls: {names}{more}. {_why(unseen)} Give "
+            f"{len(unseen)} of {len(stubs)} stubs saw nothing in {calls} calls: {names}{more}. {_why(unseen)} Give "
             "data that reaches them, or leave them float: on_unseen='skip'"
         )
     for stub in stubs:
@@ -224,75 +130,6 @@ def _why(unseen: Sequence[QuantStub]) -> str:
     return (
         f"What came was nothing to observe: {'; '.join(sorted(reasons))}." if reasons else "No batch took that branch."
     )
-
-
-def inputs_of(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as the model's inputs: labels and other extras that come after them are left away."""
-    names, required = _input_names(model)
-    if isinstance(batch, Mapping):
-        missing = [name for name in required if name not in batch]
-        if missing:
-            raise CalibrationError(
-                f"the batch has {', '.join(map(str, batch))}; the model also needs {', '.join(missing)}"
-            )
-        return (), {name: _tensor(batch[name]) for name in names if name in batch}
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        if len(batch) < len(required):
-            raise CalibrationError(f"the batch has {len(batch)} inputs, the model takes {', '.join(names)}")
-        return tuple(_tensor(value) for value in batch[: len(names)]), {}
-    return (_tensor(batch),), {}
-
-
-def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
-    if isinstance(model, fx.GraphModule):
-        signature = inspect.signature(model.forward)
-    else:
-        signature = inspect.signature(type(model).forward)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = [each for name, each in signature.parameters.items() if each.kind in kinds and name != "self"]
-    return [each.name for each in found], [each.name for each in found if each.default is inspect.Parameter.empty]
-
-
-def _is_finite(inputs: Any) -> bool:
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-
-def _tensor(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if isinstance(value, Tensor | int | float | bool | type(None) | list | tuple | Mapping):
-        return value
-    raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")
-
-
-def _described(batch: Any) -> str:
-    if isinstance(batch, Tensor | np.ndarray):
-        return f"{tuple(batch.shape)} {batch.dtype}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{name}: {_described(value)}" for name, value in batch.items()) + "}"
-    if isinstance(batch, list | tuple):
-        return "(" + ", ".join(map(_described, batch)) + ")"
-    return shown(batch)
-
-
-def _length(data: Any, max_batches: int | None) -> int | None:
-    try:
-        length = None if callable(data) else len(data)
-    except TypeError:
-        length = None
-    return max_batches if length is None else length if max_batches is None else min(length, max_batches)
-
-
-def _check_rereadable(data: Any, smoothing: Sequence[Any]) -> None:
-    if not callable(data) and not isinstance(data, Iterable):
-        raise UsageError(f"calibration takes a function or an iterable of batches, not {shown(data)}")
-    if isinstance(data, Tensor | Mapping | str | bytes):
-        raise UsageError(f"calibration takes an iterable of batches, not {type(data).__name__}: wrap it in a list")
-    if smoothing and isinstance(data, Iterator):
-        raise UsageError(
-            "smoothing reads the data twice, an iterator gives it once: pass a list, a loader or a function"
-        )
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """quantize: from a float model to a calibrated one in one call."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
 
 from scalepoint.errors import UsageError
 from scalepoint.patterns import Pattern
-from scalepoint.quantize.calibrate import ForwardLoop, calibrate, freeze
+from scalepoint.quantize.calibrate import calibrate, freeze
 from scalepoint.quantize.config import FLOAT, QuantConfig
+from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.insert import insert_qdq
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.targets import Target
@@ -20,13 +21,14 @@ def quantize(
     args: Any = None,
     config: QuantConfig | Mapping[str, object] | None = None,
     *,
-    forward_loop: ForwardLoop | Iterable[Any] | None = None,
+    forward_loop: Data | None = None,
     freeze_weights: bool = True,
     target: str | Target | None = None,
     patterns: Sequence[Pattern] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     leave: Sequence[str] = (),
     strict: bool = False,
+    max_batches: int | None = None,
     progress: bool | None = None,
 ) -> fx.GraphModule:
     """Transform, insert, smooth, calibrate and freeze: the quantized model, which still trains.
@@ -36,7 +38,7 @@ def quantize(
     result = transform(model, args, patterns, target, kwargs=kwargs, leave=leave)
     quantized = insert_qdq(result.model, result.matches, config, strict=strict, copy=False)
     if forward_loop is not None:
-        calibrate(quantized, forward_loop, progress=progress)
+        calibrate(quantized, forward_loop, max_batches=max_batches, progress=progress)
     elif any(isinstance(module, QuantStub) for module in quantized.modules()):
         raise UsageError(
             f"activations have ranges that only data tells: pass forward_loop=, or quantize weights alone with "

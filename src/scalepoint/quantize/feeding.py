@@ -1,0 +1,212 @@
+"""The one way data reaches a model, whoever asks: calibration, smoothing, comparison, sensitivity.
+
+    batches     an iterable; each is a tensor, a tuple or list of inputs, or a dict of inputs by name
+    function    called with the model, runs what data it likes through it
+
+Either ends after `max_batches` calls of the model. What comes after the model's own inputs in a batch, such as labels,
+is left away.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.progress import Phase, phase
+
+ForwardLoop = Callable[[nn.Module], Any]
+Data = ForwardLoop | Iterable[Any]
+LIMIT = 100_000  # batches of an iterator without a length: more are taken for an endless one
+
+
+@dataclass
+class Fed:
+    """What reached the model."""
+
+    calls: int = 0
+    skipped: list[int] = field(default_factory=list)  # batches with NaN or infinity in their inputs
+
+
+class _Enough(BaseException):
+    """Leaves a user's function once it has called the model often enough; no `except Exception` there holds it up."""
+
+
+def feed(
+    model: nn.Module,
+    data: Data,
+    what: str,
+    *,
+    max_batches: int | None = None,
+    skip_nan: bool = False,
+    progress: bool | None = None,
+) -> Fed:
+    """Run the data through the model, without gradients. An error tells which batch it was; no call at all is one."""
+    check_data(data)
+    fed = Fed()
+    with phase(what, total=_length(data, max_batches), show=progress) as running:
+        inside = _Calls(fed, max_batches, running)
+        handles = [model.register_forward_pre_hook(inside.entered), model.register_forward_hook(inside.left)]
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                if callable(data):
+                    data(model)
+                else:
+                    _feed_batches(model, data, fed, max_batches, skip_nan)
+        except _Enough:
+            pass
+        except NonFiniteError as error:
+            error.args = (f"batch {fed.calls - 1} of the data: {error.args[0]}",)
+            raise
+        except ScalepointError:
+            raise
+        except Exception as error:
+            error.add_note(f"{what}: batch {inside.batch}")
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+    _check_reached(fed, data, what)
+    return fed
+
+
+class _Calls:
+    """Counts the calls of a model."""
+
+    def __init__(self, fed: Fed, most: int | None, running: Phase) -> None:
+        self.fed, self.most, self.running = fed, most, running
+        self.is_inside = False
+
+    @property
+    def batch(self) -> int:
+        return max(self.fed.calls - 1, 0) if self.is_inside else self.fed.calls
+
+    def entered(self, module: nn.Module, inputs: Any) -> None:
+        if self.most is not None and self.fed.calls >= self.most:
+            raise _Enough
+        self.fed.calls += 1
+        self.is_inside = True
+
+    def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.is_inside = False
+        self.running.advance()
+
+
+def _feed_batches(model: nn.Module, data: Iterable[Any], fed: Fed, max_batches: int | None, skip_nan: bool) -> None:
+    batches = iter(data)
+    for index in count() if max_batches is None else range(max_batches):
+        try:
+            batch = next(batches)  # one more than is asked for is never made
+        except StopIteration:
+            return
+        if index >= LIMIT and max_batches is None:
+            raise CalibrationError(f"the data did not end after {LIMIT} batches: pass max_batches=")
+        args, kwargs = inputs_of(batch, model)
+        if skip_nan and not _is_finite((args, kwargs)):
+            fed.skipped.append(index)
+            continue
+        try:
+            model(*args, **kwargs)
+        except ScalepointError:
+            raise
+        except Exception as error:
+            error.add_note(f"it was {_described(batch)}")
+            raise
+
+
+def _check_reached(fed: Fed, data: Data, what: str) -> None:
+    if fed.calls:
+        return
+    if callable(data):
+        raise CalibrationError(
+            f"{what}: the function never called the model it was given, so nothing was seen: it must run the model of "
+            "its argument, not the original"
+        )
+    if fed.skipped:
+        raise CalibrationError(f"{what}: all {len(fed.skipped)} batches hold NaN or infinity: nothing is left of them")
+    raise CalibrationError(f"{what}: the data is empty: 0 batches. A generator can be read only once")
+
+
+def check_data(data: Any, *, passes: int = 1) -> None:
+    """Refuse what is no data, and what can be read only once where it has to be read more often."""
+    if isinstance(data, Tensor | Mapping | str | bytes):
+        raise UsageError(
+            f"the data is an iterable of batches or a function, not {type(data).__name__}: wrap it in a list"
+        )
+    if not callable(data) and not isinstance(data, Iterable):
+        raise UsageError(f"the data is an iterable of batches or a function, not {shown(data)}")
+    if passes > 1 and isinstance(data, Iterator):
+        raise UsageError(
+            "the data is read more than once, an iterator gives it once: pass a list, a loader or a function"
+        )
+
+
+def first_inputs(model: nn.Module, data: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of the first batch."""
+    for batch in data:
+        return inputs_of(batch, model)
+    raise CalibrationError("the data is empty: 0 batches")
+
+
+def inputs_of(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the model's inputs: labels and other extras that come after them are left away."""
+    names, required = _input_names(model)
+    if isinstance(batch, Mapping):
+        missing = [name for name in required if name not in batch]
+        if missing:
+            raise CalibrationError(
+                f"the batch has {', '.join(map(str, batch))}; the model also needs {', '.join(missing)}"
+            )
+        return (), {name: _tensor(batch[name]) for name in names if name in batch}
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        if len(batch) < len(required):
+            raise CalibrationError(f"the batch has {len(batch)} inputs, the model takes {', '.join(names)}")
+        return tuple(_tensor(value) for value in batch[: len(names)]), {}
+    return (_tensor(batch),), {}
+
+
+def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
+    if isinstance(model, fx.GraphModule):
+        signature = inspect.signature(model.forward)
+    else:
+        signature = inspect.signature(type(model).forward)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = [each for name, each in signature.parameters.items() if each.kind in kinds and name != "self"]
+    return [each.name for each in found], [each.name for each in found if each.default is inspect.Parameter.empty]
+
+
+def _is_finite(inputs: Any) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def _tensor(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, Tensor | int | float | bool | type(None) | list | tuple | Mapping):
+        return value
+    raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")
+
+
+def _described(batch: Any) -> str:
+    if isinstance(batch, Tensor | np.ndarray):
+        return f"{tuple(batch.shape)} {batch.dtype}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{name}: {_described(value)}" for name, value in batch.items()) + "}"
+    if isinstance(batch, list | tuple):
+        return "(" + ", ".join(map(_described, batch)) + ")"
+    return shown(batch)
+
+
+def _length(data: Any, max_batches: int | None) -> int | None:
+    try:
+        length = None if callable(data) else len(data)
+    except TypeError:
+        length = None
+    return max_batches if length is None else length if max_batches is None else min(length, max_batches)

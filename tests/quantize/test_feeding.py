@@ -1,0 +1,143 @@
+"""One way for data: batches and functions are limited, counted, told of and checked alike."""
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.analysis import compare, sensitivity
+from scalepoint.analysis.histograms import histograms
+from scalepoint.errors import CalibrationError, UsageError
+from scalepoint.quantize import QuantConfig, SmoothQuantConfig, calibrate, insert_qdq, quantize
+from scalepoint.quantize.feeding import feed, inputs_of
+from scalepoint.transformation import transform
+
+
+class Counted(nn.Module):
+    """Knows how often it ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+
+def batches(count):
+    return [torch.randn(2, 4) for _ in range(count)]
+
+
+def looping(count):
+    def loop(model):
+        for batch in batches(count):
+            model(batch)
+
+    return loop
+
+
+def stubborn(model):
+    """A function that goes on whatever happens."""
+    for batch in batches(50):
+        try:
+            model(batch)
+        except Exception:  # noqa: S112  # that is what it is about
+            continue
+
+
+@pytest.mark.parametrize("data", [batches(50), looping(50), stubborn, (each for each in batches(50))])
+def test_all_data_ends_after_max_batches(data):
+    model = Counted()
+    assert feed(model, data, "testing", max_batches=2, progress=False).calls == 2
+    assert model.calls == 2
+
+
+def test_a_generator_is_not_asked_for_more_than_is_used():
+    made = []
+
+    def generated():
+        for batch in batches(10):
+            made.append(batch)
+            yield batch
+
+    feed(Counted(), generated(), "testing", max_batches=3, progress=False)
+    assert len(made) == 3
+
+
+def test_everyone_heeds_max_batches_of_a_function():
+    net, seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), []
+
+    def loop(model):
+        for batch in batches(50):
+            model(batch)
+            seen.append(1)
+
+    model = quantize(net, torch.randn(2, 4), forward_loop=loop, max_batches=2, progress=False)
+    assert len(seen) == 2
+    assert compare(net, model, loop, max_batches=3, progress=False).batches == 3
+    seen.clear()
+    sensitivity(model, loop, max_batches=4, progress=False)
+    assert len(seen) == 4
+    seen.clear()
+    histograms(model, loop, ["0"], max_batches=1, progress=False)
+    assert len(seen) == 1
+
+
+def test_smoothing_heeds_it_too():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear, self.calls = nn.LayerNorm(4), nn.Linear(4, 4), 0
+
+        def forward(self, x):
+            return self.linear(self.norm(x))
+
+    result = transform(Normed().eval(), torch.randn(2, 4))
+    model = insert_qdq(result.model, result.matches, QuantConfig(smooth_quant=SmoothQuantConfig(enabled=True)))
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    calibrate(model, looping(9), max_batches=2, progress=False)
+    assert len(calls) == 4  # two passes
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [([], "0 batches"), (lambda model: None, "never called the model")],
+    ids=["empty", "idle"],
+)
+def test_data_that_never_reaches_the_model_is_an_error(data, message):
+    with pytest.raises(CalibrationError, match=message):
+        feed(Counted(), data, "testing", progress=False)
+
+
+@pytest.mark.parametrize("data", [torch.zeros(2, 4), {"x": torch.zeros(2, 4)}, "batches", 3])
+def test_what_is_no_data_is_refused(data):
+    with pytest.raises(UsageError, match="iterable of batches or a function"):
+        feed(Counted(), data, "testing", progress=False)
+
+
+def test_batches_with_nan_can_be_left_out():
+    data = batches(4)
+    data[1][0, 0] = float("nan")
+    fed = feed(Counted(), data, "testing", skip_nan=True, progress=False)
+    assert (fed.calls, fed.skipped) == (3, [1])
+
+
+def test_hooks_are_gone_afterwards_also_after_an_error():
+    model = Counted()
+    with pytest.raises(RuntimeError) as caught:
+        feed(model, [torch.zeros(2, 4), torch.zeros(2, 5)], "testing", progress=False)
+    assert "testing: batch 1" in caught.value.__notes__
+    assert any("(2, 5) torch.float32" in note for note in caught.value.__notes__)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_labels_are_left_away():
+    assert inputs_of((torch.zeros(1), torch.ones(1)), Counted())[0][0].item() == 0
+    assert len(inputs_of((torch.zeros(1), torch.ones(1)), Counted())[0]) == 1
+
+
+def test_without_a_terminal_a_phase_is_one_line(capfd):
+    feed(Counted(), batches(3), "testing")
+    assert capfd.readouterr().err.startswith("testing: 3 batches in ")
