@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from scalepoint.analysis import compare, sensitivity
 from scalepoint.analysis.agreement import Agreement, RangeUse
-from scalepoint.errors import UsageError
+from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.quantize import (
     Override,
     QuantStub,

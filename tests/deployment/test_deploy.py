@@ -98,7 +98,7 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
     for seed in (0, 1):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
-        done = scalepoint.deploy(net, x, [x], output=tmp_path, smoke=True)
+        done = scalepoint.deploy(net, x, [x], output=tmp_path, smoke=True, force=True)
         names = {path.name for path in tmp_path.iterdir()}
         data = {name for name in names if name.endswith(".data")}
         assert names - data == {"model.onnx", "float.onnx", "quantized", "report.html", "report.json"}

@@ -1,13 +1,15 @@
 """Marks: the same for the same, other for anything that changes what a stage makes."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from scalepoint.deployment.marks import Seen, mark_of_code, mark_of_data, mark_of_model, mark_of_values, watched
+from scalepoint.deployment.marks import Watched, mark_of_code, mark_of_model, mark_of_target, mark_of_values
+from scalepoint.targets import find_target, onnxruntime_target
 
 
 def net(scale: float = 1.0) -> nn.Module:
@@ -105,24 +107,67 @@ class TestValues:
 class TestData:
     def test_batches_are_marked_as_they_go_by(self):
         batches = [torch.full((2,), float(index)) for index in range(6)]
-        seen = watched(batches)
-        assert isinstance(seen, Seen)
-        assert len(seen) == 6
-        assert [float(each[0]) for each in seen] == [0, 1, 2, 3, 4, 5]
-        assert seen.mark == mark_of_data(batches)
-        assert mark_of_data(batches) != mark_of_data(batches[:5])
-        assert mark_of_data(batches) != mark_of_data(batches[::-1])
+        seen = Watched(batches)
+        assert len(seen.data) == 6
+        assert [float(each[0]) for each in seen.data] == [0, 1, 2, 3, 4, 5]
+        assert seen.mark == Watched(batches).mark_now()
+        assert seen.mark != Watched(batches[:5]).mark_now()
+        assert seen.mark != Watched(batches[::-1]).mark_now()
 
     def test_what_is_read_once_or_is_no_data_is_left_alone(self):
         once = iter([torch.ones(1)])
-        assert watched(once) is once
-        assert mark_of_data(once) is None
+        assert Watched(once).data is once
+        assert Watched(once).mark_now() is None
         assert len(list(once)) == 1
         for given in (torch.ones(2), {"a": 1}, "text", print, None):
-            assert watched(given) is given
+            assert Watched(given).data is given
 
     def test_a_generator_function_is_marked_by_its_code(self):
         def loop(model):
             model(torch.ones(1))
 
-        assert mark_of_data(loop) == mark_of_code(loop)
+        assert Watched(loop).mark_now() == Watched(loop).mark == mark_of_code(loop)
+
+
+def never(facts):
+    return None
+
+
+def always(facts):
+    return "it does not pay"
+
+
+def at_least(size):
+    return lambda facts: "too small" if len(facts.name) < size else None
+
+
+class TestTarget:
+    def test_it_is_the_same_every_time(self):
+        assert mark_of_target(find_target("onnxruntime")) == mark_of_target(find_target("onnxruntime"))
+        assert mark_of_target(onnxruntime_target(cpu="avx2")) != mark_of_target(onnxruntime_target(cpu="vnni"))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"patterns": find_target("onnxruntime").patterns[1:]},
+            {"rules": (never,)},
+            {"rules": (always,)},
+            {"rules": (at_least(3),)},
+            {"rules": (at_least(4),)},
+            {"accepts": ()},
+            {"bias": "float"},
+            {"shares": frozenset()},
+            {"conversions": ()},
+            {"adapt_weight": None},
+            {"options": {"cpu": "another"}},
+        ],
+        ids=str,
+    )
+    def test_whatever_it_declares_counts(self, change):
+        target = onnxruntime_target(cpu="avx2")
+        assert mark_of_target(replace(target, **change)) != mark_of_target(target)
+
+    def test_what_a_rule_was_made_with_counts(self):
+        target = find_target("onnxruntime")
+        marks = {mark_of_target(replace(target, rules=(rule,))) for rule in (at_least(3), at_least(4), never, always)}
+        assert len(marks) == 4

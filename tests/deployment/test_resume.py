@@ -12,8 +12,9 @@ from torch import nn
 
 import scalepoint
 from scalepoint.deployment import journal as journals
-from scalepoint.deployment import stages
-from scalepoint.errors import ScalepointWarning, StoreError
+from scalepoint.deployment import run as runs
+from scalepoint.deployment import story
+from scalepoint.errors import ScalepointWarning, StoreError, UsageError
 from scalepoint.files import locked
 from scalepoint.quantize import QuantConfig
 from scalepoint.targets import find_target
@@ -53,7 +54,7 @@ class Counter:
         self.counts: dict[str, int] = {}
         self.stop: list[str] = []
         for name in STAGES[:-1]:
-            patch.setattr(stages, name, self.counting(name, getattr(stages, name)))
+            patch.setattr(story, name, self.counting(name, getattr(story, name)))
 
     def counting(self, name, function):
         def run(*args, **kwargs):
@@ -98,7 +99,7 @@ def saved(model, data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         run = make_runner(model, data, Counter(patch), folder / "out")
         whole = run(output=folder / "whole")
-        patch.setattr(stages.Road, "place", lambda *_: (_ for _ in ()).throw(Stop))
+        patch.setattr(runs.Run, "place", lambda *_: (_ for _ in ()).throw(Stop))
         with pytest.raises(Stop):
             run()
     assert [path.name for path in (folder / "out").iterdir()] == [".scalepoint"]
@@ -158,7 +159,7 @@ def test_an_end_before_the_first_stage_leaves_nothing(run, counter, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(Stop):
-        run(evaluate=None)
+        run(evaluate=None, force=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
@@ -171,7 +172,7 @@ def test_nothing_is_done_twice_and_the_file_is_the_same(run, counter, unfinished
 
 
 def test_without_resume_everything_is_done_anew(run, counter, unfinished):
-    run()
+    run(force=True)
     assert counter.counts["calibrate"] == 1
 
 
@@ -205,7 +206,7 @@ def test_what_changed_is_named_and_done_again(run, counter, unfinished, model, d
 
 
 def test_another_version_is_named(run, counter, unfinished, monkeypatch):
-    monkeypatch.setitem(stages.VERSIONS, "torch", "9.9")
+    monkeypatch.setitem(runs.VERSIONS, "torch", "9.9")
     _, messages = told(run)
     assert any("quantized: torch changed" in each for each in messages)
     assert counter.counts["calibrate"] == 1
@@ -270,7 +271,7 @@ def test_trials_are_resumed_too(run, counter, model, data, tmp_path):
     given = {"target": "reference", "evaluate": fidelity, "max_drop": 0.0, "max_trials": 3}
     exports = []
     with pytest.MonkeyPatch.context() as patch:
-        original = stages.export
+        original = story.export
 
         def export(*args, **kwargs):
             exports.append(1)
@@ -278,7 +279,7 @@ def test_trials_are_resumed_too(run, counter, model, data, tmp_path):
                 raise Stop
             return original(*args, **kwargs)
 
-        patch.setattr(stages, "export", export)
+        patch.setattr(story, "export", export)
         with pytest.raises(Stop):
             run(**given)
     with warnings.catch_warnings():
@@ -309,3 +310,41 @@ def test_smoke_goes_through_all_stages(run, counter, data):
     assert done.verification.size > 0
     assert any("smoke" in each for each in done.report.warnings)
     assert set(counter.counts) == set(STAGES)
+
+
+def test_what_a_metric_wrote_stays_when_the_first_stage_fails(run, tmp_path):
+    def evaluate(judged):
+        (tmp_path / "out" / "mine.txt").write_text("precious")
+        raise ValueError("the metric failed")
+
+    with pytest.raises(ValueError, match="the metric failed"):
+        run(evaluate=evaluate)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_a_new_folder_goes_again_when_the_first_stage_fails(run, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run(evaluate=lambda judged: 1 / 0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_example_inputs_make_another_file(run, counter, model, data, unfinished):
+    larger = torch.randn(1, 3, 12, 12)
+    _, messages = told(run, example_inputs=larger, evaluate=lambda judged: 1.0)
+    assert any("exported: the example inputs changed" in each for each in messages)
+    assert counter.counts["export"] == 1
+
+
+def test_a_folder_that_holds_something_is_refused_unless_forced(run, counter, tmp_path):
+    run()
+    before = (tmp_path / "out" / "model.onnx").read_bytes()
+    with pytest.raises(UsageError, match=r"not empty.*force=True"):
+        run()
+    assert (tmp_path / "out" / "model.onnx").read_bytes() == before
+    run(force=True)
+    assert counter.counts["export"] == 1
+
+
+def test_an_unfinished_run_is_refused_unless_resumed(run, unfinished):
+    with pytest.raises(UsageError, match="resume=True"):
+        run()

@@ -7,6 +7,7 @@ import pytest
 import scalepoint
 from scalepoint.analysis import Sensitivity
 from scalepoint.deployment.trials import FLOAT, INT8, RANGES, _chosen, other_ranges
+from scalepoint.errors import UsageError
 from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
 from scalepoint.targets import find_target
@@ -35,6 +36,11 @@ def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
     assert [each.to for each in ranges.raised] == [RANGES]
     assert {each.layer: each.to for each in layers.raised}["stem"] == INT8
     assert done.score == max(trial.score for trial in done.trials) >= -0.2
+    kept = [trial for trial in done.trials if trial.file is not None]
+    assert [trial.path for trial in kept] == [done.path]
+    assert done.path.is_file()
+    with pytest.raises(UsageError, match="only the best trial keeps its file"):
+        _ = next(trial for trial in done.trials if trial.file is None).path
 
 
 def test_the_report_says_what_was_raised_and_why(searched):

@@ -124,6 +124,7 @@ class _Run:
             float_dtype=settings.float_dtype,
             smoke=self.smoke,
             resume=self.resume,
+            force=True,  # what may not be overwritten was refused before
             progress=not self.quiet,
         )
         file = self.folder / "config.yaml"

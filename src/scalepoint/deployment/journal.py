@@ -3,22 +3,27 @@
     journal.json    stage -> marks, result, sha256 of its files; replaced whole after every stage
     trial-0/ ..     the files of each trial
 
+    with journal.stage("trial-0 exported", marks) as stage:
+        if stage.is_due:
+            export(...)
+            stage.keep(files=[path])
+
 A stage is taken from the journal when all its marks are as they were and its files are whole; otherwise what changed is
-named in a warning, and the stage is done again.
+named in a warning, and the stage is due again. What is kept is written when the stage ends well.
 """
 
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint.documents import parse_json
-from scalepoint.errors import DocumentError, ScalepointWarning
+from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.files import digest, locked, replace_text
 from scalepoint.plain import plain
 
@@ -30,6 +35,7 @@ LARGEST = 64_000_000
 DERIVED = frozenset(("the quantized model", "the file", "the float file", "the files", "the drop"))
 
 Marks = Mapping[str, str | None]
+T = TypeVar("T")
 
 
 class Entry(BaseModel):
@@ -49,6 +55,33 @@ class Pages(BaseModel):
 
     format: int = FORMAT
     stages: dict[str, Entry] = {}
+
+
+class Stage:
+    """One stage of a run: due, or `saved` by the run that is resumed."""
+
+    def __init__(self, name: str, marks: Marks, saved: dict[str, Any] | None) -> None:
+        self.name, self.marks, self.saved = name, dict(marks), saved
+        self.kept: tuple[Mapping[str, Any], Sequence[Path]] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        return self.saved is None
+
+    def reuse(self, read: Callable[[dict[str, Any]], T]) -> T | None:
+        """What was saved, as `read` makes it; None when the stage is due, also because it cannot be read."""
+        if self.saved is None:
+            return None
+        try:
+            return read(self.saved)
+        except (ScalepointError, ValidationError) as error:
+            self.saved = None
+            _warn(f"{self.name}: what was saved cannot be used ({str(error).splitlines()[0]}): done again")
+            return None
+
+    def keep(self, result: Mapping[str, Any] | None = None, files: Sequence[Path] = ()) -> None:
+        """What the stage gave, and the files that it made."""
+        self.kept = (result or {}, files)
 
 
 class Journal:
@@ -75,7 +108,8 @@ class Journal:
                 if not journal._pages.stages:
                     shutil.rmtree(folder, ignore_errors=True)
                     if not existed:
-                        shutil.rmtree(output, ignore_errors=True)
+                        with suppress(OSError):  # what a metric of the user wrote there stays
+                            output.rmdir()
                 raise
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -100,16 +134,30 @@ class Journal:
             return None
         return entry.result
 
-    def keep(self, stage: str, marks: Marks, result: Mapping[str, Any], files: Sequence[Path] = ()) -> None:
-        """A stage is finished."""
+    @contextmanager
+    def stage(self, name: str, marks: Marks) -> Iterator[Stage]:
+        """A stage with what is known of it; what it keeps is written down when it ends well."""
+        stage = Stage(name, marks, self.find(name, marks))
+        yield stage
+        if stage.kept is not None:
+            self._keep(name, stage.marks, *stage.kept)
+
+    def _keep(self, stage: str, marks: Marks, result: Mapping[str, Any], files: Sequence[Path]) -> None:
         names = {str(path.relative_to(self.folder)): digest(path) for path in files}
         self._pages.stages[stage] = Entry(marks=dict(marks), result=plain(result), files=names)
         replace_text(self.folder / FILE, json.dumps(self._pages.model_dump(), indent=1) + "\n")
 
-    def drop(self, stage: str, why: object) -> None:
-        """What was saved of a stage cannot be used."""
-        self._pages.stages.pop(stage, None)
-        _warn(f"{stage}: what was saved cannot be used ({why}): done again")
+
+def check_output(folder: Path, *, force: bool, resume: bool) -> None:
+    """Refuse a folder that holds something, unless it may be overwritten, or an unfinished run there goes on."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"output={str(folder)!r} is a file: give a folder")
+    if force or resume or not folder.exists():
+        return
+    if stages_in(folder):
+        raise UsageError(f"{folder} holds an unfinished run: go on with resume=True, or anew with force=True")
+    if any(path.name != FOLDER for path in folder.iterdir()):
+        raise UsageError(f"{folder} is not empty: choose another output=, or overwrite it with force=True")
 
 
 def stages_in(output: Path) -> list[str]:

@@ -3,8 +3,10 @@
 import hashlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import islice
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.numerics import dtype_name
 from scalepoint.plain import plain
 from scalepoint.quantize.fingerprint import fingerprint
+from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target
 
 FEW = 4  # batches of the data that are looked at
@@ -35,15 +38,52 @@ def mark_of_model(model: nn.Module) -> str:
 
 
 def mark_of_target(target: Target) -> str:
-    return mark(target.name, dict(target.options), target.activation.to_dict(), target.weight.to_dict())
+    """Everything it declares: patterns, rules, what it accepts, how it stores biases, its options."""
+    return mark(_told(target))
 
 
 def mark_of_code(function: Any) -> str:
-    """What a function does, as far as its own code says; what it reads is not seen."""
+    """What a function does, as far as its own code and what it was made with say; what it reads is not seen."""
+    return mark(_told_of_code(function))
+
+
+def _told(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
+    """What tells one declaration from another, as plain values."""
+    if isinstance(value, QuantizationSpec):
+        return value.to_dict()
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value):
+        return [type(value).__qualname__, {each.name: _told(getattr(value, each.name)) for each in fields(value)}]
+    if isinstance(value, Mapping):
+        return {str(key): _told(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_told(each)) for each in value)
+    if isinstance(value, list | tuple):
+        return [_told(each) for each in value]
+    return _told_of_code(value) if callable(value) else repr(value)
+
+
+def _told_of_code(function: Any) -> Any:
+    if isinstance(function, partial):
+        return [_told_of_code(function.func), _told(function.args), _told(function.keywords)]
     inner = inspect.unwrap(function)
     called = inner if hasattr(inner, "__code__") else vars(type(inner)).get("__call__")  # of an object its method
     code = getattr(called, "__code__", None)
-    return mark(getattr(inner, "__qualname__", type(inner).__qualname__), _code(code) if code else "")
+    cells = getattr(called, "__closure__", None) or ()
+    held = [_told_of_cell(cell) for cell in cells]
+    return [getattr(inner, "__qualname__", type(inner).__qualname__), _code(code) if code else "", held]
+
+
+def _told_of_cell(cell: CellType) -> Any:
+    """What a function was made with, where that is plain to see: numbers, names, other functions of the same kind."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # not there yet
+        return ""
+    if isinstance(value, str | int | float | bool | QuantizationSpec | type | frozenset | None):
+        return _told(value)
+    return [_told(each) for each in value if isinstance(each, str | int | float)] if isinstance(value, tuple) else ""
 
 
 def _code(code: CodeType) -> list[object]:
@@ -67,42 +107,50 @@ def mark_of_values(value: Any) -> str:
     return found.hexdigest()[:LENGTH]
 
 
-class Seen:
-    """Batches on their way to the model: the first few leave a mark."""
+class Watched:
+    """Calibration data on its way to the model, and its mark: a function by its code, batches by the first few; None of
+    what can be read only once."""
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
+    def __init__(self, source: Any) -> None:
+        is_batches = isinstance(source, Iterable) and not isinstance(source, Iterator | Tensor | Mapping | str | bytes)
+        self.source = source
+        self.data: Any = _Passing(source) if is_batches and not callable(source) else source
+
+    @property
+    def mark(self) -> str | None:
+        """After the data was read."""
+        if isinstance(self.data, _Passing):
+            return self.data.mark
+        return mark_of_code(self.source) if callable(self.source) else None
+
+    def mark_now(self) -> str | None:
+        """The same, from a look at the first batches."""
+        if isinstance(self.data, _Passing):
+            for _ in islice(self.data, FEW):
+                pass
+        return self.mark
+
+
+class _Passing:
+    """Batches that leave a mark of the first few."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
         self.mark: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
         marks: list[str] = []
-        for batch in self.data:
+        for batch in self.batches:
             if len(marks) < FEW:
                 marks.append(mark_of_values(batch))
                 self.mark = mark(marks, self._size())
             yield batch
 
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self.batches)
 
     def _size(self) -> int | None:
         try:
-            return len(self.data)
+            return len(self.batches)
         except TypeError:
             return None
-
-
-def watched(data: Any) -> Any:
-    """Batches that can be read again, with the mark that they leave; anything else as it is."""
-    is_batches = isinstance(data, Iterable) and not isinstance(data, Iterator | Tensor | Mapping | str | bytes)
-    return Seen(data) if is_batches and not callable(data) else data
-
-
-def mark_of_data(data: Any) -> str | None:
-    """Of calibration data: a function by its code, batches by the first few; None of what can be read only once."""
-    seen = watched(data)
-    if isinstance(seen, Seen):
-        for _ in islice(seen, FEW):
-            pass
-        return seen.mark
-    return mark_of_code(data) if callable(data) else None

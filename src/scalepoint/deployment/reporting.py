@@ -14,7 +14,7 @@ from scalepoint import targets
 from scalepoint.analysis import compare, histograms
 from scalepoint.checking import check, has_rules
 from scalepoint.deployment.marks import mark, mark_of_values
-from scalepoint.deployment.stages import SMOKE_BATCHES, Road, package_version
+from scalepoint.deployment.run import SMOKE_BATCHES, Run, package_version
 from scalepoint.deployment.trials import Trial
 from scalepoint.patterns.language import kind_of
 from scalepoint.processor import amx
@@ -29,10 +29,10 @@ SMOKE = f"a smoke run: at most {SMOKE_BATCHES} batches, one trial, no latency; a
 
 
 def make_report(
-    road: Road, best: Trial, trials: Sequence[Trial], float_score: float | None, max_drop: float | None
+    run: Run, best: Trial, trials: Sequence[Trial], float_score: float | None, max_drop: float | None
 ) -> Report:
     """Everything that was found, and how each layer fares on the example inputs."""
-    data = road.example()
+    data = run.example()
     compared = compare(None, best.model, data, local=False, progress=False)
     layers = tuple(
         LayerError(row.name, row.sqnr_db, row.cosine, row.saturation, row.used_range, row.weight_sqnr_db)
@@ -40,11 +40,11 @@ def make_report(
     )
     worst = [row.name for row in compared.worst(WORST)]
     return Report(
-        title=type(road.model).__name__,
-        target=road.target.name,
+        title=type(run.model).__name__,
+        target=run.target.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         coverage=coverage(best.model),
-        environment=environment(road.target),
+        environment=environment(run.target),
         config=best.config.to_dict(),
         accuracy=_metric(best, float_score),
         layers=layers,
@@ -56,22 +56,22 @@ def make_report(
             if (low := each.low) is not None and (high := each.high) is not None
         ),
         verification=best.verification,
-        findings=_findings(road, best),
-        timings=dict(road.timings),
-        warnings=(SMOKE,) if road.smoke else (),
+        findings=_findings(run, best),
+        timings=dict(run.timings),
+        warnings=(SMOKE,) if run.smoke else (),
         graph=placement(best.model),
         attempts=tuple(Attempt(each.score, each.raised, each.start, each is best) for each in trials),
         max_drop=max_drop,
-        reproduction=reproduction(road, best),
+        reproduction=reproduction(run, best),
     )
 
 
-def _findings(road: Road, best: Trial) -> tuple[str, ...] | None:
+def _findings(run: Run, best: Trial) -> tuple[str, ...] | None:
     """What the static rules of the target say; those of its newest line where the file is typed for it."""
-    if not has_rules(road.target.name):
+    if not has_rules(run.target.name):
         return None
-    version = 10 if road.float_dtype in (None, "float32") else 11
-    return tuple(map(str, check(best.path, road.target.name, version=version)))
+    version = 10 if run.float_dtype in (None, "float32") else 11
+    return tuple(map(str, check(best.path, run.target.name, version=version)))
 
 
 def _metric(best: Trial, float_score: float | None) -> tuple[Metric, ...]:
@@ -82,34 +82,34 @@ def _metric(best: Trial, float_score: float | None) -> tuple[Metric, ...]:
     return (Metric("score", float_score, quantized_value=best.score),)
 
 
-def reproduction(road: Road, best: Trial) -> Reproduction:
+def reproduction(run: Run, best: Trial) -> Reproduction:
     """The call that makes the kept file again, without a search, and the marks of what went in."""
     found = {name: package_version(name) for name in PACKAGES}
     pinned = [f"{name}=={number}" for name, number in found.items() if number]
     config = best.config.to_dict()
     lines = ["import scalepoint"]
     options = {
-        "target": repr(road.target.name),
-        "max_batches": repr(road.max_batches) if road.max_batches else "",
-        "leave": repr(road.leave) if road.leave else "",
-        "float_dtype": repr(road.float_dtype) if road.float_dtype else "",
-        "threads": repr(road.threads),
+        "target": repr(run.target.name),
+        "max_batches": repr(run.max_batches) if run.max_batches else "",
+        "leave": repr(run.leave) if run.leave else "",
+        "float_dtype": repr(run.float_dtype) if run.float_dtype else "",
+        "threads": repr(run.threads),
     }
-    if hasattr(targets, f"{road.target.name}_target") and road.target.options:
+    if hasattr(targets, f"{run.target.name}_target") and run.target.options:
         lines.append("from scalepoint import targets")
-        given = ", ".join(f"{name}={value!r}" for name, value in road.target.options.items())
-        options["target"] = f"targets.{road.target.name}_target({given})"
+        given = ", ".join(f"{name}={value!r}" for name, value in run.target.options.items())
+        options["target"] = f"targets.{run.target.name}_target({given})"
     if config:
         written = pformat(config, width=100, sort_dicts=False)
         lines += ["from scalepoint.quantize import QuantConfig", "", f"config = QuantConfig.from_dict(\n{written}\n)"]
         options["config"] = "config"
     said = "".join(f"    {name}={value},\n" for name, value in options.items() if value)
     lines += ["", f"done = scalepoint.deploy(\n    model,\n    example_inputs,\n    calibration_data,\n{said})"]
-    marks = {"model": road.model_mark, "calibration data": road.data_mark or "read once, not marked"}
+    marks = {"model": run.model_mark, "calibration data": run.data_mark or "read once, not marked"}
     return Reproduction(
         install=f"pip install scalepoint=={scalepoint.__version__} {' '.join(pinned)}",
         call="\n".join(lines),
-        marks={**marks, "example inputs": mark_of_values(road.inputs), "config": mark(config)},
+        marks={**marks, "example inputs": mark_of_values(run.inputs), "config": mark(config)},
     )
 
 

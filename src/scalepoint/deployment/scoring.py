@@ -1,10 +1,18 @@
-"""What the user's metric gave: a number, or a word about what is wrong with it."""
+"""The user's metric: on what it is run, and what it gave: a number, or a word about what is wrong with it."""
 
 import math
 import warnings
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from scalepoint.deployment.run import Run
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, shown
+from scalepoint.graph.modes import evaluating
+from scalepoint.verification import RuntimeModel, Status, Verification
 
 
 def judged_as(value: Any, *, is_float: bool) -> float:
@@ -28,3 +36,34 @@ def judged_as(value: Any, *, is_float: bool) -> float:
             stacklevel=2,
         )
     return score
+
+
+def judged(run: Run, model: nn.Module, path: Path | None = None, *, in_runtime: bool = False) -> float | None:
+    """The score of the float model, or of a file: in its runtime, or as simulated."""
+    if run.evaluate is None:
+        return None
+    name = "the float model" if path is None else path.parent.name
+    doing = "evaluating the float model" if path is None else "evaluating the file"
+    with run.stage(f"{name} evaluated", doing, run.marks_of_judging(path)) as stage:
+        score = stage.reuse(lambda saved: float(saved["score"]))
+        if score is None:
+            runner: Any = (
+                RuntimeModel(path, run.model, run.inputs, threads=run.threads) if path and in_runtime else model
+            )
+            with evaluating(runner), torch.no_grad():
+                score = judged_as(run.evaluate(runner), is_float=path is None)
+            stage.keep({"score": score})
+    return score
+
+
+def _runner(run: Run, model: nn.Module, path: Path | None) -> AbstractContextManager[Any]:
+    """What the metric calls: the file in its runtime, or a model."""
+    runtime = run.target.runtime
+    if path is None or runtime is None:
+        return nullcontext(model)
+    return RuntimeModel(path, run.model, run.inputs, runtime=runtime, threads=run.threads)
+
+
+def runs_in_runtime(found: Verification | None) -> bool:
+    """Whether the metric can be run on the file itself."""
+    return found is not None and found.status == Status.OK

@@ -1,49 +1,34 @@
 """The whole road in one call: a float model in, the file that its target runs out, with the proof beside it.
 
-    capture, transform -> insert Q/DQ -> calibrate -> export -> verify in the runtime -> evaluate -> report
+    transform -> insert Q/DQ -> calibrate -> export -> verify in the runtime -> evaluate -> report
 
-Each step is a public function of its own; this file only calls them in order (`stages.py` with what they share).
+Each step is a public function of its own; this file calls them in order. Around each stands a stage of the journal, so
+that a run that did not end goes on where it was (`journal.py`); `run.py` holds what the steps share.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
 from torch import fx, nn
 
-from scalepoint.deployment.journal import Journal
+from scalepoint.deployment.journal import Journal, check_output
+from scalepoint.deployment.marks import Watched
 from scalepoint.deployment.reporting import make_report
-from scalepoint.deployment.stages import Road
-from scalepoint.deployment.trials import Step, Trial, best_of, slimmed
+from scalepoint.deployment.result import Deployment
+from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
+from scalepoint.deployment.scoring import judged, runs_in_runtime
+from scalepoint.deployment.trials import Step, Trial, best_of, closed, next_step, slimmed, too_much
 from scalepoint.errors import UsageError
+from scalepoint.formats import export
 from scalepoint.graph.capture import as_inputs
-from scalepoint.quantize import Coverage, QuantConfig, coverage
-from scalepoint.report import Report, is_within, write
+from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq, load, save
+from scalepoint.report import write
 from scalepoint.targets import Target, find_target
-from scalepoint.verification import Verification
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """What deploy made."""
-
-    model: fx.GraphModule
-    path: Path
-    float_path: Path
-    coverage: Coverage
-    verification: Verification | None
-    report: Report
-    float_score: float | None = None
-    score: float | None = None
-    trials: tuple[Trial, ...] = field(default=(), repr=False)
-
-    @property
-    def drop(self) -> float | None:
-        return None if self.float_score is None or self.score is None else self.float_score - self.score
-
-    def __str__(self) -> str:
-        return str(self.report)
+from scalepoint.transformation import transform
+from scalepoint.verification import Status, Verification, verify
 
 
 def deploy(
@@ -67,6 +52,7 @@ def deploy(
     threads: int = 1,
     smoke: bool = False,
     resume: bool = False,
+    force: bool = False,
     progress: bool | None = None,
 ) -> Deployment:
     """Quantize a model for a target, write the file into the folder `output`, and prove that it runs as it should.
@@ -74,40 +60,124 @@ def deploy(
     `evaluate(run)` is your metric, higher is better; `run` is called as the model is. With `max_drop`, more precision
     goes where it wins most for its cost, until the score is at most that much below the float model's, or `max_trials`
     is reached; the best file found is kept. A file that departs from the simulation is an error unless
-    allow_departure=True. on_nan="skip" calibrates without the batches that hold NaN or infinity. `float_dtype`
-    ("float16", "bfloat16") types what is not quantized, where the target runs it. smoke=True goes through all stages
-    fast: two batches, one trial, no latency. What a run that did not end has done stays in `output`; resume=True goes
-    on from there, and does again what has changed since.
+    allow_departure=True. on_nan="skip" leaves calibration batches with NaN or infinity out. `float_dtype` ("float16",
+    "bfloat16") types what is not quantized, where the target runs it. smoke=True goes through all stages fast: two
+    batches, one trial, no latency. What a run that did not end has done stays in `output`; resume=True goes on from
+    there, and does again what has changed since. A folder that holds something is refused unless force=True.
     """
     _check(calibration_data, evaluate, max_drop)
-    inputs, found, folder = as_inputs(example_inputs, kwargs), find_target(target), Path(output or "out")
+    found, folder, wanted = find_target(target), Path(output or "out"), QuantConfig.build(config)
     found.check_float_dtype(float_dtype)
-    wanted = QuantConfig.build(config)
+    check_output(folder, force=force, resume=resume)
     with Journal.opened(folder, resume=resume) as journal:
-        road = Road(
-            model, inputs, calibration_data, found, journal, evaluate, tuple(leave), strict, threads, max_batches,
-            smoke, progress, float_dtype, on_nan,
+        run = Run(
+            model=model, inputs=as_inputs(example_inputs, kwargs), data=calibration_data, target=found,
+            journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
+            max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
         )  # fmt: skip
-        float_score = road.float_score()
-        trials = [road.attempt(0, Step(wanted))]
-        while not smoke and len(trials) < max_trials and (drop := _too_much(float_score, trials, max_drop)) is not None:
-            step = road.next_step(trials, drop, max_drop or 0.0)
+        float_score = judged(run, model)
+        trials = [_attempt(run, 0, Step(wanted))]
+        while not smoke and len(trials) < max_trials and (drop := too_much(float_score, trials, max_drop)) is not None:
+            step = _next_step(run, trials, drop, max_drop or 0.0)
             if step is None:
                 break
-            trials = slimmed([*trials, road.attempt(len(trials), step)])
+            trials = slimmed([*trials, _attempt(run, len(trials), step)])
         chosen = best_of(trials)
-        best = road.place(chosen, folder)
-        trials = [best if trial is chosen else trial for trial in trials]
-        with road.clock("reporting"):
-            report = make_report(road, best, trials, float_score, max_drop)
+        best = run.place(chosen, folder)
+        trials = [best if trial is chosen else closed(trial) for trial in trials]
+        with run.timed("reporting"):
+            report = make_report(run, best, trials, float_score, max_drop)
             write(report, folder)
     if best.verification is not None and not allow_departure:
         best.verification.check()
-    counted = coverage(best.model)
     return Deployment(
-        best.model, best.path, best.float_path, counted, best.verification, report, float_score, best.score,
-        tuple(trials),
+        best.model, best.path, best.float_file, coverage(best.model), best.verification, report, float_score,
+        best.score, tuple(trials),
     )  # fmt: skip
+
+
+def _attempt(run: Run, number: int, step: Step) -> Trial:
+    """One file: quantized, exported, verified, evaluated."""
+    folder = run.journal.folder / f"trial-{number}"
+    model = _quantized(run, folder, step.config)
+    path, float_path = _exported(run, folder, model)
+    found = _verified(run, path, float_path, model)
+    in_runtime = runs_in_runtime(found)
+    score = judged(run, model, path, in_runtime=in_runtime)
+    return Trial(step.config, model, path, float_path, found, score, in_runtime, step.raised, step.start)
+
+
+def _quantized(run: Run, folder: Path, config: QuantConfig) -> fx.GraphModule:
+    args, kwargs = run.inputs
+    name, place, data = f"{folder.name} quantized", folder / MODEL, Watched(run.data)
+    marks = run.marks_of_quantizing(config)
+    if run.journal.has(name):
+        marks["the calibration data"] = run.data_mark = data.mark_now()
+    with run.stage(name, "quantizing", marks, show=False) as stage:
+        model = stage.reuse(lambda _: load(place, run.model, args, kwargs=kwargs, target=run.target))
+        if model is None:
+            with run.timed("capturing"):
+                result = transform(run.model, args, target=run.target, kwargs=kwargs, leave=run.leave)
+                model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)
+            with run.timed("calibrating", show=False):
+                calibrate(
+                    model, data.data, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress,
+                    freeze_weights=True,
+                )  # fmt: skip
+            stage.marks["the calibration data"] = run.data_mark = data.mark
+            save(model, place)
+            stage.keep(files=[place / "scalepoint.json"])
+    return model
+
+
+def _exported(run: Run, folder: Path, model: fx.GraphModule) -> tuple[Path, Path]:
+    """The file, and once for all trials the float one."""
+    args, kwargs = run.inputs
+    path, float_path = run.file(folder, FILE), run.file(run.journal.folder, FLOAT_FILE)
+    own, base = run.marks_of_exporting(folder / MODEL), run.marks_of_exporting(None)
+    with (
+        run.journal.stage("the float model exported", base) as float_stage,
+        run.stage(f"{folder.name} exported", "exporting", own) as stage,
+    ):
+        if stage.is_due or float_stage.is_due:
+            also = float_path if float_stage.is_due else None
+            export(model, path, args, kwargs=kwargs, float_path=also, float_dtype=run.float_dtype)
+            stage.keep(files=run.format.files(path))
+            if also:
+                float_stage.keep(files=run.format.files(also))
+    return path, float_path
+
+
+def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> Verification | None:
+    args, kwargs = run.inputs
+    if run.target.runtime is None:
+        return None
+    marks = run.marks_of_verifying(path, float_path)
+    with run.stage(f"{path.parent.name} verified", "verifying in the runtime", marks) as stage:
+        found = stage.reuse(TypeAdapter(Verification).validate_python)
+        if found is None:
+            timed = None if run.smoke else float_path
+            found = verify(
+                path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed, threads=run.threads
+            )
+            found = replace(found, float_size=run.format.about(float_path).size)
+            if found.status == Status.OK:  # what went wrong is tried again
+                stage.keep(vars(found))
+    return found
+
+
+def _next_step(run: Run, trials: Sequence[Trial], drop: float, max_drop: float) -> Step | None:
+    """What to try after these trials."""
+    marks = run.marks_of_searching(trials, drop, max_drop)
+    with run.stage(f"step {len(trials)}", "finding what to raise", marks) as stage:
+        step = stage.reuse(Step.from_dict)
+        if step is None:
+            has_none = isinstance(run.data, Sized) and not len(run.data)  # weights alone need no data
+            data = run.example() if has_none else run.data
+            step = next_step(trials, drop, max_drop, run.target, data)
+            if step is not None:
+                stage.keep(step.to_dict())
+    return step
 
 
 def _check(data: Any, evaluate: Any, max_drop: float | None) -> None:
@@ -117,11 +187,3 @@ def _check(data: Any, evaluate: Any, max_drop: float | None) -> None:
         raise UsageError(
             "max_drop= calibrates several times, an iterator gives its data once: pass a list or a function"
         )
-
-
-def _too_much(float_score: float | None, trials: Sequence[Trial], max_drop: float | None) -> float | None:
-    """How far the best trial falls below the float model, when that is more than is allowed."""
-    score = best_of(trials).score
-    if max_drop is None or float_score is None or score is None or is_within(float_score, score, max_drop):
-        return None
-    return float_score - score

@@ -11,12 +11,13 @@ Layers are raised in the order of gain per cost until the noise that is left is 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import TypeAdapter
 from torch import fx
 
 from scalepoint.analysis import Sensitivity, sensitivity
@@ -25,7 +26,7 @@ from scalepoint.numerics import format_of
 from scalepoint.quantize import Override, QuantConfig
 from scalepoint.quantize.config import FLOAT, TensorQuantConfig
 from scalepoint.quantize.stubs import WeightFakeQuantize
-from scalepoint.report import Raised
+from scalepoint.report import Raised, is_within
 from scalepoint.spec import QParamsCalculatorBase as Calculators
 from scalepoint.spec import QuantizationSpec, RangeCalculatorBase
 from scalepoint.targets import Target
@@ -44,8 +45,8 @@ class Trial:
 
     config: QuantConfig
     kept: fx.GraphModule | None  # the model, of the best so far; the others need no memory
-    path: Path
-    float_path: Path
+    file: Path | None  # of the best; the others are gone when the run ends
+    float_file: Path
     verification: Verification | None
     score: float | None
     is_judged_in_runtime: bool = False
@@ -57,6 +58,12 @@ class Trial:
         if self.kept is None:
             raise UsageError("only the best trial keeps its model: load it, or deploy its config")
         return self.kept
+
+    @property
+    def path(self) -> Path:
+        if self.file is None:
+            raise UsageError("only the best trial keeps its file: deploy its config to make it again")
+        return self.file
 
     @property
     def left_float(self) -> tuple[str, ...]:
@@ -76,6 +83,14 @@ class Step:
     raised: tuple[Raised, ...] = ()
     start: int | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"config": self.config.to_dict(), "raised": self.raised, "start": self.start}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
+        raised = TypeAdapter(tuple[Raised, ...]).validate_python(saved["raised"])
+        return cls(QuantConfig.from_dict(saved["config"]), raised, saved["start"])
+
 
 def best_of(trials: Sequence[Trial]) -> Trial:
     """The highest score; the earlier, which raised less, of equals."""
@@ -86,6 +101,20 @@ def slimmed(trials: Sequence[Trial]) -> list[Trial]:
     """Only the best keeps its model."""
     best = best_of(trials)
     return [trial if trial is best else replace(trial, kept=None) for trial in trials]
+
+
+def closed(trial: Trial) -> Trial:
+    """A trial whose files are not kept."""
+    found = trial.verification and replace(trial.verification, path=Path(trial.verification.path).name)
+    return replace(trial, file=None, verification=found)
+
+
+def too_much(float_score: float | None, trials: Sequence[Trial], max_drop: float | None) -> float | None:
+    """How far the best trial falls below the float model, when that is more than is allowed."""
+    score = best_of(trials).score
+    if max_drop is None or float_score is None or score is None or is_within(float_score, score, max_drop):
+        return None
+    return float_score - score
 
 
 def next_step(trials: Sequence[Trial], drop: float, max_drop: float, target: Target, data: Any) -> Step | None:

@@ -1,0 +1,33 @@
+"""What deploy returns."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+
+from scalepoint.deployment.trials import Trial
+from scalepoint.quantize import Coverage
+from scalepoint.report import Report
+from scalepoint.verification import Verification
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What deploy made. Of the trials only the best keeps its model and its files."""
+
+    model: fx.GraphModule
+    path: Path
+    float_path: Path
+    coverage: Coverage
+    verification: Verification | None
+    report: Report
+    float_score: float | None = None
+    score: float | None = None
+    trials: tuple[Trial, ...] = field(default=(), repr=False)
+
+    @property
+    def drop(self) -> float | None:
+        return None if self.float_score is None or self.score is None else self.float_score - self.score
+
+    def __str__(self) -> str:
+        return str(self.report)

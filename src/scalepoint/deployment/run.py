@@ -1,0 +1,168 @@
+"""One run of deploy: what its steps share, how long each took, and the marks of what each was made from."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.deployment.journal import Journal, Stage
+from scalepoint.deployment.marks import mark, mark_of_code, mark_of_model, mark_of_target, mark_of_values
+from scalepoint.deployment.trials import Trial
+from scalepoint.files import digest, replace_file
+from scalepoint.formats import find_format
+from scalepoint.progress import phase, say
+from scalepoint.quantize import QuantConfig, save
+from scalepoint.runtimes import find_runtime
+from scalepoint.targets import Target
+
+Evaluate = Callable[[Any], float]
+Marks = dict[str, str | None]
+VERSIONS = {"scalepoint": scalepoint.__version__, "torch": str(torch.__version__)}
+FILE, FLOAT_FILE, MODEL = "model", "float", "quantized"
+SMOKE_BATCHES = 2
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The model, its inputs, the data, the target, and what was asked for."""
+
+    model: nn.Module
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    data: Any
+    target: Target
+    journal: Journal
+    evaluate: Evaluate | None
+    leave: tuple[str, ...]
+    strict: bool
+    threads: int
+    max_batches: int | None
+    on_nan: Literal["error", "skip"]
+    float_dtype: str | None
+    smoke: bool
+    progress: bool | None
+    data_mark: str | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.format = find_format(self.target.format)
+        self.model_mark = mark_of_model(self.model)
+        if self.smoke:
+            self.max_batches = min(self.max_batches or SMOKE_BATCHES, SMOKE_BATCHES)
+
+    @contextmanager
+    def timed(self, doing: str, show: bool | None = None) -> Iterator[None]:
+        """A step that is shown while it runs; show=False for one that shows itself."""
+        start = time.perf_counter()
+        with phase(doing, show=self.progress if show is None else show):
+            yield
+        self.timings[doing] = self.timings.get(doing, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def stage(self, name: str, doing: str, marks: Marks, show: bool | None = None) -> Iterator[Stage]:
+        """A step that is taken from the journal where nothing it was made from has changed since."""
+        with self.journal.stage(name, marks) as stage:
+            if stage.is_due:
+                with self.timed(doing, show):
+                    yield stage
+            else:
+                if self.progress is not False:
+                    say(f"{doing}: as saved")
+                yield stage
+
+    def file(self, folder: Path, name: str) -> Path:
+        """A file of the target's format."""
+        return folder / f"{name}{self.format.suffix}"
+
+    def example(self) -> list[Any]:
+        """The example as one batch of data."""
+        args, kwargs = self.inputs
+        return [kwargs if kwargs and not args else tuple(args)]
+
+    def marks_of_quantizing(self, config: QuantConfig) -> Marks:
+        return {
+            **VERSIONS,
+            "the model": self.model_mark,
+            "the example inputs": mark_of_values(self.inputs),
+            "the target": mark_of_target(self.target),
+            "the config": mark(config.to_dict()),
+            "leave": mark(self.leave),
+            "strict": str(self.strict),
+            "max_batches": str(self.max_batches),
+            "on_nan": self.on_nan,
+        }
+
+    def marks_of_exporting(self, quantized: Path | None) -> Marks:
+        """Of the file of a quantized model, or, without one, of the float file."""
+        source: Marks = {"the model": self.model_mark, "leave": mark(self.leave)}
+        return {
+            **(source if quantized is None else {"the quantized model": digest(quantized / "scalepoint.json")}),
+            "the example inputs": mark_of_values(self.inputs),
+            "the target": mark_of_target(self.target),
+            "float_dtype": self.float_dtype or "float32",  # None would mean: not known, so do it again
+            **VERSIONS,
+            **{name: package_version(name) for name in ("onnx", "onnxscript")},
+        }
+
+    def marks_of_verifying(self, path: Path, float_path: Path) -> Marks:
+        runtime = str(self.target.runtime)
+        return {
+            "the file": digest(path),
+            "the float file": digest(float_path),
+            "the example inputs": mark_of_values(self.inputs),
+            "threads": str(self.threads),
+            "smoke": str(self.smoke),
+            "scalepoint": VERSIONS["scalepoint"],
+            runtime: package_version(find_runtime(runtime).package),
+        }
+
+    def marks_of_judging(self, path: Path | None) -> Marks:
+        """Of the score of a file, or, without one, of the float model."""
+        judged: Marks = {"the model": self.model_mark, **VERSIONS} if path is None else {"the file": digest(path)}
+        return {**judged, "the metric": mark_of_code(self.evaluate)}
+
+    def marks_of_searching(self, trials: Sequence[Trial], drop: float, max_drop: float) -> Marks:
+        return {
+            "the files": mark([digest(trial.path) for trial in trials]),
+            "the drop": mark(drop),
+            "max_drop": mark(max_drop),
+            **VERSIONS,
+        }
+
+    def place(self, best: Trial, output: Path) -> Trial:
+        """The files of the best trial in the output folder; each appears whole."""
+        sources = (*self.format.files(best.float_file), *self.format.files(best.path))
+        path, float_path = self.file(output, FILE), self.file(output, FLOAT_FILE)
+        old = {each.name for each in (*self.format.files(path), *self.format.files(float_path))}
+        for source in sources:
+            replace_file(output / source.name, partial(_copy, source))
+        for name in old - {source.name for source in sources}:
+            (output / name).unlink(missing_ok=True)
+        save(best.model, output / MODEL)
+        found = best.verification and replace(best.verification, path=str(path))
+        return replace(best, file=path, float_file=float_path, verification=found)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Another name for the same bytes where the disk allows it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def package_version(package: str) -> str | None:
+    """Of what is installed; nothing is imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
