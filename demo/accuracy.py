@@ -35,6 +35,7 @@ def main() -> None:
         task.calibration,
         config=QuantConfig(activation="float", weight=INT4),
         output=OUT,
+        force=True,
         evaluate=task.accuracy,
         max_drop=MAX_DROP,
     )

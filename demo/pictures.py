@@ -56,7 +56,9 @@ def main() -> None:
         return 100 * float((found == answers).float().mean())
 
     calibration = list(pictures("data_batch_1", CALIBRATION).split(BATCH))
-    done = scalepoint.deploy(model, test[:1], calibration, target="onnxruntime", output=OUT, evaluate=accuracy)
+    done = scalepoint.deploy(
+        model, test[:1], calibration, target="onnxruntime", output=OUT, force=True, evaluate=accuracy
+    )
     console.print(done.report.table())
     console.print(f"\nthe file      {done.path}\nthe report    {OUT / 'report.html'}")
 

@@ -119,7 +119,13 @@ def main() -> None:
     console.print(f"fitting a classifier on {TRAIN} sentences ...")
     task = prepared()
     done = scalepoint.deploy(
-        task.model, task.calibration[0], task.calibration, target="onnxruntime", output=OUT, evaluate=task.accuracy
+        task.model,
+        task.calibration[0],
+        task.calibration,
+        target="onnxruntime",
+        output=OUT,
+        force=True,
+        evaluate=task.accuracy,
     )
     console.print(done.report.table())
     console.print(f"\nthe file      {done.path}\nthe report    {OUT / 'report.html'}")

@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -68,15 +68,13 @@ class Run:
         self.timings[doing] = self.timings.get(doing, 0.0) + time.perf_counter() - start
 
     @contextmanager
-    def stage(self, name: str, doing: str, marks: Marks, show: bool | None = None) -> Iterator[Stage]:
-        """A step that is taken from the journal where nothing it was made from has changed since."""
+    def stage(self, name: str, doing: str, marks: Marks, *, is_timed: bool = True) -> Iterator[Stage]:
+        """A step that is taken from the journal where nothing it was made from has changed since; one that consists of
+        timed steps is not timed itself."""
         with self.journal.stage(name, marks) as stage:
-            if stage.is_due:
-                with self.timed(doing, show):
-                    yield stage
-            else:
-                if self.progress is not False:
-                    say(f"{doing}: as saved")
+            if not stage.is_due and self.progress is not False:
+                say(f"{doing}: as saved")
+            with self.timed(doing) if stage.is_due and is_timed else nullcontext():
                 yield stage
 
     def file(self, folder: Path, name: str) -> Path:

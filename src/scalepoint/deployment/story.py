@@ -113,7 +113,7 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> fx.GraphModule:
     marks = run.marks_of_quantizing(config)
     if run.journal.has(name):
         marks["the calibration data"] = run.data_mark = data.mark_now()
-    with run.stage(name, "quantizing", marks, show=False) as stage:
+    with run.stage(name, "quantizing", marks, is_timed=False) as stage:
         model = stage.reuse(lambda _: load(place, run.model, args, kwargs=kwargs, target=run.target))
         if model is None:
             with run.timed("capturing"):
