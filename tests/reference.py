@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from scalepoint.numerics import Grid, QuantizationFormulation, QuantizationScheme, format_of
+from scalepoint.spec.spec import to_code_type
 
 F32 = np.float32
 EPS = np.finfo(F32).eps
@@ -17,7 +18,7 @@ EPS = np.finfo(F32).eps
 SCHEMES = ("symmetric", "symmetric_with_clipping", "asymmetric")
 FORMULATIONS = ("zp", "minval")
 INTEGERS = tuple(f"{sign}{bits}" for sign in ("int", "uint") for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16))
-FLOATS = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
+FLOATS = ("float8_e4m3fn", "float8_e5m2", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn_x2")
 E8M0 = "float8_e8m0fnu"
 
 # (dtype, scheme, formulation, scale_dtype); one code alone is left of an int1 that is clipped: no grid.
@@ -33,6 +34,8 @@ FLOAT_CASES = (
     ("float8_e4m3fn", "symmetric", "zp", E8M0),
     ("float8_e5m2", "symmetric", "zp", None),
     ("float8_e5m2", "symmetric", "zp", E8M0),
+    ("float6_e2m3fn", "symmetric", "zp", E8M0),
+    ("float6_e3m2fn", "symmetric", "zp", E8M0),
     ("float4_e2m1fn_x2", "symmetric", "zp", E8M0),
 )
 CASES = INTEGER_CASES + FLOAT_CASES
@@ -60,7 +63,7 @@ def case_id(case):
 def grid_of(name, scheme="symmetric", formulation="zp", scale_dtype=None, **options):
     """The package's Grid of a case, with the limits of this file."""
     return Grid(
-        format_of(getattr(torch, name)),
+        format_of(to_code_type(name)),
         *limits(name, scheme),
         QuantizationScheme(scheme),
         QuantizationFormulation(formulation),
@@ -84,7 +87,12 @@ def positive_values(name):
     """Every value of a float format that is not negative, in the order of its codes; no infinity, no NaN."""
     if name == "float4_e2m1fn_x2":
         return [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    mantissa_bits, bias, codes = (3, 7, 0x7F) if name == "float8_e4m3fn" else (2, 15, 0x7C)
+    mantissa_bits, bias, codes = {
+        "float8_e4m3fn": (3, 7, 0x7F),
+        "float8_e5m2": (2, 15, 0x7C),
+        "float6_e2m3fn": (3, 1, 0x20),
+        "float6_e3m2fn": (2, 3, 0x20),
+    }[name]
     values = []
     for code in range(codes):
         exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
@@ -149,7 +157,7 @@ def qparams(low, high, name, scheme="symmetric", scale_dtype=None):
 
 def e8m0_scale(max_abs, name):
     """2^(floor(log2 max_abs) - p), a normal float32."""
-    p = {"float4_e2m1fn_x2": 2, "float8_e4m3fn": 8, "float8_e5m2": 15}[name]
+    p = {"float4_e2m1fn_x2": 2, "float6_e2m3fn": 2, "float6_e3m2fn": 4, "float8_e4m3fn": 8, "float8_e5m2": 15}[name]
     scale = np.empty(max_abs.shape, F32)
     for index in np.ndindex(max_abs.shape):
         floor_of_log = math.frexp(max_abs[index])[1] - 1 if max_abs[index] > 0 else -math.inf

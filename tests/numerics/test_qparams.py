@@ -12,6 +12,7 @@ from scalepoint.numerics import (
     EPS,
     FORMATS,
     FP4,
+    Float6,
     ScaleRounding,
     block_scale,
     choose_qparams,
@@ -168,6 +169,12 @@ ROUNDINGS = {
     "fp4-7": (FP4, 7.0, {"floor": 1, "ceil": 2, "even": 2, "rne": 1, "rceil": 2}),
     "fp4-9": (FP4, 9.0, {"floor": 2, "ceil": 4, "even": 2, "rne": 1, "rceil": 2}),
     "fp4-18": (FP4, 18.0, {"floor": 4, "ceil": 8, "even": 4, "rne": 4, "rceil": 4}),
+    "e2m3-7.5": (Float6.E2M3, 7.5, {"floor": 1, "ceil": 2, "even": 1, "rne": 1, "rceil": 1}),
+    "e2m3-7.75": (Float6.E2M3, 7.75, {"floor": 1, "ceil": 2, "even": 2, "rne": 1, "rceil": 2}),
+    "e2m3-8": (Float6.E2M3, 8.0, {"floor": 2, "ceil": 2, "even": 2, "rne": 1, "rceil": 2}),
+    "e3m2-28": (Float6.E3M2, 28.0, {"floor": 1, "ceil": 2, "even": 1, "rne": 1, "rceil": 1}),
+    "e3m2-29": (Float6.E3M2, 29.0, {"floor": 1, "ceil": 2, "even": 1, "rne": 1, "rceil": 2}),
+    "e3m2-30": (Float6.E3M2, 30.0, {"floor": 1, "ceil": 2, "even": 2, "rne": 1, "rceil": 2}),
     "e4m3-448": (E4M3, 448.0, {"floor": 1, "ceil": 2, "even": 1, "rne": 1, "rceil": 1}),
     "e4m3-480": (E4M3, 480.0, {"floor": 1, "ceil": 2, "even": 1, "rne": 1, "rceil": 2}),
     "e4m3-496": (E4M3, 496.0, {"floor": 1, "ceil": 2, "even": 2, "rne": 1, "rceil": 2}),
@@ -185,7 +192,7 @@ def test_a_power_of_two_scale_is_the_one_computed_by_hand(row, rounding):
 
 
 @pytest.mark.parametrize("rounding", ScaleRounding)
-@pytest.mark.parametrize("dtype", [FP4, E4M3, E5M2], ids=dtype_name)
+@pytest.mark.parametrize("dtype", [FP4, *Float6, E4M3, E5M2], ids=dtype_name)
 def test_a_power_of_two_scale_is_a_normal_number_of_e8m0_for_any_range(dtype, rounding):
     max_abs = torch.tensor([0.0, 1e-45, 1e-40, TINY, 1e-30, 1.0, 1e38, torch.finfo(torch.float32).max])
     scale = power_of_two_scale(max_abs, format_of(dtype), rounding)
@@ -194,7 +201,7 @@ def test_a_power_of_two_scale_is_a_normal_number_of_e8m0_for_any_range(dtype, ro
     assert scale[:4].tolist() == [TINY] * 4
 
 
-@pytest.mark.parametrize("dtype", [FP4, E4M3, E5M2], ids=dtype_name)
+@pytest.mark.parametrize("dtype", [FP4, *Float6, E4M3, E5M2], ids=dtype_name)
 def test_rceil_is_the_smallest_scale_that_never_saturates(dtype):
     fmt = format_of(dtype)
     edges = fmt.high * 2.0 ** torch.arange(-20, 20)

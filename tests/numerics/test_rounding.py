@@ -1,15 +1,17 @@
-"""Rounding to a float format: torch's own casts for fp8, the list of its values for fp4."""
+"""Rounding to a float format: torch's own casts for fp8, the list of their values for fp6 and fp4."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from scalepoint.numerics import E4M3, E5M2, FP4, dtype_name, format_of, round_to_float
+from scalepoint.numerics import E4M3, E5M2, FP4, Float6, dtype_name, format_of, round_to_float
 from scalepoint.numerics.rounding import exponent, power_of_two
 from tests import reference
 
 FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=dtype_name)
-ALL = pytest.mark.parametrize("dtype", [E4M3, E5M2, FP4], ids=dtype_name)
+ALL = pytest.mark.parametrize("dtype", [E4M3, E5M2, *Float6, FP4], ids=dtype_name)
 
 
 def bits(x):
@@ -55,12 +57,59 @@ def test_rounding_to_fp8_is_torchs_cast_bit_for_bit(dtype, source):
     assert torch.equal(bits(round_to_float(x, fmt)), bits(x.to(dtype).to(torch.float32)))
 
 
+@pytest.mark.parametrize("dtype", [FP4, *Float6], ids=dtype_name)
 @pytest.mark.parametrize("source", SOURCES)
-def test_rounding_to_fp4_is_the_nearest_of_its_values(source):
-    x = within(SOURCES[source]("float4_e2m1fn_x2"), format_of(FP4))
+def test_rounding_to_fp4_and_fp6_is_the_nearest_of_their_values(dtype, source):
+    name = dtype_name(dtype)
+    x = within(SOURCES[source](name), format_of(dtype))
     x = x if x.numel() < 20_000 else x[:: x.numel() // 20_000]
-    expected = torch.from_numpy(np.array([reference.nearest(value, "float4_e2m1fn_x2") for value in x.numpy()]))
-    assert torch.equal(bits(round_to_float(x, format_of(FP4))), bits(expected))
+    expected = torch.from_numpy(np.array([reference.nearest(value, name) for value in x.numpy()]))
+    assert torch.equal(bits(round_to_float(x, format_of(dtype))), bits(expected))
+
+
+# Every code of OCP MX v1.0, 5.3.2: the subnormal ones, then a row an exponent.
+E2M3_VALUES = [
+    *(0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875),
+    *(1.0, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875),
+    *(2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 3.75),
+    *(4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5),
+]
+E3M2_VALUES = [
+    *(0.0, 0.0625, 0.125, 0.1875),
+    *(0.25, 0.3125, 0.375, 0.4375),
+    *(0.5, 0.625, 0.75, 0.875),
+    *(1.0, 1.25, 1.5, 1.75),
+    *(2.0, 2.5, 3.0, 3.5),
+    *(4.0, 5.0, 6.0, 7.0),
+    *(8.0, 10.0, 12.0, 14.0),
+    *(16.0, 20.0, 24.0, 28.0),
+]
+FP6 = pytest.mark.parametrize(
+    ("dtype", "table"), [(Float6.E2M3, E2M3_VALUES), (Float6.E3M2, E3M2_VALUES)], ids=["e2m3", "e3m2"]
+)
+
+
+@FP6
+def test_the_values_of_fp6_are_those_of_the_standard_and_their_storage_holds_them(dtype, table):
+    values = torch.tensor([*table, *(-value for value in table)])
+    fmt = format_of(dtype)
+    assert reference.positive_values(dtype_name(dtype)) == table
+    assert (fmt.bits, fmt.low, fmt.high, fmt.max_exponent) == (6, -table[-1], table[-1], int(np.log2(table[-1])))
+    assert torch.equal(round_to_float(values, fmt), values)
+    assert torch.equal(values.to(fmt.storage).to(torch.float32), values)
+
+
+@FP6
+def test_all_that_lies_between_two_values_of_fp6_goes_to_the_nearer_and_the_middle_to_the_even_code(dtype, table):
+    for code, (below, above) in enumerate(pairwise(table)):
+        middle = torch.tensor((below + above) / 2)
+        x = torch.stack([middle.nextafter(torch.tensor(-torch.inf)), middle, middle.nextafter(torch.tensor(torch.inf))])
+        wanted = [below, above if code % 2 else below, above]
+        assert round_to_float(x, format_of(dtype)).tolist() == wanted
+        assert round_to_float(-x, format_of(dtype)).tolist() == [-value for value in wanted]
+        inner = torch.linspace(below, above, 101)[1:-1]
+        rounded = round_to_float(inner, format_of(dtype))
+        assert torch.equal((rounded - inner).abs(), torch.minimum(inner - below, above - inner))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +123,7 @@ def test_a_tie_of_fp4_goes_to_the_even_code(tie, even):
 def test_every_value_of_a_format_rounds_to_itself(dtype):
     values = torch.tensor(reference.positive_values(dtype_name(dtype)))
     values = torch.cat([values, -values])
-    assert values.numel() == {E4M3: 254, E5M2: 248, FP4: 16}[dtype]
+    assert values.numel() == {E4M3: 254, E5M2: 248, Float6.E2M3: 64, Float6.E3M2: 64, FP4: 16}[dtype]
     assert torch.equal(bits(round_to_float(values, format_of(dtype))), bits(values))
 
 

@@ -7,6 +7,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
+from scalepoint.numerics import Float6
 from scalepoint.spec import (
     DefaultFakeQuantize,
     DefaultQParamsCalculator,
@@ -39,6 +40,9 @@ SPECS = {
     "tile": QuantizationSpec(granularity={"type": "per_block", "block_size": [4, -1, 1]}),
     "fixed range": QuantizationSpec(float_range=[-3, None], qparam_calculator_cls="global_minmax"),
     "mxfp8": QuantizationSpec(dtype="float8_e4m3fn", scale_dtype="float8_e8m0fnu"),
+    "mxfp6": QuantizationSpec(
+        dtype="float6_e3m2fn", granularity=PerBlockGranularity(axis=1, block_size=32), qparam_calculator_cls="static"
+    ),
     "nvfp4": QuantizationSpec(dtype="float4_e2m1fn", scale_dtype="float8_e4m3fn"),
     "weight": default_weight_quantization_spec(),
     "activation": default_activation_quantization_spec(),
@@ -80,6 +84,8 @@ def test_the_weight_default_is_per_channel_and_static_and_the_activation_default
         ("uint2", 2, torch.uint8, (0, 3), (0, 3)),
         ("float8_e4m3fn", 8, torch.float8_e4m3fn, (-448, 448), None),
         ("float8_e5m2", 8, torch.float8_e5m2, (-57344, 57344), None),
+        ("float6_e2m3fn", 6, torch.float8_e4m3fn, (-7.5, 7.5), None),
+        ("float6_e3m2fn", 6, torch.float8_e4m3fn, (-28, 28), None),
         ("float4_e2m1fn_x2", 4, torch.float8_e4m3fn, (-6, 6), None),
     ],
 )
@@ -96,7 +102,13 @@ def test_width_storage_and_limits_follow_from_dtype_and_scheme(dtype, bits, targ
 
 @pytest.mark.parametrize(
     ("alias", "dtype"),
-    [("float4_e2m1fn", torch.float4_e2m1fn_x2), ("float8_e4m3", torch.float8_e4m3fn), ("torch.int8", torch.int8)],
+    [
+        ("float4_e2m1fn", torch.float4_e2m1fn_x2),
+        ("float6_e2m3", Float6.E2M3),
+        ("float6_e3m2fn", Float6.E3M2),
+        ("float8_e4m3", torch.float8_e4m3fn),
+        ("torch.int8", torch.int8),
+    ],
 )
 def test_an_alias_names_its_dtype(alias, dtype):
     assert QuantizationSpec(dtype=alias).dtype == dtype
@@ -109,6 +121,13 @@ def test_e8m0_has_an_alias_as_a_scale():
 def test_fp4_without_a_scale_type_has_e8m0_scales():
     assert QuantizationSpec(dtype="float4_e2m1fn").scale_dtype == torch.float8_e8m0fnu
     assert QuantizationSpec(dtype=torch.float4_e2m1fn_x2, scale_dtype=None).scale_dtype == torch.float8_e8m0fnu
+
+
+@pytest.mark.parametrize("dtype", ["float6_e2m3fn", "float6_e3m2", Float6.E2M3], ids=str)
+def test_fp6_has_e8m0_scales_and_no_others(dtype):
+    assert QuantizationSpec(dtype=dtype).scale_dtype == torch.float8_e8m0fnu
+    with pytest.raises(ValidationError, match=r"the scale of float6_e.m.fn may be float8_e8m0fnu"):
+        QuantizationSpec(dtype=dtype, scale_dtype="float8_e4m3fn")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +160,10 @@ def test_fp4_without_a_scale_type_has_e8m0_scales():
         ({"dtype": "float8_e4m3fn", "qscheme": "asymmetric"}, "use qscheme='symmetric'"),
         ({"dtype": "float4_e2m1fn", "qscheme": "symmetric_with_clipping"}, "use qscheme='symmetric'"),
         ({"dtype": "float8_e5m2", "qformulation": "minval"}, "use qformulation='zp'"),
+        ({"dtype": "float6_e2m3fn", "qscheme": "asymmetric"}, "float6_e2m3fn cannot be asymmetric, use qscheme="),
+        ({"dtype": "float6_e3m2fn", "qformulation": "minval"}, "use qformulation='zp'"),
+        ({"dtype": "float6_e3m3fn"}, "did you mean 'float6_e3m2fn'"),
+        ({"dtype": "float8_e4m3fn", "scale_dtype": "float6_e3m2fn"}, "torch has no float6_e3m2fn"),
         ({"dtype": "int8", "scale_dtype": "float8_e8m0fnu"}, "the scale of int8 may be None"),
         ({"dtype": "float8_e4m3fn", "scale_dtype": "float8_e4m3fn"}, "may be None or float8_e8m0fnu"),
         ({"dtype": "float4_e2m1fn", "scale_dtype": "float32"}, "may be float8_e8m0fnu or float8_e4m3fn"),

@@ -5,7 +5,7 @@ float     m mantissa bits, exponents from min_exponent to max_exponent, largest 
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 import torch
 
@@ -35,6 +35,19 @@ class ScaleRounding(StrEnum):
     EVEN = "even"
     RNE = "rne"
     RCEIL = "rceil"
+
+
+class Float6(Enum):
+    """The 6-bit floats of OCP MX v1.0, which torch has no dtype for: sign, exponent and mantissa bits, no infinity."""
+
+    E2M3 = "float6_e2m3fn"
+    E3M2 = "float6_e3m2fn"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+CodeType = torch.dtype | Float6  # what codes can be
 
 
 @dataclass(frozen=True)
@@ -78,8 +91,8 @@ def _integer(name: str, bits: int, storage: torch.dtype) -> Format:
     return Format(name, bits, low, high, storage)
 
 
-def _integers() -> dict[torch.dtype, Format]:
-    rows = {}
+def _integers() -> dict[CodeType, Format]:
+    rows: dict[CodeType, Format] = {}
     for prefix, narrow, wide in (("int", torch.int8, torch.int16), ("uint", torch.uint8, torch.uint16)):
         for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16):
             name = f"{prefix}{bits}"
@@ -92,25 +105,29 @@ E5M2 = torch.float8_e5m2
 E8M0 = torch.float8_e8m0fnu
 FP4 = torch.float4_e2m1fn_x2
 
-FORMATS: dict[torch.dtype, Format] = {
+FORMATS: dict[CodeType, Format] = {
     **_integers(),
     E4M3: Format("float8_e4m3fn", 8, -448.0, 448.0, E4M3, mantissa=3, min_exponent=-6, max_exponent=8),
     E5M2: Format("float8_e5m2", 8, -57344.0, 57344.0, E5M2, mantissa=2, min_exponent=-14, max_exponent=15),
+    Float6.E2M3: Format("float6_e2m3fn", 6, -7.5, 7.5, E4M3, mantissa=3, min_exponent=0, max_exponent=2),
+    Float6.E3M2: Format("float6_e3m2fn", 6, -28.0, 28.0, E4M3, mantissa=2, min_exponent=-2, max_exponent=4),
     FP4: Format("float4_e2m1fn_x2", 4, -6.0, 6.0, E4M3, mantissa=1, min_exponent=0, max_exponent=2),
 }
 
 ALIASES = {
     "float4_e2m1fn": "float4_e2m1fn_x2",
+    "float6_e2m3": "float6_e2m3fn",
+    "float6_e3m2": "float6_e3m2fn",
     "float8_e4m3": "float8_e4m3fn",
     "float8_e8m0": "float8_e8m0fnu",
 }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: CodeType) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def format_of(dtype: torch.dtype) -> Format:
+def format_of(dtype: CodeType) -> Format:
     """The row of a dtype."""
     try:
         return FORMATS[dtype]

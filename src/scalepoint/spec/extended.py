@@ -6,15 +6,14 @@ It uses the way open to every user: a subclass of QuantizationSpec whose added f
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
-import torch
 from pydantic import Field, model_validator
 
 from scalepoint.errors import SpecError
-from scalepoint.numerics import E8M0, FORMATS, QuantizationFormulation, ScaleRounding
+from scalepoint.numerics import E8M0, FORMATS, CodeType, QuantizationFormulation, ScaleRounding
 from scalepoint.spec.qparams_calculator import DefaultQParamsCalculator, OnNan
 from scalepoint.spec.registry import constructor_parameters
 from scalepoint.spec.running import MovingAverageQParamsCalculator
-from scalepoint.spec.spec import QuantizationSpec, to_dtype
+from scalepoint.spec.spec import QuantizationSpec, to_code_type
 
 
 class ExtendedQuantizationSpec(QuantizationSpec):
@@ -23,7 +22,7 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     An option that none of the chosen components takes is refused: it would be silently without effect.
     """
 
-    SUPPORTED_DTYPES: ClassVar[set[torch.dtype]] = set(FORMATS)
+    SUPPORTED_DTYPES: ClassVar[set[CodeType]] = set(FORMATS)
 
     scale_rounding: ScaleRounding = ScaleRounding.FLOOR
     exact_zero: bool = False
@@ -54,7 +53,7 @@ class ExtendedQuantizationSpec(QuantizationSpec):
         return self
 
 
-def spec_class(dtype: torch.dtype, names: Iterable[str] = ()) -> type[QuantizationSpec]:
+def spec_class(dtype: CodeType, names: Iterable[str] = ()) -> type[QuantizationSpec]:
     """QuantizationSpec, unless the dtype or a field with one of these names is only in the extended one."""
     own = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
     is_base = dtype in QuantizationSpec.SUPPORTED_DTYPES or dtype not in ExtendedQuantizationSpec.SUPPORTED_DTYPES
@@ -63,5 +62,5 @@ def spec_class(dtype: torch.dtype, names: Iterable[str] = ()) -> type[Quantizati
 
 def spec_from_dict(fields: dict[str, Any]) -> QuantizationSpec:
     """The spec that a dump or a file describes, of the class that has its dtype and fields."""
-    dtype = to_dtype(fields.get("dtype", QuantizationSpec.model_fields["dtype"].default))
+    dtype = to_code_type(fields.get("dtype", QuantizationSpec.model_fields["dtype"].default))
     return spec_class(dtype, fields).from_dict(fields)

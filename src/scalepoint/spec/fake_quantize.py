@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, TensorError, shown
 from scalepoint.numerics import (
+    CodeType,
     Grid,
     QParams,
     QuantizationFormulation,
@@ -50,7 +51,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     def __init__(
         self,
-        dtype: torch.dtype,
+        dtype: CodeType,
         qscheme: QuantizationScheme,
         qformulation: QuantizationFormulation,
         granularity: QuantizationGranularity,

@@ -13,6 +13,7 @@ from torch import Tensor
 from scalepoint.errors import FrozenError, NonFiniteError, SpecError, TensorError, UsageError
 from scalepoint.numerics import (
     E4M3,
+    CodeType,
     Grid,
     QParams,
     QuantizationFormulation,
@@ -48,7 +49,7 @@ class QParamsCalculatorBase(Registry, Stateful):
 
     def __init__(
         self,
-        dtype: torch.dtype,
+        dtype: CodeType,
         qscheme: QuantizationScheme,
         granularity: QuantizationGranularity,
         target_dtype: torch.dtype,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import SpecError
-from scalepoint.numerics import Grid, QuantizationScheme, as_blocks, format_of, min_max
+from scalepoint.numerics import CodeType, Grid, QuantizationScheme, as_blocks, format_of, min_max
 from scalepoint.numerics.blocks import block_counts, is_ragged, segments
 from scalepoint.numerics.histogram import histogram_of
 from scalepoint.numerics.search import least_divergence, least_squares, percentile_of_rows
@@ -87,7 +87,7 @@ class _GridRangeCalculator(RangeCalculatorBase):
     def __init__(
         self,
         granularity: QuantizationGranularity,
-        dtype: torch.dtype = torch.int8,
+        dtype: CodeType = torch.int8,
         qscheme: QuantizationScheme = QuantizationScheme.SYMMETRIC,
         quant_min: float | None = None,
         quant_max: float | None = None,

@@ -25,6 +25,8 @@ from scalepoint.numerics import (
     E8M0,
     FORMATS,
     FP4,
+    CodeType,
+    Float6,
     QuantizationFormulation,
     QuantizationScheme,
     dtype_name,
@@ -78,21 +80,30 @@ def _float_range(value: Any) -> FloatRange:
     return FloatRange((low, high))
 
 
-def to_dtype(value: Any) -> torch.dtype:
-    """A torch.dtype from itself or from its name or alias."""
-    if isinstance(value, torch.dtype):
+def to_code_type(value: Any) -> CodeType:
+    """What codes can be, from itself or from its name or alias."""
+    if isinstance(value, torch.dtype | Float6):
         return value
     name = _named(value) if isinstance(value, str) else ""
-    dtype = getattr(torch, name, None) if name else None
-    if not isinstance(dtype, torch.dtype):
+    dtype = _OWN.get(name) or (getattr(torch, name, None) if name else None)
+    if not isinstance(dtype, torch.dtype | Float6):
         known = [*(row.name for row in FORMATS.values()), dtype_name(E8M0), *ALIASES]
         raise SpecError(f"Unsupported dtype: {shown(value)} is not a dtype that can be meant: {nearest(name, known)}")
     return dtype
 
 
-Dtype = Annotated[
-    torch.dtype, BeforeValidator(to_dtype), PlainSerializer(dtype_name), WithJsonSchema({"type": "string"})
-]
+def to_dtype(value: Any) -> torch.dtype:
+    """A torch.dtype from itself or from its name or alias."""
+    dtype = to_code_type(value)
+    if not isinstance(dtype, torch.dtype):
+        raise SpecError(f"Unsupported dtype: torch has no {dtype}, it is only for codes")
+    return dtype
+
+
+_OWN = {kind.value: kind for kind in Float6}
+_NAMED = (PlainSerializer(dtype_name), WithJsonSchema({"type": "string"}))
+Dtype = Annotated[torch.dtype, BeforeValidator(to_dtype), *_NAMED]
+CodeDtype = Annotated[CodeType, BeforeValidator(to_code_type), *_NAMED]
 
 
 def _component(base: type[Registry]) -> Any:
@@ -115,7 +126,7 @@ class SchemaGenerator(GenerateJsonSchema):
     """JSON Schema whose defaults are the names a file would hold."""
 
     def encode_default(self, dft: Any) -> Any:
-        if isinstance(dft, torch.dtype):
+        if isinstance(dft, torch.dtype | Float6):
             return dtype_name(dft)
         return super().encode_default(list(dft) if isinstance(dft, FloatRange) else dft)
 
@@ -129,9 +140,11 @@ class QuantizationSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
 
-    SUPPORTED_DTYPES: ClassVar[set[torch.dtype]] = {dtype for dtype, row in FORMATS.items() if row.bits in (2, 4, 8)}
+    SUPPORTED_DTYPES: ClassVar[set[CodeType]] = {
+        dtype for dtype, row in FORMATS.items() if row.is_float or row.bits in (2, 4, 8)
+    }
 
-    dtype: Dtype = torch.int8
+    dtype: CodeDtype = torch.int8
     qscheme: QuantizationScheme = QuantizationScheme.SYMMETRIC
     qformulation: QuantizationFormulation = QuantizationFormulation.ZP
     granularity: Annotated[
@@ -179,7 +192,7 @@ class QuantizationSpec(BaseModel):
 
     @field_validator("dtype")
     @classmethod
-    def _supported(cls, dtype: torch.dtype) -> torch.dtype:
+    def _supported(cls, dtype: CodeType) -> CodeType:
         if dtype not in cls.SUPPORTED_DTYPES:
             allowed = ", ".join(sorted(dtype_name(known) for known in cls.SUPPORTED_DTYPES))
             raise SpecError(f"Unsupported dtype: {dtype_name(dtype)!r}. Allowed dtypes: {allowed}")
@@ -216,10 +229,10 @@ class QuantizationSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _default_scale(cls, data: Any) -> Any:
-        """fp4 without a scale type has e8m0 scales (MX)."""
+        """fp4 and fp6 without a scale type have e8m0 scales (MX)."""
         if isinstance(data, dict) and data.get("scale_dtype") is None:
             dtype = data.get("dtype", cls.model_fields["dtype"].default)
-            if _named(dtype) == dtype_name(FP4):
+            if _named(dtype) in (dtype_name(FP4), *_OWN):
                 return {**data, "scale_dtype": E8M0}
         return data
 
@@ -248,18 +261,18 @@ class QuantizationSpec(BaseModel):
         return self.get_quant_range(self.dtype, self.qscheme)[1]
 
     @classmethod
-    def get_n_bits_from_dtype(cls, dtype: torch.dtype | str) -> int:
-        return format_of(to_dtype(dtype)).bits
+    def get_n_bits_from_dtype(cls, dtype: CodeType | str) -> int:
+        return format_of(to_code_type(dtype)).bits
 
     @classmethod
-    def get_target_dtype(cls, dtype: torch.dtype | str) -> torch.dtype:
-        return format_of(to_dtype(dtype)).storage
+    def get_target_dtype(cls, dtype: CodeType | str) -> torch.dtype:
+        return format_of(to_code_type(dtype)).storage
 
     @classmethod
     def get_quant_range(
-        cls, dtype: torch.dtype | str, qscheme: QuantizationScheme | str = QuantizationScheme.SYMMETRIC
+        cls, dtype: CodeType | str, qscheme: QuantizationScheme | str = QuantizationScheme.SYMMETRIC
     ) -> tuple[float, float]:
-        return format_of(to_dtype(dtype)).limits(member(QuantizationScheme, qscheme))
+        return format_of(to_code_type(dtype)).limits(member(QuantizationScheme, qscheme))
 
     def get_extra_args(self) -> dict[str, Any]:
         """The fields a subclass adds; they reach every component's constructor."""
@@ -303,7 +316,7 @@ class QuantizationSpec(BaseModel):
         return cls.from_dict(parse_yaml(text))
 
 
-def _dtype_of_width(dtype: torch.dtype, bits: Any) -> str:
+def _dtype_of_width(dtype: CodeType, bits: Any) -> str:
     """What to write instead for another width of the same kind of number."""
     kind = dtype_name(dtype).rstrip("0123456789")
     named = next((row.name for row in FORMATS.values() if row.name == f"{kind}{bits}"), None)
@@ -316,9 +329,11 @@ def _named(dtype: Any) -> str:
     return ALIASES.get(name, name)
 
 
-def _scale_dtypes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
+def _scale_dtypes(dtype: CodeType) -> tuple[torch.dtype | None, ...]:
     if not format_of(dtype).is_float:
         return (None,)
+    if isinstance(dtype, Float6):
+        return (E8M0,)
     return (E8M0, E4M3) if dtype == FP4 else (None, E8M0)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from scalepoint.errors import SpecError, TargetError, shown
-from scalepoint.numerics import dtype_name, format_of
+from scalepoint.numerics import CodeType, dtype_name, format_of
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
 from scalepoint.spec import QuantizationGranularity, QuantizationScheme, QuantizationSpec
@@ -62,13 +62,13 @@ class Accepted:
     """One family of tensors that the target can run. An empty tuple allows all."""
 
     role: str  # weight or activation
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[CodeType, ...]
     schemes: tuple[QuantizationScheme, ...] = ()
     granularities: tuple[str, ...] = ()
     block_sizes: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
 
-    def distance(self, dtype: torch.dtype) -> tuple[bool, bool, int]:
+    def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
         """How unlike a dtype the row's own are: another one, of another kind, of another width."""
         wanted, own = format_of(dtype), format_of(self.dtypes[0])
         return dtype not in self.dtypes, wanted.is_float != own.is_float, abs(wanted.bits - own.bits)

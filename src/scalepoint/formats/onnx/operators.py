@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scalepoint.errors import ExportError
+
 # name of a format -> (ONNX type, opset that brought it)
 TYPES = {
     "int8": ("INT8", 18),
@@ -19,6 +21,13 @@ TYPES = {
     "uint2": ("UINT2", 25),
 }
 BLOCKS_SINCE = 21
+
+
+def check_has_type(fmt: str, where: str) -> None:
+    """Refuse a format that ONNX has no type for."""
+    if fmt not in TYPES:
+        known = ", ".join(name for name in TYPES if name != "int32")
+        raise ExportError(f"{where}: ONNX has no type for {fmt}, which can only be simulated. It has: {known}")
 
 
 @torch.library.custom_op("scalepoint::dequantize", mutates_args=())

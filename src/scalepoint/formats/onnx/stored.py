@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, dequantize
+from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_type, dequantize
 from scalepoint.numerics import QParams, dtype_name
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import Deployed, QuantizedWeighted, run_with
@@ -37,6 +37,7 @@ class StoredWeight(Stored):
         self.refers = {"operation": source.operation}
         self.kind = source.kind
         self.fmt = dtype_name(quant.spec.dtype)
+        check_has_type(self.fmt, quant.name)
         granularity = quant.calculator.granularity
         if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity | PerBlockGranularity):
             raise ExportError(f"{quant.name}: no ONNX form for weights with {granularity!r}")
@@ -100,6 +101,7 @@ class StoredStub(Stored):
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
         super().__init__()
         self.stub_name, self.grid, self.granularity = stub.name, stub.quantizer.grid, stub.calculator.granularity
+        check_has_type(self.grid.format.name, stub.name)
         if stub.calculator.always_called and not stub.is_learned:
             raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
         self.register_buffer("scale", stub.scale.detach() * factor)

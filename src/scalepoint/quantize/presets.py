@@ -1,0 +1,40 @@
+"""Block formats as whole configs: weights and activations in blocks that share a scale (OCP MX v1.0; NVFP4).
+
+    MX       32 values a block, power-of-two scales that never saturate, as the hardware rounds them
+    NVFP4    16 values a block, e4m3 scales and one float32 scale for the tensor
+
+Activations find their scales anew in every call. Which of them run is the target's to say: `reference` simulates all.
+"""
+
+from scalepoint.numerics import E4M3, E8M0, FP4, CodeType, Float6, ScaleRounding
+from scalepoint.quantize.config import QuantConfig
+from scalepoint.spec import (
+    ExtendedQuantizationSpec,
+    PerBlockGranularity,
+    PerTokenBlockGranularity,
+    QuantizationSpec,
+)
+
+__all__ = ["MXFP4", "MXFP6_E2M3", "MXFP6_E3M2", "MXFP8", "NVFP4"]
+
+
+def _mx(dtype: CodeType) -> QuantConfig:
+    return _in_blocks(
+        ExtendedQuantizationSpec(dtype=dtype, scale_dtype=E8M0, scale_rounding=ScaleRounding.RCEIL), block_size=32
+    )
+
+
+def _in_blocks(spec: QuantizationSpec, block_size: int) -> QuantConfig:
+    return QuantConfig(
+        activation=spec.replace(
+            granularity=PerTokenBlockGranularity(block_size=block_size), qparam_calculator_cls="dynamic"
+        ),
+        weight=spec.replace(granularity=PerBlockGranularity(block_size=block_size), qparam_calculator_cls="static"),
+    )
+
+
+MXFP8 = _mx(E4M3)
+MXFP6_E2M3 = _mx(Float6.E2M3)
+MXFP6_E3M2 = _mx(Float6.E3M2)
+MXFP4 = _mx(FP4)
+NVFP4 = _in_blocks(QuantizationSpec(dtype=FP4, scale_dtype=E4M3), block_size=16)
