@@ -96,10 +96,9 @@ def bench(
             for path, seconds, size in zip((first, second), found.seconds, sizes, strict=True)
         ]
         speed = f"{found.ratio:.2f}x the speed" if found.ratio >= 1 else f"SLOWER: {found.ratio:.2f}x the speed"
-        how = f"{found.runtime}, threads: {found.threads}, medians of {found.repeats} interleaved runs"
         show(
             Listing(("file", "median", "size"), rows, numbers=(1, 2)),
-            Text(one_line(f"{second.name}: {speed} of {first.name} ({how})")),
+            Text(one_line(f"{second.name}: {speed} of {first.name} ({found.how})")),
         )
     if code:
         say(f"failed: {found.ratio:.2f}x is less than the {min_ratio} asked for", "red")

@@ -47,10 +47,7 @@ def judged(run: Run, model: nn.Module, path: Path | None = None, *, in_runtime: 
     with run.stage(f"{name} evaluated", doing, run.marks_of_judging(path)) as stage:
         score = stage.reuse(lambda saved: float(saved["score"]))
         if score is None:
-            runner: Any = (
-                RuntimeModel(path, run.model, run.inputs, threads=run.threads) if path and in_runtime else model
-            )
-            with evaluating(runner), torch.no_grad():
+            with _runner(run, model, path if in_runtime else None) as runner, evaluating(runner), torch.no_grad():
                 score = judged_as(run.evaluate(runner), is_float=path is None)
             stage.keep({"score": score})
     return score

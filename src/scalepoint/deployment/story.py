@@ -158,8 +158,9 @@ def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> 
         if found is None:
             timed = None if run.smoke else float_path
             found = verify(
-                path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed, threads=run.threads
-            )
+                path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed, float_model=run.model,
+                threads=run.threads,
+            )  # fmt: skip
             found = replace(found, float_size=run.format.about(float_path).size)
             if found.status == Status.OK:  # what went wrong is tried again
                 stage.keep(vars(found))

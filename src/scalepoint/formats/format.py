@@ -29,6 +29,7 @@ class Writing:
     float_path: Path | None = None
     float_dtype: torch.dtype = torch.float32  # of what is not quantized
     dynamic: bool = True  # whether the batch is free
+    names: tuple[str, ...] = ()  # of the tensors among the inputs, for `plain`
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
         rows.append(("size", size_of(found.float_size), size_of(found.size), times))
     if found is not None and found.latency:
         before, after = found.latency.seconds
-        how = f"{ratio(found.latency.ratio)} the speed, {plural(found.latency.threads, 'thread')}"
+        batch = "" if found.latency.batch is None else f", batch {found.latency.batch}"
+        how = f"{ratio(found.latency.ratio)} the speed, {plural(found.latency.threads, 'thread')}{batch}"
         rows.append(("latency", time_of(before), time_of(after), how))
     return rows
 

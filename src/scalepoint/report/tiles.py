@@ -4,7 +4,7 @@ from scalepoint.report import charts
 from scalepoint.report.markup import Child, Html, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import NOT_LOW, bound_of, low_share
-from scalepoint.report.words import change_of, plural, ratio, share_of, size_of, time_of, value_of
+from scalepoint.report.words import change_of, ratio, share_of, size_of, time_of, value_of
 
 COLOURS = 6
 
@@ -76,10 +76,9 @@ def _latency(report: Report) -> Html:
     before, after = found.seconds
     rows = [("float", before, time_of(before)), ("quantized", after, time_of(after))]
     slow = found.ratio < 1
-    how = f"{found.runtime}, {plural(found.threads, 'thread')}, medians of {found.repeats} interleaved runs"
     drawn = charts.bars(rows, ("before", "slow" if slow else "after"))
-    note = tag("p", how, class_="muted small")
-    unit = "the float file's speed: slower" if slow else "the float file's speed"
+    note = tag("p", found.how, class_="muted small")
+    unit = f"{found.baseline}'s speed{': slower' if slow else ''}"
     return _tile("Latency", ratio(found.ratio), unit, drawn, note, mood="warn" if slow else "")
 
 

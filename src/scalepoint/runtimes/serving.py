@@ -65,6 +65,7 @@ class Served:
             yield
         finally:
             timer.cancel()
+            timer.join()
 
     def _too_late(self) -> None:
         self.is_late = True

@@ -32,21 +32,38 @@ class Departure:
     way_out: str
 
 
+OWN_BASELINE, PLAIN_BASELINE = "the float file", "the plain export"
+
+
 @dataclass(frozen=True)
 class Benchmark:
-    """Files in one process, in turns."""
+    """Files in one process, in turns: the fastest float one against the quantized one."""
 
     ratio: float  # float time / quantized time: above 1 is faster
     seconds: tuple[float, float]  # medians
     threads: int
     repeats: int
     runtime: str
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the inputs
+    spread: tuple[float, float] = (0.0, 0.0)  # from the first to the third quartile, as a part of the median
+    baseline: str = OWN_BASELINE  # which float file was the faster: ours, or that of torch.onnx.export
+
+    @property
+    def batch(self) -> int | None:
+        """The first axis of the first input that has one."""
+        return next((shape[0] for shape in self.shapes.values() if shape), None)
+
+    @property
+    def how(self) -> str:
+        """The circumstances, without which the numbers say nothing."""
+        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        inputs = [f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in self.shapes.items()]
+        spread = f", quartiles within {max(self.spread):.0%} of them" if any(self.spread) else ""
+        runs = f"medians of {self.repeats} interleaved runs{spread}"
+        return ", ".join((self.runtime, threads, *inputs, runs))
 
     def __str__(self) -> str:
-        return (
-            f"{self.ratio:.2f}x of the float file's speed ({self.runtime}, {self.threads} threads, medians of "
-            f"{self.repeats} interleaved runs)"
-        )
+        return f"{self.ratio:.2f}x of {self.baseline}'s speed ({self.how})"
 
 
 @dataclass(frozen=True)

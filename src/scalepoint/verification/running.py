@@ -7,20 +7,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import ScalepointWarning, StoreError
-from scalepoint.formats import About
+from scalepoint.formats import About, Writing
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
 from scalepoint.verification.agreement import Agreement, agreements
 from scalepoint.verification.departure import departure, foreseen
-from scalepoint.verification.files import about_file, existing
-from scalepoint.verification.result import BOUND_DB, Departure, Verification
+from scalepoint.verification.files import about_file, existing, format_of
+from scalepoint.verification.result import BOUND_DB, Benchmark, Departure, Verification
 from scalepoint.verification.simulation import feeds_of, simulate
-from scalepoint.verification.timing import benchmark, blamed
+from scalepoint.verification.timing import benchmark, blamed, plain_file
+
+Feeds = Mapping[str, np.ndarray]
 
 
 def verify(
@@ -31,6 +34,7 @@ def verify(
     kwargs: Mapping[str, Any] | None = None,
     runtime: str | Runtime | None = None,
     float_path: str | Path | None = None,
+    float_model: nn.Module | None = None,
     threads: int = 1,
     seconds: float = 600,
     memory: int | None = None,
@@ -40,8 +44,9 @@ def verify(
     """Run the file in its runtime, in a process of its own, and compare with the simulation in PyTorch.
 
     `runtime` is that of the model's target unless given. `float_path`, the float export, adds sizes and the latency
-    ratio. A run has `seconds` and `memory` (bytes; all of this machine's unless given): beyond them it failed, which
-    the status says. layers=False leaves out the search for the first tensor that departs.
+    ratio; with `float_model` its baseline is the faster of that file and of what torch.onnx.export makes of the model.
+    A run has `seconds` and `memory` (bytes; all of this machine's unless given): beyond them it failed, which the
+    status says. layers=False leaves out the search for the first tensor that departs.
     """
     path, chosen, given = existing(path), runtime_of(model, runtime), as_inputs(inputs, kwargs)
     said = _about(path, chosen)
@@ -63,11 +68,22 @@ def verify(
         if layers and codes and said is not None and chosen.shows_codes and isinstance(model, fx.GraphModule):
             found = replace(found, departure=_departure(run, codes, said, found))
     if float_path is not None:
-        speed = benchmark(float_path, path, feeds, runtime=chosen, threads=threads, memory=memory)
+        speed = _speed(run, float_path, float_model, given, feeds)
         found = replace(found, float_size=about_file(float_path, chosen).size, latency=speed)
     low, fallbacks = precision(executed)
     counts = dict(Counter(each["op"] for each in executed))
     return replace(found, executed=counts, low_precision=low, fallbacks=fallbacks)
+
+
+def _speed(
+    run: "_Run", float_path: str | Path, float_model: nn.Module | None, inputs: tuple[Any, Any], feeds: Feeds
+) -> Benchmark:
+    """Against the float file, and what torch.onnx.export makes of the float model where it is given."""
+    limits: dict[str, Any] = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory}
+    if float_model is None:
+        return benchmark(float_path, run.path, feeds, **limits)
+    with plain_file(float_model, format_of(run.path, run.runtime), Writing(inputs, names=tuple(feeds))) as plain:
+        return benchmark(float_path, run.path, feeds, plain_path=plain, **limits)
 
 
 def runtime_of(model: nn.Module, runtime: str | Runtime | None) -> Runtime:

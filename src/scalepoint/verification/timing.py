@@ -1,16 +1,23 @@
 """benchmark: the speed of files in one process, in turns."""
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from scalepoint.errors import VerificationError
+from scalepoint.formats import FileFormat, Writing
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Answer, Exchange, ask, exchange
 from scalepoint.verification.files import about_file, existing
-from scalepoint.verification.result import Benchmark
+from scalepoint.verification.result import OWN_BASELINE, PLAIN_BASELINE, Benchmark
+
+LARGEST_PLAIN = 1_000_000_000  # bytes of weights: beyond, another export costs more than it tells
 
 
 def benchmark(
@@ -23,20 +30,60 @@ def benchmark(
     repeats: int = 50,
     seconds: float = 20,
     memory: int | None = None,
+    plain_path: str | Path | None = None,
 ) -> Benchmark:
-    """The speed of one file against another in one process, interleaved; without inputs, random ones of their shape."""
-    found, limit = find_runtime(runtime), seconds * 10 + 300
+    """The speed of one file against another in one process, interleaved; without inputs, random ones of their shape.
+
+    `plain_path` is another float file, of torch.onnx.export: the faster of the two is the baseline.
+    """
+    found = find_runtime(runtime)
     paths = [existing(float_path), existing(quantized_path)]
     feeds = dict(inputs) if inputs is not None else random_inputs(paths[0], found)
+    asked = {"options": {"threads": threads}, "repeats": repeats, "seconds": seconds}
     with exchange(feeds) as files:
-        request = {"task": "benchmark", "paths": [str(path) for path in paths], "options": {"threads": threads}}
-        more = {**files.files, "repeats": repeats, "seconds": seconds}
-        answer = ask(found, {**request, **more}, seconds=limit, memory=memory)
-        answer = blamed(found, answer, files, paths[0], limit)
+        answer = None
+        if plain_path is not None:
+            answer = _timed(found, [*paths, existing(plain_path)], files, asked, memory)
+        if answer is None or answer.status != Status.OK:  # what the plain exporter wrote may not run
+            answer = _timed(found, paths, files, asked, memory)
+        answer = blamed(found, answer, files, paths[0], seconds * 10 + 300)
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{found.name} could not run the files: {answer.status.value}: {answer.message}")
-    first, second = (quarters[1] for quarters in answer.data["quartiles"])
-    return Benchmark(first / second, (first, second), threads, int(answer.data["repeats"]), found.name)
+    own, quantized, *plain = answer.data["quartiles"]
+    faster = min([own, *plain], key=lambda quarters: quarters[1])
+    return Benchmark(
+        ratio=faster[1] / quantized[1],
+        seconds=(faster[1], quantized[1]),
+        threads=threads,
+        repeats=int(answer.data["repeats"]),
+        runtime=found.name,
+        shapes={name: value.shape for name, value in feeds.items()},
+        spread=(_spread(faster), _spread(quantized)),
+        baseline=OWN_BASELINE if faster is own else PLAIN_BASELINE,
+    )
+
+
+def _timed(
+    runtime: Runtime, paths: Sequence[Path], files: Exchange, asked: Mapping[str, Any], memory: int | None
+) -> Answer:
+    request = {"task": "benchmark", "paths": [str(path) for path in paths], **asked, **files.files}
+    return ask(runtime, request, seconds=asked["seconds"] * 10 + 300, memory=memory)
+
+
+def _spread(quarters: Sequence[float]) -> float:
+    return (quarters[2] - quarters[0]) / quarters[1]
+
+
+@contextmanager
+def plain_file(model: nn.Module, form: FileFormat, writing: Writing) -> Iterator[Path | None]:
+    """The float model as the exporter that people use writes it, for a while; None where that cannot."""
+    size = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
+    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
+        path = Path(folder) / f"plain{form.suffix}"
+        if form.plain is not None and size < LARGEST_PLAIN:
+            with suppress(Exception):  # an exporter raises what it likes, and then there is no such file to beat
+                form.plain(model, path, writing)
+        yield path if path.is_file() else None
 
 
 def blamed(runtime: Runtime, answer: Answer, files: Exchange, float_path: Path | None, seconds: float) -> Answer:

@@ -51,6 +51,7 @@ def _write(model: fx.GraphModule, path: Path, form: _Form, labels: Mapping[str, 
 
 
 def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
+    from scalepoint.formats.onnx.interface import name_interface  # noqa: PLC0415
     from scalepoint.formats.onnx.operators import translations  # noqa: PLC0415  # onnx is imported by an export only
     from scalepoint.formats.onnx.passes import finish  # noqa: PLC0415
 
@@ -74,4 +75,5 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
         raise ExportError("torch.onnx.export gave nothing")
     program.model.opset_imports[""] = form.opset
     finish(program.model, IR_VERSIONS[form.opset], form.float_dtype)
+    name_interface(program.model, exported)
     return program.model

@@ -1,0 +1,96 @@
+"""The names that a file shows are the model's: the same in the float file, the quantized one, and every config."""
+
+from collections import namedtuple
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scalepoint import export, verify
+from scalepoint.quantize import quantize
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+Pair = namedtuple("Pair", "first second")
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x))) + 1
+
+
+class Tokens(nn.Module):
+    """Dict outputs, one of them nested; a parameter that has the name of an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.logits = nn.Parameter(torch.ones(4))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict:
+        x = self.a(self.embed(input_ids)) * attention_mask[..., None]
+        return {"logits": self.b(x) * self.logits, "hidden": [x, x.mean(1)]}
+
+
+class Mixed(nn.Module):
+    """An input that leaves as it came, one value twice, a named tuple in a tuple, a nested input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, images: Tensor, other: dict) -> tuple:
+        a = self.a(images)
+        return self.b(a + other["z"]), Pair(a, images), a
+
+
+def interface(path):
+    graph = onnx.load(path).graph
+    return tuple(
+        {each.name: [size.dim_value or size.dim_param for size in each.type.tensor_type.shape.dim] for each in values}
+        for values in (graph.input, graph.output)
+    )
+
+
+def written(model, tmp_path, args=(), kwargs=None, **options):
+    quantized = quantize(
+        model.eval(), args or None, forward_loop=[kwargs or args], target="onnxruntime", kwargs=kwargs, **options
+    )
+    path, plain = tmp_path / "m.onnx", tmp_path / "float.onnx"
+    export(quantized, path, args, kwargs=kwargs, float_path=plain)
+    onnx.checker.check_model(str(path), full_check=True)
+    assert interface(path) == interface(plain)
+    assert verify(path, quantized, args, kwargs=kwargs).holds
+    return interface(path)
+
+
+def test_arguments_a_plain_output_and_the_batch(tmp_path):
+    inputs, outputs = written(Plain(), tmp_path, (torch.randn(3, 16),))
+    assert inputs == {"x": ["batch", 16]}
+    assert outputs == {"output_0": ["batch", 4]}
+
+
+def test_they_are_the_same_when_another_config_quantizes_less(tmp_path):
+    found = written(Plain(), tmp_path, (torch.randn(3, 16),), config={"overrides": [{"name": "a", "weight": "float"}]})
+    assert found == ({"x": ["batch", 16]}, {"output_0": ["batch", 4]})
+
+
+def test_keys_of_a_dict_and_the_sequence_of_tokens(tmp_path):
+    given = {"input_ids": torch.randint(0, 50, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    inputs, outputs = written(Tokens(), tmp_path, kwargs=given)
+    assert inputs == {"input_ids": ["batch", "sequence"], "attention_mask": ["batch", "sequence"]}
+    assert outputs == {
+        "logits": ["batch", "sequence", 4],
+        "hidden_0": ["batch", "sequence", 16],
+        "hidden_1": ["batch", 16],
+    }
+
+
+def test_fields_nested_inputs_and_values_that_leave_twice(tmp_path):
+    inputs, outputs = written(Mixed(), tmp_path, (torch.randn(3, 16), {"z": torch.randn(3, 16)}))
+    assert list(inputs) == ["images", "other_z"]
+    assert list(outputs) == ["output_0", "first", "second", "output_3"]

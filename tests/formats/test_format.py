@@ -1,0 +1,53 @@
+"""A format is checked when it is declared."""
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint import export
+from scalepoint.errors import ExportError, UsageError
+from scalepoint.formats import FileFormat, find_format, list_formats
+from scalepoint.quantize import quantize
+
+
+def write(model, path, writing):
+    """Nothing."""
+
+
+def one(path):
+    """Nothing."""
+
+
+def test_ours_are_found_by_name():
+    assert list_formats()[0] == "onnx"
+    assert find_format("onnx").suffix == ".onnx"
+    assert find_format(find_format("onnx")) is find_format("onnx")
+
+
+def test_an_unknown_one_is_told_with_the_nearest():
+    with pytest.raises(UsageError, match="did you mean 'onnx'"):
+        find_format("onx")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"name": ""}, "has a name"),
+        ({"suffix": "mine"}, "begins with a dot"),
+        ({"write": one}, r"write= is a function of \(model, path, writing\)"),
+        ({"files": write}, r"files= is a function of \(path\)"),
+        ({"about": None}, r"about= is a function of \(path\), not None"),
+        ({"plain": one}, r"plain= is a function of \(model, path, writing\)"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(fields, why):
+    given = {"name": "mine", "suffix": ".mine", "write": write, "files": one, "about": one} | fields
+    with pytest.raises(UsageError, match=why):
+        FileFormat(**given)
+
+
+def test_a_file_has_the_suffix_of_its_format(tmp_path):
+    x = torch.randn(2, 16)
+    quantized = quantize(nn.Linear(16, 16).eval(), x, forward_loop=[x], target="onnxruntime")
+    with pytest.raises(ExportError, match=r"m.tflite: target 'onnxruntime' writes onnx, in files that end in .onnx"):
+        export(quantized, tmp_path / "m.tflite", x)

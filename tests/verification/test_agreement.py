@@ -1,0 +1,95 @@
+"""How near the outputs of a file are to the simulation's."""
+
+from math import inf, nan
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+
+from scalepoint.errors import VerificationError
+from scalepoint.verification import Status, Verification, verify
+from scalepoint.verification.agreement import agreements, worst
+
+
+def agreement(expected, found):
+    return agreements([torch.tensor(expected)], {"y": np.array(found, np.float32)})[0]
+
+
+def test_equal_outputs_agree_without_end():
+    found = agreement([[1.0, 2.0]], [[1.0, 2.0]])
+    assert (found.sqnr, found.max_difference, found.top1) == (inf, 0.0, 1.0)
+
+
+def test_it_is_signal_over_noise_in_decibels():
+    assert agreement([[1.0, 0.0]], [[1.0, 0.1]]).sqnr == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [
+        ([1.0, 2.0], [1.0, nan]),
+        ([1.0, nan], [1.0, 2.0]),
+        ([1.0, nan], [1.0, nan]),
+        ([1.0, 2.0], [1.0, inf]),
+        ([1.0, inf], [1.0, -inf]),
+    ],
+    ids=["NaN of the file", "NaN of the simulation", "NaN of both", "infinity of the file", "other infinities"],
+)
+def test_what_is_not_finite_never_agrees(expected, found):
+    assert agreement(expected, found).sqnr == -inf
+
+
+def test_the_infinities_of_a_mask_agree_with_themselves():
+    found = agreement([1.0, -inf], [1.1, -inf])
+    assert found.sqnr == pytest.approx(20.0, abs=0.01)
+    assert found.max_difference == pytest.approx(0.1, abs=1e-6)
+
+
+def test_the_worst_output_counts_wherever_it_stands():
+    ones = torch.ones(2, 3)
+    bad = np.full((2, 3), nan, np.float32)
+    good = np.ones((2, 3), np.float32)
+    for found in ({"a": good, "b": bad, "c": good}, {"a": bad, "b": good, "c": good}):
+        assert worst(agreements([ones] * 3, found)) == -inf
+
+
+def test_an_output_that_the_file_has_not_does_not_agree():
+    found = agreements([torch.ones(2), torch.ones(2)], {"a": np.ones(2, np.float32)})
+    assert [each.output for each in found] == ["a", "output_1"]
+    assert worst(found) == -inf
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x * 2
+
+
+def test_nan_in_a_second_output_fails_the_verification(tmp_path):
+    """0 / 0 in the file, where the simulation has a number."""
+    nodes = [
+        helper.make_node("Add", ["x", "one"], ["first"]),
+        helper.make_node("Sub", ["x", "x"], ["zero"]),
+        helper.make_node("Div", ["zero", "zero"], ["second"]),
+    ]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [value("x", TensorProto.FLOAT, [2, 3])],
+        [value("first", TensorProto.FLOAT, [2, 3]), value("second", TensorProto.FLOAT, [2, 3])],
+        [helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), tmp_path / "m.onnx")
+    found = verify(tmp_path / "m.onnx", Two(), torch.randn(2, 3))
+    assert found.status == Status.OK
+    assert found.optimized[0].sqnr == inf
+    assert not found.holds
+    with pytest.raises(VerificationError, match="-inf dB"):
+        found.check()
+
+
+def test_a_verification_without_outputs_does_not_hold():
+    assert not Verification("m.onnx", "onnxruntime", Status.OK).holds

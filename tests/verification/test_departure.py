@@ -1,0 +1,56 @@
+"""The first layer whose codes are others in the runtime."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scalepoint import export, verify
+from scalepoint.quantize import quantize
+from scalepoint.verification.departure import departure, matched
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class PaddedStem(nn.Module):
+    """As HGNetV2 begins: what is padded by hand feeds a convolution and a pool; the file pads in the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.left = nn.Conv2d(8, 8, 2)
+        self.last = nn.Conv2d(16, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(torch.relu(self.first(x)), (0, 1, 0, 1))
+        return self.last(torch.cat((torch.relu(self.left(x)), F.max_pool2d(x, 2, 1)), 1))
+
+
+def test_a_padding_that_the_file_has_folded_does_not_end_the_search(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, 16)
+    quantized = quantize(PaddedStem().eval(), x, forward_loop=[x], target="onnxruntime")
+    export(quantized, tmp_path / "m.onnx", x)
+    found = verify(tmp_path / "m.onnx", quantized, x)
+    assert found.holds
+    assert found.departure is None
+
+
+CODES = {"a": [torch.zeros(4, 6, dtype=torch.int32), torch.ones(4, 5, dtype=torch.int32)]}
+NODES = {"a/QuantizeLinear": "t0", "a/QuantizeLinear_1": "t1"}
+
+
+def test_calls_are_paired_with_tensors_of_their_shape_in_order():
+    found = {"t0": np.ones((4, 5), np.uint8)}
+    ((call, array),) = matched("a", CODES["a"], NODES, found)
+    assert call.shape == array.shape == (4, 5)
+    assert matched("a", CODES["a"], NODES, {"t0": np.ones((9, 9), np.uint8)}) == []
+
+
+def test_a_layer_whose_codes_are_far_away_is_named():
+    far = {"t0": np.full((4, 6), 9, np.uint8), "t1": np.ones((4, 5), np.uint8)}
+    found = departure(CODES, NODES, far, (), ())
+    assert (found.where, found.equal, found.largest) == ("a", 0.0, 9)
+    near = {"t0": np.zeros((4, 6), np.uint8), "t1": np.ones((4, 5), np.uint8)}
+    assert departure(CODES, NODES, near, (), ()) is None

@@ -1,0 +1,128 @@
+"""Speed: files in turns in one process, with the circumstances; the baseline is the faster float file."""
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scalepoint import benchmark, export, verify
+from scalepoint.errors import VerificationError
+from scalepoint.formats import Writing, find_format
+from scalepoint.quantize import quantize
+from scalepoint.runtimes import Runtime
+from scalepoint.verification.timing import plain_file
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Scores(nn.Module):
+    """Nested in and out, with an input that is no tensor: what the older exporter alone does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, given: dict, scale: float = 1.0, *, offset: Tensor) -> dict:
+        return {"scores": self.b(torch.relu(self.a(given["x"]))) * scale + offset}
+
+
+ARGS, KWARGS = ({"x": torch.randn(4, 32)},), {"scale": 2.0, "offset": torch.randn(4, 8)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    torch.manual_seed(0)
+    folder, model = tmp_path_factory.mktemp("timed"), Scores().eval()
+    quantized = quantize(
+        model, ARGS, forward_loop=lambda each: each(*ARGS, **KWARGS), target="onnxruntime", kwargs=KWARGS
+    )
+    export(quantized, folder / "m.onnx", ARGS, kwargs=KWARGS, float_path=folder / "float.onnx")
+    return model, quantized, folder
+
+
+def test_it_states_batch_shapes_threads_and_spread(files):
+    _, quantized, folder = files
+    path = folder / "m.onnx"
+    found = verify(path, quantized, ARGS, kwargs=KWARGS, float_path=folder / "float.onnx", threads=1).latency
+    assert found.shapes == {"given_x": (4, 32), "offset": (4, 8)}
+    assert found.batch == 4
+    assert found.baseline == "the float file"
+    assert all(each > 0 for each in found.spread)
+    assert "onnxruntime, 1 thread, given_x 4x32, offset 4x8, medians of" in str(found)
+    assert "interleaved runs, quartiles within" in str(found)
+
+
+def test_the_plain_exporter_takes_what_deploy_takes(files):
+    model, *_ = files
+    with plain_file(model, find_format("onnx"), Writing((ARGS, KWARGS), names=("given_x", "offset"))) as path:
+        assert [each.name for each in find_format("onnx").about(path).inputs] == ["given_x", "offset"]
+    assert not path.exists()
+
+
+def test_a_model_that_the_plain_exporter_cannot_take_has_no_plain_file(capfd):
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.special.bessel_j0(x)
+
+    with plain_file(Odd(), find_format("onnx"), Writing(((torch.randn(2),), {}))) as path:
+        assert path is None
+    assert capfd.readouterr().out == ""
+
+
+CHILD = """
+import time
+
+
+class File:
+    def __init__(self, path, options):
+        self.seconds, self.inputs = float(open(path).read()), ["x"]
+
+    def run(self, feeds):
+        end = time.process_time() + self.seconds
+        while time.process_time() < end:
+            pass
+        return []
+"""
+
+
+@pytest.fixture
+def timed(tmp_path):
+    """A runtime whose files say how long they take."""
+    (tmp_path / "child.py").write_text(CHILD)
+    runtime = Runtime("clock", "numpy", tmp_path / "child.py", ("onnx",))
+    for name, seconds in (("slow", 0.02), ("fast", 0.01), ("quantized", 0.005)):
+        (tmp_path / f"{name}.onnx").write_text(str(seconds))
+    (tmp_path / "broken.onnx").write_text("no number")
+
+    def run(first, second, plain=None):
+        names = (tmp_path / f"{each}.onnx" for each in (first, second))
+        feeds = {"x": torch.zeros(3, 2).numpy()}
+        plain_path = None if plain is None else tmp_path / f"{plain}.onnx"
+        return benchmark(*names, feeds, runtime=runtime, repeats=5, seconds=1, plain_path=plain_path)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("own", "plain", "baseline", "ratio"),
+    [
+        ("slow", "fast", "the plain export", 2),
+        ("fast", "slow", "the float file", 2),
+        ("slow", None, "the float file", 4),
+        ("slow", "broken", "the float file", 4),
+    ],
+    ids=["plain is faster", "ours is faster", "ours alone", "plain does not run"],
+)
+def test_the_baseline_is_the_faster_float_file_that_runs(timed, own, plain, baseline, ratio):
+    found = timed(own, "quantized", plain)
+    assert found.baseline == baseline
+    assert found.ratio == pytest.approx(ratio, rel=0.4)
+    assert f"of {baseline}'s speed" in str(found)
+
+
+def test_a_file_that_does_not_run_is_an_error(timed):
+    start = time.monotonic()
+    with pytest.raises(VerificationError, match="clock could not run the files: failed"):
+        timed("slow", "broken")
+    assert time.monotonic() - start < 60
