@@ -1,10 +1,12 @@
 """The line of the user's own code at which a capture failed, or which a warning is about."""
 
+import re
 import sys
 import traceback
 from pathlib import Path
 
 import torch
+from torch import nn
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
@@ -14,6 +16,25 @@ def user_line(error: Exception | None) -> str:
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
     return f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def user_module(error: Exception | None, model: nn.Module) -> str:
+    """The path of the innermost submodule in whose own code an error was raised; nothing for the model itself."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found, frame = "", error.__traceback__ if error else None
+    while frame is not None:
+        code, own = frame.tb_frame.f_code, frame.tb_frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and not code.co_filename.startswith(_NOT_THE_USERS):
+            found = paths.get(id(own), found)
+        frame = frame.tb_next
+    return found
+
+
+def recorded_line(trace: str | None) -> str:
+    """The same of the stack trace that a node of a graph carries."""
+    found = re.findall(r'File "(.+?)", line (\d+), in .*\n +(.+)', trace or "")
+    own = [frame for frame in found if not frame[0].startswith(_NOT_THE_USERS)]
+    return " at {}:{}: {}".format(*own[-1]) if own else ""
 
 
 def user_level() -> int:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -17,9 +18,10 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, shown
-from scalepoint.graph.blame import user_line
+from scalepoint.graph.blame import user_line, user_module
 from scalepoint.graph.dry_run import dry_run
 
+DATA_DEPENDENT = ("data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked")
 RUNGS = ((False, True), (True, True), (False, False), (True, False))  # (strict, dynamic)
 
 
@@ -58,7 +60,7 @@ def _export_once(
 ) -> ExportedProgram:
     shapes = pytree.tree_map(_dimensions, inputs) if is_dynamic else None
     if shapes is not None:
-        shapes = {**_positional_names(model, shapes[0]), **shapes[1]} if inputs[1] else shapes[0]
+        shapes = _by_parameter(model, shapes)
     with quiet():
         return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
 
@@ -108,15 +110,39 @@ def _explained(
             dry_run(model, args, kwargs)
     except Exception as own:  # the user's code raises what it likes
         return CaptureError(f"{name} itself fails on these example inputs{user_line(own)}. {_said(own)}")
-    return CaptureError(
-        f"{name} cannot be captured{user_line(error)}. {_said(error)} "
-        "Make that line independent of tensor values (torch.where, torch.cond), or leave the submodule that it stands "
-        "in as it is: leave=['path.of.submodule']"
+    said = "" if error is None else str(error)
+    if "not a known type" in said:
+        return CaptureError(f"{name} cannot be captured: {_unknown_output(model, said)}")
+    return CaptureError(f"{name} cannot be captured{user_line(error)}. {_said(error)} {_way_out(model, error)}")
+
+
+def _unknown_output(model: nn.Module, said: str) -> str:
+    found = re.search(r"<class '([^']+)'>", said)
+    given = f"it gives a {found[1].rpartition('.')[2] if found else 'value'}, which a graph cannot hold"
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        return f"{given}. A file keeps nothing between two calls: set model.config.use_cache = False"
+    return f"{given}. Return tensors, numbers, tuples, lists, dicts or dataclasses of them"
+
+
+def _way_out(model: nn.Module, error: Exception | None) -> str:
+    """By what went wrong: a value that a trace does not have, or code that goes another way without values."""
+    path = user_module(error, model)
+    left = f"leave=[{path!r}]" if path else "leave=['path.of.submodule']"
+    if any(word in f"{type(error).__name__} {error}".lower() for word in DATA_DEPENDENT):
+        return (
+            "Make that line independent of tensor values (torch.where, torch.cond), or leave the submodule that it "
+            f"stands in as it is: {left}"
+        )
+    return (
+        "The model runs on these inputs, but goes another way while torch.export traces it, without values: often "
+        "because of an input that is absent or all ones (a mask). Give that input, or leave it out; or leave the "
+        f"submodule that the line stands in as it is: {left}"
     )
 
 
 def _said(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    line = next(iter(str(error).strip().splitlines()), "").rstrip(" .")
+    return f"{type(error).__name__}: {line}."
 
 
 def widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -139,10 +165,14 @@ def _dimensions(value: Any) -> Any:
     return {0: auto, 1: auto} if not value.is_floating_point() and value.ndim == 2 else {0: auto}
 
 
-def _positional_names(model: nn.Module, shapes: tuple[Any, ...]) -> dict[str, Any]:
-    """Shapes of positional inputs by parameter name, which torch.export wants once there are keyword inputs."""
-    names = list(inspect.signature(model.forward).parameters)
-    return dict(zip(names, shapes, strict=False))
+def _by_parameter(model: nn.Module, shapes: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    """Shapes as torch.export wants them: by the name of each parameter, those of *args as one, of **kwargs each."""
+    signature = inspect.signature(model.forward)
+    found = dict(signature.bind(*shapes[0], **shapes[1]).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            found |= found.pop(name, {})
+    return found
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], d
     finally:
         for handle in handles:
             handle.remove()
-    return [value for value in outputs if isinstance(value, Tensor)], codes
+    return [torch.as_tensor(value) for value in outputs if isinstance(value, Tensor | float | int)], codes
 
 
 def _recorder(kept: list[Tensor]) -> Any:

@@ -1,5 +1,6 @@
 """Unusual inputs, types and operations, from the model to its file in ONNX Runtime."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from scalepoint.errors import ExportError
 from scalepoint.formats import export
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import quantize
@@ -69,3 +71,90 @@ def test_inputs_may_have_any_names_nesting_and_order(tmp_path):
     tensors = [torch.randn(4, 8) for _ in range(4)]
     pair = (tensors[0], {"max": tensors[1]})
     run(Reader(), {"pair": pair, "allow_pickle": tensors[2], "file": tensors[3]}, tmp_path)
+
+
+class Attends(nn.Module):
+    """Attention without an axis of heads."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+        self.options = options
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = self.project(x).chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask, **self.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "mask"),
+    [
+        pytest.param({}, None, id="plain"),
+        pytest.param({"scale": 0.3}, torch.randn(4, 5, 5), id="scaled-and-biased"),
+        pytest.param({}, torch.ones(5, 5).tril().bool().repeat(4, 1, 1), id="masked"),
+        pytest.param({"is_causal": True}, None, id="causal"),
+    ],
+)
+def test_attention_of_three_axes_runs(tmp_path, options, mask):
+    x = torch.randn(4, 5, 8)
+    run(Attends(**options), (x,) if mask is None else (x, mask), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param(lambda y, mask: y + (1.0 - mask)[:, None], id="one-minus"),
+        pytest.param(lambda y, mask: y + torch.rsub(mask, 1.5, alpha=2)[:, None], id="with-a-factor"),
+    ],
+)
+def test_integers_may_be_subtracted_from_a_number(tmp_path, after):
+    run(Layer(after), (torch.randn(4, 8), torch.tensor([0, 1, 1, 0])), tmp_path)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 5])
+def test_a_free_axis_may_be_cut(tmp_path, batch):
+    model = Layer(lambda y: [each.flip(0) for each in y.repeat(2, 1).chunk(2)])
+    made = quantized(model, (torch.randn(4, 8),))
+    path = export(made, tmp_path / "model.onnx", (torch.randn(4, 8),))
+    assert verify(path, made, torch.randn(batch, 8), layers=False).sqnr > 60
+
+
+def test_numbers_among_the_outputs_are_tensors_of_the_file(tmp_path):
+    found = run(Layer(lambda y: (3, y, "text", None, y.shape[0], 0.5, y.argmax(-1))), torch.randn(4, 8), tmp_path)
+    assert len(found.optimized) == 5
+
+
+class Experts(nn.Module):
+    """Rows that go to the expert of their own, as transformers computes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(3, 8, 6))
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        order = expert.argsort()
+        counts = torch.nn.functional.one_hot(expert, 3).sum(0)
+        sorted_rows = self.before(x)[order]
+        return torch.ops.transformers.grouped_mm_fallback(sorted_rows, self.weight, counts.cumsum(0))[order.argsort()]
+
+
+@pytest.mark.parametrize("expert", [[0, 2, 1, 0, 2, 0], [2, 2, 2, 2, 2, 0]], ids=["all", "one-without-rows"])
+def test_experts_run(tmp_path, expert):
+    pytest.importorskip("transformers.integrations.moe")
+    run(Experts(), (torch.randn(6, 8), torch.tensor(expert)), tmp_path)
+
+
+class Bessel(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x)
+
+
+def test_an_operation_that_onnx_has_not_is_named_with_its_line_and_place(tmp_path):
+    model, x = nn.Sequential(nn.Linear(8, 8), Bessel()), torch.randn(4, 8)
+    with pytest.raises(ExportError) as raised:
+        export(quantized(model, x), tmp_path / "model.onnx", x)
+    told = str(raised.value)
+    assert "torch cannot write aten.special_bessel_j0 as ONNX" in told
+    assert re.search(rf"{Path(__file__).name}:\d+: return torch.special.bessel_j0\(x\) \(in 1\b", told), told
+    assert not re.search(r"\x1b|step \d/\d|Next steps", told)

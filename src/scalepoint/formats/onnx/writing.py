@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
 from scalepoint.errors import ExportError, ScalepointError
 from scalepoint.formats.format import Writing
+from scalepoint.formats.onnx.experts import grouped_products
 from scalepoint.formats.onnx.form import float_form, stored_form
+from scalepoint.formats.onnx.refusal import refusal
+from scalepoint.formats.onnx.rewrites import rewritten, with_tensor_outputs
 from scalepoint.formats.onnx.saving import save_graph
 from scalepoint.formats.onnx.stored import Stored
 from scalepoint.graph.export import export as export_program
@@ -56,21 +60,21 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     from scalepoint.formats.onnx.passes import finish  # noqa: PLC0415
 
     opset = min(form.opset, PLAIN_OPSET)
+    exported: ExportedProgram | None = None
     try:
         with torch.no_grad():
-            exported = export_program(model, *form.inputs, form.dynamic)
+            exported = export_program(with_tensor_outputs(model), *form.inputs, form.dynamic)
         with quiet():
             program = torch.onnx.export(
-                exported,
+                rewritten(exported),
                 opset_version=opset,
-                custom_translation_table=translations(opset),
+                custom_translation_table={**translations(opset), **grouped_products(opset)},
                 verbose=False,
             )
     except ScalepointError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()
-        raise ExportError(f"torch.onnx.export failed: {type(error).__name__}: {reason[0] if reason else ''}") from error
+        raise refusal(error, exported) from error
     if program is None:
         raise ExportError("torch.onnx.export gave nothing")
     program.model.opset_imports[""] = form.opset

@@ -1,0 +1,32 @@
+"""The experts of a mixture in the exported graph: rows sorted by expert, one product an expert.
+
+y[start_e : end_e] = x[start_e : end_e] W_e,    start_e = offsets[e - 1], end_e = offsets[e], together all rows
+"""
+
+from typing import Any
+
+import torch
+
+
+def grouped_products(opset: int) -> dict[Any, Any]:
+    """What torch.onnx.export makes of torch's grouped product, and of the one that transformers brings along."""
+    import onnx  # noqa: PLC0415  # only an export needs it
+    from onnxscript.values import Opset  # noqa: PLC0415
+
+    op: Any = Opset("", opset)
+
+    def to_onnx(x: Any, weight: Any, offsets: Any, bias: Any = None, out_dtype: Any = None) -> Any:
+        if len(x.shape) != 2 or len(weight.shape) != 3 or bias is not None or out_dtype is not None:
+            raise NotImplementedError("a grouped product other than (rows, in) x (experts, in, out)")
+        ends = op.Cast(offsets, to=onnx.TensorProto.INT64)
+        rows, made = op.Constant(value_ints=[0]), []
+        for expert in range(int(weight.shape[0])):
+            start, rows = rows, op.Gather(ends, op.Constant(value_ints=[expert]))
+            own = op.Slice(x, start, rows, op.Constant(value_ints=[0]))
+            made.append(op.MatMul(own, op.Gather(weight, op.Constant(value_int=expert))))
+        return op.Concat(*made, axis=0)
+
+    known = [torch.ops.aten._grouped_mm.default]
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # there once transformers is imported
+        known.append(torch.ops.transformers.grouped_mm_fallback.default)
+    return dict.fromkeys(known, to_onnx)

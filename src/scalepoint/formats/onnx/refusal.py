@@ -1,0 +1,64 @@
+"""Why torch cannot write a model as ONNX: the operation, the line in the user's code, and the first cause."""
+
+import re
+from collections.abc import Iterator
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from scalepoint.errors import ExportError
+from scalepoint.graph.blame import recorded_line
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_NODE = (re.compile(r"%(\w+) : "), re.compile(r"for node '(?:node_)?(\w+)'"))
+_OPERATION = re.compile(r"target=torch\.ops\.(\w+\.\w+)")
+
+
+def refusal(error: Exception, program: ExportedProgram | None) -> ExportError:
+    """The error to raise for one that torch.onnx.export raised."""
+    causes = list(_chain(error))
+    said = "\n".join(_COLOUR.sub("", str(cause)) for cause in causes)
+    first = f"{type(causes[-1]).__name__}: {_first_line(_COLOUR.sub('', str(causes[-1])))}"
+    node = None if program is None else _node(said, program.graph)
+    named = _OPERATION.search(said)
+    operation = _operation(node) or (named[1] if named else "")
+    if not operation:
+        return ExportError(f"torch cannot write this model as ONNX. {first}")
+    return ExportError(
+        f"torch cannot write {operation} as ONNX{'' if node is None else _place(node)}. {first.rstrip('.')}. Write "
+        "that line with other operations"
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it came from, down to the first."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
+
+
+def _node(said: str, graph: fx.Graph) -> fx.Node | None:
+    """The node that is spoken of; where torch has renamed it, the first of the same operation."""
+    nodes = {node.name: node for node in graph.nodes if node.op == "call_function"}
+    names = [name for pattern in _NODE for name in pattern.findall(said)]
+    found = next((nodes[name] for name in names if name in nodes), None)
+    named = _OPERATION.search(said)
+    if found is None and named:
+        own = named[1].partition(".")[2]  # decomposed, aten.special_x is prims.x
+        found = next((node for node in nodes.values() if _operation(node).endswith(own)), None)
+    return found
+
+
+def _operation(node: fx.Node | None) -> str:
+    return "" if node is None else str(node.target).rpartition(".")[0]
+
+
+def _place(node: fx.Node) -> str:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    module = f" (in {stack[-1][0]})" if stack and stack[-1][0] else ""
+    return f"{recorded_line(node.stack_trace)}{module}"

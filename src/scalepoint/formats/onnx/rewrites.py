@@ -1,0 +1,105 @@
+"""What torch's ONNX translation does not take, in operations that it takes.
+
+attention of three axes          softmax(c q k^T + mask) v, written out
+number - integers                integers cast first:  number + (-x)
+chunks of a free axis            slices
+a number among the outputs       a tensor of the file; another constant (None, text) is left out
+"""
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+
+aten = torch.ops.aten
+
+
+def rewritten(program: ExportedProgram) -> ExportedProgram:
+    """The same program; traced anew only where something has to be written in another way."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function" and node.target in RULES]
+    found = {RULES[node.target][1:] for node in calls if RULES[node.target][0](node)}
+    return program.run_decompositions(dict(found)) if found else program
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def _has_three_axes(node: fx.Node) -> bool:
+    return bool(_value(node.args[0]).ndim != 4)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as torch defines it, without dropout: what is exported is in eval mode."""
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
+    scores = query @ key.transpose(-2, -1) * (1 / sqrt(query.size(-1)) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.softmax(scores, -1) @ value
+
+
+def _is_promoted(node: fx.Node) -> bool:
+    """Whether the result has another type than the tensor."""
+    return bool(_value(node).dtype != _value(node.args[0]).dtype)
+
+
+def subtracted(x: Tensor, other: float, alpha: float = 1) -> Tensor:
+    """other - alpha x."""
+    wide = x.to(torch.result_type(x, other))
+    return torch.add(wide.neg() if alpha == 1 else wide * -alpha, other)
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether the axis that is cut has no fixed extent."""
+    axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    return not isinstance(_value(node.args[0]).shape[axis], int)
+
+
+def pieces(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    """Of `size` each, but for the last."""
+    last = int((x.shape[dim] + size - 1) // size) - 1
+    rest = x.shape[dim] - last * size
+    return [*(x.narrow(dim, each * size, size) for each in range(last)), x.narrow(dim, last * size, rest)]
+
+
+# operation -> whether it has to be rewritten, and how; torch makes a split of a chunk before anybody is asked
+RULES: dict[Any, tuple[Callable[[fx.Node], bool], Any, Callable[..., Any]]] = {
+    aten.scaled_dot_product_attention.default: (_has_three_axes, aten.scaled_dot_product_attention.default, attention),
+    aten.rsub.Scalar: (_is_promoted, aten.rsub.Scalar, subtracted),
+    aten.split.Tensor: (_is_free, aten.split.Tensor, pieces),
+    aten.chunk.default: (_is_free, aten.split.Tensor, pieces),
+}
+
+
+def with_tensor_outputs(model: fx.GraphModule) -> fx.GraphModule:
+    """In place: numbers that the model gives become tensors, other constants None."""
+    output = next(node for node in model.graph.nodes if node.op == "output")
+
+    def as_tensor(value: Any) -> Any:
+        if value is None or isinstance(value, fx.Node):
+            return value
+        if not isinstance(value, bool | int | float):
+            return None
+        with model.graph.inserting_before(output):
+            return model.graph.call_function(torch.full, ((), value))
+
+    output.args = fx.node.map_aggregate(output.args, as_tensor)
+    model.recompile()
+    return model

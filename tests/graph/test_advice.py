@@ -1,0 +1,73 @@
+"""What capture says when it cannot, and inputs that it must take as they come."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scalepoint.errors import CaptureError
+from scalepoint.graph import capture
+
+
+class WithoutMask(nn.Module):
+    """Goes another way while it is traced, and fails there, as some models do with a mask of ones, or none at all."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.layer, self.fault = nn.Linear(8, 8), fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            x = x + torch.ones(5, 3) if self.fault == "shape" else x + None.shape[0]
+        return self.layer(x)
+
+
+class Cache:
+    """What no graph can hold."""
+
+
+class Remembers(nn.Module):
+    def __init__(self, **config: bool) -> None:
+        super().__init__()
+        self.layer, self.config = nn.Linear(8, 8), SimpleNamespace(**config)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Cache]:
+        return self.layer(x), Cache()
+
+
+class TestAdvice:
+    @pytest.mark.parametrize("fault", ["shape", "attribute"])
+    def test_a_fault_that_only_a_trace_has_is_not_blamed_on_values(self, fault):
+        with pytest.raises(CaptureError, match=r"goes another way while torch\.export traces it") as caught:
+            capture(nn.Sequential(nn.Linear(8, 8), WithoutMask(fault)), torch.randn(2, 8))
+        assert "independent of tensor values" not in str(caught.value)
+        assert "leave=['1']" in str(caught.value)
+        assert f"{Path(__file__).name}:" in str(caught.value)
+
+    def test_a_cache_is_named_with_the_setting_that_ends_it(self):
+        with pytest.raises(CaptureError, match=r"gives a Cache.*model\.config\.use_cache = False") as caught:
+            capture(Remembers(use_cache=True), torch.randn(2, 8))
+        assert "torch.where" not in str(caught.value)
+
+    def test_another_output_that_no_graph_holds_is_named(self):
+        with pytest.raises(CaptureError, match=r"gives a Cache, which a graph cannot hold. Return tensors"):
+            capture(Remembers(), torch.randn(2, 8))
+
+
+class Rest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return self.layer(x) + sum(rest)
+
+
+def test_the_batch_of_variadic_inputs_is_free():
+    model, x = Rest().eval(), torch.randn(4, 8)
+    graph = capture(model, (x, x + 1, x + 2))
+    assert graph.meta["fixed_batch"] == {}
+    y = torch.randn(3, 8)
+    assert torch.equal(graph.eval()(y, y, y), model(y, y, y))
