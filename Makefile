@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARCHITECTURES := .architectures
+# A process a core; a test that dies takes only its process down, which is started again (not so with --dist loadfile).
+SPREAD := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help architectures demo demo-vision demo-accuracy test test-all check format bench docs clean
 
@@ -39,10 +41,10 @@ demo-accuracy: $(STAMP)
 	$(BIN)/python demo/accuracy.py
 
 test: architectures
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: architectures
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest $(SPREAD) -m ''
 
 check: $(STAMP)
 	$(BIN)/ruff check .

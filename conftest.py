@@ -1,20 +1,56 @@
-"""Every block of the README and the docs is a test."""
+"""Every page of the README and the docs is a test; what all tests have in common."""
 
 from scalepoint.processor import cap
 
 cap()  # before torch is loaded: no test may die of what the processor only announces
 
 # ruff: noqa: E402
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from sybil import Sybil
-from tests.docs.blocks import Blocks, enter, leave
+from tests.docs.blocks import PageFile
 
 torch.set_num_threads(1)  # small tensors gain nothing from more, and a shared machine loses much
 
-pytest_collect_file = Sybil(parsers=[Blocks()], patterns=["*.md"], setup=enter, teardown=leave).pytest()
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> PageFile | None:
+    return PageFile.from_parent(parent, path=file_path) if file_path.suffix == ".md" else None
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_table_of_operators() -> Iterator[None]:
+    """torch.onnx makes its table of operators anew for each export, which takes half a second: here it is made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        original = torch.onnx.export
+
+        def export(*args: Any, **kwargs: Any) -> Any:
+            _keep_table(patch)
+            return original(*args, **kwargs)
+
+        patch.setattr(torch.onnx, "export", export)
+        yield
+
+
+@cache
+def _keep_table(patch: pytest.MonkeyPatch) -> None:
+    from torch.onnx._internal.exporter._registration import ONNXRegistry  # noqa: PLC0415  # loads onnxscript
+
+    build = cache(ONNXRegistry.from_torchlib)
+
+    def copied(**options: Any) -> ONNXRegistry:
+        found = build(**options)
+        made = ONNXRegistry()
+        made._opset_version = found._opset_version
+        made.functions = {name: list(rows) for name, rows in found.functions.items()}  # an export adds its own to it
+        return made
+
+    patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,9 +98,10 @@ CHILDREN = (
     + """
 import os
 from scalepoint.processor import amx, cap, child_environment
+from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask
 probes = 2 * len(amx().died)  # without the cap and with it
-ask({"runtime": "onnxruntime", "task": "run"})
+ask(find_runtime("onnxruntime"), {"task": "run"})
 print(len(started) == probes + 1, started[-1]["ONEDNN_MAX_CPU_ISA"], "ONEDNN_MAX_CPU_ISA" in os.environ)
 cap()
 print(os.environ["ONEDNN_MAX_CPU_ISA"])
@@ -160,6 +162,30 @@ def test_the_command_line_caps_itself_before_it_builds_a_model(dying: Path, tmp_
         f"import os\nos.chdir({str(tmp_path)!r})\nfrom scalepoint.cli.naming import load_model\nload_model('nets:net')"
     )
     assert python(code, **{PROGRAM: str(dying)}).split() == ["capped", CAP["ONEDNN_MAX_CPU_ISA"]]
+
+
+TESTS = """
+import os, signal
+def test_before(): pass
+def test_dies(): os.kill(os.getpid(), signal.SIGILL)
+def test_after(): pass
+"""
+
+
+def test_a_test_that_dies_does_not_take_the_run_down(tmp_path: Path) -> None:
+    """As `make test` starts it."""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    spread = re.search(r"^SPREAD := (.*)$", (Path(__file__).parents[1] / "Makefile").read_text(), re.MULTILINE)
+    assert spread is not None
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *spread[1].split(), "-c", os.devnull, str(tmp_path / "test_some.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 failed, 2 passed" in done.stdout, done.stdout
+    assert "crashed while running" in done.stdout
 
 
 @pytest.mark.parametrize(

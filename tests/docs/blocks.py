@@ -27,7 +27,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sybil import Document, Example, Region
+import pytest
+from sybil import Document, Example, Region, Sybil
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 from scalepoint.processor import signal_of
@@ -208,15 +209,35 @@ def page_of(example: Example) -> Page:
     return page
 
 
-def enter(namespace: dict[str, Any]) -> None:
-    """A page begins: a folder of its own."""
-    outer = tempfile.TemporaryDirectory(prefix="page-")
-    folder = Path(outer.name) / "page"
-    folder.mkdir()
-    namespace["_page"], namespace["_folder"] = Page(folder), outer
+def read(path: Path) -> None:
+    """All blocks of a page, in order; its process and all that it wrote go with it."""
+    document = Sybil(parsers=[Blocks()], patterns=["*.md"]).parse(path)
+    with tempfile.TemporaryDirectory(prefix="page-") as outer:
+        page = document.namespace["_page"] = Page(Path(outer) / "page")
+        page.folder.mkdir()
+        try:
+            for example in document.examples():
+                try:
+                    example.evaluate()
+                except AssertionError as error:
+                    raise AssertionError(f"{path}, the block of line {example.line}: {error}") from None
+        finally:
+            page.close()
 
 
-def leave(namespace: dict[str, Any]) -> None:
-    """Its process and all that it wrote go."""
-    namespace["_page"].close()
-    namespace["_folder"].cleanup()
+class PageTest(pytest.Item):
+    """A page is one test: it is read as a whole."""
+
+    def runtest(self) -> None:
+        read(self.path)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        return str(excinfo.value) if excinfo.errisinstance(AssertionError) else super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, str(self.path.relative_to(ROOT))
+
+
+class PageFile(pytest.File):
+    def collect(self) -> Iterator[PageTest]:
+        yield PageTest.from_parent(self, name="page")
