@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalepoint.documents import MAX_BYTES, dump_yaml, parse_json, parse_yaml
+from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import DocumentError
 from scalepoint.spec import QuantizationSpec
 
@@ -74,3 +74,19 @@ def test_a_spec_truncated_at_any_byte_is_an_error_or_a_spec(form):
             outcomes.add("error")
     assert "error" in outcomes
     assert outcomes <= {"error", "QuantizationSpec"}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "of_key", "place"),
+    [
+        ("a: 1\nb:\n  - c: 2\n", ("b", 0, "c"), False, (3, 8)),
+        ("a: 1\nb:\n  - c: 2\n", ("b", 0, "c"), True, (3, 5)),
+        ("a: 1\nb:\n  - c: 2\n", ("b", 0, "d"), True, (3, 5)),  # not there: what is around it
+        ('{\n\t"a": {\n\t\t"b": 1}}', ("a", "b"), False, (3, 8)),
+        ("a: 1", (), False, (1, 1)),
+        ("a: [", ("a",), False, None),
+        ("", ("a",), False, None),
+    ],
+)
+def test_a_key_or_value_is_found_in_its_text(text, path, of_key, place):
+    assert Places(text).of(path, of_key=of_key) == place

@@ -1,6 +1,7 @@
 """YAML and JSON texts, read with limits: a 400-byte YAML can expand to 10^9 items once anything walks it."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -70,6 +71,42 @@ def _expanded(node: Any, sizes: dict[int, int], open_nodes: set[int]) -> int:
     if sizes[id(node)] > MAX_ITEMS:
         raise DocumentError(f"stands for more than {MAX_ITEMS} items once its aliases are written out")
     return sizes[id(node)]
+
+
+class Places:
+    """Where the keys and values of a YAML or JSON text stand."""
+
+    def __init__(self, text: str) -> None:
+        loader = _BASE_LOADER(text.replace("\t", " "))  # JSON may be indented by tabs, YAML not
+        try:
+            self._root = loader.get_single_node()
+        except yaml.YAMLError:
+            self._root = None
+        finally:
+            loader.dispose()
+
+    def of(self, path: Sequence[str | int], *, of_key: bool = False) -> tuple[int, int] | None:
+        """Line and column, from 1 on: of the value, or of its key; of what is around it where that is not there."""
+        mark = None
+        node = self._root
+        for step in path:
+            mark = node.start_mark if node is not None else mark
+            node, key = _child(node, step)
+            if node is None:
+                break
+            mark = (key or node).start_mark if of_key else node.start_mark
+        if not path and node is not None:
+            mark = node.start_mark
+        return None if mark is None else (mark.line + 1, mark.column + 1)
+
+
+def _child(node: Any, step: str | int) -> tuple[Any, Any]:
+    """What a step leads to, and the key that names it."""
+    if isinstance(node, yaml.MappingNode):
+        return next(((value, key) for key, value in node.value if key.value == str(step)), (None, None))
+    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+        return node.value[step], None
+    return None, None
 
 
 def parse_json(text: str, limit: int = MAX_BYTES) -> Any:

@@ -1,5 +1,6 @@
 """The report as data, as lines in a terminal, and as a page that no name can break."""
 
+import html
 import json
 import math
 import os
@@ -26,14 +27,15 @@ from scalepoint.report import (
     Metric,
     Raised,
     Report,
+    blocks,
     is_within,
     to_html,
     write,
 )
 from scalepoint.report.blocks import blocks_of
 from scalepoint.report.markup import data_block, tag
-from scalepoint.report.words import count, decibel, ratio, share_of, short, time_of, value_of, visible
 from scalepoint.verification import Status, Verification
+from scalepoint.words import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
 from tests.report import made
 
 REPORTS = {"ordinary": made.ordinary, "bare": made.bare, "evil": made.evil, "large": lambda: made.large(300)}
@@ -158,7 +160,7 @@ def test_str_is_ascii_where_the_names_are():
 
 def test_summary_of_an_ordinary_run():
     assert made.ordinary().summary()[:7] == [
-        "resnet18 for onnxruntime. Verified: in onnxruntime it runs as simulated (41.3 dB).",
+        "resnet18 for onnxruntime. Verified: in onnxruntime it runs as simulated (41.3 dB, very good).",
         "top-1: 0.6976 -> 0.6958 (-0.0018, in the runtime)",
         "top-5: 0.8908 -> 0.8896 (-0.0012, in the runtime)",
         "accuracy: within the 0.002 allowed",
@@ -275,21 +277,109 @@ def test_metric_ends_with_what_the_runtime_gives():
     assert Metric("m", 0.5, 0.4, 0.3).change == pytest.approx(-0.2)
 
 
-def test_blocks_are_the_tree_of_the_names_without_repetition():
+def test_inner_blocks_are_opened_where_that_gives_few_boxes(monkeypatch):
+    inside = [GraphNode(f"encoder.{layer}.{name}", "k") for layer in range(3) for name in "abc"]
+    monkeypatch.setattr(blocks, "FEW_BOXES", 5)
+    whole = blocks_of([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
+    assert [box.label for box in whole.boxes] == ["embeddings.word", "encoder.0", "encoder.1", "encoder.2", "pooler"]
+    monkeypatch.setattr(blocks, "FEW_BOXES", 4)
+    whole = blocks_of([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
+    assert [box.label for box in whole.boxes] == ["embeddings.word", "encoder", "pooler"]
+
+
+def test_a_tensor_that_passes_as_codes_is_drawn_so():
+    nodes = (GraphNode("a", "conv"), GraphNode("b", "conv", ("a",), "x uint8", ("a",)), GraphNode("c", "add", ("b",)))
+    page = to_html(replace(made.bare(), graph=nodes))
+    assert page.count('class="edge codes"') == 1
+    assert page.count('class="edge"') == 1
+    assert "a tensor that passes as codes" in page
+
+
+def test_names_of_the_worst_layers_do_not_overlap():
+    layers = tuple(LayerError(f"layer3.{index}.convolution", 12.0 + index / 100) for index in range(3))
+    page = to_html(replace(made.bare(), layers=layers + tuple(LayerError(f"x{i}", 40.0) for i in range(300))))
+    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="worst-name">([^<]*)', page)
+    places = [(float(x), float(x) + 7 * len(text), float(y)) for x, y, text in found]
+    assert len(places) == 3
+    for index, (left, right, y) in enumerate(places):
+        for other_left, other_right, other_y in places[:index]:
+            assert left > other_right or right < other_left or abs(y - other_y) >= 12
+
+
+@pytest.mark.parametrize("share", [0.9996, 0.99999, 1.0, 0.5])
+def test_the_terminal_and_the_page_round_alike(share):
+    rows = (made.operation("a", macs=int(share * 1e6)), made.left_float("b", "why", macs=10**6 - int(share * 1e6)))
+    report = replace(made.bare(), coverage=Coverage(rows if share < 1 else rows[:1]))
+    said = share_of(share)
+    assert f"{said} of the MACs" in report.coverage.summary()
+    assert f'<span class="number">{said}</span>' in to_html(report)
+
+
+def test_a_speed_is_the_same_number_wherever_it_is_told():
+    report = made.ordinary(ratio=0.5899)
+    assert "0.58x" in report.verdict()
+    assert "0.58x" in str(report.verification.latency)
+    assert "0.59" not in to_html(report).partition("<script")[0] + str(report)
+
+
+def test_only_what_the_config_asked_for_is_called_asked():
+    rows = (made.left_float("a", "asked for by the config", is_asked=True), made.left_float("b", "a norm"))
+    page = to_html(replace(made.bare(), coverage=Coverage(rows)))
+    assert page.count(", as asked") == 1
+
+
+@pytest.mark.parametrize(
+    ("sqnr", "word"), [(60, "very good"), (28.9, "good"), (20, "fair"), (3, "poor"), (math.nan, "broken"), (None, "")]
+)
+def test_a_level_comes_with_a_word(sqnr, word):
+    assert quality(sqnr) == word
+    if sqnr is not None:
+        report = replace(made.bare(), layers=(LayerError("only", sqnr),))
+        assert word in str(report)
+        assert word in report.summary()[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "step"),
+    [
+        ({}, "measure the speed again: scalepoint bench out/float.onnx out/model.onnx"),
+        ({"accuracy": ()}, "deploy with"),
+        ({"layers": (LayerError("bad", 3.0),)}, "overrides: [{name: 'bad', weight: float, activation: float}]"),
+        ({"warnings": ("a smoke run: two batches",)}, "the same without smoke"),
+    ],
+)
+def test_the_report_says_what_to_do_next(change, step):
+    report = made.ordinary()
+    report = replace(report, **{"verification": replace(report.verification, path="out/model.onnx"), **change})
+    assert any(step in each for each in report.next_steps())
+    assert "Next: " in str(report)
+    assert html.escape(report.next_steps()[0]) in to_html(report)
+
+
+def test_a_file_that_is_slower_or_departs_gets_its_own_advice():
+    report = made.ordinary(ratio=0.5)
+    assert "scalepoint targets" in report.next_steps()[0]
+    broken = replace(report, verification=replace(report.verification, status=Status.CRASHED))
+    assert "scalepoint doctor" in broken.next_steps()[0]
+
+
+def test_blocks_are_the_tree_of_the_names_without_repetition(monkeypatch):
     nodes = [GraphNode("m.a.x", "k"), GraphNode("m.a.y", "k", ("m.a.x",)), GraphNode("m.b.c.z", "k", ("m.a.y",))]
+    monkeypatch.setattr(blocks, "FEW_BOXES", 1)
     first, second = blocks_of(nodes)
     assert [first.title, second.title] == ["m", "m.a"]  # the whole model is m, and m.b holds one operation
     assert [(box.label, box.rank, box.block) for box in first.boxes] == [("a", 0, ("m", "a")), ("b.c.z", 1, None)]
     assert [box.rank for box in second.boxes] == [0, 1]
 
 
-def test_a_block_that_feeds_itself_through_another_is_drawn():
+def test_a_block_that_feeds_itself_through_another_is_drawn(monkeypatch):
     nodes = [
         GraphNode("a.x", "k"),
         GraphNode("b.x", "k", ("a.x",)),
         GraphNode("a.y", "k", ("b.x",)),
         GraphNode("b.y", "k"),
     ]
+    monkeypatch.setattr(blocks, "FEW_BOXES", 1)
     whole = blocks_of(nodes)[0]
     assert [box.inputs for box in whole.boxes] == [{1}, {0}]
     to_html(replace(made.bare(), graph=tuple(nodes)))

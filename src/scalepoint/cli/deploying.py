@@ -14,6 +14,7 @@ from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.naming import load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import check_names, check_output, check_settings, done_in, settings_of
+from scalepoint.words import decibel, value_of
 
 TOLD = ("data", "evaluate", "max_drop", "max_trials", "max_batches", "on_nan", "leave", "strict", "threads")
 
@@ -166,20 +167,7 @@ class _Run:
             show(done.report.table(), f"file: {done.path}", f"report: {page}")
         if why:
             say(f"{'note' if code == Code.DONE else 'failed'}: {why}", style="yellow" if code == Code.DONE else "red")
-        for line in self._next(done):
-            _talk(line, self.quiet)
         return code
-
-    def _next(self, done: Any) -> list[str]:
-        folder = self.settings.output
-        if self.smoke:
-            return ["Next: the same command without --smoke, with --force"]
-        if done.report.findings is not None:
-            return [f"Next: build the engine from {done.path}", f"      scalepoint report {folder}"]
-        return [
-            f"Next: scalepoint bench {done.float_path} {done.path}",
-            f"      scalepoint compare {folder} -c {folder}/config.yaml",
-        ]
 
 
 def _judged(done: Any, max_drop: float | None, allow_departure: bool) -> tuple[Code, str]:
@@ -190,11 +178,12 @@ def _judged(done: Any, max_drop: float | None, allow_departure: bool) -> tuple[C
     if found is not None and found.status.value != "ok":
         return Code.UNVERIFIED, f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
     if found is not None and not found.holds and not allow_departure:
-        why = f"{found.runtime} agrees to {found.sqnr:.1f} dB, less than {found.bound:.0f}"
+        why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
         return Code.UNVERIFIED, f"{why} (--allow-departure accepts it)"
     drop = done.drop
     if max_drop is not None and drop is not None and not is_within(done.float_score, done.score, max_drop):
-        return Code.LIMIT, f"the best file loses {drop:.4g}, more than the {max_drop:.4g} allowed; it was kept"
+        lost = f"loses {value_of(drop)}" if drop == drop else "has a score of NaN"  # noqa: PLR0124  # only NaN differs
+        return Code.LIMIT, f"the best file {lost}, more than the {max_drop:g} allowed; it was kept"
     if found is None:
         return Code.DONE, "not verified: no runtime of this target is known here; the numbers are the simulation's"
     return Code.DONE, ""

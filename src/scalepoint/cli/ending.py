@@ -76,8 +76,6 @@ def _explained(error: Exception) -> tuple[Code, str, str, str]:
     for kind, code, way_out in ENDINGS:
         if isinstance(error, kind) and isinstance(error, errors.ScalepointError):
             return code, error.code, str(error.args[0]) if error.args else type(error).__name__, way_out
-    if type(error).__name__ == "ValidationError" and isinstance(error, ValueError):  # pydantic's, not imported for this
-        return Code.USAGE, errors.ConfigError.code, str(error), "`scalepoint config schema` lists every key"
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return (

@@ -14,6 +14,8 @@ from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import Listing, one_line, say, show, show_json
 from scalepoint.errors import TargetError, UsageError
+from scalepoint.words import ratio, time_of
+from scalepoint.words import size_of as written_size
 
 SHOWN = 3  # places of one finding
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
@@ -92,16 +94,16 @@ def bench(
         show_json("bench", {"exit_code": int(code), "files": [first, second], "bytes": sizes, **vars(found)})
     else:
         rows = [
-            (path, f"{seconds * 1e3:.3f} ms", f"{size / 1e6:.2f} MB")
+            (path, time_of(seconds), written_size(size))
             for path, seconds, size in zip((first, second), found.seconds, sizes, strict=True)
         ]
-        speed = f"{found.ratio:.2f}x the speed" if found.ratio >= 1 else f"SLOWER: {found.ratio:.2f}x the speed"
+        speed = f"{'' if found.ratio >= 1 else 'SLOWER: '}{ratio(found.ratio)} the speed"
         show(
             Listing(("file", "median", "size"), rows, numbers=(1, 2)),
             Text(one_line(f"{second.name}: {speed} of {first.name} ({found.how})")),
         )
     if code:
-        say(f"failed: {found.ratio:.2f}x is less than the {min_ratio} asked for", "red")
+        say(f"failed: {ratio(found.ratio)} is less than the {min_ratio} asked for", "red")
     return code
 
 
@@ -135,7 +137,7 @@ def report(
     show(found.table(rows))
     page = html or path.with_name("report.html")
     if page.is_file():
-        say(f"Next: open {page} in a browser")
+        say(f"page: {page}")
     return Code.DONE
 
 

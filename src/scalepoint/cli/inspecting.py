@@ -11,6 +11,7 @@ from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, show, show_json
 from scalepoint.cli.settings import check_names, check_settings, reading_of, settings_of
+from scalepoint.words import count
 
 
 def inspect(
@@ -72,7 +73,7 @@ def example_of(model: Any, batch: Any) -> Any:
 
 def coverage_listing(found: Any) -> Listing:
     rows = [
-        (row.name, row.kind, row.precision, row.reason, "?" if row.macs is None else row.macs, row.parameters)
+        (row.name, row.kind, row.precision, row.reason, count(row.macs), count(row.parameters))
         for row in found.operations
     ]
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))

@@ -14,6 +14,7 @@ from scalepoint.cli.inspecting import example_of
 from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, one_line, say, show, show_json
 from scalepoint.cli.settings import check_names, reading_of, settings_of
+from scalepoint.words import decibel, share_of
 
 WORST = 20
 
@@ -80,15 +81,15 @@ def compare(
         (
             row.name,
             row.precision,
-            _number(row.sqnr_db),
-            _number(row.weight_sqnr_db),
-            _share(row.saturation),
-            _share(row.used_range),
+            decibel(row.sqnr_db),
+            decibel(row.weight_sqnr_db),
+            share_of(row.saturation),
+            share_of(row.used_range),
         )
         for row in found.worst(WORST)
     ]
     columns = ("layer", "runs in", "SQNR dB", "weight dB", "clipped", "range used")
-    outputs_text = ", ".join(f"{each.name} {_number(each.sqnr_db)} dB" for each in found.outputs)
+    outputs_text = ", ".join(f"{each.name} {decibel(each.sqnr_db)} dB" for each in found.outputs)
     show(
         Listing(columns, rows, numbers=(2, 3, 4, 5)),
         Text(one_line(f"{len(found.rows)} layers, {found.batches} batches; outputs: {outputs_text}")),
@@ -125,11 +126,3 @@ def _file(folder: Path, name: str) -> Path:
     if not path.is_file():
         raise usage(f"{path} is not there: give the folder that `scalepoint deploy` wrote")
     return path
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else "exact" if value == float("inf") else f"{value:.1f}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"

@@ -16,12 +16,19 @@ WORK = ".scalepoint"  # in an output folder: a run that did not end
 
 def settings_of(given: Mapping[str, Any]) -> Any:
     """A DeployConfig: the file that `config` names, and over it all other options that are keys of it."""
+    from pydantic import ValidationError
+
+    from scalepoint.complaints import complaints
     from scalepoint.deployment import DeployConfig
 
     file = given.get("config")
     settings = DeployConfig.from_file(file) if file is not None else DeployConfig()
     said = {key: value for key, value in given.items() if key in DeployConfig.model_fields and value not in (None, [])}
-    return settings.updated(said)
+    try:
+        return settings.updated(said)
+    except ValidationError as error:
+        flags = [f"--{each.key.replace('_', '-')}: {each.message}" for each in complaints(error, said)]
+        raise usage("; ".join(flags)) from error
 
 
 def reading_of(settings: Any, max_batches: int | None = None) -> Reading:

@@ -7,25 +7,24 @@ from pprint import pformat
 from typing import Any
 
 import torch
-from torch import fx
 
 import scalepoint
 from scalepoint import targets
 from scalepoint.analysis import compare, histograms
 from scalepoint.checking import check, has_rules
 from scalepoint.deployment.marks import mark, mark_of_values
+from scalepoint.deployment.placed import placement
 from scalepoint.deployment.run import SMOKE_BATCHES, Run, package_version
 from scalepoint.deployment.trials import Trial
-from scalepoint.patterns.language import kind_of
 from scalepoint.processor import amx
 from scalepoint.quantize import coverage
-from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Report, Reproduction
+from scalepoint.report import Attempt, Histogram, LayerError, Metric, Report, Reproduction, advice
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
 
 WORST = 4
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
-SMOKE = f"a smoke run: at most {SMOKE_BATCHES} batches, one trial, no latency; a full run gives other numbers"
+SMOKE = f"{advice.SMOKE}: at most {SMOKE_BATCHES} batches, one trial, no latency; a full run gives other numbers"
 
 
 def make_report(
@@ -125,21 +124,3 @@ def environment(target: Target) -> dict[str, Any]:
         **({"amx": str(amx())} if amx().is_announced else {}),
         **{f"target {name}": str(value) for name, value in target.options.items()},
     }
-
-
-def placement(model: fx.GraphModule) -> tuple[GraphNode, ...]:
-    """The graph as it runs: groups and stubs, by the paths of their modules."""
-    names = {
-        node: str(node.target) if node.op in ("call_module", "placeholder") else node.name for node in model.graph.nodes
-    }
-    precision = {row.name: row.precision for row in coverage(model).operations}
-    return tuple(
-        GraphNode(
-            names[node],
-            str(node.meta.get("pattern") or kind_of(node)),
-            tuple(names[source] for source in node.all_input_nodes),
-            precision.get(names[node], "Q/DQ" if kind_of(node) == "quant" else "float"),
-        )
-        for node in model.graph.nodes
-        if node.op != "output"
-    )

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 
-from scalepoint.documents import MAX_BYTES, dump_yaml, parse_json, parse_yaml
+from scalepoint.complaints import told
+from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError
 from scalepoint.files import replace_text
 from scalepoint.quantize.config import Config, QuantConfig
@@ -55,13 +56,16 @@ class DeployConfig(Config):
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise DocumentError(f"{path} cannot be read: {error}") from error
-        data = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+        try:
+            data = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+        except DocumentError as error:
+            raise DocumentError(f"{path}: {error.args[0]}") from error
         if not isinstance(data, dict):
             raise DocumentError(f"{path}: a config is a mapping of keys, not {type(data).__name__}")
         try:
             return cls.model_validate(data)
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        except ValidationError as error:
+            raise ConfigError(told(error, data, str(path), Places(text))) from error
 
     def updated(self, given: Mapping[str, Any]) -> Self:
         """The same with other values, which are checked."""

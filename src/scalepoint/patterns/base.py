@@ -123,6 +123,8 @@ def is_normalized_input(mul: fx.Node, nodes: Nodes) -> str | None:
     return None if squared in mul.all_input_nodes else "multiplies another tensor"
 
 
+NORM = "a norm has little to win in low precision, and accuracy to lose"
+
 CONV = op("conv")
 BATCH_NORM = op("batch_norm")
 ACTIVATION = op("activation", *ACTIVATIONS)
@@ -199,13 +201,16 @@ RMS_NORM_SPELLED_OUT = Pattern(
         op("weight", "mul", where=is_scaling),
     ),
     FusedNorm,
+    why_float=NORM,
 )
 HEAD = Pattern("HeadPattern", chain(op("head")), FusedHead, (Point.INPUT,))
 CONCAT = Pattern("ConcatPattern", chain(op("cat")), FusedConcat)
-LAYER_NORM = Pattern("LayerNormPattern", chain(op("layer_norm")), FusedNorm)
-RMS_NORM = Pattern("RMSNormPattern", chain(op("rms_norm")), FusedNorm)
-GROUP_NORM = Pattern("GroupNormPattern", chain(op("norm", "group_norm", "instance_norm")), FusedNorm)
-EMBEDDING = Pattern("EmbeddingPattern", chain(op("embedding")), FusedEmbedding)
+LAYER_NORM = Pattern("LayerNormPattern", chain(op("layer_norm")), FusedNorm, why_float=NORM)
+RMS_NORM = Pattern("RMSNormPattern", chain(op("rms_norm")), FusedNorm, why_float=NORM)
+GROUP_NORM = Pattern("GroupNormPattern", chain(op("norm", "group_norm", "instance_norm")), FusedNorm, why_float=NORM)
+EMBEDDING = Pattern(
+    "EmbeddingPattern", chain(op("embedding")), FusedEmbedding, why_float="it looks rows up and multiplies nothing"
+)
 
 BASE_PATTERNS = (
     STEM,

@@ -65,12 +65,13 @@ def chain(*elements: Element) -> tuple[Element, ...]:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What it matches, what it makes of it, and where Q/DQ may stand."""
+    """What it matches, what it makes of it, and where Q/DQ may stand; without such points, why it stays float."""
 
     name: str
     match: tuple[Element, ...]
     make: type[Fused]
     qdq_points: tuple[Point, ...] = ()
+    why_float: str = ""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
@@ -92,9 +93,9 @@ class Pattern:
         return self.match[0]
 
 
-def without_points(pattern: Pattern) -> Pattern:
+def without_points(pattern: Pattern, why: str) -> Pattern:
     """The same for a target that has no kernel for it in low precision."""
-    return replace(pattern, qdq_points=())
+    return replace(pattern, qdq_points=(), why_float=pattern.why_float or why)
 
 
 @dataclass

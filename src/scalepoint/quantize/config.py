@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 from torch import nn
 
+from scalepoint.complaints import UnknownFieldError
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
 from scalepoint.spec import (
@@ -66,7 +67,7 @@ class Config(BaseModel):
         if isinstance(data, dict):
             for name in data:
                 if name not in cls.model_fields:
-                    raise ConfigError(f"{cls.__name__} has no field {name!r}: {nearest(str(name), cls.model_fields)}")
+                    raise UnknownFieldError(str(name), tuple(cls.model_fields))
         return data
 
 

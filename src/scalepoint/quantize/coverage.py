@@ -14,6 +14,7 @@ from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
 from scalepoint.quantize.placement import COUNTED, Decision, Left, Site, State
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
+from scalepoint.words import count, share_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Operation:
     reason: str
     parameters: int
     macs: int | None
-    is_asked: bool = False
+    is_asked: bool = False  # float because the config says so
+    is_meant: bool = False  # float because the target runs its kind so
 
     @property
     def precision(self) -> str:
@@ -61,7 +63,8 @@ class Coverage:
     @property
     def unasked(self) -> tuple[Operation, ...]:
         """What stays float though nobody wished it."""
-        return tuple(row for row in self.operations if row.state != State.QUANTIZED and not row.is_asked)
+        left = (row for row in self.operations if row.state != State.QUANTIZED)
+        return tuple(row for row in left if not (row.is_asked or row.is_meant))
 
     def in_state(self, state: State | str) -> tuple[Operation, ...]:
         return tuple(row for row in self.operations if row.state == state)
@@ -95,7 +98,7 @@ class Coverage:
         for label, shares in (("MACs", macs), ("parameters", self.share_of_parameters())):
             if shares is not None:
                 low = sum(share for precision, share in shares.items() if precision != "float")
-                text += f"; {low:.1%} of the {label} in low precision"
+                text += f"; {share_of(low)} of the {label} in low precision"
         return text
 
     def table(self) -> Table:
@@ -106,7 +109,7 @@ class Coverage:
             table.add_column(column, justify="right", no_wrap=True)
         for row in self.operations:
             cells = (row.name, row.kind, row.precision, row.reason)
-            table.add_row(*map(plain, cells), _count(row.macs), _count(row.parameters))
+            table.add_row(*map(plain, cells), count(row.macs), count(row.parameters))
         return table
 
     def __str__(self) -> str:
@@ -118,15 +121,6 @@ class Coverage:
     def to_list(self) -> list[dict[str, Any]]:
         """Plain values, for JSON."""
         return [{**vars(row), "state": row.state.value} for row in self.operations]
-
-
-def _count(value: int | None) -> str:
-    if value is None:
-        return "?"
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return str(value)
 
 
 def coverage_rows(
@@ -160,12 +154,13 @@ def _row(decision: Decision) -> Operation:
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
     parameters = _parameters(site.fused.parts.values())
     how = ", ".join(words)
-    return Operation(site.name, kind, decision.state, how, decision.reason, parameters, macs, decision.is_asked)
+    whose = (decision.is_asked, decision.is_meant)
+    return Operation(site.name, kind, decision.state, how, decision.reason, parameters, macs, *whose)
 
 
 def _left_row(each: Left, config: QuantConfig, why: dict[str, str]) -> Operation:
     asked = any(override.fits(each.names, each.types) for override in config.overrides)
-    reason = why.get(each.name) or f"no pattern of this target takes a {each.kind}"
+    reason = why.get(each.name) or f"no low-precision form of a {each.kind} is known for this target"
     parameters = _parameters([each.module] if each.module is not None else [])
     macs = macs_of(each.kind, each.module, each.node, list(each.node.all_input_nodes))
     return Operation(

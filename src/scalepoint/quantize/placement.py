@@ -83,7 +83,8 @@ class Decision:
     points: list[tuple[Point, fx.Node, QuantizationSpec]] = field(default_factory=list)
     state: State = State.FLOAT
     reason: str = ""
-    is_asked: bool = False  # whether config or pattern wants it float
+    is_asked: bool = False  # whether the config wants it float
+    is_meant: bool = False  # whether the target runs its kind in float
 
 
 def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Site]:
@@ -249,7 +250,7 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     """What is inserted at a site, and why not when nothing is."""
     decision = Decision(site)
     if not site.match.pattern.qdq_points:
-        decision.reason, decision.is_asked = f"{site.match.pattern.name} has no Q/DQ points on this target", True
+        decision.reason, decision.is_meant = why_float(site, target), True
         return decision
     if site.kind in MULTIPLIES and site.role is None:
         decision.reason = "its weight is computed in the forward pass, not stored"
@@ -280,6 +281,12 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     return decision
 
 
+def why_float(site: Site, target: Target | None) -> str:
+    """Why a group whose pattern has no points stays as it is, in the pattern's own words where it has some."""
+    where = "here" if target is None else f"on {target.name}"
+    return site.match.pattern.why_float or f"a {site.kind} runs in float {where}"
+
+
 def follow_readers(decisions: Sequence[Decision]) -> None:
     """What has no weights only pays in low precision if what reads it takes it so: else it stays float too."""
     readers: dict[fx.Node, list[Decision]] = {}
@@ -291,7 +298,8 @@ def follow_readers(decisions: Sequence[Decision]) -> None:
         gives = any(point == Point.OUTPUT for point, _, _ in decision.points)
         if decision.site.role is None and gives and found and all(each.state == State.FLOAT for each in found):
             decision.points, decision.state = [], State.FLOAT
-            decision.reason, decision.is_asked = f"{found[0].site.name} reads it and stays float", found[0].is_asked
+            decision.reason = f"{found[0].site.name} reads it and stays float"
+            decision.is_asked, decision.is_meant = found[0].is_asked, found[0].is_meant
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -1,7 +1,8 @@
 """The placement graph, one block of the model at a time.
 
-Names are paths, so the model is a tree. A block shows what is directly in it: operations as boxes, inner blocks as one
-box each that leads into them. Boxes stand in rows by the longest way from the inputs; every box is drawn once.
+Names are paths, so the model is a tree. A block shows what is in it: operations as boxes, inner blocks as one box each
+that leads into them, or opened where that still gives few boxes. Boxes stand in rows by the longest way from the
+inputs; every box is drawn once. Tensors that pass as codes are drawn in another colour.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,12 @@ from dataclasses import dataclass, field
 
 from scalepoint.report.markup import Html, join, name, tag
 from scalepoint.report.model import GraphNode
-from scalepoint.report.words import plural, short
+from scalepoint.words import plural, short
 
 WHOLE = "the whole model"
 DEEPEST = 8
 MOST_BOXES = 200
+FEW_BOXES = 24  # up to so many, inner blocks are opened
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 280, 40, 26, 26, 18
 
 Path = tuple[str, ...]
@@ -30,6 +32,7 @@ class Box:
     rank: int = 0
     column: int = 0
     inputs: set[int] = field(default_factory=set)  # boxes, by index
+    codes: set[int] = field(default_factory=set)  # those of them that reach it quantized
     outside: dict[str, None] = field(default_factory=dict)  # what it reads from elsewhere, by name
 
 
@@ -56,7 +59,28 @@ def blocks_of(graph: Sequence[GraphNode]) -> list[Block]:
             members.setdefault(path[:length], []).append(index)
     kept = _kept(members)
     position = {node.name: index for index, node in enumerate(graph)}
-    return [_block(graph, paths, path, members[path], kept, position) for path in kept]
+    return [
+        _block(graph, paths, path, members[path], _closed(paths, path, members[path], kept), position) for path in kept
+    ]
+
+
+def _closed(paths: Sequence[Path], prefix: Path, nodes: Sequence[int], kept: dict[Path, None]) -> dict[Path, None]:
+    """The inner blocks that stay one box: the outer ones are opened, level by level, while few boxes come of it."""
+    closed = dict(kept)
+    while True:
+        shown = dict.fromkeys(_box_of(paths[index], prefix, closed) or (index,) for index in nodes)
+        inner = [each for each in shown if each in closed]
+        level = min(map(len, inner), default=0)
+        opened = {path: None for path in closed if path not in inner or len(path) > level}
+        after = {_box_of(paths[index], prefix, opened) or (index,) for index in nodes}
+        if not inner or len(after) > FEW_BOXES:
+            return closed
+        closed = opened
+
+
+def _box_of(path: Path, prefix: Path, closed: Mapping[Path, None]) -> Path | None:
+    """The inner block that an operation is drawn in."""
+    return next((path[:n] for n in range(len(prefix) + 1, len(path)) if path[:n] in closed), None)
 
 
 def _kept(members: dict[Path, list[int]]) -> dict[Path, None]:
@@ -83,7 +107,7 @@ def _block(
     left_out = 0
     for index in nodes:
         path = paths[index]
-        block = next((path[:n] for n in range(len(prefix) + 1, len(path)) if path[:n] in kept), None)
+        block = _box_of(path, prefix, kept)
         if block is not None and block in inner:
             where[index] = inner[block]
             boxes[inner[block]].nodes.append(index)
@@ -103,6 +127,7 @@ def _block(
                 boxes[box].outside[source] = None
             elif other != box:
                 boxes[box].inputs.add(other)
+                boxes[box].codes |= {other} if source in graph[index].codes else set()
     _place(boxes)
     return Block(prefix, tuple(boxes), left_out, len(nodes))
 
@@ -133,7 +158,11 @@ def draw(block: Block, graph: Sequence[GraphNode], identifiers: Mapping[Path, st
     width = full + 2 * MARGIN + (_bulge(lanes) if lanes > 1 else 0)
     height = 2 * MARGIN + (max(rows, default=0) + 1) * (HEIGHT + GAP_Y) - GAP_Y
     edges = [
-        tag("path", d=_edge(places[other], places[index], boxes[other].rank, box.rank), class_="edge")
+        tag(
+            "path",
+            d=_edge(places[other], places[index], boxes[other].rank, box.rank),
+            class_="edge codes" if other in box.codes else "edge",
+        )
         for index, box in enumerate(boxes)
         for other in sorted(box.inputs)
     ]
@@ -181,7 +210,7 @@ def _box(
     note = (
         plural(len(box.nodes), "operation")
         if box.block is not None
-        else f"{short(box.note, 16)} · {short(first.precision, 30)}"
+        else " · ".join(filter(None, (short(box.note, 22), short(first.precision, 30))))
     )
     words = "; ".join(
         f"{number} in {precision}" for precision, number in sorted(counts.items(), key=lambda each: -each[1])[:6]

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 from scalepoint.report.markup import Html, join, name, tag
 from scalepoint.report.model import Histogram, LayerError
-from scalepoint.report.words import decibel, plural, share_of, short
+from scalepoint.words import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
 
 MANY = 400  # points beyond this are one path, without a title each
 BINS = 60
+LETTER = 7.2  # about the width of one in the names of the worst layers
 
 
 def svg(width: float, height: float, *children: Html, label: str, class_: str) -> Html:
@@ -70,6 +71,10 @@ def depth(layers: Sequence[LayerError], floats: frozenset[str]) -> Html:
         return round(top + (height - top - bottom) * (1 - (value - low) / ((high - low) or 1)), 1)
 
     grid = []
+    for bound, word in ((GOOD_DB, "very good"), (FAIR_DB, "good"), (POOR_DB, "fair")):
+        if low < bound < high:
+            line = tag("line", x1=left, x2=width - 4, y1=y_of(bound), y2=y_of(bound), class_="grid bound")
+            grid += [line, tag("text", word, x=left + 4, y=y_of(bound) - 4, class_="tick")]
     for value in _steps(low, high):
         line = tag("line", x1=left, x2=width - 4, y1=y_of(value), y2=y_of(value), class_="grid")
         grid += [line, tag("text", f"{value:g}", x=left - 6, y=y_of(value) + 4, text_anchor="end", class_="tick")]
@@ -92,6 +97,7 @@ def _points(layers: Sequence[LayerError], points: Sequence[tuple[float, float]],
     worst = set(order[:3])
     titled = range(len(layers)) if len(layers) <= MANY else sorted(order[:40])
     drawn = []
+    taken: list[tuple[float, float, float]] = []
     if len(layers) > MANY:
         drawn.append(tag("path", d=_dots(points, 2.0), class_="dot"))
     for index in titled:
@@ -101,9 +107,24 @@ def _points(layers: Sequence[LayerError], points: Sequence[tuple[float, float]],
         radius = 5.0 if index in worst else 3.4
         drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=radius, class_=class_)))
         if index in worst:
-            side = "end" if x > 800 else "start" if x < 200 else "middle"
-            drawn.append(tag("text", short(each.name, 28), x=x, y=y + 19, text_anchor=side, class_="worst-name"))
+            drawn.append(_label(short(each.name, 28), x, y, taken))
     return drawn
+
+
+def _label(text: str, x: float, y: float, taken: list[tuple[float, float, float]]) -> Html:
+    """A name near its point: below, above or further away, where no other name stands yet."""
+    wide = LETTER * len(text)
+    start = min(max(x - wide / 2, 46.0), 996.0 - wide)
+    heights = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
+    inside = [each for each in heights if 12 <= each <= 238] or heights[:1]
+    free = (each for each in inside if all(_apart(start, wide, each, other) for other in taken))
+    height = next(free, inside[0])
+    taken.append((start, start + wide, height))
+    return tag("text", text, x=round(start, 1), y=round(height, 1), class_="worst-name")
+
+
+def _apart(start: float, wide: float, height: float, other: tuple[float, float, float]) -> bool:
+    return start > other[1] + 6 or start + wide < other[0] - 6 or abs(height - other[2]) >= 14
 
 
 def _line(points: Sequence[tuple[float, float]]) -> str:

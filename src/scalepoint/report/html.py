@@ -13,7 +13,7 @@ from scalepoint.report import charts, sections, story
 from scalepoint.report.markup import Html, data_block, join, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.tiles import palette, tiles
-from scalepoint.report.words import one_line, plural, short
+from scalepoint.words import SCALE, one_line, plural, short
 
 LONGEST = 1000  # of a warning
 PARTS = (
@@ -76,7 +76,13 @@ def _header(report: Report) -> Html:
         tag("h1", name(report.title)),
         tag("p", *facts, class_="facts"),
         tag("p", report.verdict(), class_=f"verdict {mood}"),
+        _next(report),
     )
+
+
+def _next(report: Report) -> Html | None:
+    items = [tag("li", short(each, LONGEST)) for each in report.next_steps()]
+    return tag("div", tag("strong", "Next"), tag("ul", *items), class_="next") if items else None
 
 
 def _main(report: Report) -> Html:
@@ -115,7 +121,7 @@ def _depth(report: Report) -> Html:
         tag("li", tag("i", class_="key float-key"), "a layer that stays float"),
         tag("li", tag("i", class_="key weight-key"), "the weights alone"),
     ]
-    intro = "SQNR in dB against the float model, in the order of execution. Higher is better: 6 dB are one bit."
+    intro = f"SQNR in dB against the float model, in the order of execution: {SCALE}. 6 dB are one bit."
     picture = tag(
         "div", charts.depth(report.layers, floats), class_="scroll", tabindex="0", role="region", aria_label="plot"
     )

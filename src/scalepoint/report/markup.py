@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from scalepoint.report.words import one_line, short, visible
+from scalepoint.words import one_line, short, visible
 
 SHAPES = frozenset(("line", "rect", "path", "circle"))
 EMPTY = SHAPES | {"meta", "input"}

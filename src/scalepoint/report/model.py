@@ -17,7 +17,7 @@ from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, shown
 from scalepoint.plain import plain
 from scalepoint.quantize.coverage import Coverage
-from scalepoint.report import terminal
+from scalepoint.report import advice, terminal
 from scalepoint.verification import Verification
 
 SCHEMA = 1
@@ -89,12 +89,14 @@ class Histogram:
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One operation of the placement graph; its name is its path in the model."""
+    """One operation of the placement graph; its name is its path in the model. `codes` are those of its inputs that
+    reach it quantized."""
 
     name: str
     kind: str
     inputs: tuple[str, ...] = ()
     precision: str = "float"
+    codes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,10 @@ class Report:
     def summary(self) -> list[str]:
         """The verdict, then accuracy, size, latency and coverage, one line each."""
         return terminal.summary(self)
+
+    def next_steps(self) -> tuple[str, ...]:
+        """What to do next, as text to type; the most pressing first."""
+        return advice.next_steps(self)
 
     def table(self, rows: int = 10) -> RenderableType:
         """For rich: fits any width; at most `rows` layers and reasons."""

@@ -10,11 +10,11 @@ from scalepoint.quantize.coverage import Operation
 from scalepoint.report import blocks, charts, terminal
 from scalepoint.report.markup import Html, join, name, tag
 from scalepoint.report.model import LayerError, Report
-from scalepoint.report.words import count, decibel, one_line, plural, share_of, short, time_of
+from scalepoint.words import POOR_DB, count, decibel, one_line, plural, quality, share_of, short, time_of
 
 MOST_HISTOGRAMS = 24
-POOR_DB = 15  # below this an error is seen in the result
 MOST_NAMES = 12
+MANY = 300  # rows: from here on they are laid out only when they come into view
 LONGEST = 400  # of a reason, a value or a line of the runtime; the data of the page has the whole
 INDENT = "\u00a0\u00a0"
 COLUMNS = (  # title, kind of its values, order of the first click
@@ -70,7 +70,7 @@ def layer_table(report: Report, classes: Mapping[str, str]) -> Html:
         tag("tbody", *body, role="rowgroup"),
         role="table",  # said, as the style sheet lays it out as a grid
         id="layer-table",
-        class_=None if ranged else "no-ranges",
+        class_=" ".join(([] if ranged else ["no-ranges"]) + (["many"] if len(rows) > MANY else [])) or None,
     )
     frame = tag("div", table, class_="scroll table-frame", tabindex="0", role="region", aria_label="Layers")
     return join((controls, frame))
@@ -99,7 +99,7 @@ def _row(row: Operation | None, error: LayerError | None, classes: Mapping[str, 
         tag("td", short(row.reason, LONGEST) if row else "", class_="c3", role="cell"),
         _number(row.macs if row else None, count(row.macs) if row else "", 4),
         _number(row.parameters if row else None, count(row.parameters) if row else "", 5),
-        _number(sqnr, decibel(sqnr), 6, _error_bar(sqnr, worst), _error_words(error)),
+        _number(sqnr, decibel(sqnr), 6, _error_extra(sqnr, worst), _error_words(error)),
         _number(error.saturated if error else None, share_of(error.saturated) if error else "", 7),
         _number(error.used if error else None, share_of(error.used) if error else "", 8),
     )
@@ -114,11 +114,18 @@ def _number(value: float | None, text: str, column: int, extra: Html | None = No
     )  # fmt: skip
 
 
-def _error_bar(sqnr: float | None, most: float) -> Html | None:
+def _error_extra(sqnr: float | None, most: float) -> Html | None:
+    """Whether that is good, as a word and as a bar."""
     if sqnr is None or math.isnan(sqnr):
         return None
+    word = tag("small", quality(sqnr)) if math.isfinite(sqnr) else None
+    return join((word, _error_bar(sqnr, most)))
+
+
+def _error_bar(sqnr: float, most: float) -> Html:
     width = 100 * min(max(sqnr, 0.0), most) / most
-    bar = tag("rect", x=0, y=0, width=round(width, 1), height=4, class_="bad-bar" if sqnr < POOR_DB else "after")
+    class_ = "bad-bar" if sqnr < POOR_DB else "after"
+    bar = tag("rect", x=0, y=0, width=round(width, 1), height=4, class_=class_)
     return tag("svg", bar, viewBox="0 0 100 4", preserveAspectRatio="none", class_="cell-bar", aria_hidden="true")
 
 
@@ -176,8 +183,10 @@ def placement(report: Report, classes: Mapping[str, str]) -> Html:
         )
         for block in found
     ]
-    used = dict.fromkeys(node.precision for node in report.graph)
-    keys = [tag("li", tag("i", class_=f"key {classes[each]}"), each or "not counted") for each in used]
+    used = dict.fromkeys(node.precision for node in report.graph if node.precision)
+    keys = [tag("li", tag("i", class_=f"key {classes[each]}"), each) for each in used]
+    if any(node.codes for node in report.graph):
+        keys.append(tag("li", tag("i", class_="key line-key"), "a tensor that passes as codes"))
     chooser = tag("label", "Block ", tag("select", *options, id="block"))
     pictures = [
         tag(

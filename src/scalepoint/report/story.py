@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from scalepoint.report.markup import Child, Html, join, name, tag
 from scalepoint.report.model import Attempt, Report
 from scalepoint.report.terminal import bound_of, search_of
-from scalepoint.report.words import share_of, short, value_of
+from scalepoint.words import share_of, short, value_of
 
 LONGEST = 200  # rows
 

@@ -13,11 +13,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from scalepoint.report.words import (
+from scalepoint.words import (
     change_of,
     decibel,
     one_line,
     plural,
+    quality,
     ratio,
     share_of,
     short,
@@ -69,7 +70,7 @@ def checked_of(report: "Report") -> str:
 
 def _agreement(sqnr: float) -> str:
     text = decibel(sqnr)
-    return "exactly" if text == "exact" else f"{text} dB"
+    return "exactly" if text == "exact" else f"{text} dB, {quality(sqnr)}"
 
 
 def summary(report: "Report") -> list[str]:
@@ -83,8 +84,8 @@ def summary(report: "Report") -> list[str]:
     lines += [f"accuracy: {text}" for text in (bound_of(report), search_of(report)) if text]
     lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _measured(report)]
     lines.append(f"coverage: {report.coverage.summary()}")
-    worst = ", ".join(f"{short(each.name, 40)} {decibel(each.sqnr_db)}" for each in report.worst())
-    lines += [f"worst layers (dB): {worst}"] if worst else []
+    worst = [f"{short(each.name, 40)} {decibel(each.sqnr_db)} ({quality(each.sqnr_db)})" for each in report.worst()]
+    lines += [f"worst layers (dB): {', '.join(worst)}"] if worst else []
     lines += [f"finding: {one_line(each)}" for each in report.findings or ()]
     lines += [f"warning: {one_line(each)}" for each in report.warnings]
     return lines
@@ -147,6 +148,8 @@ class Shown:
             yield Text(f"finding: {one_line(each)}", style="yellow")
         for each in report.warnings:
             yield Text(f"warning: {one_line(each)}", style="yellow")
+        for index, each in enumerate(report.next_steps()):
+            yield Text(f"{'Next: ' if not index else '      '}{one_line(each)}")
 
 
 def text(report: "Report") -> str:
@@ -203,6 +206,7 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
         (
             short(each.name),
             decibel(each.sqnr_db),
+            quality(each.sqnr_db),
             "" if each.cosine is None else f"{each.cosine:.4f}",
             share_of(each.saturated),
             share_of(each.used),
@@ -211,9 +215,9 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
         for each in report.worst(limit)
     ]
     if narrow:
-        return _table(("layer", "dB"), [row[:2] for row in rows], numbers=(1,))
-    columns = ("layer", "SQNR dB", "cosine", "clipped", "range used", "weight dB")
-    return _table(columns, rows, numbers=range(1, 6))
+        return _table(("layer", "dB", "which is"), [row[:3] for row in rows], numbers=(1,))
+    columns = ("layer", "SQNR dB", "which is", "cosine", "clipped", "range used", "weight dB")
+    return _table(columns, rows, numbers=(1, 3, 4, 5, 6))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

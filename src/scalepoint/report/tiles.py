@@ -4,7 +4,7 @@ from scalepoint.report import charts
 from scalepoint.report.markup import Child, Html, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import NOT_LOW, bound_of, low_share
-from scalepoint.report.words import change_of, ratio, share_of, size_of, time_of, value_of
+from scalepoint.words import change_of, ratio, share_of, size_of, time_of, value_of
 
 COLOURS = 6
 

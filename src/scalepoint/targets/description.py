@@ -77,7 +77,7 @@ def _patterns(patterns: tuple[Pattern, ...]) -> Section:
     many: dict[str, list[str]] = {}
     rows = []
     for pattern in patterns:
-        points = ", ".join(point.value for point in pattern.qdq_points) or "none: stays float"
+        points = ", ".join(point.value for point in pattern.qdq_points) or f"none: {pattern.why_float or 'stays float'}"
         rows.append((pattern.name, ", ".join(_element(element, many) for element in pattern.match), points))
     note = " ".join(f"{' and '.join(roles)}: {kinds}." for kinds, roles in many.items())
     return Section("Patterns", ("pattern", "matches", "Q/DQ on"), tuple(rows), note)

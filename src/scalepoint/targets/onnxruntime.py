@@ -87,7 +87,7 @@ PATTERNS = (
     LINEAR_RELU,
     LINEAR_ONLY,
     *(
-        without_points(pattern)
+        without_points(pattern, "it has no integer kernel that is faster")
         for pattern in (CONV_TRANSPOSE, ATTENTION, ATTENTION_SPELLED_OUT, LAYER_NORM, RMS_NORM, RMS_NORM_SPELLED_OUT)
     ),
     GROUP_NORM,

@@ -82,12 +82,12 @@ class Accepted:
         if self.kinds and kind not in self.kinds:
             return f"{dtype_name(spec.dtype)} for {kind}"
         if self.schemes and spec.qscheme not in self.schemes:
-            return f"scheme {spec.qscheme.value}"
+            return f"{dtype_name(spec.dtype)} with scheme {spec.qscheme.value}"
         if self.granularities and key not in self.granularities:
-            return f"granularity {key}"
+            return f"{dtype_name(spec.dtype)} with granularity {key}"
         blocks = getattr(granularity, "block_size", None)
         if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
-            return f"blocks of {blocks}"
+            return f"{dtype_name(spec.dtype)} in blocks of {blocks}"
         return None
 
     def __str__(self) -> str:

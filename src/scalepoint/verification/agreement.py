@@ -12,6 +12,7 @@ from math import inf, log10
 import numpy as np
 from torch import Tensor
 
+from scalepoint.words import decibel, share_of
 
 @dataclass(frozen=True)
 class Agreement:
@@ -23,8 +24,10 @@ class Agreement:
     top1: float | None
 
     def __str__(self) -> str:
-        same = "" if self.top1 is None else f", top-1 the same in {self.top1:.1%}"
-        return f"{self.output}: {self.sqnr:.1f} dB, at most {self.max_difference:.3g} apart{same}"
+        same = "" if self.top1 is None else f", top-1 the same in {share_of(self.top1)}"
+        if self.sqnr == inf:
+            return f"{self.output}: exactly{same}"
+        return f"{self.output}: {decibel(self.sqnr)} dB, at most {self.max_difference:.3g} apart{same}"
 
 
 def worst(agreements: Sequence[Agreement]) -> float:

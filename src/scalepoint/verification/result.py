@@ -11,6 +11,7 @@ from rich.table import Table
 from scalepoint.errors import VerificationError
 from scalepoint.runtimes import Status
 from scalepoint.verification.agreement import Agreement, worst
+from scalepoint.words import decibel, plural, ratio, share_of, size_of
 
 BOUND_DB = 20.0
 SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
@@ -56,14 +57,14 @@ class Benchmark:
     @property
     def how(self) -> str:
         """The circumstances, without which the numbers say nothing."""
-        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        threads = plural(self.threads, "thread")
         inputs = [f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in self.shapes.items()]
         spread = f", quartiles within {max(self.spread):.0%} of them" if any(self.spread) else ""
         runs = f"medians of {self.repeats} interleaved runs{spread}"
         return ", ".join((self.runtime, threads, *inputs, runs))
 
     def __str__(self) -> str:
-        return f"{self.ratio:.2f}x of {self.baseline}'s speed ({self.how})"
+        return f"{ratio(self.ratio)} of {self.baseline}'s speed ({self.how})"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Verification:
             else (f"; first at {self.departure.where}: {self.departure.cause}. {self.departure.way_out}")
         )
         raise VerificationError(
-            f"{self.path} in {self.runtime} agrees with the simulation to {self.sqnr:.1f} dB; {self.bound:.0f} are "
+            f"{self.path} in {self.runtime} agrees with the simulation to {decibel(self.sqnr)} dB; {self.bound:.0f} are "
             f"asked for, and about as many with its optimisations on as off{cause}"
         )
 
@@ -135,13 +136,13 @@ class Verification:
         rows += [("accuracy level 4", ROUNDED)] if self.exact else []
         rows += [("optimisations off", str(each)) for each in self.unoptimized]
         if self.executed:
-            rows.append(("in low precision", f"{self.low_precision} weighted operations"))
+            rows.append(("in low precision", plural(self.low_precision, "weighted operation")))
             rows.append(("left in float", ", ".join(self.fallbacks) or "none"))
         if self.departure:
             rows.append(("first departs", f"{self.departure.where}: {self.departure.cause}"))
             rows.append(("way out", self.departure.way_out))
         if self.float_size:
-            rows.append(("size", f"{self.size / 1e6:.2f} MB, {self.size / self.float_size:.2f} of the float file"))
+            rows.append(("size", f"{size_of(self.size)}, {share_of(self.size / self.float_size)} of the float file"))
         if self.latency:
             rows.append(("speed", str(self.latency)))
         return rows

@@ -1,4 +1,4 @@
-"""Numbers and names as a person reads them; the same in the terminal and on the page."""
+"""Numbers and names as a person reads them; the same wherever they are shown: terminal, page, command line, errors."""
 
 import math
 import re
@@ -73,6 +73,24 @@ def share_of(value: float | None) -> str:
     digits = 2 if value < 0.01 else 1
     text = f"{value:.{digits}%}"
     return "99.9%" if text == "100.0%" and value < 1 else text.replace("100.0%", "100%").replace("0.00%", "0%")
+
+
+GOOD_DB, FAIR_DB, POOR_DB = 35, 25, 15
+SCALE = f"{GOOD_DB} dB and more is very good, {FAIR_DB} good, {POOR_DB} fair, less poor"
+
+
+def quality(sqnr: float | None) -> str:
+    """A word for a signal-to-noise ratio."""
+    if sqnr is None:
+        return ""
+    if math.isnan(sqnr):
+        return "broken"
+    return "very good" if sqnr >= GOOD_DB else "good" if sqnr >= FAIR_DB else "fair" if sqnr >= POOR_DB else "poor"
+
+
+def error_share(sqnr: float) -> str:
+    """The error beside the signal, by their root mean squares: 28.9 dB is 3.6%."""
+    return share_of(10 ** (-sqnr / 20)) if math.isfinite(sqnr) else "not a number" if math.isnan(sqnr) else ""
 
 
 def decibel(value: float | None) -> str:

@@ -1,0 +1,117 @@
+"""What is wrong with a document, in our own words: file:line:column, the key, what is allowed, what was given.
+
+c.yaml:3:10: threads: must be at least 1, not 0
+c.yaml:5:5: quantization.weight: there is no key 'n_bit': did you mean 'n_bits'? ...
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from scalepoint.documents import Places
+from scalepoint.errors import ConfigError, nearest, shown
+
+MOST = 5
+Path = tuple[str | int, ...]
+
+
+class UnknownFieldError(ConfigError):
+    """A key that a model does not have; a validator raises it, and `complaints` finds its place."""
+
+    def __init__(self, key: str, known: Sequence[str]) -> None:
+        super().__init__(f"there is no key {key!r}: {nearest(key, known)}")
+        self.key = key
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """One thing that is wrong, and where."""
+
+    path: Path
+    message: str
+    is_about_key: bool = False
+
+    @property
+    def key(self) -> str:
+        """overrides[0].name"""
+        path = self.path[:-1] if self.is_about_key else self.path
+        return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path).lstrip(".")
+
+
+def complaints(error: ValidationError, data: Any) -> list[Complaint]:
+    """Everything that pydantic found wrong with `data`; alternatives that all fail at one place are one complaint."""
+    found: dict[tuple[Path, bool], list[str]] = {}
+    for each in _flat(error, data, ()):
+        messages = found.setdefault((each.path, each.is_about_key), [])
+        messages += [] if each.message in messages else [each.message]
+    return [Complaint(path, ", or ".join(messages), about) for (path, about), messages in found.items()]
+
+
+def _flat(error: ValidationError, data: Any, prefix: Path) -> list[Complaint]:
+    found = []
+    for each in error.errors(include_url=False):
+        inner = each.get("ctx", {}).get("error")
+        path, value = _walked(data, each["loc"])
+        if isinstance(inner, ValidationError):
+            found += _flat(inner, value, prefix + path)
+        elif isinstance(inner, UnknownFieldError):
+            found.append(Complaint((*prefix, *path, inner.key), str(inner.args[0]), True))
+        elif isinstance(inner, Exception):
+            found.append(Complaint(prefix + path, str(inner.args[0] if inner.args else inner)))
+        else:
+            found.append(Complaint(prefix + path, f"{_allowed(each)}, not {shown(each['input'])}"))
+    return found
+
+
+def _walked(data: Any, location: Sequence[str | int]) -> tuple[Path, Any]:
+    """As far as the document goes: what follows are the names of alternatives."""
+    path: list[str | int] = []
+    for step in location:
+        is_item = isinstance(step, int) and isinstance(data, Sequence) and step < len(data)
+        if not (is_item or (isinstance(data, Mapping) and step in data)):
+            break
+        data = data[step]
+        path.append(step)
+    return tuple(path), data
+
+
+_WORDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "greater_than_equal": lambda each: f"must be at least {each['ge']}",
+    "greater_than": lambda each: f"must be more than {each['gt']}",
+    "less_than_equal": lambda each: f"must be at most {each['le']}",
+    "less_than": lambda each: f"must be less than {each['lt']}",
+    "literal_error": lambda each: f"must be {each['expected']}",
+    "enum": lambda each: f"must be {each['expected']}",
+}
+_KINDS = {
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    "string": "must be a text",
+    "tuple": "must be a list",
+    "list": "must be a list",
+    "dict": "must be a mapping of keys",
+    "model": "must be a mapping of keys",
+    "none": "must be null",
+}
+
+
+def _allowed(each: Any) -> str:
+    kind = each["type"]
+    if kind in _WORDS:
+        return _WORDS[kind](each["ctx"])
+    known = _KINDS.get(kind.partition("_")[0])
+    return known or str(each["msg"]).replace("Input should", "must", 1)
+
+
+def told(error: ValidationError, data: Any, file: str, places: Places) -> str:
+    """All complaints, one a line, each with its place in the file."""
+    lines = []
+    for each in complaints(error, data):
+        place = places.of(each.path, of_key=each.is_about_key)
+        where = f"{file}:{place[0]}:{place[1]}" if place else file
+        lines.append(f"{where}: {each.key + ': ' if each.key else ''}{each.message}")
+    more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
+    return "\n".join(lines[:MOST] + more)
