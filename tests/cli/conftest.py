@@ -81,7 +81,7 @@ def holed():
 def undefined(run):
     return float("nan")
 
-def nothing(run):
+def says_nothing(run):
     pass
 
 def breaks_metric(run):

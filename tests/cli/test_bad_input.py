@@ -24,7 +24,7 @@ BAD = (
     ("deploy", "no metric, dry", [*GIVEN, "--evaluate", "nets:scor", "--dry-run"], USAGE, "did you mean 'score'?"),
     ("deploy", "NaN in the data", ["nets:net", "--data", "nets:holed"], USAGE, "--on-nan skip"),
     ("deploy", "a metric of NaN", [*GIVEN, "--evaluate", "nets:undefined"], USAGE, "evaluate gave NaN for the float"),
-    ("deploy", "a metric that is none", [*GIVEN, "--evaluate", "nets:nothing"], USAGE, "must return one number"),
+    ("deploy", "a metric that is none", [*GIVEN, "--evaluate", "nets:says_nothing"], USAGE, "must return one number"),
     ("deploy", "unknown policy", [*GIVEN, "--on-nan", "skp"], USAGE, "--on-nan: must be 'error' or 'skip', not 'skp'"),
     ("deploy", "wrong number", ["nets:net", "--data", "photos", "--size", "8", "--mean", "a"], USAGE, "mean"),
     ("deploy", "metric that fails", [*GIVEN, "--evaluate", "nets:breaks_metric"], USAGE, "no labels"),

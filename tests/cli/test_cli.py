@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import scalepoint
-from scalepoint import errors
+from scalepoint import DeployConfig, errors
 from scalepoint.cli import deploying
 from scalepoint.cli.app import COMMANDS
 from scalepoint.cli.ending import Code, fail
@@ -299,8 +299,8 @@ def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkey
     assert (seen["smoke"], seen["resume"], seen["threads"]) == (True, False, 3)
 
 
-FOR_THE_SCREEN = {"context", "config", "dry_run", "force", "quiet", "json", "debug"}
-BY_NAME = {"model", "data", "batch_size", "size", "mean", "std"}  # what Python gives as objects
+FOR_THE_SCREEN = {"context", "config", "trust", "dry_run", "force", "quiet", "json", "debug"}
+BY_NAME = {"model", "data", "root", "batch_size", "size", "mean", "std"}  # what Python gives as objects
 MODES = {"smoke", "resume"}  # of one run, not of a config
 OF_ONE_COMMAND = {"folder", "path", "first", "second", "name", "shape", "html", "rows", "target_version", "min_ratio"}
 
@@ -513,7 +513,8 @@ def test_one_target_is_told_whole(call, name: str) -> None:
     assert code == 0
     assert [row[0] for row in found["Patterns"]["rows"]] == list(target.pattern_names)
     assert [row[2] for row in found["Patterns"]["rows"]] == [
-        ", ".join(point.value for point in pattern.qdq_points) or "none: stays float" for pattern in target.patterns
+        ", ".join(point.value for point in pattern.qdq_points) or f"none: {pattern.why_float or 'stays float'}"
+        for pattern in target.patterns
     ]
     assert len(found["Accepts"]["rows"]) == len(target.accepts)
     assert ("Left float" in found) == bool(target.rules)
@@ -606,3 +607,67 @@ def test_shell_completion_knows_commands_and_flags(given, found) -> None:
 def test_the_version_is_the_packages() -> None:
     done = child("--version")
     assert (done.returncode, done.stdout) == (0, f"scalepoint {scalepoint.__version__}\n")
+
+
+def test_what_a_config_names_is_looked_for_beside_it(call, here) -> None:
+    there = here / "project"
+    there.mkdir()
+    (there / "mine.py").write_text((here / "nets.py").read_text())
+    (there / "c.yaml").write_text("model: mine:net\ndata: mine:batches\n")
+    sys.modules.pop("mine", None)
+    code, out, err = call("deploy", "-c", "project/c.yaml", "--dry-run", "--json")
+    assert (code, json.loads(out)["exit_code"]) == (0, 0), err
+    sys.modules.pop("mine", None)
+    sys.path[:] = [each for each in sys.path if each != str(there)]
+    code, _, err = call("inspect", "mine:net")  # from the current folder on it is not there
+    assert (code, "no module 'mine'" in " ".join(err.split())) == (Code.USAGE, True)
+    assert call("inspect", "mine:net", "--root", "project", "--json")[0] == 0
+
+
+def test_data_that_a_config_names_is_looked_for_beside_it(call, here) -> None:
+    import numpy as np
+
+    (here / "project").mkdir()
+    np.savez(here / "project" / "calibration.npz", x=np.zeros((4, 3, 8, 8), dtype=np.float32))
+    (here / "project" / "c.yaml").write_text("model: nets:net\ndata: calibration.npz\n")
+    assert call("deploy", "-c", "project/c.yaml", "--dry-run", "--json")[0] == 0
+
+
+def test_a_file_is_run_only_when_it_is_trusted(call, here) -> None:
+    (here / "sub").mkdir()
+    (here / "sub" / "my net.py").write_text("from beside import make\nprint('run')\n")
+    (here / "sub" / "beside.py").write_text("from nets import net as make\n")
+    code, out, err = call("inspect", "sub/my net.py:make")
+    assert (code, "--trust" in err, "run" in out) == (Code.USAGE, True, False)
+    code, out, _ = call("inspect", "sub/my net.py:make", "--trust")
+    assert (code, "conv" in out) == (0, True)
+    code, _, err = call("inspect", "sub/other.py:make", "--trust")
+    assert (code, "there is no file sub/other.py" in " ".join(err.split())) == (Code.USAGE, True)
+
+
+def test_the_command_under_how_to_reproduce_makes_the_same_file(deployed, tmp_path) -> None:
+    import shlex
+
+    out = deployed.folder / "out"
+    command = shlex.split(json.loads((out / "report.json").read_text())["reproduction"]["command"])
+    assert command[0] == "scalepoint"
+    done = child(*command[1:], cwd=tmp_path)  # from a folder that knows nothing of it
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "again" / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
+
+
+def test_after_a_search_the_command_makes_the_kept_file_without_one(call, here, monkeypatch) -> None:
+    def deploy(model, inputs, data, **options):
+        options["output"].mkdir()
+        made = _Deployed()
+        made.report.attempts, made.report.config = (1, 2), {"overrides": [{"name": "head", "weight": "float"}]}
+        return made
+
+    monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
+    flags = ("--data", "nets:batches", "--evaluate", "nets:score", "--max-drop", "1")
+    assert call("deploy", "nets:net", *flags, "-o", "made")[0] == 0
+    kept = DeployConfig.from_file(here / "made" / "kept.yaml")
+    asked = DeployConfig.from_file(here / "made" / "config.yaml")
+    assert (kept.max_drop, asked.max_drop) == (None, 1.0)
+    assert [each.name for each in kept.quantization.overrides] == ["head"]
+    assert asked.quantization.overrides == ()

@@ -6,13 +6,13 @@ All give batches that can be read again and again; nothing is ever unpickled.
 # ruff: noqa: PLC0415  # numpy, torch and pillow are imported when data is read
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from scalepoint.cli.ending import usage
-from scalepoint.cli.naming import PICKLES, check_name, named, users_code
+from scalepoint.cli.naming import PICKLES, Finder, check_name, named, users_code
 from scalepoint.cli.screen import say
 
 FILES = (".npz", ".safetensors")
@@ -31,6 +31,7 @@ class Reading:
     size: int | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    finder: Finder = field(default_factory=Finder)
 
 
 class Batches:
@@ -60,7 +61,7 @@ class Batches:
 
 def check_data(text: str, reading: Reading) -> None:
     """Refuse what cannot be data, before anything slow happens."""
-    path = Path(text)
+    path = reading.finder.path(text)
     suffix = path.suffix.lower()
     if suffix in PICKLES and ":" not in text:
         raise usage(
@@ -76,19 +77,19 @@ def check_data(text: str, reading: Reading) -> None:
     elif ":" not in text:
         raise usage(f"data {text!r}: there is no such file or folder ({Path.cwd()}). Data is {KINDS}")
     else:
-        check_name(text, "data")
+        check_name(text, "data", reading.finder)
 
 
 def load_data(text: str, reading: Reading) -> Batches:
     """Batches by name."""
     check_data(text, reading)
-    path = Path(text)
+    path = reading.finder.path(text)
     if path.is_dir():
         return _pictures(path, reading)
     if path.suffix.lower() in FILES:
         arrays = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
         return Batches(text, lambda: _sliced(arrays, reading.batch_size), reading.max_batches)
-    found = named(text, "data")
+    found = named(text, "data", reading.finder)
     if not callable(found) and not isinstance(found, Iterable):
         raise usage(
             f"data {text!r} is a {type(found).__name__}: give an iterable of batches, or a function that returns one"

@@ -1,6 +1,8 @@
 """deploy: the whole road."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ import scalepoint
 from scalepoint.cli import options
 from scalepoint.cli.ending import Code, interrupted
 from scalepoint.cli.inspecting import model_and_data, preview
-from scalepoint.cli.naming import load_evaluate, public
+from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import check_names, check_output, check_settings, done_in, settings_of
+from scalepoint.cli.settings import check_names, check_output, check_settings, done_in, finder_of, settings_of
 from scalepoint.words import decibel, value_of
 
 TOLD = ("data", "evaluate", "max_drop", "max_trials", "max_batches", "on_nan", "leave", "strict", "threads")
@@ -40,6 +42,8 @@ def deploy(
     size: options.Size = None,
     mean: options.Mean = None,
     std: options.Std = None,
+    root: options.Root = None,
+    trust: options.Trust = False,
     dry_run: options.DryRun = False,
     smoke: options.Smoke = False,
     resume: options.Resume = False,
@@ -54,15 +58,16 @@ def deploy(
     if config is None:  # torch takes seconds to load: what can be refused before is
         check_output(Path(output or "out"), force=may_exist, resume=resume)
     settings = settings_of(context.params)
-    check_settings(settings)
+    finder = finder_of(settings, context.params)
+    check_settings(settings, finder)
     check_output(Path(settings.output), force=may_exist, resume=resume)
     if dry_run:
         if settings.evaluate:
-            load_evaluate(settings.evaluate)
-        code = preview(settings, "deploy", json=json)
+            load_evaluate(settings.evaluate, finder)
+        code = preview(settings, finder, "deploy", json=json)
         _talk("dry run: nothing was written", quiet)
         return code
-    return _Run(settings, smoke, resume, quiet, json).go()
+    return _Run(settings, finder, smoke, resume, quiet, json).go()
 
 
 def _talk(text: str, quiet: bool) -> None:
@@ -75,6 +80,7 @@ class _Run:
     """One run: the settings, and how to talk."""
 
     settings: Any
+    finder: Finder
     smoke: bool
     resume: bool
     quiet: bool
@@ -99,8 +105,8 @@ class _Run:
         from scalepoint.report import write
 
         settings = self.settings
-        evaluate = load_evaluate(settings.evaluate) if settings.evaluate else None
-        model, inputs, batches = model_and_data(settings)
+        evaluate = load_evaluate(settings.evaluate, self.finder) if settings.evaluate else None
+        model, inputs, batches = model_and_data(settings, self.finder)
         _talk(
             f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.folder}/",
             self.quiet,
@@ -128,13 +134,24 @@ class _Run:
             force=True,  # what may not be overwritten was refused before
             progress=not self.quiet,
         )
-        file = self.folder / "config.yaml"
-        settings.to_file(file)
+        command = self._write_configs(done)
         if done.report.reproduction is not None:
-            again = replace(done.report.reproduction, command=f"scalepoint deploy -c {file} -o again")
+            again = replace(done.report.reproduction, command=command)
             done = replace(done, report=replace(done.report, reproduction=again))
             write(done.report, self.folder)
         return done
+
+    def _write_configs(self, done: Any) -> str:
+        """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns the command that makes
+        the kept file again, from wherever it is typed."""
+        here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder)})
+        file = self.folder / "config.yaml"
+        here.to_file(file)
+        if len(getattr(done.report, "attempts", ())) > 1:
+            file = self.folder / "kept.yaml"
+            here.updated({"max_drop": None, "quantization": done.report.config}).to_file(file)
+        trust = ["--trust"] if self.finder.trust else []
+        return shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *trust])
 
     def _left_behind(self) -> str:
         """What a run that did not end has done, and how to go on."""

@@ -8,9 +8,9 @@ import typer
 from scalepoint.cli import options
 from scalepoint.cli.data import Batches, load_data
 from scalepoint.cli.ending import Code, usage
-from scalepoint.cli.naming import load_model, public
+from scalepoint.cli.naming import Finder, load_model, public
 from scalepoint.cli.screen import Listing, show, show_json
-from scalepoint.cli.settings import check_names, check_settings, reading_of, settings_of
+from scalepoint.cli.settings import check_names, check_settings, finder_of, reading_of, settings_of
 from scalepoint.words import count
 
 
@@ -28,19 +28,22 @@ def inspect(
     size: options.Size = None,
     mean: options.Mean = None,
     std: options.Std = None,
+    root: options.Root = None,
+    trust: options.Trust = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
     """What a target would quantize of a model and what not, and why; no data needed."""
     check_names(context.params)
     settings = settings_of(context.params)
-    check_settings(settings, needs_data=False)
-    return preview(settings, "inspect", _random(shape or []), json=json)
+    finder = finder_of(settings, context.params)
+    check_settings(settings, finder, needs_data=False)
+    return preview(settings, finder, "inspect", _random(shape or []), json=json)
 
 
-def preview(settings: Any, command: str, example: Any = None, *, json: bool) -> int:
+def preview(settings: Any, finder: Finder, command: str, example: Any = None, *, json: bool) -> int:
     """Capture and coverage only; nothing is written."""
-    model, inputs, _ = model_and_data(settings, example)
+    model, inputs, _ = model_and_data(settings, finder, example)
     found = public("inspect")(model, inputs, target=settings.target, config=settings.quantization, leave=settings.leave)
     if settings.strict:
         found.check()
@@ -52,10 +55,10 @@ def preview(settings: Any, command: str, example: Any = None, *, json: bool) -> 
     return Code.DONE
 
 
-def model_and_data(settings: Any, example: Any = None) -> tuple[Any, Any, Batches | None]:
+def model_and_data(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, Any, Batches | None]:
     """The model, its example inputs (those given, its own, or of the first batch) and the data."""
-    model, inputs = load_model(settings.model)
-    batches = load_data(settings.data, reading_of(settings)) if settings.data else None
+    model, inputs = load_model(settings.model, finder)
+    batches = load_data(settings.data, reading_of(settings, finder)) if settings.data else None
     if example is not None:
         inputs = example
     elif inputs is None and batches is not None:

@@ -1,12 +1,14 @@
-"""Objects by name: package.module:name, from the current folder on. Files that would be unpickled are refused."""
+"""Objects by name: package.module:name, or file.py:name when trusted. Files that would be unpickled are refused."""
 
 # ruff: noqa: PLC0415  # torch is imported when a model is
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -29,42 +31,57 @@ def public(name: str) -> Any:
     return getattr(scalepoint, name)
 
 
-def check_name(text: str, what: str) -> None:
+@dataclass(frozen=True)
+class Finder:
+    """Where modules and files are looked for: in `root`, the folder of the config, then in the current one. With
+    `trust`, a module may be named by its file."""
+
+    root: Path = Path()
+    trust: bool = False
+
+    @property
+    def folders(self) -> list[Path]:
+        return list(dict.fromkeys((self.root.resolve(), Path.cwd())))
+
+    def path(self, text: str) -> Path:
+        """A file or folder that is there, else the name as it was given."""
+        return next((folder / text for folder in self.folders if (folder / text).exists()), Path(text))
+
+
+def check_name(text: str, what: str, finder: Finder | None = None) -> None:
     """Refuse what is no package.module:name, before anything slow happens."""
+    finder = finder or Finder()
     module, colon, name = text.partition(":")
     suffix = Path(text.rstrip("/")).suffix.lower()
     if suffix in PICKLES:
         raise usage(
             f"{what} {text!r}: a {suffix} file can run code when it is loaded, so it is never opened here: {_BUILD}"
         )
-    if module.endswith(".py"):
+    is_file = module.endswith(".py")
+    if is_file and not finder.trust:
         better = ".".join(Path(module).with_suffix("").parts)
         raise usage(
-            f"{what} {text!r}: name the module, not its file: {better}:{name or 'name'}, from the folder it is in"
+            f"{what} {text!r}: to run the code of a file, say --trust; or name the module, from the folder it is in: "
+            f"{better}:{name or 'name'}"
         )
-    if not colon or not name or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+    if is_file and not finder.path(module).is_file():
+        raise usage(f"{what} {text!r}: there is no file {module} in {_listed(finder)}")
+    parts = name.split(".") if is_file else (*module.split("."), *name.split("."))
+    if not colon or not name or not all(part.isidentifier() for part in parts):
         raise usage(f"{what} {text!r} is not package.module:name: {_BUILD}")
 
 
-def named(text: str, what: str) -> Any:
-    """The object that package.module:name says."""
-    check_name(text, what)
+def _listed(finder: Finder) -> str:
+    return " or ".join(map(str, finder.folders))
+
+
+def named(text: str, what: str, finder: Finder) -> Any:
+    """The object that package.module:name or file.py:name says."""
+    check_name(text, what, finder)
     module_name, _, path = text.partition(":")
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))  # only now: no other command runs what lies in the current folder
     with users_code(f"importing {module_name!r} for {what}"):
-        try:
-            found: Any = import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise
-            here = sorted(
-                {each.stem if each.is_file() else each.name for each in Path.cwd().iterdir() if _module(each)}
-            )
-            raise usage(
-                f"{what} {text!r}: there is no module {error.name!r} here ({Path.cwd()}) or installed: "
-                f"{nearest(error.name, here[:20])}"
-            ) from error
+        is_file = module_name.endswith(".py")
+        found: Any = _run(finder.path(module_name)) if is_file else _imported(module_name, text, what, finder)
     for name in path.split("."):
         if not hasattr(found, name):
             names = [each for each in dir(found) if not each.startswith("_")][:40]
@@ -73,14 +90,60 @@ def named(text: str, what: str) -> Any:
     return found
 
 
+def _on_path(*folders: Path) -> None:
+    """Only now: no other command runs what lies in these folders."""
+    for folder in reversed(folders):
+        is_there = str(folder) in sys.path or (folder == Path.cwd() and "" in sys.path)
+        if not is_there:
+            sys.path.insert(0, str(folder))
+
+
+def _imported(module_name: str, text: str, what: str, finder: Finder) -> Any:
+    _on_path(*finder.folders)
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        files = [each for folder in finder.folders for each in folder.iterdir() if _module(each)]
+        here = sorted({each.stem if each.is_file() else each.name for each in files})
+        raise usage(
+            f"{what} {text!r}: there is no module {error.name!r} here ({_listed(finder)}) or installed: "
+            f"{nearest(error.name, here[:20])}"
+        ) from error
+
+
+def _run(path: Path) -> Any:
+    """The module of a file, run once; its neighbours can be imported, as when Python runs it."""
+    path = path.resolve()
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    if known is not None:
+        name = f"{name} of {path.parent}"
+    _on_path(path.parent)
+    spec = spec_from_file_location(name, path)
+    assert spec is not None  # noqa: S101  # a .py file always has one
+    assert spec.loader is not None  # noqa: S101
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def _module(path: Path) -> bool:
     return path.suffix == ".py" or (path.is_dir() and (path / "__init__.py").is_file())
 
 
-def load_model(text: str) -> tuple[Any, Any]:
+def load_model(text: str, finder: Finder) -> tuple[Any, Any]:
     """The model that a name makes, and its example inputs, or None."""
     cap()  # the user's module imports torch, and may multiply
-    made = named(text, "model")
+    made = named(text, "model", finder)
     from torch import nn
 
     if not isinstance(made, nn.Module | tuple):
@@ -96,9 +159,9 @@ def load_model(text: str) -> tuple[Any, Any]:
     return model.eval(), inputs
 
 
-def load_evaluate(text: str) -> Callable[[Any], Any]:
+def load_evaluate(text: str, finder: Finder) -> Callable[[Any], Any]:
     """The user's metric; what goes wrong in it is told as theirs."""
-    function = named(text, "evaluate")
+    function = named(text, "evaluate", finder)
     if not callable(function):
         raise usage(f"evaluate {text!r} is a {type(function).__name__}, not a function")
 

@@ -60,6 +60,11 @@ AllowDeparture = Annotated[
 FloatDtype = Annotated[
     str | None, typer.Option(help="Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.")
 ]
+Root = Annotated[
+    str | None,
+    typer.Option(help="Where modules and files are looked for first; the folder of the config if not said."),
+]
+Trust = Annotated[bool, typer.Option("--trust", help="Run the code of a file that is named as path/to/file.py:name.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.")]
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="All stages, fast: two batches, one trial, no latency. Does the road hold?")

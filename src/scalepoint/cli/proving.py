@@ -13,7 +13,7 @@ from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.inspecting import example_of
 from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, one_line, say, show, show_json
-from scalepoint.cli.settings import check_names, reading_of, settings_of
+from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
 from scalepoint.words import decibel, share_of
 
 WORST = 20
@@ -31,6 +31,8 @@ def verify(
     size: options.Size = None,
     mean: options.Mean = None,
     std: options.Std = None,
+    root: options.Root = None,
+    trust: options.Trust = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
@@ -67,6 +69,8 @@ def compare(
     size: options.Size = None,
     mean: options.Mean = None,
     std: options.Std = None,
+    root: options.Root = None,
+    trust: options.Trust = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
@@ -104,13 +108,14 @@ def restored(folder: Path, given: Mapping[str, Any], max_batches: int | None) ->
     if not saved.is_dir():
         raise usage(f"{folder} holds no saved model ({saved.name}/): give the folder that `scalepoint deploy` wrote")
     settings = settings_of(given)
-    reading = reading_of(settings, max_batches)
+    finder = finder_of(settings, given)
+    reading = reading_of(settings, finder, max_batches)
     if not settings.model:
         hint = f" or -c {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else ""
         raise usage(f"which float model was it made from? Name it as package.module:name{hint}")
     if settings.data:
         check_data(settings.data, reading)
-    model, inputs = load_model(settings.model)
+    model, inputs = load_model(settings.model, finder)
     batches = load_data(settings.data, reading) if settings.data else None
     if batches is not None:
         inputs = example_of(model, batches.first())

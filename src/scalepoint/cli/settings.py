@@ -8,7 +8,7 @@ from typing import Any
 
 from scalepoint.cli.data import Reading, check_data
 from scalepoint.cli.ending import usage
-from scalepoint.cli.naming import check_name
+from scalepoint.cli.naming import Finder, check_name
 from scalepoint.errors import nearest
 
 WORK = ".scalepoint"  # in an output folder: a run that did not end
@@ -23,6 +23,8 @@ def settings_of(given: Mapping[str, Any]) -> Any:
 
     file = given.get("config")
     settings = DeployConfig.from_file(file) if file is not None else DeployConfig()
+    if file is not None:
+        settings = settings.updated({"root": str(Path(file).parent / (settings.root or ""))})
     said = {key: value for key, value in given.items() if key in DeployConfig.model_fields and value not in (None, [])}
     try:
         return settings.updated(said)
@@ -31,29 +33,36 @@ def settings_of(given: Mapping[str, Any]) -> Any:
         raise usage("; ".join(flags)) from error
 
 
-def reading_of(settings: Any, max_batches: int | None = None) -> Reading:
+def reading_of(settings: Any, finder: Finder, max_batches: int | None = None) -> Reading:
     """How files become batches."""
-    return Reading(settings.batch_size, max_batches, settings.size, settings.mean, settings.std)
+    return Reading(settings.batch_size, max_batches, settings.size, settings.mean, settings.std, finder)
+
+
+def finder_of(settings: Any, given: Mapping[str, Any]) -> Finder:
+    """Where the names of the settings are looked for."""
+    return Finder(Path(settings.root or ""), bool(given.get("trust")))
 
 
 def check_names(given: Mapping[str, Any]) -> None:
     """What can be refused at once, before the seconds that torch takes to load."""
+    roots = [Path(given["root"])] if given.get("root") else []
+    roots += [Path(given["config"]).parent] if given.get("config") else []
     for key in ("model", "evaluate"):
         if given.get(key):
-            check_name(given[key], key)
+            check_name(given[key], key, Finder(roots[0] if roots else Path(), bool(given.get("trust"))))
 
 
-def check_settings(settings: Any, *, needs_data: bool = True) -> None:
+def check_settings(settings: Any, finder: Finder, *, needs_data: bool = True) -> None:
     """All that can be told wrong before the model is made."""
     if not settings.model:
         raise usage("which model? Name it as package.module:name, or as `model:` in a config given with -c")
-    check_name(settings.model, "model")
+    check_name(settings.model, "model", finder)
     check_target(settings.target)
     check_float_dtype(settings)
     if not settings.data and needs_data and settings.quantization.activation != "float":
         raise usage("which data? Give --data, or `data:` in a config given with -c")
     if settings.data:
-        check_data(settings.data, reading_of(settings))
+        check_data(settings.data, reading_of(settings, finder))
     if settings.max_drop is not None and not settings.evaluate:
         raise usage("--max-drop needs --evaluate: the metric that must not drop")
 

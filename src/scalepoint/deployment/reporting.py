@@ -86,7 +86,7 @@ def reproduction(run: Run, best: Trial) -> Reproduction:
     found = {name: package_version(name) for name in PACKAGES}
     pinned = [f"{name}=={number}" for name, number in found.items() if number]
     config = best.config.to_dict()
-    lines = ["import scalepoint"]
+    lines = ["# model, example_inputs and calibration_data are yours", "import scalepoint"]
     options = {
         "target": repr(run.target.name),
         "max_batches": repr(run.max_batches) if run.max_batches else "",

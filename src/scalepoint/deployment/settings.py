@@ -34,6 +34,7 @@ class DeployConfig(Config):
     std: Channels | None = None
     target: str = "onnxruntime"
     output: str = "out"
+    root: str | None = None  # where modules and files are looked for; the folder of the config file if not said
     evaluate: str | None = None  # package.module:function
     max_drop: Annotated[float, Field(ge=0)] | None = None
     max_trials: Count = 6
