@@ -2,12 +2,18 @@
 
 import io
 import itertools
+import re
 import sys
 
 import pytest
 
 from scalepoint import progress
 from scalepoint.progress import Phase, duration, phase
+
+
+def untimed(text: str) -> str:
+    """However busy the machine is."""
+    return re.sub(r"\d+(\.\d)? s\b", "T", text)
 
 
 class Terminal(io.StringIO):
@@ -26,19 +32,19 @@ def test_without_a_terminal_a_phase_is_one_plain_line(capsys):
             running.advance()
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "calibrating: 3 batches in 0.0 s\n"
+    assert untimed(err) == "calibrating: 3 batches in T\n"
 
 
 def test_a_phase_that_counts_nothing_tells_its_time_alone(capsys):
     with phase("exporting"):
         pass
-    assert capsys.readouterr().err == "exporting: 0.0 s\n"
+    assert untimed(capsys.readouterr().err) == "exporting: T\n"
 
 
 def test_one_batch_is_not_batches(capsys):
     with phase("calibrating") as running:
         running.advance()
-    assert capsys.readouterr().err == "calibrating: 1 batch in 0.0 s\n"
+    assert untimed(capsys.readouterr().err) == "calibrating: 1 batch in T\n"
 
 
 def test_show_false_says_nothing(capsys):
@@ -56,7 +62,7 @@ def test_a_phase_that_fails_says_how_far_it_came(capsys):
 
     with pytest.raises(KeyError):
         work()
-    assert capsys.readouterr().err == "calibrating: stopped after 1 batch, 0.0 s\n"
+    assert untimed(capsys.readouterr().err) == "calibrating: stopped after 1 batch, T\n"
 
 
 def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
@@ -64,10 +70,10 @@ def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
     with phase("calibrating", total=4) as running:
         running.advance()
         running.advance(3)
-    first, second, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("calibrating: 1/4 batches (25 %), 0.0 s, about 0.0 s left")
+    first, second, last = untimed(capsys.readouterr().err).splitlines()
+    assert first == "calibrating: 1/4 batches (25 %), T, about T left"
     assert second.startswith("calibrating: 4/4 batches (100 %)")
-    assert last == "calibrating: 4 batches in 0.0 s"
+    assert last == "calibrating: 4 batches in T"
 
 
 def test_the_time_left_follows_from_the_pace():
@@ -90,7 +96,7 @@ def test_a_terminal_gets_a_bar_and_keeps_the_last_line(monkeypatch):
     with phase("calibrating", total=2) as running:
         running.advance(2)
     assert "\x1b[" in stream.getvalue()
-    assert stream.getvalue().endswith("calibrating: 2 batches in 0.0 s\n")
+    assert untimed(stream.getvalue()).endswith("calibrating: 2 batches in T\n")
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("NO_COLOR", "1")])
@@ -100,7 +106,7 @@ def test_a_terminal_that_wants_no_colour_gets_plain_lines(monkeypatch, name, val
     monkeypatch.setenv(name, value)
     with phase("calibrating", total=2) as running:
         running.advance(2)
-    assert stream.getvalue() == "calibrating: 2 batches in 0.0 s\n"
+    assert untimed(stream.getvalue()) == "calibrating: 2 batches in T\n"
 
 
 @pytest.mark.parametrize("stream", [None, "closed"])

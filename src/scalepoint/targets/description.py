@@ -56,6 +56,7 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "what stays float", " or ".join(map(dtype_name, target.float_dtypes))
     if target.domains:
         yield "operators beyond ONNX's", ", ".join(target.domains)
+    yield "file format", target.format
     yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():
         yield f"made with {name}=", str(value)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scalepoint.words import decibel, share_of
 
+
 @dataclass(frozen=True)
 class Agreement:
     """How near one output is to the simulation's."""

@@ -113,8 +113,8 @@ class Verification:
             else (f"; first at {self.departure.where}: {self.departure.cause}. {self.departure.way_out}")
         )
         raise VerificationError(
-            f"{self.path} in {self.runtime} agrees with the simulation to {decibel(self.sqnr)} dB; {self.bound:.0f} are "
-            f"asked for, and about as many with its optimisations on as off{cause}"
+            f"{self.path} in {self.runtime} agrees with the simulation to {decibel(self.sqnr)} dB; {self.bound:.0f} "
+            f"are asked for, and about as many with its optimisations on as off{cause}"
         )
 
     def table(self) -> Table:
