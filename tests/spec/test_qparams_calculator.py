@@ -17,6 +17,7 @@ from scalepoint.spec import (
     PerChannelGranularity,
     PerTensorGranularity,
     PerTokenGranularity,
+    QParamsCalculatorBase,
     QuantizationComponentFactory,
     QuantizationScheme,
     QuantizationSpec,
@@ -384,3 +385,34 @@ def test_nvfp4_keeps_its_tensor_scale_beside_the_product():
     torch.testing.assert_close(calculator.tensor_scale, x.abs().max() / (448 * 6))
     inner = scale / calculator.tensor_scale
     torch.testing.assert_close(inner, inner.to(torch.float8_e4m3fn).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("key", QParamsCalculatorBase.list_registry_keys())
+def test_a_calculator_stands_at_most_two_classes_below_the_base(key):
+    line = QParamsCalculatorBase.get_class(key).__mro__
+    assert line.index(QParamsCalculatorBase) <= 2
+
+
+@pytest.mark.parametrize("key", REMEMBERING)
+def test_what_a_calculator_saves_has_the_names_it_always_had(key):
+    histogram = ["counts", "power"] if key.startswith("histogram") else []
+    assert list(create(key).state_dict()) == [
+        "scale",
+        "zero_point",
+        "minval",
+        "observed_batches",
+        "skipped_batches",
+        "export_mode",
+        "running_min",
+        "running_max",
+        *histogram,
+    ]
+
+
+@pytest.mark.parametrize("key", REMEMBERING)
+def test_a_seeded_calculator_goes_on_from_the_range_of_the_parameters(key):
+    first = create("static", qscheme="asymmetric")(torch.tensor([-1.0, 3.0]))
+    calculator = create(key, qscheme="asymmetric")
+    calculator.seed(first)
+    assert torch.equal(calculator.get_qparams().scale, first.scale)
+    torch.testing.assert_close(calculator.running_max - calculator.running_min, torch.tensor([4.0]))

@@ -30,7 +30,7 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
             low, high = self._range(tensor.detach())
             outer = tensor_scale(torch.maximum(-low, high), self.grid.format)
             seen = self.tensor_scale
-            self._keep("tensor_scale", outer if seen is None or not seen.numel() else torch.maximum(outer, seen))
+            self.keep("tensor_scale", outer if seen is None or not seen.numel() else torch.maximum(outer, seen))
         return self._made(tensor)
 
     def anew(self, tensor: Tensor) -> QParams:

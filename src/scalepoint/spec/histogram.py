@@ -15,27 +15,33 @@ from scalepoint.numerics.histogram import Histogram, histogram_of_blocks, merge
 from scalepoint.numerics.search import least_divergence, least_squares_of_histogram, percentile_of_histogram
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
 from scalepoint.spec.range_calculator import check_bins, check_percentile, levels_of
-from scalepoint.spec.running import GlobalMinMaxQParamsCalculator
+from scalepoint.spec.running import Range, add_range, extremes, follow_range, merge_range, seed_range
 
 LARGEST_BIN = 2.0**127
 
 
-class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
-    """Streams into a histogram a block (`counts`, `power`); a subclass chooses the range from it."""
+class HistogramQParamsCalculator(QParamsCalculatorBase):
+    """Streams into a histogram a block (`counts`, `power`) and keeps the extremes (`running_min`, `running_max`).
+
+    A subclass chooses the range from them.
+    """
 
     counts: Tensor
     power: Tensor
+    running_min: Tensor
+    running_max: Tensor
 
     def __init__(self, *args: Any, bins: int = 4096, search_steps: int = 80, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.bins = check_bins(bins)
         self.search_steps = search_steps
         self.is_deferred = False  # True: batches are only counted, and settle() chooses the range once
+        add_range(self)
         self.add_empty("counts", torch.int64)
         self.add_empty("power", torch.int32)
 
     @abstractmethod
-    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> Range:
         """(low, high), one value a block, from the histogram and the extremes seen."""
         raise SpecError(f"{type(self).__name__} must implement choose_range(histogram, low, high)")
 
@@ -44,14 +50,18 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
         if torch.compiler.is_compiling():
             tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; the running range counts the batch
         self._take(histogram_of_blocks(tensor.detach(), self.granularity.get_block_size(tensor.shape), self.bins))
-        at_extremes = super().compute_qparams(tensor, min_val, max_val)
-        return at_extremes if self.is_deferred else self._from_histogram()
+        seen = follow_range(self, (min_val, max_val), extremes)
+        return self.choose(*seen) if self.is_deferred else self._from_histogram()
 
     def _take(self, seen: Histogram) -> None:
         if self.counts.numel():
             seen = merge(Histogram(self.counts, self.power), seen)
-        self._keep("counts", seen.counts)
-        self._keep("power", seen.power)
+        self.keep("counts", seen.counts)
+        self.keep("power", seen.power)
+
+    def seed(self, qparams: QParams) -> None:
+        super().seed(qparams)
+        seed_range(self, qparams)
 
     def settle(self) -> QParams:
         if self.counts.numel():
@@ -71,8 +81,11 @@ class HistogramQParamsCalculator(GlobalMinMaxQParamsCalculator):
         assert isinstance(other, HistogramQParamsCalculator)  # noqa: S101  # same kind
         if other.counts.numel():
             self._take(Histogram(other.counts.to(self.counts.device), other.power.to(self.counts.device)))
-            super().merge(other)
+            merge_range(self, other, extremes)
             self.store(self._from_histogram())
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, running_min={self.running_min}, running_max={self.running_max}"
 
 
 @QParamsCalculatorBase.register("histogram_percentile")
@@ -83,7 +96,7 @@ class HistogramPercentileQParamsCalculator(HistogramQParamsCalculator):
         super().__init__(*args, **kwargs)
         self.percentile = check_percentile(percentile)
 
-    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> Range:
         below, above = percentile_of_histogram(histogram, self.percentile)
         return torch.maximum(below, low), torch.minimum(above, high)
 
@@ -92,7 +105,7 @@ class HistogramPercentileQParamsCalculator(HistogramQParamsCalculator):
 class HistogramMseQParamsCalculator(HistogramQParamsCalculator):
     """The range with the least squared error over all batches."""
 
-    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> Range:
         return least_squares_of_histogram(histogram, low, high, self.grid, steps=self.search_steps)
 
 
@@ -100,5 +113,5 @@ class HistogramMseQParamsCalculator(HistogramQParamsCalculator):
 class HistogramEntropyQParamsCalculator(HistogramQParamsCalculator):
     """The clipping with the least KL divergence over all batches."""
 
-    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> Range:
         return least_divergence(histogram, low, high, levels_of(self.grid), steps=self.search_steps)

@@ -40,11 +40,11 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
             super().forward(tensor.detach())
         return self._learning(tensor) if self.is_initialized else self.stored
 
-    def _keep(self, name: str, value: Tensor) -> None:
+    def keep(self, name: str, value: Tensor) -> None:
         if name == "scale":
             self.scale.data = value.detach().clone()
         else:
-            super()._keep(name, value)
+            super().keep(name, value)
 
     def _learning(self, tensor: Tensor) -> QParams:
         """The scale, kept positive, with its gradient made small as the paper says."""

@@ -159,16 +159,16 @@ class QParamsCalculatorBase(Registry, Stateful):
         max_val = max_val if high is None else torch.full_like(max_val, high)
         if self.tensor_scale is not None:
             largest = torch.maximum(min_val.clamp(max=0.0).abs(), max_val.clamp(min=0.0))
-            self._keep("tensor_scale", tensor_scale(largest, self.grid.format))
+            self.keep("tensor_scale", tensor_scale(largest, self.grid.format))
         return choose_qparams(min_val, max_val, self.grid)
 
     def store(self, qparams: QParams) -> None:
         """Keep the parameters."""
         for name, value in zip(QParams._fields, qparams, strict=True):
             if value is not None and getattr(self, name) is not None:
-                self._keep(name, value)
+                self.keep(name, value)
 
-    def _keep(self, name: str, value: Tensor) -> None:
+    def keep(self, name: str, value: Tensor) -> None:
         """Set a buffer: in place where it fits (a graph, a compiler or DDP holds on to it), else as a new tensor.
 
         The value alone is kept, never the graph behind it; that graph may need the old one, which is then not written.

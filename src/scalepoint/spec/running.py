@@ -1,6 +1,11 @@
-"""Calculators that remember a range over batches: a moving average, or the extremes."""
+"""Calculators that remember a range over batches: a moving average, or the extremes.
+
+The memory itself is two buffers of the calculator, `running_min` and `running_max`, and the functions below on them;
+histograms have the same one.
+"""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +16,71 @@ from scalepoint.numerics import QParams
 from scalepoint.spec.granularity import PerTensorGranularity
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
 
+Range = tuple[Tensor, Tensor]
+
+
+def add_range(owner: QParamsCalculatorBase) -> None:
+    owner.add_empty("running_min")
+    owner.add_empty("running_max")
+
+
+def running_range(owner: QParamsCalculatorBase) -> Range:
+    low, high = owner._buffers["running_min"], owner._buffers["running_max"]
+    assert low is not None and high is not None  # noqa: S101, PT018  # add_range made them
+    return low, high
+
+
+def keep_range(owner: QParamsCalculatorBase, low: Tensor, high: Tensor) -> None:
+    owner.keep("running_min", low)
+    owner.keep("running_max", high)
+
+
+def extremes(old: Range, new: Range) -> Range:
+    return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
+
+
+def follow_range(owner: QParamsCalculatorBase, new: Range, update: Callable[[Range, Range], Range]) -> Range:
+    """The range after a batch with this one, which is kept; the first is taken as it is."""
+    owner.check_shape(new[0].shape)
+    old = running_range(owner)
+    is_first = not old[0].numel()
+    if not is_first and isinstance(owner.granularity, PerTensorGranularity):
+        new = new[0].view_as(old[0]), new[1].view_as(old[0])  # ranks may differ
+    low, high = new if is_first else update(old, new)
+    if torch.compiler.is_compiling():
+        # A graph cannot raise, so a batch with NaN or infinity is left out here and counted.
+        finite = torch.isfinite(new[0] + 0 * new[1]).all()
+        low = torch.where(finite, low, torch.zeros_like(low) if is_first else old[0])
+        high = torch.where(finite, high, torch.zeros_like(high) if is_first else old[1])
+        owner.skipped_batches.add_(~finite)
+    keep_range(owner, low, high)
+    return low, high
+
+
+def seed_range(owner: QParamsCalculatorBase, qparams: QParams) -> None:
+    """As if the whole range of these parameters had been observed."""
+    zero_point = 0 if qparams.zero_point is None else qparams.zero_point
+    grid = owner.grid
+    keep_range(owner, (grid.low - zero_point) * qparams.scale, (grid.high - zero_point) * qparams.scale)
+
+
+def merge_range(
+    owner: QParamsCalculatorBase, other: QParamsCalculatorBase, merged: Callable[[Range, Range], Range]
+) -> None:
+    """Take in the range that another observed, and its batches; one that saw nothing changes nothing."""
+    check_same_kind(owner, other)
+    theirs = running_range(other)
+    if not theirs[0].numel():
+        return
+    low, high = (value.to(owner.scale.device) for value in theirs)
+    own = running_range(owner)
+    if own[0].numel():
+        owner.check_shape(low.shape)
+        low, high = merged(own, (low, high))
+    keep_range(owner, low, high)
+    owner.store(owner.choose(low, high))
+    owner.observed_batches.add_(other.observed_batches.to(owner.observed_batches.device))
+
 
 class RunningRangeMixin(QParamsCalculatorBase):
     """Keeps `running_min` and `running_max`; a subclass says how a new range changes them."""
@@ -20,55 +90,27 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_empty("running_min")
-        self.add_empty("running_max")
+        add_range(self)
 
     @abstractmethod
-    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
         """Return (running_min, running_max) after a later batch with this range; the first is taken as it is."""
         raise SpecError(f"{type(self).__name__} must implement update_running_range(min_val, max_val)")
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
-        self.check_shape(min_val.shape)
-        first = not self.running_min.numel()
-        if not first and isinstance(self.granularity, PerTensorGranularity):
-            min_val, max_val = min_val.view_as(self.running_min), max_val.view_as(self.running_min)  # ranks may differ
-        low, high = (min_val, max_val) if first else self.update_running_range(min_val, max_val)
-        if torch.compiler.is_compiling():
-            # A graph cannot raise, so a batch with NaN or infinity is left out here and counted.
-            finite = torch.isfinite(min_val + 0 * max_val).all()
-            low = torch.where(finite, low, torch.zeros_like(low) if first else self.running_min)
-            high = torch.where(finite, high, torch.zeros_like(high) if first else self.running_max)
-            self.skipped_batches.add_(~finite)
-        self._keep("running_min", low)
-        self._keep("running_max", high)
-        return self.choose(low, high)
+        return self.choose(*follow_range(self, (min_val, max_val), lambda _, new: self.update_running_range(*new)))
 
     def seed(self, qparams: QParams) -> None:
         super().seed(qparams)
-        zero_point = 0 if qparams.zero_point is None else qparams.zero_point
-        self._keep("running_min", (self.grid.low - zero_point) * qparams.scale)
-        self._keep("running_max", (self.grid.high - zero_point) * qparams.scale)
+        seed_range(self, qparams)
 
     def merge(self, other: QParamsCalculatorBase) -> None:
-        check_same_kind(self, other)
-        assert isinstance(other, RunningRangeMixin)  # noqa: S101  # same kind
-        if not other.running_min.numel():
-            return
-        low, high = other.running_min.to(self.scale.device), other.running_max.to(self.scale.device)
-        if self.running_min.numel():
-            self.check_shape(low.shape)
-            low, high = self._merged(
-                low, high, other.observed_batches / (self.observed_batches + other.observed_batches)
-            )
-        self._keep("running_min", low)
-        self._keep("running_max", high)
-        self.store(self.choose(low, high))
-        self.observed_batches.add_(other.observed_batches.to(self.observed_batches.device))
+        share = other.observed_batches / (self.observed_batches + other.observed_batches)
+        merge_range(self, other, lambda own, theirs: self._merged(own, theirs, share))
 
-    def _merged(self, low: Tensor, high: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The range of both; `weight` is the other's share of the batches."""
-        return torch.minimum(self.running_min, low), torch.maximum(self.running_max, high)
+    def _merged(self, own: Range, theirs: Range, share: Tensor) -> Range:
+        """The range of both; `share` is the other's of the batches."""
+        return extremes(own, theirs)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, running_min={self.running_min}, running_max={self.running_max}"
@@ -84,18 +126,18 @@ class MovingAverageQParamsCalculator(RunningRangeMixin):
             raise SpecError(f"averaging_constant={averaging_constant}: it is above 0 and at most 1")
         self.averaging_constant = averaging_constant
 
-    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
         c = self.averaging_constant
         return c * min_val + (1 - c) * self.running_min, c * max_val + (1 - c) * self.running_max
 
-    def _merged(self, low: Tensor, high: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        weight = weight.to(low)
-        return torch.lerp(self.running_min, low, weight), torch.lerp(self.running_max, high, weight)
+    def _merged(self, own: Range, theirs: Range, share: Tensor) -> Range:
+        weight = share.to(own[0])
+        return torch.lerp(own[0], theirs[0], weight), torch.lerp(own[1], theirs[1], weight)
 
 
 @QParamsCalculatorBase.register("global_minmax")
 class GlobalMinMaxQParamsCalculator(RunningRangeMixin):
     """The extremes of all batches."""
 
-    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.minimum(self.running_min, min_val), torch.maximum(self.running_max, max_val)
+    def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
+        return extremes((self.running_min, self.running_max), (min_val, max_val))
