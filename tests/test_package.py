@@ -150,6 +150,55 @@ def test_modules_and_functions_stay_small(path):
             assert node.end_lineno - node.lineno < 60, node.name
 
 
+MODULES = {
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+}
+
+
+def imported(module):
+    """The modules that one imports, at once or inside a function; a package by name is its __init__."""
+    found = {f"scalepoint.{name}" for name in scalepoint._SUBMODULES} if module == "scalepoint" else set()
+    tree = ast.parse(MODULES[module].read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []  # never run
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in names}
+    return found & set(MODULES)
+
+
+def needed(module):
+    """The same, with the packages that an import enters: their __init__ runs first."""
+    found = set()
+    for name in imported(module):
+        parts = name.split(".")
+        around = {".".join(parts[:count]) for count in range(1, len(parts))}
+        found |= {name} | {package for package in around if not f"{module}.".startswith(f"{package}.")}
+    return found - {module}
+
+
+def circles(needs):
+    """Every module that needs itself through others."""
+    reached = dict(needs)
+    for middle in needs:
+        for module in needs:
+            if middle in reached[module]:
+                reached[module] = reached[module] | reached[middle]
+    return sorted(module for module in needs if module in reached[module])
+
+
+def test_no_module_needs_itself_also_not_through_a_package():
+    assert circles({module: needed(module) for module in MODULES}) == []
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+
+
 def error_classes():
     return [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.ScalepointError)]
 

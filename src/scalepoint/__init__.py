@@ -6,7 +6,7 @@ Importing the package is cheap and silent: torch is loaded when a name that need
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0.dev0"
+from scalepoint.version import __version__
 
 _SUBMODULES = (
     "analysis",

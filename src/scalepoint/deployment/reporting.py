@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import scalepoint
 from scalepoint import targets
 from scalepoint.analysis import compare, histograms
 from scalepoint.checking import check, has_rules
@@ -21,6 +20,7 @@ from scalepoint.quantize import coverage
 from scalepoint.report import Attempt, Histogram, LayerError, Metric, Report, Reproduction, advice
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
+from scalepoint.version import __version__
 
 WORST = 4
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
@@ -106,7 +106,7 @@ def reproduction(run: Run, best: Trial) -> Reproduction:
     lines += ["", f"done = scalepoint.deploy(\n    model,\n    example_inputs,\n    calibration_data,\n{said})"]
     marks = {"model": run.model_mark, "calibration data": run.data_mark or "read once, not marked"}
     return Reproduction(
-        install=f"pip install scalepoint=={scalepoint.__version__} {' '.join(pinned)}",
+        install=f"pip install scalepoint=={__version__} {' '.join(pinned)}",
         call="\n".join(lines),
         marks={**marks, "example inputs": mark_of_values(run.inputs), "config": mark(config)},
     )
@@ -115,7 +115,7 @@ def reproduction(run: Run, best: Trial) -> Reproduction:
 def environment(target: Target) -> dict[str, Any]:
     """What the numbers depend on."""
     return {
-        "scalepoint": scalepoint.__version__,
+        "scalepoint": __version__,
         "torch": str(torch.__version__),
         **{name: number for name in PACKAGES[1:] if (number := package_version(name))},
         "python": platform.python_version(),

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-import scalepoint
 from scalepoint.deployment.journal import Journal, Stage
 from scalepoint.deployment.marks import mark, mark_of_code, mark_of_model, mark_of_target, mark_of_values
 from scalepoint.deployment.trials import Trial
@@ -24,10 +23,11 @@ from scalepoint.progress import phase, say
 from scalepoint.quantize import QuantConfig, save
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import Target
+from scalepoint.version import __version__
 
 Evaluate = Callable[[Any], float]
 Marks = dict[str, str | None]
-VERSIONS = {"scalepoint": scalepoint.__version__, "torch": str(torch.__version__)}
+VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
 FILE, FLOAT_FILE, MODEL = "model", "float", "quantized"
 SMOKE_BATCHES = 2
 

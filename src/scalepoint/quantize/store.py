@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
-import scalepoint
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.files import digest, locked, replace_text
@@ -35,6 +34,7 @@ from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.targets import Target
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan
+from scalepoint.version import __version__
 
 MANIFEST = "scalepoint.json"
 FORMAT = 1
@@ -166,7 +166,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizing)}
     return {
         "format": FORMAT,
-        "versions": {"scalepoint": scalepoint.__version__, "torch": str(torch.__version__)},
+        "versions": {"scalepoint": __version__, "torch": str(torch.__version__)},
         "target": None if record.target is None else record.target.name,
         "leave": list(record.origin.leave),
         "plan": [list(row) for row in record.plan],
