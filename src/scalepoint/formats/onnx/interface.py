@@ -11,7 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 from torch.export import ExportedProgram
-from torch.export.graph_signature import TensorArgument
+from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 BATCH, SEQUENCE, OUTPUT = "batch", "sequence", "output"
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -29,9 +29,9 @@ def name_interface(model: Any, program: ExportedProgram) -> None:
     for value in values:  # whatever has one of these names gives it up
         if value.name in wanted and not any(value is each for each in own):
             value.name = _free(value.name, {each.name for each in values} | set(wanted))
-    for value, name in zip(own, wanted, strict=True):
+    for place, (value, name) in enumerate(zip(own, wanted, strict=True)):
         if value.name != name:
-            value.name = None
+            value.name = f"interface {place}"  # two may change places
     for value, name in zip(own, wanted, strict=True):
         value.name = name
     _name_axes(graph, values)
@@ -47,13 +47,13 @@ def input_names(program: ExportedProgram) -> list[str]:
 
 
 def output_names(program: ExportedProgram, count: int) -> list[str]:
-    """Of the tensors that the model returns, in order."""
+    """Of the tensors and sizes that the model returns, in order."""
     specs = [each for each in program.graph_signature.output_specs if each.kind.name == "USER_OUTPUT"]
     paths = _paths(program.call_spec.out_spec)
     plain = [f"{OUTPUT}_{place}" for place in range(count)]
     if len(paths) != len(specs):
         return plain
-    kept = [path for path, each in zip(paths, specs, strict=True) if isinstance(each.arg, TensorArgument)]
+    kept = [path for path, each in zip(paths, specs, strict=True) if not isinstance(each.arg, ConstantArgument)]
     if len(kept) != count:
         return plain
     names: list[str] = []
