@@ -37,9 +37,9 @@ def _recorder(kept: list[Tensor]) -> Any:
 
 
 def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
-    """The tensors among the inputs by the names that torch.export gives them; other values are constants of a file."""
+    """The tensors among the inputs by the names of the arguments; other values are constants of a file."""
     placeholders = (
-        [node.name for node in model.graph.nodes if node.op == "placeholder"]
+        [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
         if isinstance(model, fx.GraphModule)
         else []
     )

@@ -94,3 +94,17 @@ def test_fields_nested_inputs_and_values_that_leave_twice(tmp_path):
     inputs, outputs = written(Mixed(), tmp_path, (torch.randn(3, 16), {"z": torch.randn(3, 16)}))
     assert list(inputs) == ["images", "other_z"]
     assert list(outputs) == ["output_0", "first", "second", "output_3"]
+
+
+def test_an_argument_that_is_called_as_a_builtin_keeps_its_name(tmp_path):
+    x = torch.randn(2, 16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    inputs, _ = written(model, tmp_path, (x,))
+    assert inputs == {"input": ["batch", 16]}
+    found = verify(
+        tmp_path / "m.onnx",
+        quantize(model, x, forward_loop=[x], target="onnxruntime"),
+        x,
+        float_path=tmp_path / "float.onnx",
+    )
+    assert found.latency.shapes == {"input": (2, 16)}
