@@ -37,11 +37,15 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def python(code: str, **environment: str) -> str:
+def python(code: str, *arguments: str, **environment: str) -> str:
     """What a process of its own prints; it knows nothing of what was found here."""
     own = {name: value for name, value in os.environ.items() if name not in (KNOWN, PROGRAM, *CAP)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**own, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *arguments],
+        env={**own, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -128,40 +132,38 @@ def test_what_another_wrote_there_is_not_believed(text: str) -> None:
     assert processor._known(text) is None
 
 
-def test_the_report_names_it(dying: Path) -> None:
-    code = (
-        "from scalepoint.deployment.reporting import environment\nfrom scalepoint.targets import find_target\n"
-        "print(environment(find_target('onnxruntime')).get('amx'))"
-    )
-    assert "torch dies of SIGILL" in python(code, **{PROGRAM: str(dying)})
-
-
-def test_the_doctor_says_it(dying: Path, tmp_path: Path) -> None:
-    code = "from scalepoint.cli.app import run\nrun(['doctor', '--json'])"
-    lines = {line["name"]: line for line in json.loads(python(code, **{PROGRAM: str(dying)}))["lines"]}
-    assert lines["AMX"]["state"] == "ok"
-    assert "torch dies of SIGILL" in lines["AMX"]["detail"]
-    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI" in lines["AMX"]["way_out"]
-    (tmp_path / "dies.py").write_text(DIES_ANYWAY)
-    lines = {line["name"]: line for line in json.loads(python(code, **{PROGRAM: str(tmp_path / "dies.py")}))["lines"]}
-    assert lines["AMX"]["state"] == "missing"
-
-
-HALF = """
-import torch
+TOLD = """
+import contextlib, io, json, os, sys
+os.chdir(sys.argv[1])
+from scalepoint.cli import naming
+from scalepoint.cli.app import run
+from scalepoint.deployment.reporting import environment
+from scalepoint.targets import find_target
+naming.load_model("nets:net")
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    run(["doctor", "--json"])
+lines = {line["name"]: line for line in json.loads(said.getvalue())["lines"]}
+print(json.dumps([os.environ.get("BUILT_WITH"), lines["AMX"], environment(find_target("onnxruntime"))["amx"]]))
+"""
+NETS = """
+import os
 from torch import nn
 def net():
-    print("capped", __import__("os").environ.get("ONEDNN_MAX_CPU_ISA"))
-    return nn.Linear(4, 4), torch.randn(2, 4)
+    os.environ["BUILT_WITH"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return nn.Linear(4, 4)
 """
 
 
-def test_the_command_line_caps_itself_before_it_builds_a_model(dying: Path, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(HALF)
-    code = (
-        f"import os\nos.chdir({str(tmp_path)!r})\nfrom scalepoint.cli.naming import load_model\nload_model('nets:net')"
-    )
-    assert python(code, **{PROGRAM: str(dying)}).split() == ["capped", CAP["ONEDNN_MAX_CPU_ISA"]]
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_the_command_line_caps_itself_and_the_doctor_and_the_report_say_it(is_mended: bool, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "dies.py").write_text(DIES if is_mended else DIES_ANYWAY)
+    built, line, reported = json.loads(python(TOLD, str(tmp_path), **{PROGRAM: str(tmp_path / "dies.py")}))
+    assert built == CAP["ONEDNN_MAX_CPU_ISA"]  # before the user's code could multiply
+    assert line["state"] == ("ok" if is_mended else "missing")
+    assert f"torch dies of {'SIGILL' if is_mended else 'SIGSEGV'}" in line["detail"]
+    assert reported == line["detail"]
+    assert ("ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI" if is_mended else "another machine") in line["way_out"]
 
 
 TESTS = """
