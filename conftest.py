@@ -21,6 +21,13 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> PageFile |
     return PageFile.from_parent(parent, path=file_path) if file_path.suffix == ".md" else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test has the same name in every process, or the processes that share the run refuse it."""
+    for item in items:
+        if " at 0x" in item.nodeid or "frozenset({" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid[:200]}: another name in each process: give ids= to parametrize")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

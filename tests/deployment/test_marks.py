@@ -161,7 +161,19 @@ class TestTarget:
             {"adapt_weight": None},
             {"options": {"cpu": "another"}},
         ],
-        ids=str,
+        ids=[
+            "patterns",
+            "never",
+            "always",
+            "three",
+            "four",
+            "accepts",
+            "bias",
+            "shares",
+            "conversions",
+            "adapt",
+            "options",
+        ],
     )
     def test_whatever_it_declares_counts(self, change):
         target = onnxruntime_target(cpu="avx2")

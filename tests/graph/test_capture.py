@@ -162,7 +162,9 @@ class TestOneKindHoweverItWasSpelt:
         close(graph_module(x), model(x))
 
     @pytest.mark.parametrize(
-        "back", [lambda y: y.view(5, 2, 3), lambda y: y.view(2, 15), lambda y: y.view(2, 5, 3, 1)], ids=str
+        "back",
+        [lambda y: y.view(5, 2, 3), lambda y: y.view(2, 15), lambda y: y.view(2, 5, 3, 1)],
+        ids=["turned", "joined", "split"],
     )
     def test_tokens_that_are_not_restored_stay_flat(self, back):
         model = Function(lambda x, w: back(F.linear(x.view(-1, 4), w)), W)

@@ -7,12 +7,12 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from scalepoint.exporting import export
 from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.analysis import compare, sensitivity
 from scalepoint.errors import UsageError
+from scalepoint.formats import export
 from scalepoint.numerics import QParams
 from scalepoint.quantize import (
     QuantConfig,
