@@ -13,6 +13,7 @@ import scalepoint
 from scalepoint import _FUNCTIONS as TOP_LEVEL
 from scalepoint import errors
 from scalepoint.checking import describe_rules
+from scalepoint.cli import declared
 from scalepoint.cli.app import EXIT_CODES, app
 from scalepoint.cli.beginning import TEMPLATES, WRITTEN
 from scalepoint.deployment import DeployConfig
@@ -499,3 +500,4 @@ if __name__ == "__main__":
         (DOCS / place).parent.mkdir(parents=True, exist_ok=True)
         (DOCS / place).write_text(text, encoding="utf-8")
     (DOCS.parent / "README.md").write_text(readme(), encoding="utf-8")
+    declared.write()

@@ -3,8 +3,7 @@
 import math
 import random
 
-from scalepoint.quantize.coverage import Coverage, Operation
-from scalepoint.quantize.placement import State
+from scalepoint.covered import Coverage, Operation, State
 from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Raised, Report, Reproduction
 from scalepoint.verification import Agreement, Benchmark, Departure, Status, Verification
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from scalepoint.covered import Coverage
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.capture import Model
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import Coverage
 from scalepoint.quantize.insert import decisions_for
 from scalepoint.quantize.record import coverage, has_record
 from scalepoint.targets import Target, find_target

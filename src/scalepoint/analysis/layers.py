@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from scalepoint.covered import Coverage, Operation
 from scalepoint.errors import UsageError, nearest
 from scalepoint.patterns import Fused, kind_of
-from scalepoint.quantize.coverage import Coverage, Operation
 from scalepoint.quantize.record import coverage, record_of
 from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted, kind_of_part

@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from scalepoint.cli import options
+from scalepoint.cli import declared, options
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.screen import say, show, show_json, write
-from scalepoint.plain import plain
 
 TEMPLATES = Path(__file__).with_name("templates")
 WRITTEN = {"scalepoint.yaml": "scalepoint.yaml.txt", "deploy.py": "deploy.py.txt"}
@@ -49,7 +48,5 @@ def init(
 
 def schema(json: options.Json = True, debug: options.Debug = False) -> int:
     """The JSON Schema of config files."""
-    from scalepoint.deployment import DeployConfig
-
-    write(sys.stdout, writer.dumps(plain(DeployConfig.model_json_schema()), indent=2) + "\n")
+    write(sys.stdout, writer.dumps(declared.read()["schema"], indent=2) + "\n")
     return Code.DONE

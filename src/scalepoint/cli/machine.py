@@ -9,17 +9,16 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 import scalepoint
-from scalepoint.cli import options
-from scalepoint.cli.ending import Code
+from scalepoint.cli import declared, options
+from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.screen import Listing, say, show, show_json
-from scalepoint.cli.settings import check_target
-from scalepoint.errors import TargetError
+from scalepoint.errors import TargetError, nearest
 from scalepoint.processor import CAP, amx
 
 NEEDED = (
@@ -52,22 +51,20 @@ def targets(
 
 
 def _all_targets(json: bool) -> int:
-    from scalepoint.quantize.coverage import describe
     from scalepoint.runtimes import find_runtime
-    from scalepoint.targets import find_target, list_targets
 
-    rows = []
+    found = list(declared.own_targets().values())
     broken = []
-    for name in list_targets():
+    for name in declared.other_names():
         try:
-            found = find_target(name)
-        except TargetError as error:  # of another package
+            found.append(_told(name))
+        except TargetError as error:
             broken.append({"name": name, "why": str(error.args[0])})
-            continue
-        here = "none known" if found.runtime is None else "ok" if find_runtime(found.runtime).is_here else "missing"
-        formats = sorted({str(row) for row in found.accepts}) or ["everything"]
-        default = f"w {describe(found.weight)}, x {describe(found.activation)}"
-        rows.append({"name": name, "summary": found.summary, "default": default, "accepts": formats, "runtime": here})
+    rows = []
+    for each in found:
+        runtime = each["runtime"]
+        here = "none known" if runtime is None else "ok" if find_runtime(runtime).is_here else "missing"
+        rows.append({**{key: each[key] for key in ("name", "summary", "default", "accepts")}, "runtime": here})
     if json:
         show_json("targets", {"exit_code": 0, "targets": rows, "broken": broken})
     else:
@@ -78,23 +75,31 @@ def _all_targets(json: bool) -> int:
     return Code.DONE
 
 
+def _told(name: str) -> dict[str, Any]:
+    """What a target declares; only that of another package is loaded for it."""
+    own = declared.own_targets()
+    if name in own:
+        return own[name]
+    known = [*own, *declared.other_names()]
+    if name not in known:
+        raise usage(f"no target {name!r}: {nearest(name, known)}")
+    from scalepoint.targets import find_target
+
+    return declared.told(find_target(name))
+
+
 def _one_target(name: str, json: bool) -> int:
     """All that a target declares, and the rules that `scalepoint check` applies for it."""
-    from scalepoint.checking import describe_rules
-    from scalepoint.targets import describe, find_target
-
-    check_target(name)
-    found = find_target(name)
-    sections = (*describe(found), *describe_rules(name))
+    found = _told(name)
     if json:
-        content = [asdict(section) for section in sections]
-        show_json("targets", {"exit_code": 0, "name": name, "summary": found.summary, "sections": content})
+        content = {key: found[key] for key in ("name", "summary", "sections")}
+        show_json("targets", {"exit_code": 0, **content})
         return Code.DONE
-    show(Text(f"{name}: {found.summary}"))
-    for section in sections:
-        parts = (Listing(section.columns, section.rows),) if section.rows else ()
-        notes = (Text(section.note),) if section.note else ()
-        show(Text(f"\n{section.title}", style="bold"), *parts, *notes)
+    show(Text(f"{name}: {found['summary']}"))
+    for section in found["sections"]:
+        parts = (Listing(section["columns"], section["rows"]),) if section["rows"] else ()
+        notes = (Text(section["note"]),) if section["note"] else ()
+        show(Text(f"\n{section['title']}", style="bold"), *parts, *notes)
     return Code.DONE
 
 

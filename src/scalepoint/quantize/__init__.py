@@ -1,8 +1,8 @@
 """The quantized model: where quantizers go, how they get their ranges, how it trains, how it is kept."""
 
+from scalepoint.covered import Coverage
 from scalepoint.quantize.calibrate import calibrate, freeze
 from scalepoint.quantize.config import CalibrationMethod, Override, QuantConfig, SmoothQuantConfig, TensorQuantConfig
-from scalepoint.quantize.coverage import Coverage
 from scalepoint.quantize.insert import insert_qdq
 from scalepoint.quantize.qat import (
     QATSchedule,

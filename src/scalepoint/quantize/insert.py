@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
+from scalepoint.covered import Coverage, Operation
 from scalepoint.errors import CoverageError
 from scalepoint.graph import check_graph
 from scalepoint.graph.lift import Tree
@@ -12,7 +13,7 @@ from scalepoint.graph.origin import origin_of
 from scalepoint.patterns import Fused, PatternMatch, Point
 from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import Coverage, Operation, coverage_rows
+from scalepoint.quantize.coverage import coverage_rows
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, follow_readers, left_of, sites_of
 from scalepoint.quantize.record import LayerSite, Record, keep_record

@@ -6,12 +6,12 @@ Site x config x target -> Decision: specs by point and for the weight, or the re
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from scalepoint.covered import State
 from scalepoint.errors import ConfigError, NonFiniteError, PatternError, nearest
 from scalepoint.graph import WEIGHTED, Operation
 from scalepoint.graph.lift import module_path, tensor_of
@@ -26,14 +26,6 @@ from scalepoint.spec import QuantizationSpec, default_activation_quantization_sp
 from scalepoint.targets import Facts, Target
 
 COUNTED = (*WEIGHTED, "matmul", "attention", "left")
-
-
-class State(StrEnum):
-    """What became of an operation."""
-
-    QUANTIZED = "quantized"
-    FLOAT = "float"
-    REFUSED = "refused"
 
 
 @dataclass

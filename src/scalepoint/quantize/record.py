@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import fx, nn
 
+from scalepoint.covered import Coverage, Operation, State
 from scalepoint.errors import UsageError
 from scalepoint.graph.origin import Origin
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import Coverage, Operation
-from scalepoint.quantize.placement import State
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.targets import Target
 

@@ -13,12 +13,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 
+from scalepoint.covered import Coverage
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, shown
 from scalepoint.plain import plain
-from scalepoint.quantize.coverage import Coverage
 from scalepoint.report import advice, terminal
-from scalepoint.verification import Verification
+from scalepoint.verification.result import Verification
 
 SCHEMA = 1
 LARGEST = 256_000_000

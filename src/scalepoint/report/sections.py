@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from scalepoint.quantize.coverage import Operation
+from scalepoint.covered import Operation
 from scalepoint.report import blocks, charts, terminal
 from scalepoint.report.markup import Html, join, name, tag
 from scalepoint.report.model import LayerError, Report

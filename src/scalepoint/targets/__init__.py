@@ -1,10 +1,15 @@
 """Deployment targets: each is one declaration; write your own as a plain value."""
 
-from scalepoint.targets.description import Section, describe
-from scalepoint.targets.onnxruntime import onnxruntime_target
-from scalepoint.targets.openvino import openvino_target
-from scalepoint.targets.registry import find_target, list_targets
-from scalepoint.targets.target import Accepted, Facts, Rule, Target
+from typing import TYPE_CHECKING
+
+from scalepoint.lazy import lazily
+
+if TYPE_CHECKING:
+    from scalepoint.targets.description import Section, describe
+    from scalepoint.targets.onnxruntime import onnxruntime_target
+    from scalepoint.targets.openvino import openvino_target
+    from scalepoint.targets.registry import find_target, list_targets
+    from scalepoint.targets.target import Accepted, Facts, Rule, Target
 
 __all__ = [
     "Accepted",
@@ -18,3 +23,17 @@ __all__ = [
     "onnxruntime_target",
     "openvino_target",
 ]
+
+_HOMES = {
+    "Accepted": "target",
+    "Facts": "target",
+    "Rule": "target",
+    "Section": "description",
+    "Target": "target",
+    "describe": "description",
+    "find_target": "registry",
+    "list_targets": "registry",
+    "onnxruntime_target": "onnxruntime",
+    "openvino_target": "openvino",
+}
+__getattr__ = lazily(__name__, _HOMES)

@@ -1,12 +1,17 @@
 """Verification in the real runtime: agreement with the simulation, what really runs in low precision, speed."""
 
+from typing import TYPE_CHECKING
+
+from scalepoint.lazy import lazily
 from scalepoint.runtimes import Status
-from scalepoint.verification.agreement import Agreement
-from scalepoint.verification.layers import LayerAgreement, LayerVerification, verify_layers
-from scalepoint.verification.result import Benchmark, Departure, Verification
-from scalepoint.verification.runner import RuntimeModel
-from scalepoint.verification.running import verify
-from scalepoint.verification.timing import benchmark
+
+if TYPE_CHECKING:
+    from scalepoint.verification.agreement import Agreement
+    from scalepoint.verification.layers import LayerAgreement, LayerVerification, verify_layers
+    from scalepoint.verification.result import Benchmark, Departure, Verification
+    from scalepoint.verification.runner import RuntimeModel
+    from scalepoint.verification.running import verify
+    from scalepoint.verification.timing import benchmark
 
 __all__ = [
     "Agreement",
@@ -21,3 +26,17 @@ __all__ = [
     "verify",
     "verify_layers",
 ]
+
+_HOMES = {
+    "Agreement": "agreement",
+    "Benchmark": "result",
+    "Departure": "result",
+    "LayerAgreement": "layers",
+    "LayerVerification": "layers",
+    "RuntimeModel": "runner",
+    "Verification": "result",
+    "benchmark": "timing",
+    "verify": "running",
+    "verify_layers": "layers",
+}
+__getattr__ = lazily(__name__, _HOMES)

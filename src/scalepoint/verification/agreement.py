@@ -8,11 +8,14 @@ What is not a number never agrees, in neither of the two; an infinity agrees wit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log10
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from scalepoint.words import decibel, share_of
+
+if TYPE_CHECKING:
+    from torch import Tensor  # who reads a result does not need it
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def worst(agreements: Sequence[Agreement]) -> float:
     return min((each.sqnr for each in agreements), default=-inf)
 
 
-def agreements(expected: Sequence[Tensor], found: Mapping[str, np.ndarray]) -> tuple[Agreement, ...]:
+def agreements(expected: "Sequence[Tensor]", found: Mapping[str, np.ndarray]) -> tuple[Agreement, ...]:
     """One for every output, in order; an output that the file has not does not agree."""
     names = [*found, *(f"output_{place}" for place in range(len(found), len(expected)))]
     pairs = zip(names, expected, strict=False)  # a file may show more than its outputs
