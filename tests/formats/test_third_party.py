@@ -1,0 +1,136 @@
+"""A format and a runtime of another package: installed beside ours, found by entry point, through the whole road."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).with_name("third_party")
+POINTS = """
+[scalepoint.formats]
+toy = toy_rooms:FORMAT
+toy-nothing = toy_rooms:NO_FORMAT
+
+[scalepoint.runtimes]
+toy-numpy = toy_rooms:RUNTIME
+toy-other = toy_rooms:RUNTIME
+
+[scalepoint.targets]
+toy = toy_rooms:TARGET
+"""
+ROAD = """
+import json, sys
+import torch, scalepoint
+from torch import nn
+from pathlib import Path
+from scalepoint.quantize import quantize
+
+torch.manual_seed(0)
+x = torch.randn(64, 32)
+model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8)).eval()
+folder = Path(sys.argv[1])
+
+quantized = quantize(model, x, forward_loop=[x], target="toy")
+scalepoint.export(quantized, folder / "m.toy", x, float_path=folder / "f.toy")
+found = scalepoint.verify(folder / "m.toy", quantized, x, float_path=folder / "f.toy")
+speed = scalepoint.benchmark(folder / "f.toy", folder / "m.toy", runtime="toy-numpy", repeats=5, seconds=1)
+
+judged = []
+def evaluate(run):
+    judged.append(type(run).__name__)
+    return -float((run(x) - model(x)).square().mean())
+
+done = scalepoint.deploy(model, x, [x], target="toy", output=folder / "out", evaluate=evaluate, progress=False)
+print(json.dumps({
+    "runtime": found.runtime, "status": found.status, "sqnr": found.sqnr, "low": found.low_precision,
+    "made_for": dict(found.made_for), "smaller": found.float_size / found.size, "speed": speed.runtime,
+    "shapes": {name: list(shape) for name, shape in speed.shapes.items()}, "judged": judged,
+    "files": sorted(path.name for path in (folder / "out").iterdir() if path.is_file()),
+    "holds": done.verification.holds, "score": done.score, "path": done.path.name,
+    "others": [name for name in ("onnxruntime", "openvino") if name in sys.modules],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Python beside a folder as pip leaves it."""
+    site = tmp_path_factory.mktemp("site")
+    for each in PACKAGE.glob("*.py"):
+        shutil.copy(each, site)
+    info = site / "toy_rooms-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-rooms\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(POINTS)
+
+    def run(*args):
+        path = os.pathsep.join([str(site), *sys.path])
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def found(python, tmp_path_factory):
+    done = python("-c", ROAD, str(tmp_path_factory.mktemp("road")))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_export_writes_the_format_and_verify_runs_it_in_the_runtime(found):
+    assert found["runtime"] == "toy-numpy"
+    assert found["status"] == "ok"
+    assert found["sqnr"] > 60
+    assert found["low"] == 2
+    assert found["made_for"] == {"target": "toy"}
+    assert found["smaller"] > 1.5
+
+
+def test_benchmark_makes_its_inputs_from_what_the_file_says(found):
+    assert found["speed"] == "toy-numpy"
+    assert found["shapes"] == {"x": [1, 32]}
+
+
+def test_deploy_writes_verifies_and_judges_it_there(found):
+    assert found["path"] == "model.toy"
+    assert {"model.toy", "float.toy", "report.html", "report.json"} <= set(found["files"])
+    assert not any(name.endswith(".onnx") for name in found["files"])
+    assert found["holds"]
+    assert found["judged"] == ["Sequential", "RuntimeModel"]
+    assert -0.01 < found["score"] < 0
+    assert found["others"] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (
+            "from scalepoint.formats import find_format; find_format('toy-nothing')",
+            "format 'toy-nothing' of the package 'toy-rooms' (toy_rooms:NO_FORMAT) is not a scalepoint.formats.",
+        ),
+        (
+            "from scalepoint.runtimes import find_runtime; find_runtime('toy-other')",
+            "runtime 'toy-other' of the package 'toy-rooms' (toy_rooms:RUNTIME) calls itself 'toy-numpy'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_it_is_told_when_it_is_found(python, script, why):
+    done = python("-c", script)
+    assert done.returncode == 1
+    assert why in done.stderr.strip().splitlines()[-1]
+
+
+def test_the_command_line_lists_them(python):
+    done = python("-m", "scalepoint.cli", "targets", "--json")
+    row = next(each for each in json.loads(done.stdout)["targets"] if each["name"] == "toy")
+    assert row["runtime"] == "ok"
