@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scalepoint.verification.simulation import as_array
 from scalepoint.words import decibel, share_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def agreements(expected: "Sequence[Tensor]", found: Mapping[str, np.ndarray]) ->
     """One for every output, in order; an output that the file has not does not agree."""
     names = [*found, *(f"output_{place}" for place in range(len(found), len(expected)))]
     pairs = zip(names, expected, strict=False)  # a file may show more than its outputs
-    return tuple(_agreement(name, value.detach().cpu().numpy(), found.get(name)) for name, value in pairs)
+    return tuple(_agreement(name, as_array(value), found.get(name)) for name, value in pairs)
 
 
 def _agreement(name: str, expected: np.ndarray, found: np.ndarray | None) -> Agreement:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, fx
+from torch import fx
 
 from scalepoint.errors import VerificationError
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Status, find_runtime
 from scalepoint.runtimes.process import ask, exchange, precision
-from scalepoint.verification.simulation import feeds_of, simulate
+from scalepoint.verification.simulation import as_array, feeds_of, simulate
 
 WEIGHTED = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 FOLDED = frozenset(("Relu", "Clip"))
@@ -101,7 +101,7 @@ def verify_layers(
     feeds = feeds_of(model, given)
     proto = onnx.load(path)
     free, _ = _run(str(path), feeds, threads, seconds, expose=True)
-    known = _matched(proto.graph, {name: [_array(each) for each in calls] for name, calls in codes.items()}, free)
+    known = _matched(proto.graph, {name: [as_array(each) for each in calls] for name, calls in codes.items()}, free)
     wanted = _float_outputs(proto.graph, floats)
     _force(proto, known, wanted)
     with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
@@ -134,7 +134,7 @@ def _weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
     kept: Calls = {}
 
     def recorder(calls: list[np.ndarray]) -> Any:
-        return lambda module, inputs, output: calls.append(_array(output))
+        return lambda module, inputs, output: calls.append(as_array(output))
 
     handles = []
     for name, module in model.named_modules():
@@ -147,10 +147,6 @@ def _weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
 
 
 def _matched(graph: Any, codes: Calls, free: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from scalepoint.graph.modes import evaluating
 from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.runtimes.serving import Served
 from scalepoint.verification.files import existing
+from scalepoint.verification.simulation import as_array
 
 
 class RuntimeModel:
@@ -38,7 +39,7 @@ class RuntimeModel:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         by_name = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         feeds = {
-            name: (by_name[name] if name in by_name else leaves[index]).detach().cpu().numpy()
+            name: as_array(by_name[name] if name in by_name else leaves[index])
             for index, name in enumerate(self.served.inputs)
         }
         outputs = [torch.from_numpy(np.array(value)) for value in self.served(feeds)]

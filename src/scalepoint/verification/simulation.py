@@ -36,6 +36,12 @@ def _recorder(kept: list[Tensor]) -> Any:
     return record
 
 
+def as_array(tensor: Tensor) -> np.ndarray:
+    """As a file takes and gives it: half, bfloat16 and double are float32 there."""
+    tensor = tensor.detach().cpu()
+    return (tensor.to(torch.float32) if tensor.is_floating_point() else tensor).numpy()
+
+
 def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
     """The tensors among the inputs by the names of the arguments; other values are constants of a file."""
     placeholders = (
@@ -48,4 +54,4 @@ def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]
     named = dict(zip(names, leaves, strict=False))
     for path, leaf in pytree.tree_flatten_with_path(inputs[1])[0]:
         named["_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)] = leaf
-    return {name: leaf.detach().cpu().numpy() for name, leaf in named.items() if isinstance(leaf, Tensor)}
+    return {name: as_array(leaf) for name, leaf in named.items() if isinstance(leaf, Tensor)}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -158,3 +159,33 @@ def test_an_operation_that_onnx_has_not_is_named_with_its_line_and_place(tmp_pat
     assert "torch cannot write aten.special_bessel_j0 as ONNX" in told
     assert re.search(rf"{Path(__file__).name}:\d+: return torch.special.bessel_j0\(x\) \(in 1\b", told), told
     assert not re.search(r"\x1b|step \d/\d|Next steps", told)
+
+
+class Half(nn.Module):
+    """Convolutions with batch norm, a pooled vector, attention, and a type that forward names itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.project = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x)).relu().flatten(2).transpose(1, 2)
+        query, key, value = self.project(y).unsqueeze(1).chunk(3, -1)
+        y = nn.functional.scaled_dot_product_attention(query, key, value)
+        return y.float().softmax(-1).to(x.dtype).mean(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_models_of_other_float_types_are_written_in_float32(tmp_path, dtype):
+    torch.manual_seed(0)
+    model, x = Half().to(dtype), torch.randn(4, 3, 8, 8, dtype=dtype)
+    made = quantized(model, x)
+    state = {name: value.clone() for name, value in made.state_dict().items()}
+    path = export(made, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
+    found = verify(path, made, x, layers=False)
+    assert found.holds, found
+    assert found.low_precision == 2
+    assert {each.type.tensor_type.elem_type for each in onnx.load(path).graph.input} == {onnx.TensorProto.FLOAT}
+    assert verify(tmp_path / "float.onnx", model, x, layers=False).sqnr > 30
+    assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
+    assert made(x).dtype == dtype

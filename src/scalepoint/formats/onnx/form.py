@@ -9,6 +9,7 @@ from torch import fx, nn
 from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.attention import scale_before_quantizing
 from scalepoint.formats.onnx.blocks import StoredDynamicBlocks, stored_weight
+from scalepoint.formats.onnx.single import needs_single, use_single
 from scalepoint.formats.onnx.stored import FloatWeight, StoredStub
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
@@ -33,7 +34,7 @@ def stored_form(
             is_dynamic = module.calculator.always_called and not module.is_learned
             made = StoredDynamicBlocks(module, domains) if is_dynamic else StoredStub(module, factors.get(name, 1.0))
             setattr(stored.get_submodule(parent), leaf, made)
-    return stored
+    return use_single(stored) if needs_single(model) else stored
 
 
 def float_form(model: fx.GraphModule) -> fx.GraphModule:
@@ -42,7 +43,7 @@ def float_form(model: fx.GraphModule) -> fx.GraphModule:
     for module in plain.modules():
         if isinstance(module, QuantStub):
             module.enabled = False
-    return plain
+    return use_single(plain) if needs_single(model) else plain
 
 
 def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
@@ -73,9 +74,11 @@ def _replaced(twin: fx.GraphModule, kind: Callable[[QuantizedWeighted], nn.Modul
 
 
 def _twin(model: fx.GraphModule) -> fx.GraphModule:
-    """A copy on the CPU; parameters that are there already are shared, since an export only reads them."""
+    """A copy on the CPU; float32 parameters that are there already are shared, since an export only reads them."""
     if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
         return copy.deepcopy(model).cpu()
+    if needs_single(model):
+        return copy.deepcopy(model)
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 

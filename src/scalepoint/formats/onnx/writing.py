@@ -18,6 +18,7 @@ from scalepoint.formats.onnx.form import float_form, stored_form
 from scalepoint.formats.onnx.refusal import refusal
 from scalepoint.formats.onnx.rewrites import rewritten, with_tensor_outputs
 from scalepoint.formats.onnx.saving import save_graph
+from scalepoint.formats.onnx.single import single_inputs
 from scalepoint.formats.onnx.stored import Stored
 from scalepoint.graph.export import export as export_program
 from scalepoint.graph.export import quiet
@@ -33,7 +34,7 @@ def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     target, kind = writing.target, writing.float_dtype
     stored = stored_form(model, kind, () if target is None else target.domains)
     opset = max([OPSETS[kind], *(module.opset for module in stored.modules() if isinstance(module, Stored))])
-    form = _Form(writing.inputs, opset, dtype_name(kind), writing.dynamic)
+    form = _Form(single_inputs(writing.inputs), opset, dtype_name(kind), writing.dynamic)
     _write(stored, path, form, {} if target is None else target.labels)
     if writing.float_path is not None:
         _write(float_form(model), writing.float_path, form, {})
