@@ -76,12 +76,7 @@ def deploy(
             max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
         )  # fmt: skip
         float_score = judged(run, model)
-        trials = [_attempt(run, 0, Step(wanted))]
-        while not smoke and len(trials) < max_trials and (drop := too_much(float_score, trials, max_drop)) is not None:
-            step = _next_step(run, trials, drop, max_drop or 0.0)
-            if step is None:
-                break
-            trials = slimmed([*trials, _attempt(run, len(trials), step)])
+        trials = _search(run, wanted, float_score, max_drop, 1 if smoke else max_trials)
         chosen = best_of(trials)
         best = run.place(chosen, folder)
         trials = [best if trial is chosen else closed(trial) for trial in trials]
@@ -94,6 +89,17 @@ def deploy(
         best.model, best.path, best.float_file, coverage(best.model), best.verification, report, float_score,
         best.score, tuple(trials),
     )  # fmt: skip
+
+
+def _search(run: Run, config: QuantConfig, float_score: float | None, max_drop: float | None, most: int) -> list[Trial]:
+    """File after file, until one falls no further than it may; without `max_drop` that is the first."""
+    trials = [_attempt(run, 0, Step(config))]
+    while len(trials) < most and (drop := too_much(float_score, trials, max_drop)) is not None:
+        step = _next_step(run, trials, drop, max_drop or 0.0)
+        if step is None:
+            break
+        trials = slimmed([*trials, _attempt(run, len(trials), step)])
+    return trials
 
 
 def _attempt(run: Run, number: int, step: Step) -> Trial:
