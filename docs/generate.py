@@ -381,7 +381,7 @@ def api_index() -> str:
 
 
 def api_page(module: str) -> str:
-    """What its package only passes on is looked up through it; a function named as its own file, in that file."""
+    """What its package only passes on is looked up through it; a function named as a file there, where it stands."""
     names = public_names(module)
     members = "".join(
         f"        - {name}\n" for name in names if not _is_file(module, name)
@@ -402,11 +402,9 @@ def _is_file(module: str, name: str) -> bool:
 
 
 def anchor(module: str, name: str) -> str:
-    return (
-        f"scalepoint.{module}.{name}.{name}"
-        if _is_file(module, name)
-        else f"scalepoint.{module}.{name}"
-    )
+    if not _is_file(module, name):
+        return f"scalepoint.{module}.{name}"
+    return f"{getattr(import_module(f'scalepoint.{module}'), name).__module__}.{name}"
 
 
 def public_names(module: str) -> list[str]:
