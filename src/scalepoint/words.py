@@ -80,8 +80,8 @@ SCALE = f"{GOOD_DB} dB and more is very good, {FAIR_DB} good, {POOR_DB} fair, le
 
 
 def quality(sqnr: float | None) -> str:
-    """A word for a signal-to-noise ratio."""
-    if sqnr is None:
+    """A word for a signal-to-noise ratio; "exact" needs none."""
+    if sqnr is None or sqnr == math.inf:
         return ""
     if math.isnan(sqnr):
         return "broken"

@@ -60,13 +60,19 @@ def test_verify_runs_the_file_again(call, made) -> None:
     assert (code, "agreement" in out) == (0, True)
 
 
-def test_compare_ranks_the_layers(call, made) -> None:
+def test_compare_ranks_the_layers_by_the_column_it_says(call, made, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     code, out, _ = call("compare", made, "nets:net", "--data", "nets:batches", "--max-batches", "2", "--json")
     found = json.loads(out)
     assert (code, found["batches"]) == (0, 2)
-    assert {"conv", "head"} <= {row["name"] for row in found["layers"]}
-    code, out, _ = call("compare", made, "nets:net")
-    assert (code, "conv" in out, "SQNR" in out) == (0, True, True)
+    own = [row["local_sqnr_db"] for row in found["layers"]]
+    assert own == sorted(own)
+    assert {row["name"] for row in found["layers"]} >= {"conv", "head"}
+    code, out, _ = call("compare", made, "nets:net", "--data", "nets:same")
+    assert (code, "own dB" in out, "worst own error first" in out) == (0, True, True)
+    again = json.loads(call("compare", made, "nets:net", "--data", "nets:same", "--json")[1])
+    printed = [line.split()[0] for line in out.splitlines()[1 : 1 + len(own)]]
+    assert printed == [row["name"] for row in again["layers"]]
 
 
 @pytest.mark.parametrize("command", ["verify", "compare"])

@@ -9,6 +9,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint import DeployConfig
+from scalepoint.deployment import story
 from scalepoint.errors import ConfigError, DocumentError, NonFiniteError, ScalepointWarning, TargetError, UsageError
 from scalepoint.formats.onnx import saving
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
@@ -81,6 +82,26 @@ def test_batches_with_nan_can_be_left_out(model, data, tmp_path):
     assert done.verification.holds
 
 
+def test_a_smoke_run_leaves_away_what_only_measures(model, data, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("scalepoint.deployment.reporting.compare", lambda *_, **__: calls.append("compare"))
+    monkeypatch.setattr("scalepoint.deployment.reporting.histograms", lambda *_, **__: calls.append("histograms"))
+    written = []
+    real = story.export
+
+    def export(*given, **options):
+        written.append(options["float_path"])
+        return real(*given, **options)
+
+    monkeypatch.setattr(story, "export", export)
+    done = scalepoint.deploy(model, data[0], [*data, *data], output=tmp_path, smoke=True, progress=False)
+    assert (calls, written) == ([], [None])
+    assert not (tmp_path / "float.onnx").exists()
+    assert done.verification.holds
+    assert (done.verification.latency, done.verification.float_size) == (None, None)
+    assert "a full run: the same without smoke" in str(done)
+
+
 def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
     def evaluate(run):
         return 0.5 if run is model else math.nan
@@ -98,7 +119,7 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
     for seed in (0, 1):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
-        done = scalepoint.deploy(net, x, [x], output=tmp_path, smoke=True, force=True)
+        done = scalepoint.deploy(net, x, [x], output=tmp_path, force=True)
         names = {path.name for path in tmp_path.iterdir()}
         data = {name for name in names if name.endswith(".data")}
         assert names - data == {"model.onnx", "float.onnx", "quantized", "report.html", "report.json"}

@@ -307,7 +307,7 @@ def test_smoke_goes_through_all_stages(run, counter, data):
     assert len(seen) <= 3
     assert len(done.trials) == 1
     assert done.verification.latency is None
-    assert done.verification.float_size > 0
+    assert done.verification.float_size is None
     assert done.verification.size > 0
     assert any("smoke" in each for each in done.report.warnings)
     assert set(counter.counts) == set(STAGES)

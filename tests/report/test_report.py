@@ -329,7 +329,8 @@ def test_only_what_the_config_asked_for_is_called_asked():
 
 
 @pytest.mark.parametrize(
-    ("sqnr", "word"), [(60, "very good"), (28.9, "good"), (20, "fair"), (3, "poor"), (math.nan, "broken"), (None, "")]
+    ("sqnr", "word"),
+    [(60, "very good"), (28.9, "good"), (20, "fair"), (3, "poor"), (math.nan, "broken"), (math.inf, ""), (None, "")],
 )
 def test_a_level_comes_with_a_word(sqnr, word):
     assert quality(sqnr) == word

@@ -67,7 +67,7 @@ Root = Annotated[
 Trust = Annotated[bool, typer.Option("--trust", help="Run the code of a file that is named as path/to/file.py:name.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.")]
 Smoke = Annotated[
-    bool, typer.Option("--smoke", help="All stages, fast: two batches, one trial, no latency. Does the road hold?")
+    bool, typer.Option("--smoke", help="All stages, fast: two batches, one trial, no float file. Does the road hold?")
 ]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on where a run into this folder ended; what changed since is done again.")

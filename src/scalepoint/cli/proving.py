@@ -1,6 +1,7 @@
 """verify and compare: what deploy wrote against the model it was made from."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from scalepoint.cli.inspecting import example_of
 from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, one_line, say, show, show_json
 from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
-from scalepoint.words import decibel, share_of
+from scalepoint.words import decibel, quality, share_of
 
 WORST = 20
 
@@ -74,9 +75,11 @@ def compare(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Where the quantized model departs from the float one, layer by layer, worst first."""
+    """Where the quantized model departs from the float one, layer by layer: those with the largest error of their own
+    first."""
     float_model, quantized, inputs, batches = restored(folder, context.params, max_batches)
     found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
+    found = replace(found, rows=tuple(found.worst(len(found.rows))))
     if json:
         outputs = [vars(each) for each in found.outputs]
         show_json("compare", {"exit_code": 0, "layers": found.to_list(), "outputs": outputs, "batches": found.batches})
@@ -85,18 +88,21 @@ def compare(
         (
             row.name,
             row.precision,
+            decibel(own := row.sqnr_db if row.local_sqnr_db is None else row.local_sqnr_db),
+            quality(own),
             decibel(row.sqnr_db),
             decibel(row.weight_sqnr_db),
             share_of(row.saturation),
             share_of(row.used_range),
         )
-        for row in found.worst(WORST)
+        for row in found.rows[:WORST]
     ]
-    columns = ("layer", "runs in", "SQNR dB", "weight dB", "clipped", "range used")
+    columns = ("layer", "runs in", "own dB", "which is", "in the net dB", "weight dB", "clipped", "range used")
     outputs_text = ", ".join(f"{each.name} {decibel(each.sqnr_db)} dB" for each in found.outputs)
     show(
-        Listing(columns, rows, numbers=(2, 3, 4, 5)),
-        Text(one_line(f"{len(found.rows)} layers, {found.batches} batches; outputs: {outputs_text}")),
+        Listing(columns, rows, numbers=(2, 4, 5, 6, 7)),
+        Text(one_line(f"{len(found.rows)} layers, worst own error first, {found.batches} batches")),
+        Text(one_line(f"outputs: {outputs_text}")),
     )
     return Code.DONE
 

@@ -24,20 +24,17 @@ from scalepoint.version import __version__
 
 WORST = 4
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
-SMOKE = f"{advice.SMOKE}: at most {SMOKE_BATCHES} batches, one trial, no latency; a full run gives other numbers"
+SMOKE = (
+    f"{advice.SMOKE}: at most {SMOKE_BATCHES} batches, one trial, no float file, no latency, no errors by layer; a "
+    "full run gives other numbers"
+)
 
 
 def make_report(
     run: Run, best: Trial, trials: Sequence[Trial], float_score: float | None, max_drop: float | None
 ) -> Report:
     """Everything that was found, and how each layer fares on the example inputs."""
-    data = run.example()
-    compared = compare(None, best.model, data, local=False, progress=False)
-    layers = tuple(
-        LayerError(row.name, row.sqnr_db, row.cosine, row.saturation, row.used_range, row.weight_sqnr_db)
-        for row in compared.rows
-    )
-    worst = [row.name for row in compared.worst(WORST)]
+    layers, ranges = ((), ()) if run.smoke else _by_layer(run, best)
     return Report(
         title=type(run.model).__name__,
         target=run.target.name,
@@ -47,13 +44,7 @@ def make_report(
         config=best.config.to_dict(),
         accuracy=_metric(best, float_score),
         layers=layers,
-        histograms=tuple(
-            Histogram(
-                each.name, "weight" if each.role == "weight" else "activation", each.edges, each.counts, low, high
-            )
-            for each in histograms(best.model, data, worst, progress=False)
-            if (low := each.low) is not None and (high := each.high) is not None
-        ),
+        histograms=ranges,
         verification=best.verification,
         findings=_findings(run, best),
         timings=dict(run.timings),
@@ -63,6 +54,23 @@ def make_report(
         max_drop=max_drop,
         reproduction=reproduction(run, best),
     )
+
+
+def _by_layer(run: Run, best: Trial) -> tuple[tuple[LayerError, ...], tuple[Histogram, ...]]:
+    """The error of every layer on the example inputs, and the values of the worst."""
+    data = run.example()
+    compared = compare(None, best.model, data, local=False, progress=False)
+    layers = tuple(
+        LayerError(row.name, row.sqnr_db, row.cosine, row.saturation, row.used_range, row.weight_sqnr_db)
+        for row in compared.rows
+    )
+    worst = [row.name for row in compared.worst(WORST)]
+    ranges = tuple(
+        Histogram(each.name, "weight" if each.role == "weight" else "activation", each.edges, each.counts, low, high)
+        for each in histograms(best.model, data, worst, progress=False)
+        if (low := each.low) is not None and (high := each.high) is not None
+    )
+    return layers, ranges
 
 
 def _findings(run: Run, best: Trial) -> tuple[str, ...] | None:

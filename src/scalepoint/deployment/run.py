@@ -115,7 +115,7 @@ class Run:
         runtime = str(self.target.runtime)
         return {
             "the file": digest(path),
-            "the float file": digest(float_path),
+            "the float file": "none" if self.smoke else digest(float_path),
             "the example inputs": mark_of_values(self.inputs),
             "threads": str(self.threads),
             "smoke": str(self.smoke),
@@ -138,7 +138,7 @@ class Run:
 
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""
-        sources = (*self.format.files(best.float_file), *self.format.files(best.path))
+        sources = (*(() if self.smoke else self.format.files(best.float_file)), *self.format.files(best.path))
         path, float_path = self.file(output, FILE), self.file(output, FLOAT_FILE)
         old = {each.name for each in (*self.format.files(path), *self.format.files(float_path))}
         for source in sources:

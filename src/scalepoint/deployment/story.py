@@ -62,8 +62,9 @@ def deploy(
     is reached; the best file found is kept. A file that departs from the simulation is an error unless
     allow_departure=True. on_nan="skip" leaves calibration batches with NaN or infinity out. `float_dtype` ("float16",
     "bfloat16") types what is not quantized, where the target runs it. smoke=True goes through all stages fast: two
-    batches, one trial, no latency. What a run that did not end has done stays in `output`; resume=True goes on from
-    there, and does again what has changed since. A folder that holds something is refused unless force=True.
+    batches, one trial, no float file, no latency, no errors by layer. What a run that did not end has done stays in
+    `output`; resume=True goes on from there, and does again what has changed since. A folder that holds something is
+    refused unless force=True.
     """
     _check(calibration_data, evaluate, max_drop)
     found, folder, wanted = find_target(target), Path(output or "out"), QuantConfig.build(config)
@@ -145,8 +146,9 @@ def _exported(run: Run, folder: Path, model: fx.GraphModule) -> tuple[Path, Path
         run.journal.stage("the float model exported", base) as float_stage,
         run.stage(f"{folder.name} exported", "exporting", own) as stage,
     ):
-        if stage.is_due or float_stage.is_due:
-            also = float_path if float_stage.is_due else None
+        needs_float = float_stage.is_due and not run.smoke
+        if stage.is_due or needs_float:
+            also = float_path if needs_float else None
             export(model, path, args, kwargs=kwargs, float_path=also, float_dtype=run.float_dtype)
             stage.keep(files=run.format.files(path))
             if also:
@@ -165,9 +167,9 @@ def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> 
             timed = None if run.smoke else float_path
             found = verify(
                 path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed, float_model=run.model,
-                threads=run.threads,
+                threads=run.threads, layers=not run.smoke,
             )  # fmt: skip
-            found = replace(found, float_size=run.format.about(float_path).size)
+            found = found if run.smoke else replace(found, float_size=run.format.about(float_path).size)
             if found.status == Status.OK:  # what went wrong is tried again
                 stage.keep(vars(found))
     return found
