@@ -23,8 +23,8 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One row: an operation of the model, and how it runs."""
+class CoverageRow:
+    """An operation of the model, and how it runs."""
 
     name: str
     kind: str
@@ -35,6 +35,7 @@ class Operation:
     macs: int | None
     is_asked: bool = False  # float because the config says so
     is_meant: bool = False  # float because the target runs its kind so
+    shared: int = 0  # of its parameters, those that an earlier operation in the same precision has too
 
     @property
     def precision(self) -> str:
@@ -45,7 +46,7 @@ class Operation:
 class Coverage:
     """All operations with weights or a matrix product, each in exactly one state."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[CoverageRow, ...]
 
     def share_of_macs(self) -> dict[str, float] | None:
         """Precision -> share of the multiply-accumulates; None when capture had no example inputs."""
@@ -55,7 +56,7 @@ class Coverage:
 
     def share_of_parameters(self) -> dict[str, float]:
         """Precision -> share of the weights."""
-        return self._shares([(row.precision, row.parameters) for row in self.operations])
+        return self._shares([(row.precision, row.parameters - row.shared) for row in self.operations])
 
     @staticmethod
     def _shares(rows: list[tuple[str, int]]) -> dict[str, float]:
@@ -66,12 +67,12 @@ class Coverage:
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     @property
-    def unasked(self) -> tuple[Operation, ...]:
+    def unasked(self) -> tuple[CoverageRow, ...]:
         """What stays float though nobody wished it."""
         left = (row for row in self.operations if row.state != State.QUANTIZED)
         return tuple(row for row in left if not (row.is_asked or row.is_meant))
 
-    def in_state(self, state: State | str) -> tuple[Operation, ...]:
+    def in_state(self, state: State | str) -> tuple[CoverageRow, ...]:
         return tuple(row for row in self.operations if row.state == state)
 
     @property

@@ -3,7 +3,7 @@
 import math
 import random
 
-from scalepoint.covered import Coverage, Operation, State
+from scalepoint.covered import Coverage, CoverageRow, State
 from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Raised, Report, Reproduction
 from scalepoint.verification import Agreement, Benchmark, Departure, Status, Verification
 
@@ -28,9 +28,11 @@ EVIL = (
 
 def operation(
     name: str, kind: str = "conv2d", macs: int | None = 1_000_000, parameters: int = 9216, **other
-) -> Operation:
+) -> CoverageRow:
     values = {"state": State.QUANTIZED, "how": LOW, "reason": "", "is_asked": False} | other
-    return Operation(name, kind, values["state"], values["how"], values["reason"], parameters, macs, values["is_asked"])
+    return CoverageRow(
+        name, kind, values["state"], values["how"], values["reason"], parameters, macs, values["is_asked"]
+    )
 
 
 def left_float(name: str, reason: str, kind: str = "layer_norm", macs: int | None = 20_000, is_asked: bool = False):
@@ -65,7 +67,7 @@ def bell(layer: str, kind: str, scale: float, low: float, high: float, outliers:
     return Histogram(layer, kind, edges, tuple(counts), low, high)
 
 
-def resnet() -> tuple[list[Operation], list[GraphNode]]:
+def resnet() -> tuple[list[CoverageRow], list[GraphNode]]:
     rows, nodes = [operation("conv1", macs=118_013_952, parameters=9408)], [GraphNode("conv1", "conv2d", ("x",), LOW)]
     nodes.append(GraphNode("maxpool", "max_pool2d", ("conv1",), "int8"))
     before = "maxpool"

@@ -34,8 +34,7 @@ def inspect(
         return coverage(model)
     inputs = () if example_inputs is None and kwargs else example_inputs
     result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, copy=False)
-    _, rows = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
-    found = Coverage(tuple(rows.values()))
+    _, _, found = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
     if found.is_empty:
         warnings.warn(ScalepointWarning(found.why_empty()), stacklevel=2)
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.covered import Coverage, Operation
+from scalepoint.covered import Coverage, CoverageRow
 from scalepoint.errors import UsageError, nearest
 from scalepoint.patterns import Fused, kind_of
 from scalepoint.quantize.record import coverage, record_of
@@ -40,7 +40,7 @@ def layers_of(model: fx.GraphModule) -> list[Layer]:
     ]
 
 
-def _counted(node: fx.Node, row: Operation) -> Layer:
+def _counted(node: fx.Node, row: CoverageRow) -> Layer:
     return Layer(row.name, row.kind, row.precision, row.macs, row.parameters, node)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 from torch import fx
 
-from scalepoint.graph.lift import tensor_of
+from scalepoint.graph.nodes import tensor_of
 from scalepoint.patterns import kind_of
 from scalepoint.patterns.base import SHAPES
 from scalepoint.patterns.fused import Fused

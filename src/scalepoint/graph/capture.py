@@ -25,9 +25,11 @@ from scalepoint.errors import CaptureError, ScalepointWarning, shown
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
-from scalepoint.graph.left import replaced, restore
-from scalepoint.graph.lift import lift, tensor_of
+from scalepoint.graph.left import Seen, replaced, restore
+from scalepoint.graph.lift import lift
+from scalepoint.graph.nodes import tensor_of
 from scalepoint.graph.origin import note_origin, origin_of
+from scalepoint.graph.sizes import note_sizes
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
 from scalepoint.graph.writes import follow_writes
@@ -73,10 +75,12 @@ def capture(
             given = _distinct(as_inputs(args, kwargs))
             inputs = widened(*given) if dynamic else given
             with ExitStack() as stack:
-                keys = stack.enter_context(replaced(working, leave, *inputs)) if leave else {}
+                left = stack.enter_context(replaced(working, leave, *inputs)) if leave else ()
                 program = export(working, *given, dynamic)
-            graph_module = _finish(program, working, keys)
-            note_origin(graph_module, is_widened=_is_widened(graph_module, given), leave=tuple(leave))
+            graph_module = _finish(program, working, left)
+            is_wide = _is_widened(graph_module, given)
+            note_origin(graph_module, is_widened=is_wide, leave=tuple(leave))
+            note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
             if dynamic:
                 _tell_of_fixed_batch(graph_module)
     for name, module in graph_module.named_modules():
@@ -98,7 +102,7 @@ def _with_state(program: ExportedProgram) -> nn.Module:
     return owner
 
 
-def _finish(program: ExportedProgram, owner: nn.Module, left: dict[int, str] | None = None) -> fx.GraphModule:
+def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[Seen] = ()) -> fx.GraphModule:
     """The exported graph over the modules of `owner`, lifted and checked."""
     with quiet():
         unlifted = program.module(check_guards=False)
@@ -109,7 +113,7 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: dict[int, str] | N
     graph_module = _Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     _adopt(graph_module, owner)
-    restore(graph_module, left or {})
+    restore(graph_module, left)
     note_origin(graph_module, fixed_batch=fixed_batch(program))
     unflatten(lift(graph_module, owner))
     return _checked(graph_module)

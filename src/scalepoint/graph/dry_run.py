@@ -11,12 +11,13 @@ from torch.utils import _pytree as pytree
 def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the model gives for these inputs."""
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
-    with _spared(model):
+    with spared(model):
         return model(*args, **kwargs)
 
 
 @contextmanager
-def _spared(model: nn.Module) -> Iterator[None]:
+def spared(model: nn.Module) -> Iterator[None]:
+    """What a run writes into buffers is gone afterwards."""
     buffers = [(module, module._buffers) for module in model.modules()]
     for module, own in buffers:
         vars(module)["_buffers"] = {name: None if value is None else value.clone() for name, value in own.items()}

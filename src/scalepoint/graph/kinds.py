@@ -125,7 +125,10 @@ POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "mean
 ARITHMETIC = ("add", "sub", "mul", "div", "matmul", "cat", "softmax", "attention")
 
 ACTIVATIONS = frozenset((*RECTIFIERS, *SMOOTH))
-PRODUCTS = ("conv", "conv_transpose", "linear", "grouped_linear", "embedding")
+PRODUCTS = ("conv", "conv_transpose", "linear", "grouped_linear", "embedding", "embedding_bag")
+# Matrix products between any two tensors, also those that only have a name of their own.
+SUMMED = ("addmm", "baddbmm", "addbmm", "addmv")
+FREE_PRODUCTS = ("matmul", *SUMMED, "mv", "dot", "inner", "tensordot", "einsum", "bilinear")
 WEIGHTED = frozenset((*PRODUCTS, "prelu", *NORMS, *RECURRENT))
 # What the lift makes a module of; shape operations stay functions.
 LIFTED = frozenset((*WEIGHTED, *ACTIVATIONS, *POOLS, *ARITHMETIC, "dropout", "flatten"))

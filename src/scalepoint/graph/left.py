@@ -6,28 +6,33 @@ afterwards the graph calls the module itself. The first axis as long as the batc
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from scalepoint.errors import CaptureError, UsageError, nearest
 from scalepoint.graph.dry_run import dry_run
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """A left module, and the outputs it gave: shapes with the batch marked, dtypes, whether it was a single tensor."""
 
+    key: int
+    name: str
     module: nn.Module
     shapes: tuple[tuple[int | None, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     is_single: bool
+    macs: int = 0  # of one call
 
 
-_SEEN: dict[int, _Seen] = {}
+_SEEN: WeakValueDictionary[int, Seen] = WeakValueDictionary()  # by key, as long as a capture holds them
 _KEYS = count()
 
 
@@ -49,59 +54,61 @@ def _(inputs: list[Tensor], key: int) -> list[Tensor]:
 class _Left(nn.Module):
     """Stands in for a left module while the model is exported."""
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()
-        self.key = key
+        self.seen = seen
 
     def forward(self, *inputs: Tensor) -> Any:
-        outputs = torch.ops.scalepoint.left(list(inputs), self.key)
-        return outputs[0] if _SEEN[self.key].is_single else tuple(outputs)
+        outputs = torch.ops.scalepoint.left(list(inputs), self.seen.key)
+        return outputs[0] if self.seen.is_single else tuple(outputs)
 
 
 @contextmanager
 def replaced(
     model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[dict[int, str]]:
-    """The model with opaque stand-ins for these submodules; gives the path of each key."""
+) -> Iterator[tuple[Seen, ...]]:
+    """The model with opaque stand-ins for these submodules; gives what was seen of each."""
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
             raise UsageError(f"leave={list(names)}: no submodule {name!r}: {nearest(name, filter(None, modules))}")
-    keys = _record(model, {name: modules[name] for name in names}, args, kwargs)
+    left = _record(model, {name: modules[name] for name in names}, args, kwargs)
+    _SEEN.update({seen.key: seen for seen in left})
     try:
-        for key, name in keys.items():
-            _set(model, name, _Left(key))
-        yield keys
+        for seen in left:
+            _set(model, seen.name, _Left(seen))
+        yield left
     finally:
-        for key, name in keys.items():
-            _set(model, name, _SEEN[key].module)
+        for seen in left:
+            _set(model, seen.name, seen.module)
 
 
-def restore(graph_module: fx.GraphModule, keys: dict[int, str]) -> None:
+def restore(graph_module: fx.GraphModule, left: Sequence[Seen]) -> None:
     """Call the left modules themselves instead of the operator."""
+    by_key = {seen.key: seen for seen in left}
     for node in list(graph_module.graph.nodes):
         if node.op != "call_function" or node.target is not torch.ops.scalepoint.left.default:
             continue
         inputs, key = node.args
+        seen = by_key[key]
         with graph_module.graph.inserting_before(node):
-            call = graph_module.graph.call_module(keys[key], tuple(inputs))
-        call.meta = {**node.meta, "kind": "left", "path": keys[key]}
-        if _SEEN[key].is_single:
+            call = graph_module.graph.call_module(seen.name, tuple(inputs))
+        call.meta = {**node.meta, "kind": "left", "path": seen.name, "macs": seen.macs}
+        if seen.is_single:
             for user in list(node.users):
                 user.replace_all_uses_with(call)
                 graph_module.graph.erase_node(user)
         else:
             node.replace_all_uses_with(call)
         graph_module.graph.erase_node(node)
-    for key in keys:
-        _SEEN.pop(key, None)
 
 
 def _record(
     model: nn.Module, left: dict[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[int, str]:
-    """Run the model once and keep what each left module gave."""
-    keys: dict[int, str] = {}
+) -> tuple[Seen, ...]:
+    """Run the model once and keep what each left module gave, and the products that it took."""
+    found: dict[str, Seen] = {}
+    calls = dict.fromkeys(left, 0)
     hooks = []
 
     def watch(name: str, module: nn.Module) -> None:
@@ -110,23 +117,26 @@ def _record(
             if not (inputs and all(isinstance(value, Tensor) for value in (*inputs, *given))):
                 raise CaptureError(f"leave={name!r}: a left module takes tensors by place and gives tensors")
             shapes = tuple(_following(tuple(output.shape), inputs[0].shape[0]) for output in given)
-            key = next(_KEYS)
-            _SEEN[key] = _Seen(module, shapes, tuple(output.dtype for output in given), isinstance(outputs, Tensor))
-            keys[key] = name
+            dtypes = tuple(output.dtype for output in given)
+            found[name] = Seen(next(_KEYS), name, module, shapes, dtypes, isinstance(outputs, Tensor))
+            calls[name] += 1
 
         hooks.append(module.register_forward_hook(hook))
 
     for name, module in left.items():
         watch(name, module)
+    counter = FlopCounterMode(display=False)
     try:
-        dry_run(model, args, kwargs)
+        with counter:
+            dry_run(model, args, kwargs)
     finally:
         for handle in hooks:
             handle.remove()
-    missing = set(left) - set(keys.values())
+    missing = set(left) - set(found)
     if missing:
         raise CaptureError(f"leave={sorted(missing)}: never called by the model on these inputs")
-    return {key: name for name, key in {name: key for key, name in keys.items()}.items()}
+    flops = {path.partition(".")[2]: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
+    return tuple(replace(seen, macs=flops.get(name, 0) // 2 // calls[name]) for name, seen in found.items())
 
 
 def _following(shape: tuple[int, ...], batch: int) -> tuple[int | None, ...]:

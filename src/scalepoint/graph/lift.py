@@ -6,24 +6,28 @@ For each operation, in this order:
   3. anything else (shapes, indexing): stays a function.
 """
 
-import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, base_name, kind_of_function
-from scalepoint.graph.modules import Operation, Reference, Slot
+from scalepoint.graph.computed import hold_computed
+from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, WEIGHTED, kind_of_function
+from scalepoint.graph.modules import Operation, Reference
+from scalepoint.graph.nodes import arguments_of, bind, is_matrix, module_path, nodes_in, tensor_of
+from scalepoint.graph.products import affine, spell_alike
+from scalepoint.graph.tree import Tree
 
+_DATA = ("input", "self", "mat1", "query", "key", "value", "indices")  # what a product takes beside its weight
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
     """Rewrite the aten graph in place; its attributes are already those of the model, which is `owner`."""
     graph = graph_module.graph
-    _untranspose(graph)
+    spell_alike(graph)
     tree = Tree(graph_module)
+    hold_computed(tree)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _lift_node(tree, node, owner)
@@ -34,42 +38,27 @@ def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
     return graph_module
 
 
-class Tree:
-    """The modules of the graph by path and paths by module, and names for new ones."""
-
-    def __init__(self, root: fx.GraphModule) -> None:
-        self.root = root
-        self.modules = dict(root.named_modules())
-        self.paths = {id(module): path for path, module in self.modules.items()}
-
-    def add(self, name: str, module: nn.Module) -> str:
-        free, number = name, 0
-        while free in self.modules or hasattr(self.modules.get(free.rpartition(".")[0]), free.rpartition(".")[2]):
-            number += 1
-            free = f"{name}_{number}"
-        self.root.add_submodule(free, module)
-        self.modules[free] = module
-        return free
-
-
 def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
+    function: Any = node.target
     arguments = arguments_of(node)
     settings = {name: value for name, value in arguments.items() if not list(nodes_in(value))}
-    kind = kind_of_function(node.target, settings)  # type: ignore[arg-type]  # call_function targets are callables
-    if kind in ("matmul", "addmm") and _is_parameter(arguments.get("other", arguments.get("mat2"))):
+    kind = kind_of_function(function, settings)
+    if kind in ("matmul", "addmm") and is_matrix(arguments.get("other", arguments.get("mat2"))):
         kind = "linear"
     node.meta["kind"] = kind
     if kind not in LIFTED or not isinstance(node.target, torch._ops.OpOverload):
         return
-    inputs: list[fx.Node] = []
-    bound = {name: bind(value, inputs, tree.root) for name, value in arguments.items()}
+    if kind == "linear" and function is torch.ops.aten.addmm.default:
+        function = affine
+        arguments = {"input": arguments["mat1"], "mat2": arguments["mat2"], "bias": arguments["self"]}
+    bound, inputs = bound_arguments(arguments, kind, tree.root)
     if not inputs:
         return
     path = _own_module(tree, module_path(node), kind, bound, inputs) if tensor_of(node) is not None else None
     if path is None:
         path = module_path(node)
         leaf = _leaf_name(kind, bound)
-        operation = Operation(kind, node.target, bound)
+        operation = Operation(kind, function, bound)
         operation.in_train = _in_train(tree.modules.get(path) if path else owner, kind, bound)
         target = tree.add(f"{path}.{leaf}" if path else leaf, operation)
     else:
@@ -100,127 +89,21 @@ def _leaf_name(kind: str, bound: dict[str, Any]) -> str:
 
 def as_operation(node: fx.Node, root: nn.Module) -> tuple[Operation, list[fx.Node]]:
     """A function node as a module of its own, and the nodes it takes."""
-    inputs: list[fx.Node] = []
-    bound = {name: bind(value, inputs, root) for name, value in arguments_of(node).items()}
+    kind = node.meta.get("kind", node.name)
+    bound, inputs = bound_arguments(arguments_of(node), kind, root)
+    if not inputs:  # made of parameters alone: they are its inputs
+        bound = {name: bind(value, inputs, root, holds=False) for name, value in arguments_of(node).items()}
     by_place = 0 if isinstance(node.target, torch._ops.OpOverload) else len(node.args)
-    return Operation(node.meta.get("kind", node.name), node.target, bound, by_place), inputs  # type: ignore[arg-type]
+    return Operation(kind, node.target, bound, by_place), inputs  # type: ignore[arg-type]
 
 
-def _is_parameter(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "get_attr"
-
-
-def _untranspose(graph: fx.Graph) -> None:
-    """x @ w.T and addmm(b, x, w.T), w a parameter, are linear(x, w, b); w @ x is linear(x.T, w).T."""
-    for node in list(graph.nodes):
-        _turn(graph, node)
-    for node in list(graph.nodes):
-        name = base_name(node.target) if node.op == "call_function" else ""
-        if name not in ("matmul", "mm", "addmm") or node.kwargs:
-            continue
-        *bias, x, other = node.args
-        if len(bias) > 1 or not (isinstance(other, fx.Node) and _transposes_parameter(other)):
-            continue
-        with graph.inserting_before(node):
-            linear = graph.call_function(torch.ops.aten.linear.default, (x, other.args[0], *bias))
-        linear.meta = dict(node.meta)
-        node.replace_all_uses_with(linear)
-        graph.erase_node(node)
-        if not other.users:
-            graph.erase_node(other)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is torch.ops.aten.linear.default and len(node.args) == 2:
-            _absorb_bias(graph, node)
-
-
-def _turn(graph: fx.Graph, node: fx.Node) -> None:
-    """w @ x, w a matrix and x tokens in columns, as a linear layer on tokens in rows."""
-    if node.op != "call_function" or node.target not in (torch.ops.aten.matmul.default, torch.ops.aten.mm.default):
-        return
-    weight, x = node.args
-    value, taken = (tensor_of(arg) if isinstance(arg, fx.Node) else None for arg in (weight, x))
-    if not _is_parameter(weight) or _is_parameter(x) or value is None or taken is None:
-        return
-    if value.ndim != 2 or taken.ndim < 2:
-        return
-    with graph.inserting_before(node):
-        rows = graph.call_function(torch.ops.aten.transpose.int, (x, -2, -1))
-        linear = graph.call_function(torch.ops.aten.linear.default, (rows, weight))
-        columns = graph.call_function(torch.ops.aten.transpose.int, (linear, -2, -1))
-    for made, like in ((rows, taken), (linear, tensor_of(node)), (columns, tensor_of(node))):
-        turned = like if made is columns or like is None else like.transpose(-2, -1)
-        made.meta = dict(node.meta) | {"val": turned}
-    node.replace_all_uses_with(columns)
-    graph.erase_node(node)
-
-
-def _absorb_bias(graph: fx.Graph, linear: fx.Node) -> None:
-    """linear(x, w) + b, b a parameter with a value for each output, is linear(x, w, b)."""
-    add = next(iter(linear.users)) if len(linear.users) == 1 else None
-    if add is None or add.target not in (torch.ops.aten.add.Tensor, operator.add) or add.kwargs or len(add.args) != 2:
-        return
-    bias = next((arg for arg in add.args if arg is not linear), None)
-    value, weight = (tensor_of(node) if isinstance(node, fx.Node) else None for node in (bias, linear.args[1]))
-    if not _is_parameter(bias) or value is None or weight is None or value.shape != weight.shape[:1]:
-        return
-    with graph.inserting_before(add):
-        whole = graph.call_function(torch.ops.aten.linear.default, (*linear.args, bias))
-    whole.meta = dict(add.meta)
-    add.replace_all_uses_with(whole)
-    graph.erase_node(add)
-    graph.erase_node(linear)
-
-
-def _transposes_parameter(node: fx.Node) -> bool:
-    if node.op != "call_function" or not node.args or not _is_parameter(node.args[0]):
-        return False
-    value = tensor_of(node)
-    name = base_name(node.target)  # type: ignore[arg-type]  # call_function targets are callables
-    swaps = name in ("t", "numpy_T", "mT", "matrix_H") or (
-        name in ("transpose", "permute") and sorted(_flat(node.args[1:])) in ([0, 1], [-2, -1], [-1, 0])
-    )
-    return swaps and value is not None and value.ndim == 2
-
-
-def _flat(values: Any) -> list[int]:
-    return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by the names of its schema; defaults left out are left out."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
-    names = [argument.name for argument in node.target._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
-def nodes_in(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from nodes_in(item)
-
-
-def bind(value: Any, inputs: list[fx.Node], root: nn.Module) -> Any:
-    """An argument as the Operation holds it: parameters as references, other nodes as slots."""
-    if isinstance(value, fx.Node):
-        if value.op == "get_attr" and isinstance(value.target, str):
-            owner, _, name = value.target.rpartition(".")
-            return Reference(root.get_submodule(owner), name)
-        if value not in inputs:
-            inputs.append(value)
-        return Slot(inputs.index(value))
-    if isinstance(value, list | tuple):
-        return [bind(item, inputs, root) for item in value]
-    return value
-
-
-def module_path(node: fx.Node) -> str:
-    """Where in the user's model an operation stands: the path of the innermost module that ran it."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values() if not path.startswith("_empty_nn_module_stack")]
-    return paths[-1].split("@")[0] if paths else ""
+def bound_arguments(arguments: dict[str, Any], kind: str, root: nn.Module) -> tuple[dict[str, Any], list[fx.Node]]:
+    """Arguments as an Operation holds them, and its inputs. What a product multiplies its weight with is an input, be
+    it a buffer."""
+    data = _DATA if kind in WEIGHTED or kind in ("attention", "matmul") else ()
+    data = (*data, "other", "mat2") if kind == "matmul" else data
+    inputs: list[fx.Node] = []
+    return {name: bind(value, inputs, root, name not in data) for name, value in arguments.items()}, inputs
 
 
 def _own_module(tree: Tree, path: str, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> str | None:
@@ -242,9 +125,3 @@ def _does_this(module: nn.Module | None, kind: str, bound: dict[str, Any], input
     held = {id(reference.value) for reference in references}
     needed = own - {id(getattr(module, "num_batches_tracked", None))}
     return held == needed and all(reference.owner is module for reference in references)
-
-
-def tensor_of(node: fx.Node) -> Tensor | None:
-    """The fake tensor that export left as the value of a node: its shape and dtype."""
-    value = node.meta.get("val")
-    return value if isinstance(value, Tensor) else None

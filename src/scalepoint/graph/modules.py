@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 WEIGHTS = ("weight", "mat2", "other")  # the names that torch's functions give a weight, and a bias
-BIASES = ("bias", "self")
+BIASES = ("bias",)
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,47 @@ class Reference:
     def value(self) -> Tensor:
         value: Tensor = getattr(self.owner, self.name)
         return value
+
+    def tensors(self) -> list[Tensor]:
+        """What is stored: the value, or what a computed one is made of."""
+        if not isinstance(self.owner, Computed):
+            return [self.value]
+        return [tensor for source in self.owner.sources() for tensor in source.tensors()]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One function; its arguments hold references to parameters and slots for what earlier steps gave."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+class Computed(nn.Module):
+    """A tensor made of parameters alone."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        super().__init__()
+        self.steps = list(steps)
+
+    @property
+    def value(self) -> Tensor:
+        values: list[Any] = []
+        for step in self.steps:
+            kwargs = {name: filled(value, values) for name, value in step.kwargs.items()}
+            values.append(step.function(*(filled(value, values) for value in step.args), **kwargs))
+        result: Tensor = values[-1]
+        return result
+
+    def sources(self) -> list[Reference]:
+        """What it is made of."""
+        return [reference for step in self.steps for reference in references_in([*step.args, *step.kwargs.values()])]
+
+    def extra_repr(self) -> str:
+        sources = dict.fromkeys(source.name for source in self.sources())
+        functions = [getattr(step.function, "__name__", str(step.function)) for step in self.steps]
+        return " -> ".join([", ".join(sources), *functions])
 
 
 class Operation(nn.Module):
@@ -64,6 +105,11 @@ class Operation(nn.Module):
         return self._parameter(*BIASES)
 
     @property
+    def is_computed(self) -> bool:
+        """Whether its weight or bias is made of other parameters."""
+        return any(isinstance(reference.owner, Computed) for reference in self.references().values())
+
+    @property
     def has_input_first(self) -> bool:
         """Whether the weight of a linear operation is (in, out), as a plain matrix product has it."""
         return self.kind == "linear" and "weight" not in self.arguments
@@ -78,6 +124,10 @@ class Operation(nn.Module):
                 found |= {f"{name}.{i}": item for i, item in enumerate(value) if isinstance(item, Reference)}
         return found
 
+    def tensors(self) -> list[Tensor]:
+        """What is stored of all that it refers to."""
+        return [tensor for reference in self.references().values() for tensor in reference.tensors()]
+
     def forward(self, *inputs: Any) -> Any:
         return self.run(inputs, {})
 
@@ -85,8 +135,8 @@ class Operation(nn.Module):
         """The operation with some of its arguments replaced."""
         arguments = {**self.arguments, **self.in_train} if self.training and self.in_train else self.arguments
         arguments = {**arguments, **instead} if instead else arguments
-        filled = [(name, _filled(value, inputs)) for name, value in arguments.items()]
-        return self.function(*(value for _, value in filled[: self.positional]), **dict(filled[self.positional :]))
+        given = [(name, filled(value, inputs)) for name, value in arguments.items()]
+        return self.function(*(value for _, value in given[: self.positional]), **dict(given[self.positional :]))
 
     def extra_repr(self) -> str:
         owned = [f"{name}={reference.name}" for name, reference in self.references().items()]
@@ -103,11 +153,24 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Slot | Reference)
 
 
-def _filled(value: Any, inputs: Sequence[Any]) -> Any:
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module computes with: those that it refers to, else its own parameters."""
+    refers = getattr(module, "tensors", None)
+    return [*(refers() if callable(refers) else ()), *module.parameters()]
+
+
+def references_in(value: Any) -> list[Reference]:
+    if isinstance(value, list | tuple):
+        return [reference for item in value for reference in references_in(item)]
+    return [value] if isinstance(value, Reference) else []
+
+
+def filled(value: Any, inputs: Sequence[Any]) -> Any:
+    """An argument with inputs in its slots and the tensors that are referred to."""
     if isinstance(value, Slot):
         return inputs[value.index]
     if isinstance(value, Reference):
         return value.value
     if isinstance(value, list | tuple):
-        return type(value)(_filled(item, inputs) for item in value)
+        return type(value)(filled(item, inputs) for item in value)
     return value

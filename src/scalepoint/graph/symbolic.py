@@ -13,8 +13,9 @@ from torch import fx, nn
 from scalepoint.errors import CaptureError
 from scalepoint.graph.blame import user_line
 from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, SPELLINGS, kind_of_function
-from scalepoint.graph.lift import Tree, bind
+from scalepoint.graph.lift import bound_arguments
 from scalepoint.graph.modules import Operation, Reference, Slot
+from scalepoint.graph.tree import Tree
 
 # Names of the arguments that functions of these kinds take by place.
 _NAMES = {
@@ -25,6 +26,7 @@ _NAMES = {
     "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
     "batch_norm": ("input", "running_mean", "running_var", "weight", "bias"),
     "embedding": ("input", "weight"),
+    "flatten": ("input", "start_dim", "end_dim"),
     "attention": ("query", "key", "value", "attn_mask"),
 }
 _FUNCTIONAL = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
@@ -96,8 +98,7 @@ def _replace(tree: Tree, node: fx.Node, kind: str, function: Any) -> None:
     names = _NAMES.get(kind, ())
     arguments = {names[i] if i < len(names) else f"argument_{i}": value for i, value in enumerate(node.args)}
     keyword = {name: False if name == "inplace" else value for name, value in node.kwargs.items()}
-    inputs: list[fx.Node] = []
-    bound = {name: bind(value, inputs, tree.root) for name, value in {**arguments, **keyword}.items()}
+    bound, inputs = bound_arguments({**arguments, **keyword}, kind, tree.root)
     if not inputs:
         return  # made of parameters alone
     path = _owner_path(node)

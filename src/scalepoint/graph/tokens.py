@@ -4,11 +4,12 @@ linear(x.view(-1, k)).view(*batch, n)   ->   linear(x)         GPT-2's Conv1D is
 """
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from scalepoint.graph.lift import tensor_of
-from scalepoint.graph.modules import Operation, Slot
+from scalepoint.graph.modules import Operation
+from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.products import affine
 
 
 def unflatten(graph_module: fx.GraphModule) -> None:
@@ -27,20 +28,9 @@ def unflatten(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-def affine(input: Tensor, mat2: Tensor, self: Tensor) -> Tensor:  # noqa: A002  # the names of torch.addmm
-    """input @ mat2 + self: torch.addmm for tokens of any number of axes."""
-    return input @ mat2 + self
-
-
 def _takes_tokens(operation: Operation) -> bool:
-    """Whether the operation takes more than two axes, or has become one that does."""
-    if operation.function is torch.ops.aten.linear.default or operation.function is torch.ops.aten.matmul.default:
-        return True
-    if operation.function is not torch.ops.aten.addmm.default or set(operation.arguments) != {"self", "mat1", "mat2"}:
-        return False
-    weight, bias = operation.arguments["mat2"], operation.arguments["self"]
-    operation.function, operation.arguments = affine, {"input": Slot(0), "mat2": weight, "self": bias}
-    return True
+    """Whether the operation takes more than two axes."""
+    return operation.function in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default, affine)
 
 
 def _is_reshape(node: object) -> bool:

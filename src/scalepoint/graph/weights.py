@@ -1,16 +1,17 @@
-"""Weights that an operation reads in a way that no kind knows: they are told, so that none is silently missing.
+"""Who reads which weights, so that none is silently missing.
 
-Elementwise and shape operations are no such readers (a position that is added, a scale, a class token), nor is what is
-made of parameters alone (a transposed or masked weight): the question is who multiplies it with the data.
+What is made of parameters alone (a transposed or masked weight) and what picks or moves a part of one (the experts that
+the data choose) pass them on: the question is who computes with them and the data.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch
 from torch import fx, nn
 
 from scalepoint.graph.kinds import ACTIVATIONS, WEIGHTED
-from scalepoint.graph.modules import Operation
+from scalepoint.graph.modules import BIASES, WEIGHTS, Operation, tensors_of
+from scalepoint.graph.nodes import constants
 from scalepoint.graph.writes import is_view
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "cat", "stack", "softmax", "attention", "dropout", "where", "lerp", "mean")
@@ -18,47 +19,78 @@ _SHAPES = ("reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", 
 _COPIES = ("contiguous", "copy", "to", "_to_copy", "type_as", "float", "half", "roll", "pad", "constant_pad_nd", "size")
 _PARTS = ("select", "slice", "split", "split_with_sizes", "chunk", "unbind", "unflatten", "getattr", "output")
 _HARMLESS = frozenset((*_ARITHMETIC, *_SHAPES, *_COPIES, *_PARTS, *ACTIVATIONS))
+_PICKS = ("index", "index_select", "gather", "take_along_dim")  # of the parts of a weight, as the data say
+_MOVES = frozenset((*_SHAPES, *_COPIES, *_PARTS, *_PICKS)) - {"size", "getattr", "output"}
+_HELD = (*WEIGHTS, *BIASES)
+
+
+def weights_of(model: fx.GraphModule) -> dict[int, tuple[str, int]]:
+    """Name and number of elements of every parameter, and of buffers that products multiply by; by identity."""
+    found = {id(value): (name, value.numel()) for name, value in model.named_parameters()}
+    buffers = {id(value): (name, value.numel()) for name, value in model.named_buffers()}
+    for module in model.modules():
+        if isinstance(module, Operation) and module.kind in WEIGHTED:
+            held = [id(reference.value) for name, reference in module.references().items() if name in _HELD]
+            found |= {key: buffers[key] for key in held if key in buffers}
+    return found
+
+
+def readers(
+    model: fx.GraphModule, takes: Callable[[fx.Node], bool], moves: Container[str] = _MOVES
+) -> Iterator[tuple[fx.Node, set[int]]]:
+    """Every node that computes with weights, and their identities; what `takes` says keeps them to itself, and what is
+    of the kinds that `moves` names passes on what it was given."""
+    known = weights_of(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    fixed = constants(model.graph)
+    passed: dict[fx.Node, set[int]] = {}
+    for node in model.graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        own = {key for key in _held(model, node, module) if key in known}
+        whole = own.union(*(passed.get(source, ()) for source in node.all_input_nodes))
+        if takes(node):
+            yield node, whole
+        elif node in fixed:
+            passed[node] = whole
+        elif (moved := _moved(node, passed)) and node.meta.get("kind") in moves:
+            passed[node] = moved
+        elif whole:
+            yield node, whole
 
 
 def unknown_readers(model: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
     """Every node that reads a parameter of two axes or more and whose kind says nothing of it, with its name."""
     names = {id(value): name for name, value in model.named_parameters() if value.ndim > 1}
     modules = dict(model.named_modules(remove_duplicate=False))
-    made: dict[fx.Node, str] = {}  # nodes made of parameters alone -> the first weight among them
-    for node in model.graph.nodes:
-        kind = node.meta.get("kind", node.op)
-        if kind in WEIGHTED or kind == "left" or node.op in ("placeholder", "output"):
-            continue
+
+    def is_known(node: fx.Node) -> bool:
+        return node.meta.get("kind", node.op) in WEIGHTED or node.meta.get("kind") == "left"
+
+    for node, keys in readers(model, is_known, moves=()):
+        weight = next((name for key, name in names.items() if key in keys), "")
         module = modules.get(str(node.target)) if node.op == "call_module" else None
-        held = [names[key] for key in _held(model, node, module) if key in names]
-        weight = next(iter([*held, *(made[source] for source in node.all_input_nodes if made.get(source))]), "")
-        if _is_constant(node, made):
-            made[node] = weight
-        elif weight and not _is_harmless(node, kind, module):
+        if weight and node.op != "output" and not is_known(node) and not _is_harmless(node, module):
             yield node, weight
 
 
-def _held(model: fx.GraphModule, node: fx.Node, module: nn.Module | None) -> list[int]:
+def _moved(node: fx.Node, passed: dict[fx.Node, set[int]]) -> set[int]:
+    """The weights of which a node that moves values gives a part, or the whole in another shape."""
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    return set() if source is None else passed.get(source, set())
+
+
+def _held(model: fx.GraphModule, node: fx.Node, module: nn.Module | None) -> Iterable[int]:
     """The identities of the tensors that a node holds itself."""
-    if isinstance(module, Operation):
-        return [id(reference.value) for reference in module.references().values()]
     if module is not None:
-        return [id(value) for value in module.parameters()]
+        return map(id, tensors_of(module))
     if node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
         return [id(getattr(model.get_submodule(owner), name))]
-    return []
+    return ()
 
 
-def _is_constant(node: fx.Node, made: dict[fx.Node, str]) -> bool:
-    if node.op == "get_attr":
-        return True
-    is_known = node.op == "call_function" or bool(node.all_input_nodes)
-    return is_known and all(source in made for source in node.all_input_nodes)
-
-
-def _is_harmless(node: fx.Node, kind: str, module: nn.Module | None) -> bool:
+def _is_harmless(node: fx.Node, module: nn.Module | None) -> bool:
     function = module.function if isinstance(module, Operation) else node.target
-    if kind in _HARMLESS or is_view(node):
+    if node.meta.get("kind", node.op) in _HARMLESS or is_view(node):
         return True
     return isinstance(function, torch._ops.OpOverload) and torch.Tag.pointwise in function.tags

@@ -34,13 +34,15 @@ CASTS = ("to", "_to_copy", "type_as", "float")
 
 
 def depth(node: fx.Node) -> int:
-    """How many operations the longest way from an input takes; counted once a graph."""
-    graph = node.graph
-    known: dict[fx.Node, int] = graph.__dict__.setdefault("_scalepoint_depths", {})
-    if node not in known or len(known) != len(graph.nodes):
-        known.clear()
-        for each in graph.nodes:
+    """How many operations the longest way from an input takes."""
+    known: dict[fx.Node, int] = {}
+    pending = [node]
+    while pending:
+        unknown = [source for source in pending[-1].all_input_nodes if source not in known]
+        if not unknown:
+            each = pending.pop()
             known[each] = 1 + max((known[source] for source in each.all_input_nodes), default=0)
+        pending += unknown
     return known[node]
 
 
@@ -209,7 +211,10 @@ LAYER_NORM = Pattern("LayerNormPattern", chain(op("layer_norm")), FusedNorm, why
 RMS_NORM = Pattern("RMSNormPattern", chain(op("rms_norm")), FusedNorm, why_float=NORM)
 GROUP_NORM = Pattern("GroupNormPattern", chain(op("norm", "group_norm", "instance_norm")), FusedNorm, why_float=NORM)
 EMBEDDING = Pattern(
-    "EmbeddingPattern", chain(op("embedding")), FusedEmbedding, why_float="it looks rows up and multiplies nothing"
+    "EmbeddingPattern",
+    chain(op("embedding", "embedding", "embedding_bag")),
+    FusedEmbedding,
+    why_float="it looks rows up and multiplies nothing",
 )
 
 BASE_PATTERNS = (

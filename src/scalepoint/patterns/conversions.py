@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph.kinds import base_name
-from scalepoint.graph.lift import Tree, tensor_of
-from scalepoint.graph.modules import Operation, Reference
+from scalepoint.graph.modules import Operation, Reference, tensors_of
+from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.tree import Tree
 from scalepoint.patterns.gelu import join_gelu
 from scalepoint.patterns.language import kind_of
 
@@ -55,15 +56,26 @@ def head_to_convolution(model: fx.GraphModule) -> int:
         linear = next(iter(node.users)) if len(node.users) == 1 else None
         if pool is None or linear is None or linear.op != "call_module" or kind_of(linear) != "linear":
             continue
-        if _pools_to_one(model, pool) and _is_plain_linear(model, linear):
+        if _pools_to_one(model, pool) and _joins_channels(model, node) and _is_plain_linear(model, linear):
             _swap(model, node, linear)
             changed += 1
     return changed
 
 
+def _joins_channels(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a flatten leaves (batch, channels) of (batch, channels, 1, 1)."""
+    value = tensor_of(node.all_input_nodes[0])
+    if node.op != "call_module" or (value is not None and value.ndim != 4):
+        return False
+    module = model.get_submodule(str(node.target))
+    given = module.settings if isinstance(module, Operation) else vars(module)
+    return given.get("start_dim", 0) in (1, -3) and given.get("end_dim", -1) in (3, -1)
+
+
 def _is_plain_linear(model: fx.GraphModule, node: fx.Node) -> bool:
     module = model.get_submodule(str(node.target))
-    return len(node.all_input_nodes) == 1 and not (isinstance(module, Operation) and module.has_input_first)
+    is_own = not isinstance(module, Operation) or not (module.has_input_first or module.is_computed)
+    return is_own and len(node.all_input_nodes) == 1
 
 
 def _swap(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
@@ -103,6 +115,9 @@ class HeadConvolution(nn.Module):
     @property
     def bias(self) -> Tensor | None:
         return getattr(self.linear.owner, "bias", None)
+
+    def tensors(self) -> list[Tensor]:
+        return tensors_of(self.linear.owner)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.conv2d(x, self.weight, self.bias)
@@ -144,8 +159,8 @@ def infer_one_extent(model: fx.GraphModule) -> int:
 
 
 def remove_dead_code(model: fx.GraphModule) -> int:
-    """Functions whose result nobody reads, such as a shape that only an assert used."""
-    nodes = [node for node in model.graph.nodes if node.op == "call_function" and not node.users and _is_pure(node)]
+    """What nobody reads: a shape that only an assert used, a pooler whose output the model drops."""
+    nodes = [node for node in model.graph.nodes if not node.users and _is_pure(node)]
     for node in reversed(nodes):
         model.graph.erase_node(node)
     return len(nodes)
@@ -199,4 +214,5 @@ def _all_are(value: object, expected: int | None) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    return not node.is_impure()
+    is_ours = node.op in ("call_function", "get_attr") or (node.op == "call_module" and kind_of(node) != "left")
+    return is_ours and not node.is_impure()

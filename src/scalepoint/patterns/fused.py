@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scalepoint.graph.modules import tensors_of
+
 
 class Fused(nn.Module):
     """The parts of a group in order. `wiring` says for each part where its inputs come from: None is the part before,
@@ -26,6 +28,10 @@ class Fused(nn.Module):
         for part, sources in zip(self.parts.values(), self.wiring, strict=True):
             value = part(*(value if source is None else inputs[source] for source in sources))
         return value
+
+    def tensors(self) -> list[Tensor]:
+        """What its parts compute with."""
+        return [tensor for part in self.parts.values() for tensor in tensors_of(part)]
 
     def part(self, role: str) -> nn.Module | None:
         return self.parts.get(role)

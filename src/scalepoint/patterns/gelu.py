@@ -9,8 +9,8 @@ import math
 import torch
 from torch import fx
 
-from scalepoint.graph.lift import Tree
 from scalepoint.graph.modules import Operation, Slot
+from scalepoint.graph.tree import Tree
 from scalepoint.patterns.language import kind_of
 
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from torch import fx
 
 from scalepoint.errors import PatternError
-from scalepoint.graph.lift import module_path
+from scalepoint.graph.nodes import module_path
 from scalepoint.patterns.fused import Fused
 
 

@@ -1,51 +1,59 @@
 """Multiply-accumulates of an operation, from the shapes that capture recorded; None where those are not known."""
 
 from collections.abc import Sequence
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from scalepoint.graph import Operation
-from scalepoint.graph.lift import tensor_of
+from scalepoint.graph.kinds import FREE_PRODUCTS, SUMMED
+from scalepoint.graph.modules import Slot, tensors_of
+from scalepoint.graph.nodes import tensor_of
 from scalepoint.graph.origin import origin_of
 from scalepoint.quantize.weighted import MULTIPLIES, weight_shape
 
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+Shape = tuple[int, ...]
 
 
-def size_of(value: Any) -> int:
+def shape_of(node: fx.Node) -> Shape | None:
+    """The sizes of a tensor for the example inputs; those that depend on values were seen in a run."""
+    value = tensor_of(node)
+    extents = () if value is None else tuple(map(_extent, value.shape))
+    known = tuple(extent for extent in extents if extent is not None)
+    if value is not None and len(known) == len(extents):
+        return known
+    seen: Shape | None = node.meta.get("sizes")
+    return seen
+
+
+def _extent(value: Any) -> int | None:
     """An extent as a number: a symbolic one has the size of the example."""
     if isinstance(value, int):
         return value
     hint = getattr(getattr(value, "node", None), "hint", None)
-    return int(hint) if hint is not None else int(value)
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    value = tensor_of(node)
-    return None if value is None else tuple(map(size_of, value.shape))
+    return None if hint is None else int(hint)
 
 
 def macs_of(kind: str, part: nn.Module | None, node: fx.Node, operands: Sequence[fx.Node]) -> int | None:
-    """Multiply-accumulates for the example inputs."""
-    out = shape_of(node)
-    weight = getattr(part, "weight", None)
-    if kind in MULTIPLIES and part is not None and isinstance(weight, Tensor):
-        return _weighted(kind, part, shape_of(operands[0]) if operands else None)
-    if kind == "matmul":
-        shapes = [shape_of(operand) for operand in operands]
-        return None if out is None or shapes[0] is None else prod(out) * shapes[0][-1]
+    """Multiply-accumulates for the example inputs, be the weight stored or computed."""
+    shapes = [shape_of(operand) for operand in operands]
+    if kind in MULTIPLIES and part is not None:
+        return _weighted(kind, part, shapes)
+    if kind == "grouped_linear" or kind in FREE_PRODUCTS:
+        return _free(kind, node, shape_of(node), shapes)
     if kind == "attention":
-        return _attention(part, [shape_of(operand) for operand in operands])
+        return _attention(part, shapes)
     if kind in _GATES:
         return _recurrent(part, operands)
-    return 0
+    return int(node.meta["macs"]) if kind == "left" and "macs" in node.meta else 0
 
 
-def _weighted(kind: str, part: nn.Module, source: tuple[int, ...] | None) -> int | None:
-    weight = weight_shape(part)
-    if source is None:
+def _weighted(kind: str, part: nn.Module, shapes: Sequence[Shape | None]) -> int | None:
+    source = shapes[0] if shapes else None
+    weight = weight_shape(part) or _computed_shape(part, shapes)
+    if source is None or weight is None:
         return None
     if kind == "linear":
         return prod(source[:-1]) * prod(weight)
@@ -54,12 +62,46 @@ def _weighted(kind: str, part: nn.Module, source: tuple[int, ...] | None) -> int
     if kind == "head":
         return source[0] * prod(weight)
     batch = source[0] if len(source) == len(weight) else 1
-    return prod(_out_sizes(part, source)) * batch * prod(weight)
+    return prod(_out_sizes(part, source, weight[2:])) * batch * prod(weight)
 
 
-def _out_sizes(part: nn.Module, source: tuple[int, ...]) -> list[int]:
+def _computed_shape(part: nn.Module, shapes: Sequence[Shape | None]) -> Shape | None:
+    """Of a weight that comes as an input."""
+    given = part.arguments.get("weight") if isinstance(part, Operation) else None
+    return shapes[given.index] if isinstance(given, Slot) and given.index < len(shapes) else None
+
+
+def _free(kind: str, node: fx.Node, out: Shape | None, shapes: Sequence[Shape | None]) -> int | None:
+    """A product of any two tensors: every value of the output is a sum over what both share."""
+    known = [shape for shape in shapes if shape is not None]
+    if out is None or not known or len(known) != len(shapes):
+        return None
+    if kind == "einsum":
+        return _einsum(str(node.args[0]), known)
+    if kind == "bilinear":
+        return prod(out) * known[0][-1] * known[min(1, len(known) - 1)][-1]
+    if kind == "tensordot":
+        return isqrt(prod(known[0]) * prod(known[-1]) * prod(out))
+    if kind == "grouped_linear" and len(out) > len(known[0]):  # each group has its share of the sum
+        return prod(out[1:]) * known[0][-1]
+    first = known[-2] if kind in SUMMED and len(known) > 1 else known[0]  # before it stands what is added
+    return prod(out) * first[-1] * (first[0] if kind == "addbmm" else 1)
+
+
+def _einsum(equation: str, shapes: Sequence[Shape]) -> int:
+    """All letters together, where more than one tensor is multiplied; what an ellipsis stands for counts once."""
+    terms = equation.replace(" ", "").partition("->")[0].split(",")
+    extents: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=False):
+        before, dots, after = term.partition("...")
+        named = [*zip(before, shape, strict=False), *zip(reversed(after), reversed(shape), strict=False)]
+        free = len(shape) - len(before) - len(after)
+        extents |= dict(named) | ({dots: prod(shape[len(before) : len(before) + free])} if dots else {})
+    return prod(extents.values()) if len(terms) > 1 else 0
+
+
+def _out_sizes(part: nn.Module, source: Shape, kernel: Shape) -> list[int]:
     """The spatial extents that a convolution gives; a fused pool may follow, so the group's own do not tell."""
-    kernel = weight_shape(part)[2:]
     dims = len(kernel)
     spatial = source[-dims:]
 
@@ -76,7 +118,7 @@ def _out_sizes(part: nn.Module, source: tuple[int, ...]) -> list[int]:
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rows]
 
 
-def _attention(part: nn.Module | None, shapes: Sequence[tuple[int, ...] | None]) -> int | None:
+def _attention(part: nn.Module | None, shapes: Sequence[Shape | None]) -> int | None:
     """q k^T and p v. Where it is written out the key comes transposed, and the value is the last operand."""
     known = [shape for shape in shapes if shape is not None and len(shape) > 1]
     if len(known) < 2:
@@ -92,9 +134,7 @@ def _recurrent(part: nn.Module | None, operands: Sequence[fx.Node]) -> int | Non
     source = shape_of(operands[0]) if operands else None
     if source is None or part is None:
         return None
-    references = part.references().values() if isinstance(part, Operation) else ()
-    weights = [*part.parameters(), *(reference.value for reference in references)]
-    return prod(source[:-1]) * sum(weight.numel() for weight in weights if weight.ndim == 2)
+    return prod(source[:-1]) * sum(weight.numel() for weight in tensors_of(part) if weight.ndim == 2)
 
 
 def batch_share(model: fx.GraphModule) -> float:

@@ -1,15 +1,17 @@
-"""From decisions to the coverage: one row for every operation with weights or a matrix product."""
+"""The rows of the coverage: operations with weights or a matrix product, and every other parameter that is read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx
 
-from scalepoint.covered import Operation, State
+from scalepoint.covered import CoverageRow, State
+from scalepoint.graph.weights import readers, weights_of
+from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
-from scalepoint.quantize.placement import COUNTED, Decision, Left, Site
+from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Left, Site
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
 
 
@@ -19,59 +21,83 @@ def coverage_rows(
     left: Sequence[Left],
     config: QuantConfig,
     refusals: Iterable[Any],
-) -> dict[fx.Node, Operation]:
+) -> dict[fx.Node, CoverageRow]:
     """One row a decision that concerns weights or products, and one for each such operation that no pattern took; in
     graph order."""
     why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
     rows = {decision.site.node: _row(decision) for decision in decisions if _counts(decision.site)}
     rows |= {each.node: _left_row(each, config, why) for each in left}
+    return _with_parameters(model, _of_example(model, rows))
+
+
+def _of_example(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) -> dict[fx.Node, CoverageRow]:
+    """In graph order, with the MACs of the example that was given."""
     share = batch_share(model)
     ordered = [(node, rows[node]) for node in model.graph.nodes if node in rows]
     return {node: replace(row, macs=None if row.macs is None else int(row.macs * share)) for node, row in ordered}
 
 
 def _counts(site: Site) -> bool:
-    return site.role is not None or site.kind in COUNTED or _parameters(site.fused.parts.values()) > 0
+    return bool(site.role or site.unfit or site.kind in COUNTED or site.fused.tensors())
 
 
-def _row(decision: Decision) -> Operation:
+def _row(decision: Decision) -> CoverageRow:
     site = decision.site
-    operands = [argument for argument in site.node.args if isinstance(argument, fx.Node)]
     kind = "attention" if site.match.pattern.name.startswith("Attention") else site.kind
-    macs = macs_of(kind, site.part or next(iter(site.fused.parts.values())), site.node, operands)
+    part = site.part or next(iter(site.fused.parts.values()))
+    macs = 0 if site.is_constant else macs_of(kind, part, site.node, _operands(site, kind))
     words = [f"w {describe(decision.weight)}"] if decision.weight else []
     inputs = {describe(spec) for _, _, spec in decision.points}
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
-    parameters = _parameters(site.fused.parts.values())
-    how = ", ".join(words)
     whose = (decision.is_asked, decision.is_meant)
-    return Operation(site.name, kind, decision.state, how, decision.reason, parameters, macs, *whose)
+    return CoverageRow(site.name, kind, decision.state, ", ".join(words), decision.reason, 0, macs, *whose)
 
 
-def _left_row(each: Left, config: QuantConfig, why: dict[str, str]) -> Operation:
+def _operands(site: Site, kind: str) -> list[fx.Node]:
+    """What the first part takes, one for each of its slots; of attention all that the group takes."""
+    given = list(site.node.args)
+    chosen = given if kind == "attention" else [given[place] for place in site.fused.wiring[0] if place is not None]
+    return [operand for operand in chosen if isinstance(operand, fx.Node)]
+
+
+def _left_row(each: Left, config: QuantConfig, why: dict[str, str]) -> CoverageRow:
     asked = any(override.fits(each.names, each.types) for override in config.overrides)
     reason = why.get(each.name) or f"no low-precision form of a {each.kind} is known for this target"
-    parameters = _parameters([each.module] if each.module is not None else [])
-    macs = macs_of(each.kind, each.module, each.node, list(each.node.all_input_nodes))
-    return Operation(
-        each.name, each.kind, State.FLOAT, "", "asked for by the config" if asked else reason, parameters, macs, asked
-    )
+    reason = "asked for by the config" if asked else CONSTANT if each.is_constant else reason
+    macs = 0 if each.is_constant else macs_of(each.kind, each.module, each.node, list(each.node.all_input_nodes))
+    return CoverageRow(each.name, each.kind, State.FLOAT, "", reason, 0, macs, asked, each.is_constant)
 
 
-def _parameters(parts: Iterable[nn.Module]) -> int:
-    """Elements of the weights that parts hold or refer to; a weight that two read counts once."""
-    held: dict[int, int] = {}
-    for part in parts:
-        references = getattr(part, "references", None)
-        tensors = [reference.value for reference in references().values()] if callable(references) else []
-        tensors += list(part.parameters())
-        weight = getattr(part, "weight", None)
-        if isinstance(weight, Tensor) and not tensors:
-            tensors = [weight]
-        for tensor in tensors:
-            if tensor.ndim > 0:
-                held[tensor.data_ptr()] = tensor.numel()
-    return sum(held.values())
+def _with_parameters(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) -> dict[fx.Node, CoverageRow]:
+    """The rows with the weights that each reads; `shared` are those that an earlier row in the same precision has."""
+    known = weights_of(model)
+    counted: set[tuple[int, str]] = set()
+    found = dict(rows)
+    for node, keys in readers(model, rows.__contains__):
+        if node not in rows:
+            continue
+        again = [key for key in keys if (key, rows[node].precision) in counted]
+        counted |= {(key, rows[node].precision) for key in keys}
+        sizes, shared = (sum(known[key][1] for key in some) for some in (keys, again))
+        found[node] = replace(rows[node], parameters=sizes, shared=shared)
+    return found
+
+
+def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterable[Any]) -> list[CoverageRow]:
+    """A row for every parameter that the graph reads and no row has: a position, a token, a scale."""
+    why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
+    known = weights_of(model)
+    found = list(readers(model, rows.__contains__))
+    told = {key for node, keys in found if node in rows for key in keys}
+    made = {}
+    for node, keys in found:
+        for key in sorted(keys - told, key=lambda key: known[key]):
+            told.add(key)
+            name, size = known[key]
+            reason = why.get(place_of(node))
+            words = reason or f"no product: read by {kind_of(node)}"
+            made[name] = CoverageRow(name, "parameter", State.FLOAT, "", words, size, 0, is_meant=not reason)
+    return list(made.values())
 
 
 def describe(spec: QuantizationSpec) -> str:

@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from scalepoint.covered import Coverage, Operation
+from scalepoint.covered import Coverage, CoverageRow
 from scalepoint.errors import CoverageError
-from scalepoint.graph import check_graph
-from scalepoint.graph.lift import Tree
+from scalepoint.graph import Operation, check_graph
+from scalepoint.graph.modules import WEIGHTS
 from scalepoint.graph.origin import origin_of
+from scalepoint.graph.tree import Tree
 from scalepoint.patterns import Fused, PatternMatch, Point
 from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.coverage import coverage_rows
+from scalepoint.quantize.coverage import coverage_rows, other_rows
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, follow_readers, left_of, sites_of
 from scalepoint.quantize.record import LayerSite, Record, keep_record
@@ -46,8 +47,7 @@ def insert_qdq(
     chosen = None if found is None else find_target(found)
     quantized = copying.deepcopy(model) if copy else model
     marks = fingerprint(quantized)
-    decisions, rows = decisions_for(quantized, matches, config, chosen)
-    coverage = Coverage(tuple(rows.values()))
+    decisions, rows, coverage = decisions_for(quantized, matches, config, chosen)
     if coverage.is_empty:
         raise CoverageError(coverage.why_empty())
     if strict:
@@ -73,19 +73,21 @@ def insert_qdq(
 
 def decisions_for(
     model: fx.GraphModule, matches: Sequence[PatternMatch], config: QuantConfig, target: Target | None
-) -> tuple[list[Decision], dict[fx.Node, Operation]]:
-    """What would be inserted where, and the rows of the coverage that it gives; nothing is changed."""
+) -> tuple[list[Decision], dict[fx.Node, CoverageRow], Coverage]:
+    """What would be inserted where, the rows of nodes, and the coverage of all; nothing is changed."""
     sites = sites_of(model, matches)
     left = left_of(model, sites)
     check_overrides(sites, left, config)
     decisions = [decide(site, config, target) for site in sites]
     if target is not None and target.follows_readers:
         follow_readers(decisions)
-    return decisions, coverage_rows(model, decisions, left, config, transformed_of(model).refusals)
+    refusals = transformed_of(model).refusals
+    rows = coverage_rows(model, decisions, left, config, refusals)
+    return decisions, rows, Coverage((*rows.values(), *other_rows(model, rows, refusals)))
 
 
 def _sites(
-    model: fx.GraphModule, decisions: Sequence[Decision], rows: Mapping[fx.Node, Operation]
+    model: fx.GraphModule, decisions: Sequence[Decision], rows: Mapping[fx.Node, CoverageRow]
 ) -> tuple[LayerSite, ...]:
     """All groups, and all that counts without being in one."""
     places = {node: index for index, node in enumerate(rows)}
@@ -184,6 +186,9 @@ def _place_weights(decisions: Sequence[Decision]) -> None:
 
 
 def _address(site: Site) -> int:
+    """What tells one weight from another."""
+    if isinstance(site.part, Operation) and site.part.is_computed:
+        return id(next(site.part.references()[name].owner for name in WEIGHTS if name in site.part.references()))
     weight = getattr(site.part, "weight", None)
     return weight.data_ptr() if isinstance(weight, Tensor) and not weight.is_meta else id(site.part)
 
@@ -218,6 +223,6 @@ def _swap(site: Site, weighted: QuantizedWeighted, norm_role: str | None) -> Non
 def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:
     """Let each quantized operation know the stub on its input: its bias has the scale of the products."""
     for decision in decisions:
-        weighted, source = decision.site.part, decision.site.node.args[0]
+        weighted, source = decision.site.part, next(iter(decision.site.node.args), None)
         if isinstance(weighted, QuantizedWeighted) and isinstance(source, fx.Node) and kind_of(source) == "quant":
             weighted.refers["input"] = _reader(model, source)

@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from scalepoint.covered import State
 from scalepoint.errors import ConfigError, NonFiniteError, PatternError, nearest
 from scalepoint.graph import WEIGHTED, Operation
-from scalepoint.graph.lift import module_path, tensor_of
-from scalepoint.graph.modules import Slot
+from scalepoint.graph.kinds import FREE_PRODUCTS
+from scalepoint.graph.modules import Slot, tensors_of
+from scalepoint.graph.nodes import constants, module_path, tensor_of
 from scalepoint.patterns import Fused, PatternMatch, Point, kind_of
 from scalepoint.patterns.base import SHAPES
 from scalepoint.patterns.fused import FusedAttention
@@ -25,7 +26,8 @@ from scalepoint.quantize.weighted import MULTIPLIES, kind_of_part, weight_shape
 from scalepoint.spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
 from scalepoint.targets import Facts, Target
 
-COUNTED = (*WEIGHTED, "matmul", "attention", "left")
+COUNTED = (*WEIGHTED, *FREE_PRODUCTS, "attention", "left")
+CONSTANT = "made of constants alone: a runtime computes it once, when it loads the file"
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Site:
     kind: str
     operands: list[tuple[Point, fx.Node]]
     inside: tuple[str, ...] = ()  # the classes of the modules around it
+    unfit: str = ""  # why a product has no weight that could be quantized
+    is_constant: bool = False
 
     @property
     def part(self) -> nn.Module | None:
@@ -86,6 +90,7 @@ def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Sit
         if node.op == "call_module":
             by_target.setdefault(str(node.target), []).append(node)
     sites = []
+    fixed = constants(model.graph)
     for match in matches:
         nodes = by_target.get(match.fused)
         if not nodes:
@@ -95,7 +100,8 @@ def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Sit
             )
         fused = model.get_submodule(match.fused)
         assert isinstance(fused, Fused)  # noqa: S101  # a pattern makes nothing else
-        sites += [_site(match, node, fused, _around(model, match.name)) for node in nodes]
+        inside = _around(model, match.name)
+        sites += [_site(match, node, fused, inside, node in fixed) for node in nodes]
     order = {node: index for index, node in enumerate(model.graph.nodes)}
     return sorted(sites, key=lambda site: order[site.node])
 
@@ -112,13 +118,26 @@ def _around(model: fx.GraphModule, name: str) -> tuple[str, ...]:
     return tuple(classes)
 
 
-def _site(match: PatternMatch, node: fx.Node, fused: Fused, inside: tuple[str, ...]) -> Site:
+def _site(match: PatternMatch, node: fx.Node, fused: Fused, inside: tuple[str, ...], is_constant: bool) -> Site:
     kinds = {role: kind_of_part(part) for role, part in fused.parts.items()}
     role = next((role for role, kind in kinds.items() if kind in MULTIPLIES), None)
     kind = kinds[role] if role else next(iter(kinds.values()))
-    if role is not None and not isinstance(getattr(fused.parts[role], "weight", None), Tensor):
-        role = None  # its weight is computed
-    return Site(match, node, fused, role, kind, operands_of(match, node, fused), inside)
+    unfit = why_unfit(fused.parts[role], kind) if role is not None else ""
+    operands = operands_of(match, node, fused)
+    return Site(match, node, fused, None if unfit else role, kind, operands, inside, unfit, is_constant)
+
+
+def why_unfit(part: nn.Module, kind: str) -> str:
+    """Why the weight of a product cannot be quantized and stored; "" if it can."""
+    if not isinstance(getattr(part, "weight", None), Tensor):
+        return "its weight is computed from the data, not stored"
+    axes = len(weight_shape(part))
+    if kind == "linear" and axes != 2:
+        return f"its weight has {axes} axes, that of a linear layer has two"
+    slots = (
+        [value for value in part.arguments.values() if isinstance(value, Slot)] if isinstance(part, Operation) else []
+    )
+    return "its bias is computed from the data, not stored" if len(slots) > 1 else ""
 
 
 def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[Point, fx.Node]]:
@@ -213,6 +232,7 @@ class Left:
     module: nn.Module | None
     kind: str
     name: str
+    is_constant: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -226,16 +246,23 @@ class Left:
 def left_of(model: fx.GraphModule, sites: Sequence[Site]) -> list[Left]:
     """What counts and stands in no group, in graph order."""
     taken = {site.node for site in sites}
+    fixed = constants(model.graph)
     return [
         Left(
             node,
             model.get_submodule(str(node.target)) if node.op == "call_module" else None,
             kind_of(node),
             place_of(node),
+            node in fixed,
         )
         for node in model.graph.nodes
-        if node not in taken and kind_of(node) in (*COUNTED, "fused")
+        if node not in taken and kind_of(node) in (*COUNTED, "fused") and not _only_moves(node)
     ]
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """An einsum of one tensor transposes or adds up."""
+    return kind_of(node) == "einsum" and len(node.all_input_nodes) < 2
 
 
 def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
@@ -244,8 +271,11 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     if not site.match.pattern.qdq_points:
         decision.reason, decision.is_meant = why_float(site, target), True
         return decision
-    if site.kind in MULTIPLIES and site.role is None:
-        decision.reason = "its weight is computed in the forward pass, not stored"
+    if site.is_constant:
+        decision.reason, decision.is_meant = CONSTANT, True
+        return decision
+    if site.unfit:
+        decision.reason = site.unfit
         return decision
     asked = any(override.fits(site.names, site.types) for override in config.overrides)
     why = target.why_float(facts_of(site, config, target)) if target is not None and not asked else None
@@ -333,8 +363,7 @@ def _layer(site: Site) -> type[nn.Module]:
 
 def _check_weight(site: Site) -> None:
     for role, part in site.fused.parts.items():
-        references = part.references().values() if isinstance(part, Operation) else ()
-        tensors = [*part.parameters(), *part.buffers(), *(reference.value for reference in references)]
+        tensors = [*tensors_of(part), *part.buffers()]
         weight = getattr(part, "weight", None)
         tensors += [weight] if isinstance(weight, Tensor) else []
         for tensor in tensors:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from scalepoint.covered import Coverage, Operation, State
+from scalepoint.covered import Coverage, CoverageRow, State
 from scalepoint.errors import UsageError
 from scalepoint.graph.origin import Origin
 from scalepoint.quantize.config import QuantConfig
@@ -89,7 +89,7 @@ def _why_off(module: Quantizing) -> str:
     return module.quantizer.reason if module.quantizer.is_disabled() else skipped
 
 
-def _given_up(row: Operation, faults: Sequence[tuple[str, str]]) -> Operation:
+def _given_up(row: CoverageRow, faults: Sequence[tuple[str, str]]) -> CoverageRow:
     """What a quantizer that is off was to do, the operation does not."""
     if not faults:
         return row

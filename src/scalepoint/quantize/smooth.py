@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scalepoint.errors import ConfigError, NonFiniteError, NotObservedError, nearest
 from scalepoint.graph import Operation, Reference
-from scalepoint.graph.lift import tensor_of
+from scalepoint.graph.nodes import tensor_of
 from scalepoint.patterns.language import kind_of
 from scalepoint.quantize.config import SmoothQuantConfig
 from scalepoint.quantize.placement import Site

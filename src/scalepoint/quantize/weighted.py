@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from scalepoint.errors import UsageError
 from scalepoint.graph import Operation, Reference
 from scalepoint.graph.kinds import MODULE_KINDS
-from scalepoint.graph.modules import BIASES, WEIGHTS
+from scalepoint.graph.modules import BIASES, WEIGHTS, Slot, tensors_of
 from scalepoint.numerics import QParams, is_traced
 from scalepoint.patterns.conversions import HeadConvolution
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes
@@ -323,7 +323,7 @@ class QuantizedWeighted(Stateful):
         """A number for every write to what counts; None where writes leave no trace."""
         quant = self.weight_quant
         stub = self.input_stub
-        values: list[Tensor | None] = [self.weight, self.bias, self.bias_shift]
+        values: list[Tensor | None] = [*tensors_of(self.operation), self.bias_shift]
         values += [quant.scale, quant.zero_point, quant.minval, quant.chosen]
         values += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
         values += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]
@@ -370,7 +370,8 @@ def norm_settings(norm: nn.Module) -> NormSettings:
 def can_fold(norm: nn.Module) -> bool:
     """A batch norm without running statistics has nothing that could be folded."""
     if isinstance(norm, Operation):
-        return {"running_mean", "running_var"} <= norm.references().keys()
+        is_given = any(isinstance(norm.arguments.get(name), Slot) for name in ("weight", "bias"))
+        return {"running_mean", "running_var"} <= norm.references().keys() and not is_given
     return isinstance(norm, _BatchNorm) and norm.running_mean is not None
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from scalepoint.covered import Operation
+from scalepoint.covered import CoverageRow
 from scalepoint.report import blocks, charts, terminal
 from scalepoint.report.markup import Html, join, name, tag
 from scalepoint.report.model import LayerError, Report
@@ -76,18 +76,18 @@ def layer_table(report: Report, classes: Mapping[str, str]) -> Html:
     return join((controls, frame))
 
 
-def _rows(report: Report) -> list[tuple[Operation | None, LayerError | None]]:
+def _rows(report: Report) -> list[tuple[CoverageRow | None, LayerError | None]]:
     """Operations with their errors; then errors of layers that are not among the operations. Names may repeat."""
     errors: dict[str, list[LayerError]] = defaultdict(list)
     for each in reversed(report.layers):
         errors[each.name].append(each)
-    rows: list[tuple[Operation | None, LayerError | None]] = [
+    rows: list[tuple[CoverageRow | None, LayerError | None]] = [
         (row, errors[row.name].pop() if errors.get(row.name) else None) for row in report.coverage.operations
     ]
     return rows + [(None, each) for left in errors.values() for each in reversed(left)]
 
 
-def _row(row: Operation | None, error: LayerError | None, classes: Mapping[str, str], worst: float) -> Html:
+def _row(row: CoverageRow | None, error: LayerError | None, classes: Mapping[str, str], worst: float) -> Html:
     title = row.name if row else error.name if error else ""
     precision = row.precision if row else ""
     dot = tag("i", class_=f"key {classes.get(precision, 'p-none')}")
@@ -139,7 +139,7 @@ def _error_words(error: LayerError | None) -> str | None:
 
 def left_float(report: Report) -> Html:
     """By reason: what stays float and what it costs."""
-    groups: dict[tuple[str, bool], list[Operation]] = defaultdict(list)
+    groups: dict[tuple[str, bool], list[CoverageRow]] = defaultdict(list)
     for row in report.coverage.operations:
         if row.precision == "float":
             groups[row.reason or "no reason given", row.is_asked].append(row)

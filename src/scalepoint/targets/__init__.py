@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from scalepoint.targets.onnxruntime import onnxruntime_target
     from scalepoint.targets.openvino import openvino_target
     from scalepoint.targets.registry import find_target, list_targets
-    from scalepoint.targets.target import Accepted, Facts, Rule, Target
+    from scalepoint.targets.target import Accepted, CostRule, Facts, Target
 
 __all__ = [
     "Accepted",
+    "CostRule",
     "Facts",
-    "Rule",
     "Section",
     "Target",
     "describe",
@@ -27,7 +27,7 @@ __all__ = [
 _HOMES = {
     "Accepted": "target",
     "Facts": "target",
-    "Rule": "target",
+    "CostRule": "target",
     "Section": "description",
     "Target": "target",
     "describe": "description",

@@ -54,7 +54,7 @@ class Facts:
         return self.weight_shape[2:]
 
 
-Rule = Callable[[Facts], str | None]  # why the operation is better left float, or None
+CostRule = Callable[[Facts], str | None]  # why the operation is better left float, or None
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Target:
     activation: QuantizationSpec
     weight: QuantizationSpec
     accepts: tuple[Accepted, ...] = ()  # nothing: everything
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[CostRule, ...] = ()
     shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None

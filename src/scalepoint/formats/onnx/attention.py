@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph import Operation
-from scalepoint.graph.lift import tensor_of
 from scalepoint.graph.modules import Slot
+from scalepoint.graph.nodes import tensor_of
 from scalepoint.patterns import Fused
 from scalepoint.quantize.stubs import QuantStub
 
@@ -23,6 +23,26 @@ class PlainAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.softmax(query @ key.transpose(-2, -1), -1) @ value
+
+
+def lay_out(model: fx.GraphModule) -> None:
+    """After attention with a mask, a copy in the layout that its shape says.
+
+    torch's kernel gives another one, torch.export takes a reshape after it for a view, and that fails in the form that
+    ONNX gets. The copy is an Identity there, and gone.
+    """
+    for node in list(model.graph.nodes):
+        if node.op == "call_module" and _is_masked(model.get_submodule(str(node.target))):
+            with model.graph.inserting_after(node):
+                copied = model.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
+            copied.meta = dict(node.meta) | {"kind": "clone"}
+            node.replace_all_uses_with(copied, lambda user, copied=copied: user is not copied)
+    model.recompile()
+
+
+def _is_masked(module: nn.Module) -> bool:
+    part = next(reversed(module.parts.values())) if isinstance(module, Fused) else module
+    return isinstance(part, Operation) and part.kind == "attention" and part.arguments.get("attn_mask") is not None
 
 
 def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:

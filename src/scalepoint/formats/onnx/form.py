@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.onnx.attention import scale_before_quantizing
+from scalepoint.formats.onnx.attention import lay_out, scale_before_quantizing
 from scalepoint.formats.onnx.blocks import StoredDynamicBlocks, stored_weight
 from scalepoint.formats.onnx.single import needs_single, use_single
 from scalepoint.formats.onnx.stored import FloatWeight, StoredStub
@@ -67,6 +67,7 @@ def _replaced(twin: fx.GraphModule, kind: Callable[[QuantizedWeighted], nn.Modul
                         made[id(part)] = (FloatWeight if gave_up else kind)(part).eval()
                         fused.add_module(f"stored_{role}", made[id(part)])
                     fused.parts[role] = made[id(part)]
+    lay_out(twin)
     for node in twin.graph.nodes:  # torch.export names what it records after this
         path = place_of(node) if node.op != "call_module" else str(node.target)
         node.meta["nn_module_stack"] = {path: (path, nn.Module)} if node.op.startswith("call") else {}

@@ -1,0 +1,90 @@
+"""What a node of a captured graph says: its arguments, its value, where it stands, whether it is always the same."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from scalepoint.graph.kinds import is_in_place
+from scalepoint.graph.modules import Reference, Slot
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by the names of its schema; defaults left out are left out."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nodes_in(item)
+
+
+def bind(value: Any, inputs: list[fx.Node], root: nn.Module, holds: bool = True) -> Any:
+    """An argument as the Operation holds it: parameters as references, other nodes as slots."""
+    if isinstance(value, fx.Node):
+        if holds and value.op == "get_attr" and isinstance(value.target, str):
+            owner, _, name = value.target.rpartition(".")
+            return Reference(root.get_submodule(owner), name)
+        if value not in inputs:
+            inputs.append(value)
+        return Slot(inputs.index(value))
+    if isinstance(value, list | tuple):
+        return [bind(item, inputs, root, holds) for item in value]
+    return value
+
+
+def module_path(node: fx.Node) -> str:
+    """Where in the user's model an operation stands: the path of the innermost module that ran it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if not path.startswith("_empty_nn_module_stack")]
+    return paths[-1].split("@")[0] if paths else ""
+
+
+def tensor_of(node: fx.Node) -> Tensor | None:
+    """The fake tensor that export left as the value of a node: its shape and dtype."""
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
+
+
+def is_matrix(value: object) -> bool:
+    """Whether a value is a parameter with two axes, as a linear layer has it."""
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return False
+    tensor = tensor_of(value)
+    return tensor is not None and tensor.ndim == 2
+
+
+def constants(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose values are the same at every call: made of parameters, buffers and numbers alone."""
+    written = {node.args[0].target for node in graph.nodes if _writes_attribute(node)}
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            is_constant = node.target not in written
+        else:
+            is_known = node.op == "call_function" or (node.op == "call_module" and bool(node.all_input_nodes))
+            is_constant = is_known and not _varies(node) and all(source in found for source in node.all_input_nodes)
+        if is_constant:
+            found.add(node)
+    return found
+
+
+def _writes_attribute(node: fx.Node) -> bool:
+    if node.op != "call_function" or not is_in_place(node.target):  # type: ignore[arg-type]  # a callable
+        return False
+    return bool(node.args) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+
+
+def _varies(node: fx.Node) -> bool:
+    """Whether an operation draws numbers, writes, or is one that we do not look into."""
+    if node.meta.get("kind") == "left" or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
+        return True
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded in tags

@@ -1,0 +1,30 @@
+"""Sizes that depend on values (`n.item()`, nonzero): symbols that no shape tells, seen in one run on the example."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from scalepoint.graph.dry_run import spared
+from scalepoint.graph.nodes import tensor_of
+
+
+def note_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Leave `meta["sizes"]` on every node of a graph that has such sizes; where the run fails they stay unknown."""
+    values = [tensor_of(node) for node in graph_module.graph.nodes]
+    if not any(free_unbacked_symbols(value) for value in values if value is not None):
+        return
+    try:
+        with spared(graph_module):
+            _Noting(graph_module).run(*inputs, enable_io_processing=False)
+    except Exception:  # noqa: S110  # the model's own code may fail in any way, and only a count hangs on it
+        pass
+
+
+class _Noting(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            n.meta["sizes"] = tuple(value.shape)
+        return value
