@@ -108,8 +108,8 @@ class Coverage:
         return text
 
     def table(self) -> "Table":
-        from rich.markup import escape  # noqa: PLC0415  # only a table needs it
         from rich.table import Table  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415  # only a table needs it
 
         table = Table(title=self.summary(), title_justify="left")
         for column in ("operation", "kind", "runs in", "why"):
@@ -118,7 +118,7 @@ class Coverage:
             table.add_column(column, justify="right", no_wrap=True)
         for row in self.operations:
             cells = (row.name, row.kind, row.precision, row.reason)
-            table.add_row(*(escape(one_line(cell)) for cell in cells), count(row.macs), count(row.parameters))
+            table.add_row(*(Text(one_line(cell)) for cell in cells), count(row.macs), count(row.parameters))
         return table
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -18,8 +19,9 @@ from scalepoint.graph.modes import evaluating
 from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
-from scalepoint.patterns.plan import TransformationPlan, make_plan, plain
+from scalepoint.patterns.plan import TransformationPlan, make_plan
 from scalepoint.targets import Target, find_target
+from scalepoint.words import one_line
 
 _KEY = "scalepoint.transformed"
 
@@ -54,7 +56,7 @@ class TransformationReport:
             table.add_column(column, overflow="fold")
         skipped = Counter(match.pattern.name for match in self.skipped)
         for name in sorted({*self.counts(), *skipped}):
-            table.add_row(plain(name), str(self.counts().get(name, 0)), str(skipped[name]))
+            table.add_row(Text(one_line(name)), str(self.counts().get(name, 0)), str(skipped[name]))
         return table
 
 

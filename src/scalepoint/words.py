@@ -1,21 +1,23 @@
 """Numbers and names as a person reads them; the same wherever they are shown: terminal, page, command line, errors."""
 
 import math
-import re
 
-# controls, lone surrogates, and the marks that change the direction of the text that follows
-ODD = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]"
-)
 LONGEST = 96
 
 
-def visible(text: str) -> str:
-    """Characters that show nothing, or something else than they are, as escapes."""
-    return ODD.sub(lambda match: repr(match[0])[1:-1], text)
+def visible(text: object) -> str:
+    """A text that may hold anything, safe to show: what steers a terminal or a line of text is an escape.
+
+    These are controls, lone surrogates, and marks that show nothing or turn the direction; lines and tabs stay.
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
 
 
-def one_line(text: str) -> str:
+def one_line(text: object) -> str:
+    """The same on one line: a name, a cell of a table."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

@@ -16,6 +16,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -25,9 +26,9 @@ from scalepoint.analysis.lockstep import Lockstep, driven
 from scalepoint.errors import UsageError, shown
 from scalepoint.graph.modes import evaluating
 from scalepoint.patterns import kind_of
-from scalepoint.patterns.plan import plain
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import QuantStub
+from scalepoint.words import one_line
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,20 @@ class Comparison:
         return sorted(self.rows, key=lambda row: -row.badness)[:n]
 
     def table(self, rows: Iterable[LayerError] | None = None) -> Table:
-        table = Table(title=self.summary(), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=Text(self.summary()), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", overflow="fold")
         for column in ("dB", "local", "w", "clip", "used"):
             table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows if rows is None else rows:
             levels = (row.sqnr_db, row.local_sqnr_db, row.weight_sqnr_db)
-            table.add_row(plain(row.name), *map(_level, levels), *map(_share, (row.saturation, row.used_range)))
+            table.add_row(
+                Text(one_line(row.name)), *map(_level, levels), *map(_share, (row.saturation, row.used_range))
+            )
         return table
 
     def summary(self) -> str:
         text = ", ".join(f"{each.name} {_level(each.sqnr_db)} dB" for each in self.outputs)
-        return plain(f"{len(self.rows)} layers, {self.batches} batches: {text}")
+        return one_line(f"{len(self.rows)} layers, {self.batches} batches: {text}")
 
     def __str__(self) -> str:
         console = Console(width=None)

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from scalepoint.checking.graph import Node
 from scalepoint.checking.qdq import View
+from scalepoint.words import short
 
 _LONGEST_NAME = 120
 
@@ -54,8 +55,9 @@ class Finding:
     way_out: str
 
     def __str__(self) -> str:
-        where = f"{_plain(self.node)} ({_plain(self.tensor)})" if self.tensor else _plain(self.node)
-        return f"{self.rule} {self.severity.value}: {where}: {_plain(self.why, 1000)}. Way out: {self.way_out}"
+        node, tensor = (short(name, _LONGEST_NAME) for name in (self.node, self.tensor))
+        where = f"{node} ({tensor})" if self.tensor else node
+        return f"{self.rule} {self.severity.value}: {where}: {short(self.why, 1000)}. Way out: {self.way_out}"
 
 
 def finding(rule: Rule, fault: Fault) -> Finding:
@@ -67,9 +69,3 @@ def finding(rule: Rule, fault: Fault) -> Finding:
         why=f"{fault.seen}: {fault.why or rule.why}",
         way_out=fault.way_out or rule.way_out,
     )
-
-
-def _plain(name: str, longest: int = _LONGEST_NAME) -> str:
-    """Names come from the file: nothing in them may break the line or steer a terminal."""
-    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name[: longest + 1])
-    return text if len(text) <= longest else f"{text[:longest]}..."

@@ -5,7 +5,6 @@
 
 # ruff: noqa: PLC0415  # torch is loaded only where the data is made
 import json
-from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ def told(target: Any) -> dict[str, Any]:
         "default": f"w {described(target.weight)}, x {described(target.activation)}",
         "accepts": sorted({str(row) for row in target.accepts}) or ["everything"],
         "runtime": target.runtime,
-        "sections": [asdict(section) for section in (*describe(target), *describe_rules(target.name))],
+        "sections": plain((*describe(target), *describe_rules(target.name))),
     }
 
 

@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from enum import IntEnum
 
 from scalepoint import errors
-from scalepoint.cli.screen import say, shortened, show_json, visible, write
+from scalepoint.cli.screen import say, shortened, show_json, write
+from scalepoint.words import visible
 
 
 class Code(IntEnum):

@@ -12,9 +12,9 @@ from rich.text import Text
 from scalepoint.cli import options
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import public
-from scalepoint.cli.screen import Listing, one_line, say, show, show_json
+from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.errors import TargetError, UsageError
-from scalepoint.words import ratio, time_of
+from scalepoint.words import one_line, ratio, time_of
 from scalepoint.words import size_of as written_size
 
 SHOWN = 3  # places of one finding

@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,7 +134,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
     bad = [line for line in lines if line.state != "ok" and line.is_needed]
     code = Code.UNVERIFIED if bad else Code.DONE
     if json:
-        show_json("doctor", {"exit_code": int(code), "lines": [asdict(line) for line in lines]})
+        show_json("doctor", {"exit_code": int(code), "lines": lines})
         return code
     show(
         Listing(

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.cli.ending import usage
-from scalepoint.cli.screen import one_line
 from scalepoint.errors import ScalepointError, nearest
 from scalepoint.processor import cap
+from scalepoint.words import one_line
 
 PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".ckpt", ".bin", ".joblib")
 _BUILD = (

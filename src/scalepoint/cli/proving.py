@@ -13,9 +13,9 @@ from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.inspecting import example_of
 from scalepoint.cli.naming import load_model, public
-from scalepoint.cli.screen import Listing, one_line, say, show, show_json
+from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
-from scalepoint.words import decibel, quality, share_of
+from scalepoint.words import decibel, one_line, quality, share_of
 
 WORST = 20
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scalepoint.plain import plain
+from scalepoint.words import one_line, visible
 
 SCHEMA = 1  # of every JSON document on stdout
 NARROW = 72
@@ -26,15 +27,6 @@ def prepare() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # open to the end
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-
-
-def visible(text: object) -> str:
-    """Letters that steer a terminal, or show something else than they are, as escapes; line breaks stay."""
-    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in str(text))
-
-
-def one_line(text: object) -> str:
-    return visible(text).replace("\n", "\\n")
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:

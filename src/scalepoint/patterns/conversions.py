@@ -16,7 +16,6 @@ from scalepoint.patterns.gelu import join_gelu
 from scalepoint.patterns.language import kind_of
 
 POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
-_PROMOTING = ("matmul", "mul", "div", "add")
 _ASSERTS = ("assert", "assert_scalar", "assert_tensor_metadata", "assert_async", "sym_constrain_range_for_size")
 
 

@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import fx
 
 from scalepoint.documents import parse_json
@@ -14,13 +14,9 @@ from scalepoint.errors import PatternError, shown
 from scalepoint.graph.kinds import WEIGHTED
 from scalepoint.graph.weights import unknown_readers
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, kind_of, match_at, place_of
+from scalepoint.words import one_line
 
 VERSION = 1
-
-
-def plain(text: str) -> str:
-    """A name as a table shows it: no markup, no control characters."""
-    return escape("".join(character if character.isprintable() else repr(character)[1:-1] for character in text))
 
 
 @dataclass
@@ -44,10 +40,11 @@ class TransformationPlan:
         for match in self.matches:
             answer = "yes" if match.apply else "no"
             row = (match.name, match.pattern.name, " + ".join(match.roles), answer, match.reason)
-            table.add_row(*map(plain, row))
+            table.add_row(*(Text(one_line(cell)) for cell in row))
         for refusal in self.refusals:
             if not refusal.pattern:
-                table.add_row(*map(plain, (refusal.name, "", "", "no", refusal.reason)))
+                cells = (refusal.name, "", "", "no", refusal.reason)
+                table.add_row(*(Text(one_line(cell)) for cell in cells))
         return table
 
     def to_json(self) -> str:

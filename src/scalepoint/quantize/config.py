@@ -141,7 +141,6 @@ class TensorQuantConfig(Config):
 
 
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in TensorQuantConfig.WIDTHS)
-TensorConfig = TensorQuantConfig | QuantizationSpec
 
 
 def _tensor_config(value: Any) -> Any:

@@ -95,11 +95,6 @@ def disable_observer(model: nn.Module) -> None:
     enable_observer(model, False)
 
 
-def scale_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The learned scales, for an optimizer group of their own: no weight decay, and a rate that suits their size."""
-    return [each.learn() for each in _quantizers(model) if each.is_learned]
-
-
 def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
     """Hold the statistics of all batch norms from now on, through any later train(); their affine still learns.
 

@@ -191,7 +191,7 @@ class Report:
         """Plain values, for JSON; infinity and not-a-number are the strings that float() reads."""
         data: dict[str, Any] = {"schema": SCHEMA, **plain(self)}
         if self.verification is not None:
-            data["verification"] |= plain({"sqnr": self.verification.sqnr, "holds": self.verification.holds})
+            data["verification"] = self.verification.to_dict()
         return data
 
     def to_json(self, indent: int | None = 1) -> str:

@@ -1,7 +1,7 @@
 """What verification finds, as data."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scalepoint.errors import VerificationError
+from scalepoint.plain import plain
 from scalepoint.runtimes import Status
 from scalepoint.verification.agreement import Agreement, worst
 from scalepoint.words import decibel, plural, ratio, share_of, size_of
@@ -154,4 +155,4 @@ class Verification:
         return capture.get()
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"status": self.status.value, "sqnr": self.sqnr, "holds": self.holds}
+        return {**plain(self), **plain({"sqnr": self.sqnr, "holds": self.holds})}
