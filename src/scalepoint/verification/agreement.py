@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scalepoint.verification.simulation import as_array
 from scalepoint.words import decibel, share_of
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ def worst(agreements: Sequence[Agreement]) -> float:
 
 def agreements(expected: "Sequence[Tensor]", found: Mapping[str, np.ndarray]) -> tuple[Agreement, ...]:
     """One for every output, in order; an output that the file has not does not agree."""
+    from scalepoint.verification.simulation import as_array  # noqa: PLC0415  # who reads a result does not load torch
+
     names = [*found, *(f"output_{place}" for place in range(len(found), len(expected)))]
     pairs = zip(names, expected, strict=False)  # a file may show more than its outputs
     return tuple(_agreement(name, as_array(value), found.get(name)) for name, value in pairs)
