@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scalepoint.errors import ConfigError, NonFiniteError, NotObservedError, nearest
 from scalepoint.graph import Operation, Reference
+from scalepoint.graph.modules import tensors_of
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.patterns.language import kind_of
 from scalepoint.quantize.config import SmoothQuantConfig
@@ -256,6 +257,8 @@ def _linear_readers(site: Site, by_node: dict[fx.Node, Site], shared: set[int]) 
         reader = by_node.get(user)
         if reader is None or reader.kind != "linear" or reader.role is None or _input_of(reader) is not site.node:
             return [], f"also read by {user.target}, which cannot take the scales back"
+        if _is_computed(_part(reader)):
+            return [], f"the weight of {reader.name} is computed and cannot take the scales back"
         if weight_of(_part(reader)).data_ptr() in shared:
             return [], f"the weight of {reader.name} is used elsewhere too"
         readers.append(reader)
@@ -317,10 +320,12 @@ def _shared_parameters(sites: Sequence[Site]) -> set[int]:
 def _addresses(part: nn.Module) -> set[int]:
     """Where the weights of a part lie."""
     part = part.operation if isinstance(part, QuantizedWeighted) else part
-    held = [reference.value for reference in part.references().values()] if isinstance(part, Operation) else []
-    weight = getattr(part, "weight", None)
-    held += [weight] if isinstance(weight, Tensor) else []
-    return {tensor.data_ptr() for tensor in held}
+    return {tensor.data_ptr() for tensor in tensors_of(part)}
+
+
+def _is_computed(part: nn.Module) -> bool:
+    part = part.operation if isinstance(part, QuantizedWeighted) else part
+    return isinstance(part, Operation) and part.is_computed
 
 
 def _check_layers(config: SmoothQuantConfig, names: Sequence[str]) -> None:
