@@ -23,8 +23,8 @@ from scalepoint.numerics import (
     format_of,
 )
 from scalepoint.numerics.blocks import block_counts
+from scalepoint.spec.export_form import FORMS, in_onnx_export
 from scalepoint.spec.granularity import QuantizationGranularity
-from scalepoint.spec.onnx_form import in_onnx_export, quantize_linear
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 from scalepoint.spec.registry import Registry, member
 from scalepoint.spec.state import Stateful
@@ -134,7 +134,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
         """The tensor as its codes keep it, whatever the switches say; in an ONNX export, the Q/DQ nodes that do it."""
         if in_onnx_export():
-            return quantize_linear(tensor, qparams, self.grid, self.granularity, self._where())
+            return FORMS["onnx"](tensor, qparams, self.grid, self.granularity, self._where())
         if qparams.scale.ndim != tensor.ndim or qparams.scale.device != tensor.device:
             qparams = self._fitted(tensor, qparams)
         return self.fake_quantize(tensor, *qparams)

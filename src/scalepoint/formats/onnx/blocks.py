@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.onnx.operators import TYPES, dequantize
+from scalepoint.formats.onnx.operators import TYPES
 from scalepoint.formats.onnx.stored import Stored, StoredWeight
+from scalepoint.formats.operators import dequantize
 from scalepoint.numerics import E4M3, E8M0, dtype_name
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted

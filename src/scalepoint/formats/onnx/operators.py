@@ -1,9 +1,8 @@
-"""A stored weight in the exported graph: one operator of our own that becomes DequantizeLinear over real integers."""
+"""The table from a stored graph to ONNX: QuantizeLinear and DequantizeLinear, over real integers."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scalepoint.errors import ExportError
 
@@ -21,6 +20,7 @@ TYPES = {
     "uint2": ("UINT2", 25),
 }
 BLOCKS_SINCE = 21
+SIGNED_LIMITS = {"int8": (-128, 127)}  # of activations, where a scheme may leave codes unused
 
 
 def check_has_type(fmt: str, where: str) -> None:
@@ -30,36 +30,37 @@ def check_has_type(fmt: str, where: str) -> None:
         raise ExportError(f"{where}: ONNX has no type for {fmt}, which can only be simulated. It has: {known}")
 
 
-@torch.library.custom_op("scalepoint::dequantize", mutates_args=())
-def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int, fmt: str) -> Tensor:
-    """(codes - zero_point) * scale; axis says which one has a scale each, block > 0 how many share one along it."""
-    zero = torch.zeros_like(scale) if zero_point is None else zero_point.to(torch.float32)
-    shape = [1] * codes.ndim
-    if block:
-        scale, zero = (value.repeat_interleave(block, axis) for value in (scale, zero))
-    elif scale.ndim:
-        shape[axis] = -1
-        scale, zero = scale.view(shape), zero.view(shape)
-    return (codes.to(torch.float32) - zero) * scale
-
-
-@dequantize.register_fake
-def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int, fmt: str) -> Tensor:
-    return torch.empty(codes.shape, dtype=scale.dtype, device=codes.device)
-
-
 def translations(opset: int) -> dict[Any, Any]:
-    """What torch.onnx.export makes of the operator."""
+    """What torch.onnx.export makes of the operators of a stored graph."""
     import onnx  # noqa: PLC0415  # only an export needs it
     from onnxscript.values import Opset  # noqa: PLC0415
 
     op: Any = Opset("", opset)
 
-    def to_onnx(codes: Any, scale: Any, zero_point: Any, axis: int, block: int, fmt: str) -> Any:
-        kind = getattr(onnx.TensorProto, TYPES[fmt][0])
-        settings = {"axis": axis} | ({"block_size": block} if block else {})
-        if zero_point is None:
-            return op.DequantizeLinear(codes if fmt == "int32" else op.Cast(codes, to=kind), scale, **settings)
-        return op.DequantizeLinear(op.Cast(codes, to=kind), scale, op.Cast(zero_point, to=kind), **settings)
+    def kind_of(fmt: str) -> int:
+        return int(getattr(onnx.TensorProto, TYPES[fmt][0]))
 
-    return {torch.ops.scalepoint.dequantize.default: to_onnx}
+    def settings(scale: Any, axis: int, block: int = 0) -> dict[str, int]:
+        is_single = scale.shape is not None and len(scale.shape) == 0
+        return ({} if is_single else {"axis": axis}) | ({"block_size": block} if block else {})
+
+    def to_dequantize(codes: Any, scale: Any, zero_point: Any, axis: int, block: int, fmt: str) -> Any:
+        kind, said = kind_of(fmt), settings(scale, axis, block)
+        stored = codes if codes.dtype == kind else op.Cast(codes, to=kind)
+        if zero_point is None:
+            return op.DequantizeLinear(stored, scale, **said)
+        zero = zero_point if zero_point.dtype == kind else op.Cast(zero_point, to=kind)
+        return op.DequantizeLinear(stored, scale, zero, **said)
+
+    def to_quantize(x: Any, scale: Any, zero_point: Any, axis: int, low: float, high: float, fmt: str) -> Any:
+        limits = SIGNED_LIMITS.get(fmt)
+        if limits is not None and (low, high) != limits:  # QuantizeLinear knows no narrower range; the zero point is 0
+            x = op.Max(op.Min(x, op.Mul(scale, _number(op, high))), op.Mul(scale, _number(op, low)))
+        return op.QuantizeLinear(x, scale, zero_point, **settings(scale, axis))
+
+    ours = torch.ops.scalepoint
+    return {ours.quantize.default: to_quantize, ours.dequantize.default: to_dequantize}
+
+
+def _number(op: Any, value: float) -> Any:
+    return op.Constant(value_float=float(value))

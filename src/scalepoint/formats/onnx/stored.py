@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_type, dequantize
-from scalepoint.numerics import QParams, dtype_name
+from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_type
+from scalepoint.formats.onnx.qdq import check_plain
+from scalepoint.formats.operators import dequantize, quantize
+from scalepoint.numerics import dtype_name
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import Deployed, QuantizedWeighted, run_with
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
-from scalepoint.spec.onnx_form import quantize_linear
 
 
 class Stored(nn.Module):
@@ -96,27 +97,34 @@ class StoredWeight(Stored):
 
 
 class StoredStub(Stored):
-    """QuantizeLinear and DequantizeLinear with constant parameters."""
+    """What a stub does, as codes and back, with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
         super().__init__()
-        self.stub_name, self.grid, self.granularity = stub.name, stub.quantizer.grid, stub.calculator.granularity
-        check_has_type(self.grid.format.name, stub.name)
+        grid, granularity = stub.quantizer.grid, stub.calculator.granularity
+        self.fmt, self.low, self.high = grid.format.name, grid.low, grid.high
+        check_has_type(self.fmt, stub.name)
+        check_plain(grid, granularity, stub.name)
         if stub.calculator.always_called and not stub.is_learned:
             raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
-        self.register_buffer("scale", stub.scale.detach() * factor)
-        self.register_buffer("zero_point", stub.zero_point.detach().clone())
+        self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
+        scale = (stub.scale.detach() * factor).reshape(() if isinstance(granularity, PerTensorGranularity) else (-1,))
+        zero = torch.zeros_like(scale) if grid.format.is_float else stub.zero_point.detach().reshape(scale.shape)
+        self.register_buffer("scale", scale.clone())
+        self.register_buffer("zero_point", zero.to(grid.format.storage))
 
     scale: Tensor
     zero_point: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        zero = None if self.grid.format.is_float else self.zero_point
-        return quantize_linear(x, QParams(self.scale, zero), self.grid, self.granularity, self.stub_name)
+        axis = self.axis % x.ndim if x.ndim else 0
+        codes = quantize(x.to(self.scale.dtype), self.scale, self.zero_point, axis, self.low, self.high, self.fmt)
+        values: Tensor = dequantize(codes, self.scale, self.zero_point, axis, 0, self.fmt)
+        return values.to(x.dtype)
 
     @property
     def opset(self) -> int:
-        return TYPES[self.grid.format.name][1]
+        return TYPES[self.fmt][1]
 
 
 class FloatWeight(nn.Module):

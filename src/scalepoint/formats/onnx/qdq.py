@@ -1,4 +1,4 @@
-"""What a quantizer becomes in torch.onnx.export: QuantizeLinear and DequantizeLinear, by either exporter."""
+"""What a quantizer becomes in a plain torch.onnx.export: QuantizeLinear and DequantizeLinear, by either exporter."""
 
 from typing import Any
 
@@ -7,29 +7,18 @@ from torch import Tensor
 
 from scalepoint.errors import SpecError
 from scalepoint.numerics import Grid, QParams, QuantizationFormulation, QuantizationScheme
+from scalepoint.spec.export_form import FORMS, in_onnx_export
 from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranularity, QuantizationGranularity
 
 _STORED_AS_IS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def in_onnx_export() -> bool:
-    """Also where torch.compile traces: it takes torch's own function for False, also inside of torch.onnx.export."""
-    return torch.onnx.is_in_onnx_export()
 
 
 def quantize_linear(
     tensor: Tensor, qparams: QParams, grid: Grid, granularity: QuantizationGranularity, where: str
 ) -> Tensor:
     """Q and DQ with constant parameters; what plain ONNX nodes cannot say is an error, never another model."""
+    check_plain(grid, granularity, where)
     dtype = grid.format.storage
-    if grid.formulation != QuantizationFormulation.ZP or grid.format.bits != 8 or dtype not in _STORED_AS_IS:
-        raise SpecError(
-            f"{where}: torch.onnx.export cannot write {grid.format.name} ({grid.formulation}): use 8 bits and 'zp', "
-            "or scalepoint.export, which writes every format"
-        )
-    if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
-        raise SpecError(f"{where}: torch.onnx.export writes one scale a tensor or a channel, not {granularity!r}")
     axis = 0
     if isinstance(granularity, PerChannelGranularity) and granularity.axis is not None:
         axis = granularity.axis % tensor.ndim
@@ -44,6 +33,18 @@ def quantize_linear(
         raise SpecError(f"{where}: torch's older exporter has no {grid.format.name}: use dynamo=True")
     result: Tensor = _ByTorchScript.apply(tensor, scale, zero.to(dtype), axis)  # type: ignore[no-untyped-call]
     return result
+
+
+def check_plain(grid: Grid, granularity: QuantizationGranularity, where: str) -> None:
+    """Refuse what QuantizeLinear cannot say of an activation."""
+    dtype = grid.format.storage
+    if grid.formulation != QuantizationFormulation.ZP or grid.format.bits != 8 or dtype not in _STORED_AS_IS:
+        raise SpecError(
+            f"{where}: torch.onnx.export cannot write {grid.format.name} ({grid.formulation}): use 8 bits and 'zp', "
+            "or scalepoint.export, which writes every format"
+        )
+    if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
+        raise SpecError(f"{where}: torch.onnx.export writes one scale a tensor or a channel, not {granularity!r}")
 
 
 def _clipped(tensor: Tensor, scale: Tensor, grid: Grid) -> Tensor:
@@ -72,3 +73,6 @@ class _ByTorchScript(torch.autograd.Function):
     def symbolic(g: Any, tensor: Any, scale: Any, zero: Any, axis: int) -> Any:
         codes = g.op("QuantizeLinear", tensor, scale, zero, axis_i=axis)
         return g.op("DequantizeLinear", codes, scale, zero, axis_i=axis)
+
+
+FORMS["onnx"] = quantize_linear
