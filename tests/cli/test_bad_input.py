@@ -21,6 +21,8 @@ BAD = (
     ("deploy", "unknown submodule", [*GIVEN, "--leave", "haed"], USAGE, "did you mean 'head'?"),
     ("deploy", "a type that the target lacks", [*GIVEN, "--float-dtype", "float16"], MODEL, "in float32"),
     ("deploy", "the same, dry", [*GIVEN, "--float-dtype", "float16", "--dry-run"], MODEL, "in float32"),
+    ("deploy", "nothing to quantize", ["nets:Idle", "--data", "nets:batches"], MODEL, "nothing of this model"),
+    ("deploy", "nothing, in a dry run", ["nets:Idle", "--data", "nets:batches", "--dry-run"], MODEL, "nothing of this"),
     ("deploy", "no metric, dry", [*GIVEN, "--evaluate", "nets:scor", "--dry-run"], USAGE, "did you mean 'score'?"),
     ("deploy", "NaN in the data", ["nets:net", "--data", "nets:holed"], USAGE, "--on-nan skip"),
     ("deploy", "a metric of NaN", [*GIVEN, "--evaluate", "nets:undefined"], USAGE, "evaluate gave NaN for the float"),

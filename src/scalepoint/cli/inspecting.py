@@ -11,6 +11,7 @@ from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import Finder, load_model, public
 from scalepoint.cli.screen import Listing, show, show_json
 from scalepoint.cli.settings import check_names, check_settings, finder_of, reading_of, settings_of
+from scalepoint.errors import CoverageError
 from scalepoint.words import count
 
 
@@ -47,6 +48,8 @@ def preview(settings: Any, finder: Finder, command: str, example: Any = None, *,
     found = public("inspect")(model, inputs, target=settings.target, config=settings.quantization, leave=settings.leave)
     if settings.strict:
         found.check()
+    if command == "deploy" and found.is_empty:  # what the run would refuse
+        raise CoverageError(found.why_empty())
     if json:
         fields = {"exit_code": 0, "dry_run": True, "target": settings.target, "coverage": found.to_list()}
         show_json(command, fields)
