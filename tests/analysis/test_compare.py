@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.analysis import compare, sensitivity
-from scalepoint.analysis.agreement import Agreement, RangeUse
+from scalepoint.analysis.sums import ErrorSums, RangeUse
 from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.quantize import (
     Override,
@@ -451,7 +451,7 @@ class TestShown:
 class TestSums:
     def test_agreements_merge(self):
         x, y = torch.randn(100), torch.randn(100)
-        whole, one, other = Agreement(), Agreement(), Agreement()
+        whole, one, other = ErrorSums(), ErrorSums(), ErrorSums()
         whole.add(x, y)
         one.add(x[:30], y[:30])
         other.add(x[30:], y[30:])
@@ -465,18 +465,18 @@ class TestSums:
         [(0.0, 0.0, math.inf, 1.0), (0.0, 1.0, -math.inf, 0.0), (1.0, 1.0, math.inf, 1.0), (1.0, -1.0, -6.0206, -1.0)],
     )
     def test_the_ends(self, x, y, level, cosine):
-        agreement = Agreement()
+        agreement = ErrorSums()
         agreement.add(torch.tensor([x]), torch.tensor([y]))
         assert agreement.sqnr_db == pytest.approx(level, abs=1e-3)
         assert agreement.cosine == pytest.approx(cosine)
 
     def test_nan_is_worst(self):
-        agreement = Agreement()
+        agreement = ErrorSums()
         agreement.add(torch.ones(2), torch.tensor([1.0, math.nan]))
         assert math.isnan(agreement.sqnr_db)
 
     def test_half_precision_does_not_overflow(self):
-        agreement = Agreement()
+        agreement = ErrorSums()
         agreement.add(torch.full((10,), 60000.0, dtype=torch.float16), torch.full((10,), 59968.0, dtype=torch.float16))
         assert agreement.sqnr_db == pytest.approx(20 * math.log10(60000 / 32), abs=0.01)
 

@@ -4,7 +4,7 @@ import math
 import random
 
 from scalepoint.covered import Coverage, CoverageRow, State
-from scalepoint.report import Attempt, GraphNode, Histogram, LayerError, Metric, Raised, Report, Reproduction
+from scalepoint.report import Attempt, GraphNode, Histogram, Metric, Raised, Report, ReportedLayer, Reproduction
 from scalepoint.verification import Agreement, Benchmark, Departure, Status, Verification
 
 LOW = "w int8 per_channel, x uint8"
@@ -98,7 +98,7 @@ def ordinary(ratio: float = 1.87) -> Report:
     rows, nodes = resnet()
     chance = random.Random(3)  # noqa: S311  # the same picture every time
     layers = tuple(
-        LayerError(
+        ReportedLayer(
             row.name,
             44 - index * 0.7 - (12 if index in (4, 15) else 0) + chance.uniform(-4, 4) if row.how else 47.0,
             0.9999 - index * 1e-4,
@@ -174,7 +174,9 @@ def evil() -> Report:
         {name: name for name in EVIL},
         {name: [name, {"a": name}] for name in EVIL},
         tuple(Metric(name, math.nan, math.inf, -math.inf) for name in EVIL),
-        tuple(LayerError(name, value) for name, value in zip(EVIL, [math.nan, math.inf, -math.inf] * 9, strict=False)),
+        tuple(
+            ReportedLayer(name, value) for name, value in zip(EVIL, [math.nan, math.inf, -math.inf] * 9, strict=False)
+        ),
         tuple(Histogram(name, name[:20], (0.0, 0.0), (0,), math.nan, math.inf) for name in EVIL),
         found,
         dict.fromkeys(EVIL, 1.0),
@@ -199,7 +201,7 @@ def large(count: int = 2000) -> Report:
         else left_float(f"blocks.{index // 8}.norm{index}", "no int8 kernel")
         for index in range(count)
     ]
-    layers = tuple(LayerError(row.name, 20 + (index * 37 % 300) / 10) for index, row in enumerate(rows))
+    layers = tuple(ReportedLayer(row.name, 20 + (index * 37 % 300) / 10) for index, row in enumerate(rows))
     before = ["", *(row.name for row in rows)]
     nodes = tuple(GraphNode(row.name, row.kind, (before[index],), row.precision) for index, row in enumerate(rows))
     return Report("large", "onnxruntime", CREATED, Coverage(tuple(rows)), layers=layers, graph=nodes)

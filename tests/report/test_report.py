@@ -23,10 +23,10 @@ from scalepoint.report import (
     Attempt,
     GraphNode,
     Histogram,
-    LayerError,
     Metric,
     Raised,
     Report,
+    ReportedLayer,
     blocks,
     is_within,
     to_html,
@@ -88,7 +88,7 @@ def test_json_says_what_verification_found():
 
 
 def test_numbers_of_numpy_and_paths_are_plain_in_json(tmp_path):
-    layers = (LayerError("fc", np.float32(1.5), np.float64(0.5)),)
+    layers = (ReportedLayer("fc", np.float32(1.5), np.float64(0.5)),)
     report = replace(made.bare(), layers=layers, config={"path": tmp_path, "set": {2, 1}, "tuple": (1, math.nan)})
     data = json.loads(report.to_json())
     assert data["layers"][0]["sqnr_db"] == 1.5
@@ -211,7 +211,7 @@ def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
     def report(name: str) -> Report:
         rows = Coverage((made.operation(name, kind=name, reason=name or "x"),))
         nodes = (GraphNode(name.replace(".", " "), name),)
-        return Report(name, name, name, rows, layers=(LayerError(name, 3.0),), graph=nodes, warnings=(name,))
+        return Report(name, name, name, rows, layers=(ReportedLayer(name, 3.0),), graph=nodes, warnings=(name,))
 
     to_html(report(name)).encode()
     expected = shape(to_html(report("a")))
@@ -257,13 +257,18 @@ def test_nothing_at_all_is_still_a_page():
 
 def test_names_that_repeat_keep_their_own_errors():
     rows = Coverage((made.operation("a"), made.operation("a"), made.operation("b")))
-    layers = (LayerError("a", 11.0), LayerError("a", 22.0), LayerError("c", 33.0))
+    layers = (ReportedLayer("a", 11.0), ReportedLayer("a", 22.0), ReportedLayer("c", 33.0))
     text = to_html(replace(made.bare(), coverage=rows, layers=layers))
     assert re.findall(r'c6 number" role="cell" data-v="(\d+)"', text) == ["11", "22", "33"]
 
 
 def test_worst_layers_begin_with_what_is_no_number():
-    layers = (LayerError("good", 40), LayerError("bad", 5), LayerError("nan", math.nan), LayerError("same", math.inf))
+    layers = (
+        ReportedLayer("good", 40),
+        ReportedLayer("bad", 5),
+        ReportedLayer("nan", math.nan),
+        ReportedLayer("same", math.inf),
+    )
     assert [each.name for each in replace(made.bare(), layers=layers).worst(4)] == ["nan", "bad", "good", "same"]
 
 
@@ -296,8 +301,8 @@ def test_a_tensor_that_passes_as_codes_is_drawn_so():
 
 
 def test_names_of_the_worst_layers_do_not_overlap():
-    layers = tuple(LayerError(f"layer3.{index}.convolution", 12.0 + index / 100) for index in range(3))
-    page = to_html(replace(made.bare(), layers=layers + tuple(LayerError(f"x{i}", 40.0) for i in range(300))))
+    layers = tuple(ReportedLayer(f"layer3.{index}.convolution", 12.0 + index / 100) for index in range(3))
+    page = to_html(replace(made.bare(), layers=layers + tuple(ReportedLayer(f"x{i}", 40.0) for i in range(300))))
     found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="worst-name">([^<]*)', page)
     places = [(float(x), float(x) + 7 * len(text), float(y)) for x, y, text in found]
     assert len(places) == 3
@@ -335,7 +340,7 @@ def test_only_what_the_config_asked_for_is_called_asked():
 def test_a_level_comes_with_a_word(sqnr, word):
     assert quality(sqnr) == word
     if sqnr is not None:
-        report = replace(made.bare(), layers=(LayerError("only", sqnr),))
+        report = replace(made.bare(), layers=(ReportedLayer("only", sqnr),))
         assert word in str(report)
         assert word in report.summary()[-1]
 
@@ -345,7 +350,7 @@ def test_a_level_comes_with_a_word(sqnr, word):
     [
         ({}, "measure the speed again: scalepoint bench out/float.onnx out/model.onnx"),
         ({"accuracy": ()}, "deploy with"),
-        ({"layers": (LayerError("bad", 3.0),)}, "overrides: [{name: 'bad', weight: float, activation: float}]"),
+        ({"layers": (ReportedLayer("bad", 3.0),)}, "overrides: [{name: 'bad', weight: float, activation: float}]"),
         ({"warnings": ("a smoke run: two batches",)}, "the same without smoke"),
     ],
 )

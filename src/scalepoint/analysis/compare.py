@@ -20,9 +20,9 @@ from rich.text import Text
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint.analysis.agreement import Agreement, RangeUse, decibels, energy
 from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of, weighted_of
 from scalepoint.analysis.lockstep import Lockstep, driven
+from scalepoint.analysis.sums import ErrorSums, RangeUse, decibels, energy
 from scalepoint.errors import UsageError, shown
 from scalepoint.graph.modes import evaluating
 from scalepoint.patterns import kind_of
@@ -153,8 +153,8 @@ class _Watch:
     def __init__(self, layers: list[Layer], outputs: "_Outputs", local: bool) -> None:
         self.layers, self.outputs = layers, outputs
         self.by_node = {layer.node: layer for layer in layers}
-        self.running = {layer.node: Agreement() for layer in layers}
-        self.local = {layer.node: Agreement() for layer in layers if local and layer.precision != "float"}
+        self.running = {layer.node: ErrorSums() for layer in layers}
+        self.local = {layer.node: ErrorSums() for layer in layers if local and layer.precision != "float"}
         self.uses: dict[str, RangeUse] = {}
 
     def prepare(self, live: nn.Module) -> None:
@@ -226,8 +226,8 @@ class _Outputs:
 
     def __init__(self, float_model: Callable[..., Any] | None) -> None:
         self.float_model = float_model
-        self.graph = Agreement()
-        self.found: dict[str, Agreement] = {}
+        self.graph = ErrorSums()
+        self.found: dict[str, ErrorSums] = {}
         self._exact: Any = None
 
     def take(self, exact: Any) -> None:
@@ -250,7 +250,7 @@ class _Outputs:
             )
         for reference, of_graph, (name, value) in zip(expected, exact, found, strict=True):
             if reference.is_floating_point():
-                self.found.setdefault(name, Agreement()).add(reference, value)
+                self.found.setdefault(name, ErrorSums()).add(reference, value)
                 self.graph.add(reference, of_graph)
 
     def rows(self) -> tuple[OutputError, ...]:

@@ -24,9 +24,9 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from scalepoint.analysis.agreement import Agreement, energy, error_energy, float_tensors
 from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
 from scalepoint.analysis.lockstep import Lockstep, driven, twin
+from scalepoint.analysis.sums import ErrorSums, energy, error_energy, float_tensors
 from scalepoint.errors import UsageError, shown
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.feeding import Data, check_data, feed, first_inputs
@@ -192,7 +192,7 @@ class _OneByOne(nn.Module):
     def __init__(self, quantized: fx.GraphModule, names: Iterable[str]) -> None:
         super().__init__()
         self.model, self.quantizers = _switchable(quantized)
-        self.found = {name: Agreement() for name in names}
+        self.found = {name: ErrorSums() for name in names}
 
     def forward(self, *inputs: Any) -> Any:
         reference = self._run(inputs)

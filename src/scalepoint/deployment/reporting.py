@@ -17,7 +17,7 @@ from scalepoint.deployment.run import SMOKE_BATCHES, Run, package_version
 from scalepoint.deployment.trials import Trial
 from scalepoint.processor import amx
 from scalepoint.quantize import coverage
-from scalepoint.report import Attempt, Histogram, LayerError, Metric, Report, Reproduction, advice
+from scalepoint.report import Attempt, Histogram, Metric, Report, ReportedLayer, Reproduction, advice
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.version import __version__
@@ -56,12 +56,12 @@ def make_report(
     )
 
 
-def _by_layer(run: Run, best: Trial) -> tuple[tuple[LayerError, ...], tuple[Histogram, ...]]:
+def _by_layer(run: Run, best: Trial) -> tuple[tuple[ReportedLayer, ...], tuple[Histogram, ...]]:
     """The error of every layer on the example inputs, and the values of the worst."""
     data = run.example()
     compared = compare(None, best.model, data, local=False, progress=False)
     layers = tuple(
-        LayerError(row.name, row.sqnr_db, row.cosine, row.saturation, row.used_range, row.weight_sqnr_db)
+        ReportedLayer(row.name, row.sqnr_db, row.cosine, row.saturation, row.used_range, row.weight_sqnr_db)
         for row in compared.rows
     )
     worst = [row.name for row in compared.worst(WORST)]

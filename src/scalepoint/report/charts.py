@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from scalepoint.report.markup import Html, join, name, tag
-from scalepoint.report.model import Histogram, LayerError
+from scalepoint.report.model import Histogram, ReportedLayer
 from scalepoint.words import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
 
 MANY = 400  # points beyond this are one path, without a title each
@@ -55,7 +55,7 @@ def _steps(low: float, high: float, about: int = 5) -> list[float]:
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)][:20]
 
 
-def depth(layers: Sequence[LayerError], floats: frozenset[str]) -> Html:
+def depth(layers: Sequence[ReportedLayer], floats: frozenset[str]) -> Html:
     """SQNR of every layer in the order of execution; what is low hurts."""
     width, height, left, bottom, top = 1000.0, 270.0, 44.0, 30.0, 14.0
     finite = [each.sqnr_db for each in layers if math.isfinite(each.sqnr_db)]
@@ -91,7 +91,9 @@ def depth(layers: Sequence[LayerError], floats: frozenset[str]) -> Html:
     return svg(width, height, *grid, *drawn, label=label, class_="depth")
 
 
-def _points(layers: Sequence[LayerError], points: Sequence[tuple[float, float]], floats: frozenset[str]) -> list[Html]:
+def _points(
+    layers: Sequence[ReportedLayer], points: Sequence[tuple[float, float]], floats: frozenset[str]
+) -> list[Html]:
     """Points with titles; of very many layers, only the worst have one."""
     order = sorted(range(len(layers)), key=lambda index: (not math.isnan(layers[index].sqnr_db), layers[index].sqnr_db))
     worst = set(order[:3])

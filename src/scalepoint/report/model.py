@@ -60,7 +60,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class LayerError:
+class ReportedLayer:
     """How far one layer's output is from the float model's, in the order of execution."""
 
     name: str
@@ -140,7 +140,7 @@ class Report:
     environment: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     accuracy: tuple[Metric, ...] = ()
-    layers: tuple[LayerError, ...] = ()
+    layers: tuple[ReportedLayer, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     verification: Verification | None = None
     timings: Mapping[str, float] = field(default_factory=dict)  # stage -> seconds
@@ -151,7 +151,7 @@ class Report:
     reproduction: Reproduction | None = None
     findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
 
-    def worst(self, count: int = 3) -> tuple[LayerError, ...]:
+    def worst(self, count: int = 3) -> tuple[ReportedLayer, ...]:
         """The layers with the largest error; not a number is worst of all."""
         key = [(each.sqnr_db if not math.isnan(each.sqnr_db) else -math.inf) for each in self.layers]
         order = sorted(range(len(key)), key=key.__getitem__)

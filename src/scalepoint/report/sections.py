@@ -9,7 +9,7 @@ from typing import Any
 from scalepoint.covered import CoverageRow
 from scalepoint.report import blocks, charts, terminal
 from scalepoint.report.markup import Html, join, name, tag
-from scalepoint.report.model import LayerError, Report
+from scalepoint.report.model import Report, ReportedLayer
 from scalepoint.words import POOR_DB, count, decibel, one_line, plural, quality, share_of, short, time_of
 
 MOST_HISTOGRAMS = 24
@@ -76,18 +76,18 @@ def layer_table(report: Report, classes: Mapping[str, str]) -> Html:
     return join((controls, frame))
 
 
-def _rows(report: Report) -> list[tuple[CoverageRow | None, LayerError | None]]:
+def _rows(report: Report) -> list[tuple[CoverageRow | None, ReportedLayer | None]]:
     """Operations with their errors; then errors of layers that are not among the operations. Names may repeat."""
-    errors: dict[str, list[LayerError]] = defaultdict(list)
+    errors: dict[str, list[ReportedLayer]] = defaultdict(list)
     for each in reversed(report.layers):
         errors[each.name].append(each)
-    rows: list[tuple[CoverageRow | None, LayerError | None]] = [
+    rows: list[tuple[CoverageRow | None, ReportedLayer | None]] = [
         (row, errors[row.name].pop() if errors.get(row.name) else None) for row in report.coverage.operations
     ]
     return rows + [(None, each) for left in errors.values() for each in reversed(left)]
 
 
-def _row(row: CoverageRow | None, error: LayerError | None, classes: Mapping[str, str], worst: float) -> Html:
+def _row(row: CoverageRow | None, error: ReportedLayer | None, classes: Mapping[str, str], worst: float) -> Html:
     title = row.name if row else error.name if error else ""
     precision = row.precision if row else ""
     dot = tag("i", class_=f"key {classes.get(precision, 'p-none')}")
@@ -129,7 +129,7 @@ def _error_bar(sqnr: float, most: float) -> Html:
     return tag("svg", bar, viewBox="0 0 100 4", preserveAspectRatio="none", class_="cell-bar", aria_hidden="true")
 
 
-def _error_words(error: LayerError | None) -> str | None:
+def _error_words(error: ReportedLayer | None) -> str | None:
     if error is None:
         return None
     words = [] if error.cosine is None else [f"cosine {error.cosine:.5f}"]

@@ -38,7 +38,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 @dataclass
-class Agreement:
+class ErrorSums:
     """Of x, the reference, and y: sum x^2, sum y^2, sum x y, sum (x - y)^2."""
 
     signal: float = 0.0
@@ -56,7 +56,7 @@ class Agreement:
             self.noise += error_energy(x, y)
             self.count += x.numel()
 
-    def merge(self, other: "Agreement") -> None:
+    def merge(self, other: "ErrorSums") -> None:
         for name in vars(self):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
