@@ -366,11 +366,11 @@ def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
         text=True,
         preexec_fn=_heed_interrupts,  # noqa: PLW1509  # there are no threads here
     )
-    end = time.monotonic() + 110
+    end = time.monotonic() + 300  # a machine may be busy
     while not (here / sign).exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     return process.returncode, out, " ".join(err.split())
 
 

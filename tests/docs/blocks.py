@@ -38,9 +38,10 @@ INFO = re.compile(r'(?P<language>[\w-]*)(?:[ \t]+title="(?P<title>[^"]+)")?[ \t]
 VARYING = "<!-- numbers vary -->"
 NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 TIME = re.compile(r"(\d) (us|ms|s)\b")  # another CPU, another unit
-EXACT = re.compile(r"\bexactly\b|\binf dB")  # what another CPU may compute with a last rounding of its own
+# What another CPU may compute with a last rounding of its own; and the word that goes with that number.
+EXACT = re.compile(r"\bexactly\b|([\d.]+|\binf) dB(, (very good|good|fair|poor)\b)?")
 SPACES = re.compile(r"[ \t]+")
-SECONDS = 300
+SECONDS = 600
 WIDTH = "100"  # of the terminal
 OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")  # all that is needed is here
 READING = Path(__file__).with_name("reading.py")
