@@ -55,6 +55,12 @@ def masked(x, bias):
     return F.scaled_dot_product_attention(heads, heads, heads, bias).transpose(1, 2).reshape(-1, 5, 16)
 
 
+def masked_view(x, bias):
+    heads = x.view(-1, 5, 2, 8).transpose(1, 2)
+    attended = F.scaled_dot_product_attention(heads, heads, heads, bias)
+    return attended.permute(0, 2, 1, 3).contiguous().view(-1, 5, 16)
+
+
 TOKENS, IMAGE = (2, 5, 16), (2, 8, 6, 6)
 CASES = [  # model, shape of the input, how many layers are quantized
     pytest.param(lambda: OfABuffer(nn.Linear(4, 6), torch.randn(6, 4)), IMAGE, 1, id="linear-of-a-buffer"),
@@ -81,6 +87,7 @@ CASES = [  # model, shape of the input, how many layers are quantized
     ),
     pytest.param(lambda: Net(lambda x, w: F.linear(x, w, x.mean((0, 1))), (16, 16)), TOKENS, 2, id="bias-of-the-data"),
     pytest.param(lambda: Net(masked, (1, 2, 5, 5)), TOKENS, 1, id="reshape-after-masked-attention"),
+    pytest.param(lambda: Net(masked_view, (1, 2, 5, 5)), TOKENS, 1, id="view-after-masked-attention"),
 ]
 
 

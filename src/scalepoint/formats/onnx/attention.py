@@ -26,17 +26,21 @@ class PlainAttention(nn.Module):
 
 
 def lay_out(model: fx.GraphModule) -> None:
-    """After attention with a mask, a copy in the layout that its shape says.
+    """After attention with a mask, a copy in the layout that its shape says, and reshapes that do not ask for another.
 
-    torch's kernel gives another one, torch.export takes a reshape after it for a view, and that fails in the form that
-    ONNX gets. The copy is an Identity there, and gone.
+    torch's kernel gives another layout, in which torch.export takes a reshape for a view and leaves `contiguous` away;
+    that fails in the form that ONNX gets. The copy is an Identity there, and gone.
     """
-    for node in list(model.graph.nodes):
-        if node.op == "call_module" and _is_masked(model.get_submodule(str(node.target))):
-            with model.graph.inserting_after(node):
-                copied = model.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
-            copied.meta = dict(node.meta) | {"kind": "clone"}
-            node.replace_all_uses_with(copied, lambda user, copied=copied: user is not copied)
+    calls = [node for node in model.graph.nodes if node.op == "call_module"]
+    masked = [node for node in calls if _is_masked(model.get_submodule(str(node.target)))]
+    for node in masked:
+        with model.graph.inserting_after(node):
+            copied = model.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
+        copied.meta = dict(node.meta) | {"kind": "clone"}
+        node.replace_all_uses_with(copied, lambda user, copied=copied: user is not copied)
+    for node in model.graph.nodes if masked else ():
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
     model.recompile()
 
 
