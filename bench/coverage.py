@@ -1,117 +1,199 @@
-"""What becomes of real architectures: captured or not, parity with the model, matches, time, weights covered.
+"""Real architectures on the whole road: captured, quantized, exported, run in ONNX Runtime, compared.
 
-`python bench/coverage.py [--quick]` prints the table and writes out/bench-coverage.json. Parity is the worst
-max |difference| / max |output| of batch 1 and batch 3; operations with weights are counted by torch's dispatcher, and
-each is in a match (covered) or named in the report as left (told).
+`python bench/coverage.py [tests|further] [NAME ...]` takes the 111 architectures of the tests, and those of
+bench/further.py, each in a process of its own with a time limit, and adds a row for each to out/coverage-tests.json or
+out/coverage-further.json: a run that is stopped goes on where it was, and --again does those anew that do not hold.
+bench/write_page.py makes the tables.
+
+An architecture runs (its file agrees with the simulation), is refused (capture says why, before any work), departs
+(runs, but not as the simulation), or fails at a stage; a failure that is no ScalepointError is called foreign.
 """
 
 import argparse
+import json
+import multiprocessing
+import os
+import signal
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from rich.progress import track
-from rich.table import Table
 from torch import nn
 
-from measure import publish
-from scalepoint.errors import ScalepointError
-from scalepoint.transformation import transform
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own the list
-from architectures import ARCHITECTURES, Architecture, Inputs
-from weighted import batch, covered, executed, relative_difference, run, told
+from architectures import ARCHITECTURES, Architecture, Inputs, torchvision_models
+from further import FURTHER
+from scalepoint.errors import ScalepointError
+from scalepoint.formats import export
+from scalepoint.quantize import calibrate, coverage, freeze, insert_qdq
+from scalepoint.transformation import transform
+from scalepoint.verification import Status, verify
+from weighted import batch, relative_difference, run
 
-LIMIT = 1e-4
+OUT = Path(__file__).parent.parent / "out"
+LISTS = {"tests": ARCHITECTURES, "further": FURTHER}
+PARITY = 1e-4
+SECONDS = 400.0
+LONGEST = 400  # of what is kept of a message
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """One architecture; `note` says why it was not captured or does not run."""
+    """What became of one architecture; `stage` is the last that was begun."""
 
     name: str
-    captured: bool
-    parity: float | None = None  # None: not measured, because it does not run
-    matches: int = 0
-    seconds: float = 0.0
-    covered: int = 0
-    told: int = 0
-    weighted: int = 0
-    expected_failure: bool = False
-    note: str = ""
-
-    @property
-    def holds(self) -> bool:
-        if not self.captured:
-            return self.expected_failure
-        return self.parity is not None and self.parity <= LIMIT and self.covered + self.told == self.weighted
+    outcome: str = "fails"
+    stage: str = "build"
+    foreign: bool = False
+    reason: str = ""
+    parity: float | None = None
+    quantized: float | None = None  # share of the MACs
+    low: int | None = None  # weighted operations that the runtime runs in low precision
+    sqnr: float | None = None  # dB to the simulation, the worst output
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
-def measure(architecture: Architecture) -> Row:
-    model, inputs = architecture.build()
-    start = time.process_time()
-    try:
-        result = transform(model, inputs)
-    except ScalepointError as error:
-        return Row(
-            architecture.name,
-            captured=False,
-            seconds=time.process_time() - start,
-            expected_failure=bool(architecture.cannot),
-            note=architecture.cannot or str(error),
-        )
-    seconds = time.process_time() - start
-    parity, note = compare(model, result.model.eval(), inputs)
-    return Row(
-        architecture.name,
-        captured=True,
-        parity=parity,
-        matches=len(result.matches),
-        seconds=seconds,
-        covered=sum(covered(result).values()),
-        told=sum(told(result).values()),
-        weighted=sum(executed(model, inputs).values()),
-        note=note,
-    )
+@dataclass
+class Journey:
+    """A row in the making; whoever listens hears of every stage, so that a crash has a place too."""
+
+    row: Row
+    listener: Connection
+
+    @contextmanager
+    def at(self, stage: str) -> Iterator[None]:
+        self.row.stage = stage
+        self.listener.send(self.row)
+        start = time.process_time()
+        yield
+        self.row.seconds[stage] = round(time.process_time() - start, 2)
 
 
-def compare(model: nn.Module, graph: nn.Module, inputs: Inputs) -> tuple[float | None, str]:
-    """The worst difference of both batches, and what went wrong where a graph does not even run."""
+def travel(journey: Journey, architecture: Architecture, folder: Path) -> None:
+    """The road; whatever is raised ends it, at the stage that the row names."""
+    row = journey.row
+    with journey.at("build"):
+        model, inputs = architecture.build()
+    data = [batch(inputs, [0, 1]), batch(inputs, [1, 0])]
+    with journey.at("capture"):
+        result = transform(model, inputs, target="onnxruntime")
+        row.parity = parity(model, result.model, inputs)
+    with journey.at("insert"):
+        quantized = insert_qdq(result.model, result.matches, copy=False)
+    with journey.at("calibrate"):
+        calibrate(quantized, data, progress=False)
+    with journey.at("freeze"):
+        freeze(quantized)
+        shares = coverage(quantized).share_of_macs()
+        row.quantized = None if shares is None else 1 - shares.get("float", 0.0)
+    with journey.at("export"):
+        export(quantized, folder / "model.onnx", inputs)
+    with journey.at("run"):
+        found = verify(folder / "model.onnx", quantized, inputs, layers=False)
+        if found.status != Status.OK:
+            row.reason = f"{found.status.value}: {found.message}"
+            return
+    row.stage, row.sqnr, row.low = "agree", found.sqnr, found.low_precision
+    if row.parity > PARITY:
+        row.outcome, row.reason = "departs", f"the float graph is {row.parity:.1e} off the model"
+    else:
+        row.outcome = "runs" if found.holds else "departs"
+
+
+def parity(model: nn.Module, graph: nn.Module, inputs: Inputs) -> float:
+    """Of the float graph with the model: the worst max |difference| / max |output| of batch 1 and batch 3."""
     batches = [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
+    with torch.no_grad():
+        return max(relative_difference(run(model, each), run(graph.eval(), each)) for each in batches)
+
+
+def measure(architecture: Architecture, row: Row, listener: Connection) -> None:
+    """In a process of its own: the row, sent whole at the end."""
+    os.setsid()  # so that what it started ends with it
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the models' libraries, at import and in forward
     try:
-        with torch.no_grad():
-            return max(relative_difference(run(model, each), run(graph, each)) for each in batches), ""
-    except Exception as error:  # a row also for these: the table is about all of them
-        return None, f"{type(error).__name__}: {error}"
+        with TemporaryDirectory() as folder:
+            travel(Journey(row, listener), architecture, Path(folder))
+    except ScalepointError as error:
+        row.outcome = "refused" if row.stage == "capture" else "fails"
+        row.reason = str(error)
+    except Exception as error:  # each kind is a row of the table
+        row.foreign, row.reason = True, f"{type(error).__name__}: {error}"
+    row.reason = " ".join(row.reason.split())[:LONGEST]
+    listener.send(row)
 
 
-def table_of(rows: list[Row]) -> Table:
-    table = Table(title=f"architectures, 1 thread, torch {torch.__version__}")
-    for column in ("model", "captured", "parity", "matches", "CPU s", "weights covered", "note"):
-        right = column in ("parity", "matches", "CPU s", "weights covered")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        parity = "" if row.parity is None else f"{row.parity:.1e}"
-        weights = f"{row.covered} of {row.weighted}" + (f", {row.told} told" if row.told else "")
-        shown = (parity, str(row.matches), f"{row.seconds:.1f}", weights)
-        shown = shown if row.captured else ("", "", f"{row.seconds:.1f}", "")
-        style = None if row.holds else "bold red"
-        table.add_row(row.name, "yes" if row.captured else "no", *shown, row.note[:200], style=style)
-    return table
+def in_child(architecture: Architecture, limit: float) -> Row:
+    """The row of one architecture, whatever becomes of the process that makes it."""
+    context = multiprocessing.get_context("fork")  # the libraries are imported once
+    receiver, sender = context.Pipe(duplex=False)
+    row = Row(architecture.name)
+    child = context.Process(target=measure, args=(architecture, row, sender))
+    child.start()
+    sender.close()
+    deadline = time.monotonic() + limit
+    try:
+        while receiver.poll(max(0.0, deadline - time.monotonic())):
+            row = receiver.recv()
+    except EOFError:  # it has ended
+        child.join()
+        if child.exitcode:
+            row.foreign, row.reason = True, f"the process ended with {child.exitcode}"
+        return row
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid or 0, signal.SIGKILL)
+    child.join()
+    row.reason = f"not done in {limit:.0f} s"
+    return row
+
+
+def import_libraries() -> None:
+    """Before the children fork."""
+    torchvision_models()
+    for name in ("timm", "transformers", "onnxscript", "torch.onnx", "onnx"):
+        import_module(name)
+
+
+def survey(kind: str, names: list[str], again: bool, limit: float) -> list[Row]:
+    """The rows of one list, those that are there and those that are made now."""
+    path = OUT / f"coverage-{kind}.json"
+    rows = {name: Row(**row) for name, row in (json.loads(path.read_text()) if path.exists() else {}).items()}
+    done = {name for name, row in rows.items() if not (again and row.outcome in ("fails", "departs"))}
+    for name, architecture in LISTS[kind].items():
+        if name in names or (not names and name not in done):
+            rows[name] = row = in_child(architecture, limit)
+            path.write_text(json.dumps({name: asdict(rows[name]) for name in LISTS[kind] if name in rows}, indent=1))
+            print(f"{name}: {row.outcome} at {row.stage}, {sum(row.seconds.values()):.0f} s {row.reason}", flush=True)
+    return list(rows.values())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the spread of ten that the default tests run")
-    quick = parser.parse_args().quick
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("list", nargs="?", choices=list(LISTS), help="only this list")
+    parser.add_argument("names", nargs="*", help="only these of it")
+    parser.add_argument("--again", action="store_true", help="also those that are there already but do not hold")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the time limit of each")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the models' libraries, at import and in forward
-    chosen = [each for each in ARCHITECTURES.values() if each.quick or not quick]
-    rows = [measure(each) for each in track(chosen, "transforming", transient=True)]
-    return 0 if publish(table_of(rows), rows, Path("out/bench-coverage.json")) else 1
+    warnings.simplefilter("ignore")
+    import_libraries()
+    OUT.mkdir(exist_ok=True)
+    has_foreign = False
+    for kind in [given.list] if given.list else LISTS:
+        rows = survey(kind, given.names, given.again, given.seconds)
+        print(kind, dict(Counter(row.outcome for row in rows)))
+        has_foreign |= any(row.foreign for row in rows)
+    return 1 if has_foreign else 0
 
 
 if __name__ == "__main__":

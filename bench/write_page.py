@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,8 @@ Rows = list[list[str]]
 LEAST_SPEED = 0.95  # of the runtime's own tool
 LEAST_AGREEMENT = {"onnxruntime": 35.0, "openvino": 30.0}
 LEAST_EQUAL = 0.999
+EXACT = 200.0  # dB, beyond what float32 tells apart
+LONGEST = 240  # of a reason
 
 
 def markdown(columns: list[str], rows: Rows) -> str:
@@ -111,6 +114,32 @@ def accuracy_table(path: Path) -> str:
     return markdown(["model", "how", "accuracy", "drop", "limit"], rows)
 
 
+OUTCOMES = {"runs": "run", "refused": "refused before any work", "departs": "depart", "fails": "fail"}
+
+
+def coverage_table(path: Path) -> str:
+    """How many architectures come out how, then each of them."""
+    found = list(json.loads(path.read_text()).values())
+    counts = Counter(row["outcome"] for row in found)
+    foreign = sum(row["foreign"] for row in found)
+    told = ", ".join(f"{counts[outcome]} {words}" for outcome, words in OUTCOMES.items())
+    rows: Rows = []
+    for row in found:
+        share = "" if row["quantized"] is None else f"{row['quantized']:.0%}"
+        agreement = "" if row["sqnr"] is None else "exactly" if row["sqnr"] > EXACT else f"{row['sqnr']:.1f}"
+        where = row["outcome"] if row["outcome"] == "runs" else f"**{row['outcome']}** at {row['stage']}"
+        low = "" if row["low"] is None else str(row["low"])
+        rows.append([row["name"], where, share, low, agreement, reason_of(row)])
+    columns = ["model", "", "MACs quantized", "operations in int8", "dB to the simulation", "why"]
+    return f"Of {len(found)}: {told}; {foreign} foreign exceptions.\n\n{markdown(columns, rows)}"
+
+
+def reason_of(row: dict[str, Any]) -> str:
+    """Short, without paths of a machine, as a cell of a table."""
+    text = re.sub(r"/\S*/(?=[\w.]+:\d+)", "", row["reason"]).replace("|", "/").replace("<", "").replace(">", "")
+    return text if len(text) < LONGEST else f"{text[:LONGEST].rstrip()} ..."
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
@@ -124,6 +153,8 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "saturation": ("deployed", saturation_table),
     "openvino": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),
     "weight_only": ("weight_only", plain_table),
+    "coverage-tests": ("coverage-tests", coverage_table),
+    "coverage-further": ("coverage-further", coverage_table),
 }
 
 

@@ -103,8 +103,8 @@ def _video(name: str, frames: int, side: int, options: Mapping[str, Any]) -> tup
 
 
 def _small_vit() -> tuple[nn.Module, Inputs]:
-    transformer = _torchvision()[0].VisionTransformer
-    model = transformer(image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64)
+    kind = _torchvision()[0].VisionTransformer
+    model = kind(image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64)
     return model, (_image(32),)
 
 
@@ -292,7 +292,7 @@ def _boxes_of_text() -> Inputs:
     return {**_text(), "bbox": torch.tensor([1, 2, 30, 40]).repeat(2, 9, 1)}  # type: ignore[dict-item]
 
 
-def _transformer(
+def transformer(
     prefix: str, config: Mapping[str, Any], inputs: Callable[[], Inputs], head: str = "Model"
 ) -> tuple[nn.Module, Inputs]:
     _torchvision()  # image models import it
@@ -481,7 +481,7 @@ def _registry() -> dict[str, Architecture]:
     made |= {name: partial(_vision, name, *setup) for name, setup in TORCHVISION_IMAGES.items()}
     made |= {name: partial(_video, name, *setup) for name, setup in TORCHVISION_VIDEOS.items()}
     made |= TORCHVISION_OTHERS
-    made |= {name: partial(_transformer, *setup) for name, setup in TRANSFORMERS.items()}
+    made |= {name: partial(transformer, *setup) for name, setup in TRANSFORMERS.items()}
     made |= {name: partial(_timm, name) for name in TIMM}
     return {name: Architecture(name, make, name in QUICK, CANNOT.get(name, "")) for name, make in made.items()}
 
