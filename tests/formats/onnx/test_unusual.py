@@ -87,6 +87,20 @@ class Attends(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value, mask, **self.options)
 
 
+class Heads(Attends):
+    """Attention whose heads are joined by a view, which only the strides of torch's own kernel allow."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.project(x).view(4, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(query, key, value)
+        return y.transpose(1, 2).reshape(4, 5, 8) * (1.0 - mask)[:, None, None]
+
+
+@pytest.mark.filterwarnings("ignore:the first axis of")
+def test_heads_that_are_joined_by_a_view_run(tmp_path):
+    run(Heads(), (torch.randn(4, 5, 8), torch.tensor([0, 1, 0, 0])), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "mask"),
     [

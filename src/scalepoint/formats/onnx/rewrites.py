@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from scalepoint.graph import Operation
+
 aten = torch.ops.aten
 
 
 def rewritten(program: ExportedProgram) -> ExportedProgram:
     """The same program; traced anew only where something has to be written in another way."""
+    for node in program.graph.nodes:
+        node.target = _RESHAPED.get(node.target, node.target)
     calls = [node for node in program.graph.nodes if node.op == "call_function" and node.target in RULES]
     found = {RULES[node.target][1:] for node in calls if RULES[node.target][0](node)}
     return program.run_decompositions(dict(found)) if found else program
@@ -88,8 +92,16 @@ RULES: dict[Any, tuple[Callable[[fx.Node], bool], Any, Callable[..., Any]]] = {
 }
 
 
-def with_tensor_outputs(model: fx.GraphModule) -> fx.GraphModule:
-    """In place: numbers that the model gives become tensors, other constants None."""
+_RESHAPED: dict[Any, Any] = {aten.view.default: aten.reshape.default}
+
+
+def prepared(model: fx.GraphModule) -> fx.GraphModule:
+    """In place: views become reshapes, numbers that the model gives tensors, other constants None."""
+    for node in model.graph.nodes:
+        node.target = _RESHAPED.get(node.target, node.target)
+    for module in model.modules():
+        if isinstance(module, Operation):
+            module.function = _RESHAPED.get(module.function, module.function)
     output = next(node for node in model.graph.nodes if node.op == "output")
 
     def as_tensor(value: Any) -> Any:

@@ -16,7 +16,7 @@ from scalepoint.formats.format import Writing
 from scalepoint.formats.onnx.experts import grouped_products
 from scalepoint.formats.onnx.form import float_form, stored_form
 from scalepoint.formats.onnx.refusal import refusal
-from scalepoint.formats.onnx.rewrites import rewritten, with_tensor_outputs
+from scalepoint.formats.onnx.rewrites import prepared, rewritten
 from scalepoint.formats.onnx.saving import save_graph
 from scalepoint.formats.onnx.single import single_inputs
 from scalepoint.formats.onnx.stored import Stored
@@ -64,7 +64,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     exported: ExportedProgram | None = None
     try:
         with torch.no_grad():
-            exported = export_program(with_tensor_outputs(model), *form.inputs, form.dynamic)
+            exported = export_program(prepared(model), *form.inputs, form.dynamic)
         with quiet():
             program = torch.onnx.export(
                 rewritten(exported),
