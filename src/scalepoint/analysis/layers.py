@@ -9,9 +9,10 @@ from torch import Tensor, fx, nn
 from scalepoint.covered import Coverage, CoverageRow
 from scalepoint.errors import UsageError, nearest
 from scalepoint.patterns import Fused, kind_of
+from scalepoint.quantize.parts import kind_of_part
 from scalepoint.quantize.record import coverage, record_of
 from scalepoint.quantize.stubs import Quantizing, QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted, kind_of_part
+from scalepoint.quantize.weighted import QuantizedWeighted
 
 
 @dataclass(frozen=True)

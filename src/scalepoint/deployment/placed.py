@@ -14,9 +14,10 @@ from scalepoint.patterns.base import SHAPES
 from scalepoint.patterns.fused import Fused
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.coverage import describe
+from scalepoint.quantize.parts import kind_of_part
 from scalepoint.quantize.record import coverage, record_of
 from scalepoint.quantize.stubs import QuantStub
-from scalepoint.quantize.weighted import QuantizedWeighted, kind_of_part
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.report import GraphNode
 
 MOVES = frozenset((*SHAPES, "identity", "dropout", "getitem", "quant"))

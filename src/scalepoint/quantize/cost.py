@@ -11,7 +11,7 @@ from scalepoint.graph.kinds import FREE_PRODUCTS, SUMMED
 from scalepoint.graph.modules import Slot, tensors_of
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.graph.origin import origin_of
-from scalepoint.quantize.weighted import MULTIPLIES, weight_shape
+from scalepoint.quantize.parts import MULTIPLIES, weight_shape
 
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 Shape = tuple[int, ...]

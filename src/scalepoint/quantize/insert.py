@@ -16,11 +16,12 @@ from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import coverage_rows, other_rows
 from scalepoint.quantize.fingerprint import fingerprint
+from scalepoint.quantize.parts import can_fold, kind_of_part
 from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, follow_readers, left_of, sites_of
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
-from scalepoint.quantize.weighted import QuantizedWeighted, can_fold, kind_of_part
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transformed_of

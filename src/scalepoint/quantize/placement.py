@@ -22,7 +22,7 @@ from scalepoint.patterns.base import SHAPES
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
-from scalepoint.quantize.weighted import MULTIPLIES, kind_of_part, weight_shape
+from scalepoint.quantize.parts import MULTIPLIES, kind_of_part, weight_shape
 from scalepoint.spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
 from scalepoint.targets import Facts, Target
 

@@ -12,35 +12,17 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from scalepoint.errors import UsageError
-from scalepoint.graph import Operation, Reference
-from scalepoint.graph.kinds import MODULE_KINDS
-from scalepoint.graph.modules import BIASES, WEIGHTS, Slot, tensors_of
+from scalepoint.graph import Operation
+from scalepoint.graph.modules import tensors_of
 from scalepoint.numerics import QParams, is_traced
-from scalepoint.patterns.conversions import HeadConvolution
+from scalepoint.quantize.parts import kind_of_part, norm_settings, run_with
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes
 from scalepoint.spec.state import Stateful
 
-MULTIPLIES = frozenset(("conv", "conv_transpose", "linear", "head"))
 TINY = 1e-12
 LARGEST_BIAS = 2.0**30
-
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-
-
-def kind_of_part(part: nn.Module) -> str:
-    if isinstance(part, HeadConvolution):
-        return "head"
-    return part.kind if isinstance(part, Operation) else MODULE_KINDS.get(type(part), "")
-
-
-def weight_shape(part: nn.Module | None) -> tuple[int, ...]:
-    weight = getattr(part, "weight", None)
-    return tuple(weight.shape) if isinstance(weight, Tensor) else ()
 
 
 class Deployed(NamedTuple):
@@ -347,64 +329,6 @@ class QuantizedWeighted(Stateful):
     def extra_repr(self) -> str:
         norm = "" if self.norm is None else f", {type(self.norm).__name__} folded in"
         return f"{self.kind} {tuple(self.weight.shape)}{norm}"
-
-
-class NormSettings(NamedTuple):
-    weight: Tensor | None
-    bias: Tensor | None
-    mean: Tensor
-    var: Tensor
-    eps: float
-
-
-def norm_settings(norm: nn.Module) -> NormSettings:
-    """The numbers of a batch norm, written as a module or as a function."""
-    if isinstance(norm, _BatchNorm):
-        return NormSettings(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
-    assert isinstance(norm, Operation)  # noqa: S101  # nothing else has the kind
-    held = {name: value.value for name, value in norm.arguments.items() if isinstance(value, Reference)}
-    mean, var = held["running_mean"], held["running_var"]
-    return NormSettings(held.get("weight"), held.get("bias"), mean, var, float(norm.arguments.get("eps", 1e-5)))
-
-
-def can_fold(norm: nn.Module) -> bool:
-    """A batch norm without running statistics has nothing that could be folded."""
-    if isinstance(norm, Operation):
-        is_given = any(isinstance(norm.arguments.get(name), Slot) for name in ("weight", "bias"))
-        return {"running_mean", "running_var"} <= norm.references().keys() and not is_given
-    return isinstance(norm, _BatchNorm) and norm.running_mean is not None
-
-
-def run_with(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The operation with another weight and bias."""
-    if isinstance(operation, nn.Linear):
-        return F.linear(x, weight, bias)
-    if isinstance(operation, _ConvTransposeNd):
-        o = operation
-        dims = len(o.kernel_size)
-        return _TRANSPOSED[dims](x, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation)  # type: ignore[arg-type]
-    if isinstance(operation, _ConvNd):
-        return operation._conv_forward(x, weight, bias)
-    if isinstance(operation, HeadConvolution):
-        return F.conv2d(x, weight, bias)
-    assert isinstance(operation, Operation)  # noqa: S101  # what multiplies is one of these
-    return _run_operation(operation, x, weight, bias)
-
-
-def _run_operation(operation: Operation, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    names = operation.arguments
-    holder = next(name for name in WEIGHTS if isinstance(names.get(name), Reference))
-    instead: dict[str, Any] = {holder: weight}
-    bias_name = next((name for name in BIASES if isinstance(names.get(name), Reference)), None)
-    late = None
-    if bias_name is not None:
-        instead[bias_name] = bias
-    elif bias is not None and holder == "weight":
-        instead["bias"] = bias
-    else:
-        late = bias
-    y: Tensor = operation.run((x,), instead)
-    return y if late is None else y + late
 
 
 def _whole(bias: Tensor, scale: Tensor) -> Tensor:

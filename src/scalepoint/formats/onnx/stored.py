@@ -11,8 +11,9 @@ from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_typ
 from scalepoint.formats.onnx.qdq import check_plain
 from scalepoint.formats.operators import dequantize, quantize
 from scalepoint.numerics import dtype_name
+from scalepoint.quantize.parts import run_with
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
-from scalepoint.quantize.weighted import Deployed, QuantizedWeighted, run_with
+from scalepoint.quantize.weighted import Deployed, QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 
 
