@@ -52,7 +52,12 @@ class _Form(NamedTuple):
 def _write(model: fx.GraphModule, path: Path, form: _Form, labels: Mapping[str, str]) -> None:
     graph = _to_onnx(model, form)
     graph.metadata_props.update(labels)
-    save_graph(graph, path)
+    try:
+        save_graph(graph, path)
+    except ScalepointError:
+        raise
+    except RuntimeError as error:  # a constant that torch.export has left without data
+        raise refusal(error, None) from error
 
 
 def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
