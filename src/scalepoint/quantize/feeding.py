@@ -54,7 +54,7 @@ def feed(
         inside = _Calls(fed, max_batches, running)
         handles = [model.register_forward_pre_hook(inside.entered), model.register_forward_hook(inside.left)]
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(_is_of_inference(model)), torch.no_grad():
                 if callable(data):
                     data(model)
                 else:
@@ -74,6 +74,11 @@ def feed(
                 handle.remove()
     _check_reached(fed, data, what)
     return fed
+
+
+def _is_of_inference(model: nn.Module) -> bool:
+    """Whether the model was made in inference mode: only there can its state be written."""
+    return any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
 
 
 class _Calls:
