@@ -103,7 +103,7 @@ class Coverage:
         macs = self.share_of_macs()
         for label, shares in (("MACs", macs), ("parameters", self.share_of_parameters())):
             if shares is not None:
-                low = sum(share for precision, share in shares.items() if precision != "float")
+                low = 1 - shares.get("float", 0.0)
                 text += f"; {share_of(low)} of the {label} in low precision"
         return text
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning
+from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.graph import capture, check_graph
 from scalepoint.graph.origin import origin_of
 from tests.models import Decoder, SilentSkip, UNet, resnet50, settled, vit_b16
@@ -1135,7 +1135,7 @@ class TestLeave:
         assert int(graph_module.get_submodule("0").calls) == 0
 
     def test_a_name_that_is_not_there_is_refused_with_the_nearest(self):
-        with pytest.raises(CaptureError, match="middle"):
+        with pytest.raises(UsageError, match="middle"):
             capture(Unpredictable(), X, leave=["midle"])
 
     def test_the_error_of_a_model_that_cannot_be_captured_tells_of_leave(self):

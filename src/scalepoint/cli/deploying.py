@@ -176,6 +176,7 @@ class _Run:
                 "float_score": done.float_score,
                 "score": done.score,
                 "summary": done.report.summary(),
+                "next": done.report.next_steps(),
                 "coverage": done.coverage.to_list(),
                 "verification": None if done.verification is None else done.verification.to_dict(),
             }
