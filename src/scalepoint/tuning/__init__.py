@@ -1,0 +1,7 @@
+"""Accuracy below 8 bits: codes, scales and bias shifts chosen from data, all from one pass of statistics."""
+
+from scalepoint.tuning.report import TunedLayer, TuneReport
+from scalepoint.tuning.steps import register
+from scalepoint.tuning.tune import TuneConfig, tune
+
+__all__ = ["TuneConfig", "TuneReport", "TunedLayer", "register", "tune"]

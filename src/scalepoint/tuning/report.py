@@ -1,0 +1,74 @@
+"""What tuning did, layer by layer."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class TunedLayer:
+    """One layer: the squared error of its outputs over their energy, nearest and chosen codes, on the rows that were
+    fitted and on those that were held out."""
+
+    name: str
+    kind: str
+    rows: int
+    unknowns: int
+    before: float
+    after: float
+    fitted_before: float
+    fitted_after: float
+    moved: float  # share of the codes that are not the nearest
+    step: str  # after which the solution was the best on held-out rows; "" when nothing was better
+    notes: str
+    seconds: float
+
+    @property
+    def gain_db(self) -> float:
+        if self.after <= 0 or self.before <= 0:
+            return 0.0
+        return 10 * math.log10(self.before / self.after)
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """All quantized layers in graph order; `left` names those that were not tuned, with the reason."""
+
+    layers: tuple[TunedLayer, ...]
+    left: dict[str, str]
+    batches: int
+    samples: int
+    seconds: float
+
+    def table(self) -> Table:
+        title = f"{len(self.layers)} layers tuned, {len(self.left)} left, {self.samples} samples, {self.seconds:.1f} s"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("layer", overflow="fold")
+        for column in ("dB before", "after", "moved", "rows", "n"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("how", overflow="fold")
+        for each in self.layers:
+            how = f"{each.step or 'nearest'}; {each.notes}"
+            cells = (_level(each.before), _level(each.after), f"{each.moved:.0%}", str(each.rows), str(each.unknowns))
+            table.add_row(escape(each.name), *cells, escape(how))
+        for name, why in self.left.items():
+            table.add_row(escape(name), "", "", "", "", "", escape(f"left: {why}"))
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=None)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _level(error: float) -> str:
+    return "exact" if error <= 0 else f"{-10 * math.log10(error):.1f}"

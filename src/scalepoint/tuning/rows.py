@@ -1,0 +1,157 @@
+"""The rows of a layer: what its weight is multiplied by, one row an output position.
+
+    y[r, g, o] = sum_n  row[r, g, n] * weight[g, o, n]
+
+A linear layer has a row a vector; a convolution a patch of its padded input, group by group; a transposed convolution a
+patch of its input with zeros between. Only the rows that are asked for are gathered.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from scalepoint.graph import Operation
+from scalepoint.quantize.weighted import QuantizedWeighted
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a layer walks over its input."""
+
+    kind: str
+    groups: int = 1
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+    mode: str = "constant"
+
+    def view(self, x: Tensor) -> Tensor:
+        """(samples, channels, positions.., kernel..) of the padded input, a view; of a linear layer its input."""
+        if self.kind == "linear":
+            return x
+        if x.ndim == len(self.kernel) + 1:
+            x = x.unsqueeze(0)
+        if self.kind == "conv_transpose":
+            x = _with_zeros(x, self.stride)
+        edges = [edge for pair in reversed(self.padding) for edge in pair]
+        padded = F.pad(x, edges, mode=self.mode) if any(edges) else x
+        steps = self.stride if self.kind == "conv" else (1,) * len(self.kernel)
+        for axis, (size, step, apart) in enumerate(zip(self.kernel, steps, self.dilation, strict=True)):
+            padded = padded.unfold(2 + axis, apart * (size - 1) + 1, step)
+        taps: Any = (..., *(slice(None, None, apart) for apart in self.dilation))
+        return padded[taps]
+
+    def positions(self, x: Tensor) -> tuple[int, int]:
+        """How many samples a batch holds, and rows a sample."""
+        view = self.view(x)
+        shape = view.shape[:-1] if self.kind == "linear" else (view.shape[0], *view.shape[2 : 2 + len(self.kernel)])
+        return (1, 1) if not shape else (int(shape[0]), prod(map(int, shape[1:])))
+
+    def rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """Rows (r, groups, n) at these places among all of the batch, in float32."""
+        view = self.view(x)
+        if self.kind == "linear":
+            return view.reshape(-1, view.shape[-1])[index].to(torch.float32).unsqueeze(1)
+        dims = len(self.kernel)
+        where = torch.unravel_index(index, (view.shape[0], *view.shape[2 : 2 + dims]))
+        places: Any = (where[0], slice(None), *where[1:])
+        patches = view[places].to(torch.float32)
+        if self.kind == "conv_transpose":
+            patches = patches.flip(tuple(range(2, 2 + dims)))
+        return patches.reshape(patches.shape[0], self.groups, -1)
+
+    def by_group(self, weight: Tensor) -> Tensor:
+        """A weight as its quantizer sees it, as (groups, outputs, n)."""
+        if self.kind != "conv_transpose":
+            return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
+        inputs = weight.shape[0] // self.groups
+        return weight.reshape(self.groups, inputs, weight.shape[1], -1).transpose(1, 2).flatten(2)
+
+    def as_stored(self, by_group: Tensor, like: Tensor) -> Tensor:
+        """(groups, outputs, n) back in the shape of the weight."""
+        if self.kind != "conv_transpose":
+            return by_group.reshape(like.shape)
+        inputs = like.shape[0] // self.groups
+        apart = by_group.reshape(self.groups, like.shape[1], inputs, -1).transpose(1, 2)
+        return apart.reshape(like.shape)
+
+
+def geometry_of(layer: QuantizedWeighted) -> Geometry | None:
+    """How a layer walks; None for padding that has no rows of its own."""
+    if layer.kind == "linear":
+        return Geometry("linear")
+    operation, kernel = layer.operation, tuple(layer.weight.shape[2:])
+    dims = len(kernel)
+    if layer.kind == "head":
+        return Geometry("conv", 1, kernel, (1,) * dims, (1,) * dims, ((0, 0),) * dims)
+    stride, dilation = _setting(operation, "stride", 1, dims), _setting(operation, "dilation", 1, dims)
+    groups = int(_setting(operation, "groups", 1, 1)[0])
+    if layer.kind == "conv_transpose":
+        pads, more = _setting(operation, "padding", 0, dims), _setting(operation, "output_padding", 0, dims)
+        edges = tuple(
+            (d * (k - 1) - p, d * (k - 1) - p + o) for k, d, p, o in zip(kernel, dilation, pads, more, strict=True)
+        )
+        return Geometry("conv_transpose", groups, kernel, stride, dilation, edges)
+    mode = str(getattr(operation, "padding_mode", "zeros"))
+    edges = _edges(_raw(operation, "padding", 0), kernel, dilation)
+    return Geometry("conv", groups, kernel, stride, dilation, edges, "constant" if mode == "zeros" else mode)
+
+
+def _edges(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    sizes = (0,) * len(kernel) if padding == "valid" else _spread(padding, len(kernel))
+    return tuple((size, size) for size in sizes)
+
+
+def _raw(operation: Any, name: str, default: int) -> Any:
+    return (
+        operation.arguments.get(name, default)
+        if isinstance(operation, Operation)
+        else getattr(operation, name, default)
+    )
+
+
+def _setting(operation: Any, name: str, default: int, dims: int) -> tuple[int, ...]:
+    return _spread(_raw(operation, name, default), dims)
+
+
+def _spread(value: Any, dims: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return tuple(map(int, values * dims if len(values) == 1 else values))
+
+
+def _with_zeros(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """stride - 1 zeros between neighbours, as a transposed convolution sees its input."""
+    if all(step == 1 for step in stride):
+        return x
+    sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], stride, strict=True)]
+    wide = x.new_zeros((*x.shape[:2], *sizes))
+    places: Any = (..., *(slice(None, None, step) for step in stride))
+    wide[places] = x
+    return wide
+
+
+def chosen_rows(first: int, samples: int, each: int, share: float) -> Tensor:
+    """Which rows of a batch are looked at: a hash of a row's number among all decides, so batch sizes do not matter."""
+    numbers = torch.arange(first * each, (first + samples) * each)
+    return (uniform(numbers) < share).nonzero().view(-1) if share < 1 else torch.arange(samples * each)
+
+
+def uniform(numbers: Tensor, salt: int = 0) -> Tensor:
+    """A number in [0, 1) for each integer, the same on every machine (splitmix64)."""
+    h = (numbers.to(torch.int64) + salt) * -7046029254386353131 + 1442695040888963407
+    h = (h ^ _shifted(h, 30)) * -4658895280553007687
+    h = (h ^ _shifted(h, 27)) * -7723592293110705685
+    return _shifted(h ^ _shifted(h, 31), 11).to(torch.float64) / 2.0**53
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """A shift to the right that brings zeros in."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
