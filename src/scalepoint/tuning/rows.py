@@ -28,7 +28,6 @@ class Geometry:
     stride: tuple[int, ...] = ()
     dilation: tuple[int, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
-    mode: str = "constant"
 
     def view(self, x: Tensor) -> Tensor:
         """(samples, channels, positions.., kernel..) of the padded input, a view; of a linear layer its input."""
@@ -39,7 +38,7 @@ class Geometry:
         if self.kind == "conv_transpose":
             x = _with_zeros(x, self.stride)
         edges = [edge for pair in reversed(self.padding) for edge in pair]
-        padded = F.pad(x, edges, mode=self.mode) if any(edges) else x
+        padded = F.pad(x, edges) if any(edges) else x
         steps = self.stride if self.kind == "conv" else (1,) * len(self.kernel)
         for axis, (size, step, apart) in enumerate(zip(self.kernel, steps, self.dilation, strict=True)):
             padded = padded.unfold(2 + axis, apart * (size - 1) + 1, step)
@@ -82,7 +81,7 @@ class Geometry:
 
 
 def geometry_of(layer: QuantizedWeighted) -> Geometry | None:
-    """How a layer walks; None for padding that has no rows of its own."""
+    """How a layer walks; None where it pads with other things than zeros itself."""
     if layer.kind == "linear":
         return Geometry("linear")
     operation, kernel = layer.operation, tuple(layer.weight.shape[2:])
@@ -97,9 +96,9 @@ def geometry_of(layer: QuantizedWeighted) -> Geometry | None:
             (d * (k - 1) - p, d * (k - 1) - p + o) for k, d, p, o in zip(kernel, dilation, pads, more, strict=True)
         )
         return Geometry("conv_transpose", groups, kernel, stride, dilation, edges)
-    mode = str(getattr(operation, "padding_mode", "zeros"))
-    edges = _edges(_raw(operation, "padding", 0), kernel, dilation)
-    return Geometry("conv", groups, kernel, stride, dilation, edges, "constant" if mode == "zeros" else mode)
+    if getattr(operation, "padding_mode", "zeros") != "zeros":
+        return None
+    return Geometry("conv", groups, kernel, stride, dilation, _edges(_raw(operation, "padding", 0), kernel, dilation))
 
 
 def _edges(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

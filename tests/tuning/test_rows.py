@@ -1,0 +1,62 @@
+"""Rows times weight are the layer's own output, whatever the layer is; and rows are drawn alike for any batch size."""
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, quantize
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.tuning.rows import chosen_rows, geometry_of, uniform
+
+LAYERS = {
+    "linear": (nn.Linear(6, 5), (3, 4, 6)),
+    "conv": (nn.Conv2d(4, 6, 3, padding=1), (2, 4, 7, 8)),
+    "strided": (nn.Conv2d(4, 6, (3, 5), stride=(2, 1), padding=(0, 2)), (2, 4, 9, 8)),
+    "dilated": (nn.Conv2d(4, 6, 3, dilation=2), (2, 4, 9, 9)),
+    "grouped": (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 6, 6)),
+    "depthwise": (nn.Conv2d(4, 4, 3, groups=4, padding=1), (2, 4, 6, 6)),
+    "same": (nn.Conv2d(4, 6, 4, padding="same"), (2, 4, 6, 7)),
+    "conv1d": (nn.Conv1d(4, 6, 3, padding=1, stride=2), (2, 4, 9)),
+    "conv3d": (nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1), (2, 4, 5, 5)),
+    "transposed groups": (nn.ConvTranspose2d(4, 6, 3, stride=3, dilation=2, groups=2), (2, 4, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_times_weight_are_the_output(name):
+    torch.manual_seed(0)
+    layer, shape = LAYERS[name]
+    x = torch.randn(shape)
+    config = QuantConfig(activation="float", weight=TensorQuantConfig(per_channel=True))
+    model = quantize(nn.Sequential(layer).eval(), x, config)
+    disable_fake_quant(model)
+    weighted = next(each for each in model.modules() if isinstance(each, QuantizedWeighted))
+    geometry = geometry_of(weighted)
+    samples, each = geometry.positions(x)
+    rows = geometry.rows(x, torch.arange(samples * each))
+    weight = geometry.by_group(weighted.canonical(weighted.weight))
+    found = torch.einsum("rgn,gon->rgo", rows, weight).flatten(1)
+    with torch.no_grad():
+        expected = layer(x)
+    expected = expected.flatten(0, -2) if name == "linear" else expected.movedim(1, -1).flatten(0, -2)
+    torch.testing.assert_close(found + layer.bias, expected, rtol=1e-4, atol=1e-4)
+    stored = weighted.canonical(weighted.weight)
+    assert torch.equal(geometry.as_stored(weight, stored), stored)
+
+
+def test_the_rows_do_not_depend_on_the_batch_size():
+    whole = chosen_rows(0, 12, 50, 0.2)
+    parts = [chosen_rows(first, 4, 50, 0.2) + first * 50 for first in (0, 4, 8)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert 60 < len(whole) < 180
+
+
+def test_the_numbers_are_even_and_the_same_everywhere():
+    found = uniform(torch.arange(100_000))
+    assert float(found.min()) >= 0.0
+    assert float(found.max()) < 1.0
+    assert abs(float(found.mean()) - 0.5) < 0.005
+    assert abs(float((found < 0.1).double().mean()) - 0.1) < 0.005
+    assert uniform(torch.tensor([0, 1, 2])).tolist() == uniform(torch.tensor([0, 1, 2])).tolist()
+    assert not torch.equal(uniform(torch.arange(10)), uniform(torch.arange(10), salt=1))

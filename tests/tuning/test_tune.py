@@ -1,0 +1,201 @@
+"""tune as a whole: nearer to the float model, never worse than nearest codes, kept, exported and run as chosen."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scalepoint.analysis import compare
+from scalepoint.errors import ConfigError, NonFiniteError, ScalepointError, UsageError
+from scalepoint.formats import export
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, load, quantize, save
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.targets import onnxruntime_target
+from scalepoint.tuning import TuneConfig, register, tune
+from scalepoint.verification import verify
+from tests.models import settled
+
+FOUR = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(n_bits=4, per_channel=True))
+
+
+class Net(nn.Module):
+    """A residual, a depthwise and a transposed convolution, a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.stem(x)))
+        x = F.relu(self.depthwise(x) + x)
+        return self.head(F.relu(self.up(x)).mean((2, 3)))
+
+
+def pictures(count, seed):
+    """Neighbours are alike, as in pictures: else there is nothing to make good."""
+    noise = torch.randn(count, 3, 14, 14, generator=torch.Generator().manual_seed(seed))
+    return F.avg_pool2d(noise, 3, 1) * 3
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return settled(Net())
+
+
+@pytest.fixture
+def data():
+    return list(pictures(48, 1).split(8))
+
+
+def near(net, model):
+    return compare(net, model, [pictures(32, 2)], progress=False).outputs[0].sqnr_db
+
+
+def quantized(net, data, config=FOUR, **options):
+    return quantize(net, data[0], config, forward_loop=data, progress=False, **options)
+
+
+def codes(model):
+    return [each.deployed().codes.clone() for each in model.modules() if isinstance(each, QuantizedWeighted)]
+
+
+def test_the_outputs_come_nearer_on_new_data(net, data):
+    model = quantized(net, data)
+    before = near(net, model)
+    report = tune(model, data, progress=False)
+    assert near(net, model) > before + 4
+    assert [each.name for each in report.layers] == ["stem", "depthwise", "up", "head"]
+    assert all(each.after <= each.before for each in report.layers)
+    assert report.samples == 48
+    assert "stem" in str(report)
+
+
+def test_the_float_model_is_untouched(net, data):
+    model = quantized(net, data)
+    tune(model, data, progress=False)
+    disable_fake_quant(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(data[0]), net(data[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_batches_of_another_size_choose_nearly_the_same(net, data):
+    one, other = quantized(net, data), quantized(net, data)
+    tune(one, data, progress=False)
+    tune(other, list(torch.cat(data).split(12)), progress=False)
+    pairs = list(zip(codes(one), codes(other), strict=True))
+    assert sum(int((a != b).sum()) for a, b in pairs) <= 0.02 * sum(a.numel() for a, _ in pairs)
+
+
+def test_it_is_the_same_every_time_and_with_values_on_disk(net, data):
+    one, other = quantized(net, data), quantized(net, data)
+    tune(one, data, progress=False)
+    tune(other, lambda model: [model(batch) for batch in data], {"memory": "1MB"}, progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(codes(one), codes(other), strict=True))
+
+
+def test_what_was_chosen_is_kept_exported_and_run(net, data, tmp_path):
+    config = QuantConfig(weight=onnxruntime_target(cpu="vnni").weight)
+    model = quantized(net, data, config, target=onnxruntime_target(cpu="vnni"))
+    assert tune(model, data, progress=False).layers
+    x = pictures(4, 5)
+    save(model, tmp_path / "kept")
+    again = load(tmp_path / "kept", net, data[0], target=onnxruntime_target(cpu="vnni"))
+    with torch.no_grad():
+        assert torch.equal(again(x), model(x))
+    export(model, tmp_path / "model.onnx", x)
+    verify(tmp_path / "model.onnx", model, x).check()
+
+
+def test_four_bit_blocks_of_a_linear_layer_run_in_the_runtime(tmp_path):
+    torch.manual_seed(0)
+    mix = torch.randn(64, 64)
+    data = [torch.randn(32, 64) @ mix for _ in range(8)]
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    config = QuantConfig.weight_only("int4", block_size=32)
+    model = quantize(net, data[0], config, target="onnxruntime", progress=False)
+    before = compare(net, model, [torch.randn(64, 64) @ mix], progress=False).outputs[0].sqnr_db
+    tune(model, data, progress=False)
+    assert compare(net, model, [torch.randn(64, 64) @ mix], progress=False).outputs[0].sqnr_db > before + 3
+    export(model, tmp_path / "model.onnx", data[0])
+    verify(tmp_path / "model.onnx", model, data[0]).check()
+
+
+def test_the_intercept_alone_moves_no_code(net, data):
+    model = quantized(net, data)
+    before = codes(model)
+    tune(model, data, TuneConfig(steps=("intercept",)), progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(codes(model), before, strict=True))
+    assert any(each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedWeighted))
+
+
+def test_a_step_of_ones_own(net, data):
+    asked = []
+
+    @register("nothing")
+    def nothing(problem, solution):
+        asked.append(problem.name)
+        return solution
+
+    tune(quantized(net, data), data, TuneConfig(steps=("nothing",)), progress=False)
+    assert asked == ["stem", "depthwise", "up", "head"]
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.shared(F.relu(self.shared(x)))
+
+
+def test_a_layer_that_is_used_twice_is_tuned_once_and_told():
+    torch.manual_seed(0)
+    data = [torch.randn(16, 6) for _ in range(4)]
+    report = tune(quantize(Twice().eval(), data[0], FOUR, forward_loop=data, progress=False), data, progress=False)
+    assert len(report.layers) == 1
+    assert "shared" in next(iter(report.left.values()))
+
+
+def test_pair_safe_codes_are_left_with_the_reason(net, data):
+    report = tune(quantized(net, data, None, target=onnxruntime_target(cpu="avx2")), data, progress=False)
+    assert any("pair rule" in why for why in report.left.values())
+
+
+def test_one_sample_is_enough_to_run(net):
+    data = [pictures(1, 3)]
+    model = quantized(net, data)
+    report = tune(model, data, progress=False)
+    assert all(each.after <= each.before for each in report.layers)
+
+
+def test_nan_names_the_layer(net, data):
+    model = quantized(net, data)
+    data[2][0, 0, 0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="stem"):
+        tune(model, data, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"steps": ("gptg",)}, "gptq"),
+        ({"steps": ()}, "tunes nothing"),
+        ({"holdout": 0.9}, "holdout"),
+        ({"step": ("gptq",)}, "steps"),
+        ({"memory": "2 apples"}, "memory"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_is_refused(net, data, config, message):
+    with pytest.raises((ConfigError, UsageError, ValueError), match=message):
+        tune(quantized(net, data), data, config, progress=False)
+
+
+def test_a_float_model_is_refused(net, data):
+    with pytest.raises(ScalepointError, match="insert_qdq"):
+        tune(net, data, progress=False)
