@@ -1,12 +1,15 @@
 """tune as a whole: nearer to the float model, never worse than nearest codes, kept, exported and run as chosen."""
 
+import importlib
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.analysis import compare
-from scalepoint.errors import ConfigError, NonFiniteError, ScalepointError, UsageError
+from scalepoint.errors import ConfigError, NonFiniteError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.formats import export
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, load, quantize, save
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -15,6 +18,7 @@ from scalepoint.tuning import TuneConfig, register, tune
 from scalepoint.verification import verify
 from tests.models import settled
 
+tuning = importlib.import_module("scalepoint.tuning.tune")
 FOUR = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(n_bits=4, per_channel=True))
 
 
@@ -132,6 +136,18 @@ def test_the_intercept_alone_moves_no_code(net, data):
     assert any(each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedWeighted))
 
 
+def test_tuning_again_changes_nothing_and_says_why(net, data):
+    model = quantized(net, data)
+    tune(model, data, progress=False)
+    with torch.no_grad():
+        before = model(data[0])
+    report = tune(model, data, progress=False)
+    assert not report.layers
+    assert all("chosen before" in why for why in report.left.values())
+    with torch.no_grad():
+        assert torch.equal(model(data[0]), before)
+
+
 def test_a_step_of_ones_own(net, data):
     asked = []
 
@@ -142,6 +158,48 @@ def test_a_step_of_ones_own(net, data):
 
     tune(quantized(net, data), data, TuneConfig(steps=("nothing",)), progress=False)
     assert asked == ["stem", "depthwise", "up", "head"]
+
+
+class Killed(BaseException):
+    """As a process that ends."""
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypatch):
+    whole = quantized(net, data)
+    tune(whole, data, progress=False)
+    solved = []
+    original = tuning._Tuning._best
+
+    def best(self, problem, plain, first):
+        if len(solved) == place:
+            raise Killed
+        solved.append(problem.name)
+        return original(self, problem, plain, first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning._Tuning, "_best", best)
+        with pytest.raises(Killed):
+            tune(quantized(net, data), data, folder=tmp_path, progress=False)
+    model = quantized(net, data)
+    counted = []
+    monkeypatch.setattr(tuning._Tuning, "_best", lambda *given: counted.append(1) or original(*given))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if place else "ignore")
+        report = tune(model, data, folder=tmp_path, resume=True, progress=False)
+    assert len(counted) == 4 - place
+    assert len(report.layers) == 4
+    assert all(torch.equal(a, b) for a, b in zip(codes(model), codes(whole), strict=True))
+
+
+def test_what_changed_since_is_told_and_all_is_done_again(net, data, tmp_path):
+    tune(quantized(net, data), data, folder=tmp_path, progress=False)
+    with pytest.warns(ScalepointWarning, match="changed since"):
+        tune(quantized(net, data), data[:3], folder=tmp_path, resume=True, progress=False)
+    file = next(tmp_path.glob("layer-*"))
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.warns(ScalepointWarning, match="is tuned again"):
+        tune(quantized(net, data), data[:3], folder=tmp_path, resume=True, progress=False)
 
 
 class Twice(nn.Module):

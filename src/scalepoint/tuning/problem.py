@@ -50,10 +50,12 @@ class Problem:
         return (target / spread(scale, target.shape[-1])).round().clamp(self.low, self.high)
 
     def error(self, solution: Solution, moments: Moments | None = None) -> float:
-        """The squared error of the outputs on held-out rows, over their energy."""
-        seen = self.judge if moments is None else moments
-        values = solution.values
-        mismatch = None if self.has_intercept else seen.mismatch(self.weight, values)
+        """The squared error of the outputs on held-out rows, over their energy; a bias takes up what the means of the
+        fitted rows lack."""
+        seen, values = self.judge if moments is None else moments, solution.values
+        mismatch = seen.mismatch(self.weight, values)
+        if self.has_intercept:
+            mismatch = mismatch - self.fit.mismatch(self.weight, values)
         whole = float(seen.outputs.sum())
         return float(seen.error(self.weight, values, mismatch).sum()) / whole if whole > 0 else 0.0
 
@@ -80,15 +82,25 @@ class Shape:
         weight, _ = self.layer.folded()
         return self.geometry.by_group(self.layer.canonical(weight).detach().to(torch.float64))
 
-    def start(self, weight: Tensor) -> tuple[Solution, Tensor]:
-        """What is deployed now, and the zero points, which stay."""
-        quant, codes = self.layer.weight_quant, self.layer.deployed().codes
-        qparams = quant.qparams_for(codes)
-        scale = self._by_group(qparams.scale.to(torch.float64), codes)
-        zero = torch.zeros_like(scale) if qparams.zero_point is None else self._by_group(qparams.zero_point, codes)
-        zero = spread(zero.to(torch.float64).expand_as(scale), weight.shape[-1])
-        centred = self.geometry.by_group(codes.to(torch.float64)) - zero
-        return Solution(weight, centred, scale), zero
+    def start(self, weight: Tensor) -> Solution:
+        """What is deployed now."""
+        codes = self.layer.deployed().codes
+        scale = self._by_group(self.layer.weight_quant.qparams_for(codes).scale.to(torch.float64), codes)
+        return Solution(weight, self.geometry.by_group(codes.to(torch.float64)) - self._zero(), scale)
+
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """The ends of centred codes."""
+        spec, zero = self.layer.weight_quant.spec, self._zero()
+        return spec.quant_min - zero, spec.quant_max - zero
+
+    def _zero(self) -> Tensor:
+        """The zero point of every code; it stays as it is."""
+        codes = self.layer.deployed().codes
+        zero = self.layer.weight_quant.qparams_for(codes).zero_point
+        size = self.geometry.by_group(codes).shape[-1]
+        if zero is None:
+            return torch.zeros(1, 1, 1, dtype=torch.float64)
+        return spread(self._by_group(zero.to(torch.float64), codes), size)
 
     def _by_group(self, value: Tensor, codes: Tensor) -> Tensor:
         """A parameter as (groups, outputs, blocks)."""
@@ -98,11 +110,9 @@ class Shape:
             return value.reshape(groups, outputs, -1)
         if isinstance(granularity, PerChannelGranularity) and self.geometry.kind == "conv_transpose":
             return value.reshape(1, outputs, 1).expand(groups, -1, -1)
-        return (
-            value.reshape(groups, outputs, 1)
-            if value.numel() > 1
-            else value.reshape(1, 1, 1).expand(groups, outputs, 1)
-        )
+        if value.numel() > 1:
+            return value.reshape(groups, outputs, 1)
+        return value.reshape(1, 1, 1).expand(groups, outputs, 1)
 
     @property
     def has_own_scales(self) -> bool:
@@ -110,29 +120,20 @@ class Shape:
         is_shared = self.geometry.kind == "conv_transpose" and self.geometry.groups > 1
         return isinstance(granularity, PerChannelGranularity | PerBlockGranularity) and not is_shared
 
-    def apply(self, solution: Solution, zero: Tensor, shift: Tensor | None) -> None:
+    def apply(self, solution: Solution, shift: Tensor | None) -> None:
         """Make a solution what the layer deploys."""
         quant = self.layer.weight_quant
         codes = self.layer.deployed().codes
-        stored = self.geometry.as_stored((solution.codes + zero).to(torch.float32), codes)
+        stored = self.geometry.as_stored((solution.codes + self._zero()).to(torch.float32), codes)
         scale = None
         if self.has_own_scales:
             own = quant.qparams_for(codes).scale
             scale = QParams(solution.scale.reshape(own.shape).to(torch.float32))
         self.layer.choose(stored, scale)
         if shift is not None:
-            before = self.layer.bias_shift
-            total = shift.reshape(-1).to(torch.float32)
-            self.layer.shift_bias(total if before is None else before + total)
-
-
-def limits(layer: QuantizedWeighted, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """The ends of centred codes."""
-    spec = layer.weight_quant.spec
-    return spec.quant_min - zero, spec.quant_max - zero
+            self.layer.shift_bias(shift.reshape(-1))
 
 
 def noted(notes: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in notes.items()
-    )
+    said = ((name, f"{value:.3g}" if isinstance(value, float) else str(value)) for name, value in notes.items())
+    return ", ".join(f"{name} {value}" for name, value in said)

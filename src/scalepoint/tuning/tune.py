@@ -7,7 +7,8 @@ One walk over the graph, node after node: no prefix is run twice. The float para
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -22,12 +23,13 @@ from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import RangeCalculatorBase
+from scalepoint.tuning.checkpoint import Checkpoint, Chosen, mark_of
 from scalepoint.tuning.moments import Moments, Sums
-from scalepoint.tuning.problem import Problem, Shape, Solution, limits, noted
+from scalepoint.tuning.problem import Problem, Shape, Solution, noted
 from scalepoint.tuning.report import TunedLayer, TuneReport
 from scalepoint.tuning.rows import Geometry, chosen_rows, geometry_of, uniform
 from scalepoint.tuning.steps import INTERCEPT, find_step, step_names
-from scalepoint.tuning.walk import Walk
+from scalepoint.tuning.walk import Walk, inputs_of_batches
 
 FEW_SAMPLES = 10  # with fewer, single rows are held out instead of whole samples
 CHUNK = 4096  # rows that are gathered at once
@@ -65,21 +67,27 @@ def tune(
     data: Data,
     config: TuneConfig | Mapping[str, Any] | None = None,
     *,
+    folder: str | Path | None = None,
+    resume: bool = False,
     max_batches: int | None = None,
     progress: bool | None = None,
 ) -> TuneReport:
     """Choose the codes of all quantized weights of a calibrated model; it is changed, and stays frozen.
 
-    `data` is what `calibrate` takes. No layer ends worse than with the nearest codes on held-out rows.
+    `data` is what `calibrate` takes. No layer ends worse than with the nearest codes on held-out rows. With a `folder`
+    every finished layer is kept there, and resume=True goes on after the last of them.
     """
     config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
     config.check()
     record = record_of(model)
     freeze(model)
     start = time.perf_counter()
-    walk = Walk(model, data, max_batches=max_batches, memory=config.memory, progress=progress)
+    batches = inputs_of_batches(model, data, max_batches=max_batches, progress=progress)
+    mark = "" if folder is None else mark_of(model, batches, config.model_dump_json())
+    kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
+    walk = Walk(model, batches, memory=config.memory)
     names = record.names
-    run = _Tuning(model, walk, config)
+    run = _Tuning(model, walk, config, kept)
     layers = [node for node in model.graph.nodes if walk.layer(node) is not None]
     try:
         with phase("tuning", total=len(layers), unit="layers", show=progress) as running:
@@ -100,6 +108,7 @@ class _Tuning:
     model: fx.GraphModule
     walk: Walk
     config: TuneConfig
+    kept: Checkpoint
     rows: list[TunedLayer] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     samples: int = 0
@@ -117,42 +126,51 @@ class _Tuning:
             self.left[name] = why
             return
         self.done.add(id(live.weight_quant))
-        start = time.perf_counter()
-        shape = Shape(live, geometry)
-        weight = shape.weight()
-        fit, judge = self._seen(node, place, geometry, weight, name)
-        if fit is None or judge is None:
+        chosen = self.kept.find(place) or self._chosen(node, place, Shape(live, geometry), name)
+        if chosen is None:
             self.left[name] = "no rows reached it"
             return
-        first, zero = shape.start(weight)
-        has_bias = INTERCEPT in self.config.steps
-        low, high = limits(live, zero)
+        if chosen.solution is not None:
+            for each in (live, own):
+                Shape(each, geometry).apply(chosen.solution, chosen.shift)
+        self.kept.keep(place, chosen)
+        self.rows.append(chosen.row)
+
+    def _chosen(self, node: fx.Node, place: str, shape: Shape, name: str) -> Chosen | None:
+        """The best solution on held-out rows; None as that when the nearest codes are."""
+        start = time.perf_counter()
+        weight = shape.weight()
+        fit, judge = self._seen(node, place, shape.geometry, weight, name)
+        if fit is None or judge is None:
+            return None
+        first, has_bias = shape.start(weight), INTERCEPT in self.config.steps
+        low, high = shape.limits()
         problem = Problem(name, weight, low, high, fit, judge, shape.has_own_scales, has_bias)
-        plain = Problem(name, weight, low, high, fit, judge, shape.has_own_scales, False)
+        plain = replace(problem, has_intercept=False)
         best, step = self._best(problem, plain, first)
         shift = self._shift(fit, judge, weight, best) if has_bias and step else None
-        if step:
-            for each in (live, own):
-                Shape(each, geometry).apply(best, zero, shift)
         after = problem if step else plain
         moved = float((best.codes != first.codes).to(torch.float64).mean())
         errors = (plain.error(first), after.error(best), plain.error(first, fit), after.error(best, fit))
         seen, taken = fit.count + judge.count, time.perf_counter() - start
-        row = TunedLayer(name, live.kind, seen, fit.size, *errors, moved, step, noted(problem.notes), taken)
-        self.rows.append(row)
+        kind = shape.layer.kind
+        row = TunedLayer(name, kind, seen, fit.size, *errors, moved, step, noted(problem.notes), taken)
+        return Chosen(best if step else None, shift, row)
 
     def _why_not(self, layer: QuantizedWeighted, geometry: Geometry | None) -> str:
         quant = layer.weight_quant
+        if id(quant) in self.done:
+            return "its weight is shared with a layer before it"
         if quant.quantizer.is_disabled():
             return quant.quantizer.reason
+        if quant.chosen is not None:
+            return "its codes were chosen before: calibrate anew to choose again"
         if quant.quantizer.grid.format.is_float:
             return f"codes of {quant.quantizer.grid.format.name} are not whole numbers"
         if quant.spec.qformulation != "zp":
             return "its codes are relative to a minimum, not to a zero point"
         if RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe":
             return "its codes obey the pair rule of this CPU, which the steps do not know"
-        if id(quant) in self.done:
-            return "its weight is shared with a layer before it"
         return "" if geometry is not None else "no rows for this kind of padding"
 
     def _best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str]:

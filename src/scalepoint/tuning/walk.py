@@ -8,7 +8,7 @@ values lie in files of a temporary folder.
 
 import copy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +90,13 @@ class _Reached(BaseException):
 class Walk:
     """The two streams of one model over some batches."""
 
-    def __init__(
-        self, model: fx.GraphModule, data: Data, *, max_batches: int | None, memory: int, progress: bool | None
-    ) -> None:
-        self.graph = model.graph
+    def __init__(self, model: fx.GraphModule, batches: Sequence[tuple[Any, ...]], *, memory: int) -> None:
         self.plain, self.live = _twin(model, quantizing=False), _twin(model, quantizing=True)
         self._exact, self._noisy = (fx.Interpreter(each, graph=model.graph) for each in (self.plain, self.live))
-        taken = _Inputs()
-        feed(_driven(model, taken), data, "reading the data", max_batches=max_batches, progress=progress)
-        self.count = len(taken.batches)
+        self.count = len(batches)
         self.shelf = Shelf(memory)
         places = [node for node in model.graph.nodes if node.op == "placeholder"]
-        for index, inputs in enumerate(taken.batches):
+        for index, inputs in enumerate(batches):
             for node, value in zip(places, inputs, strict=True):
                 self.shelf.put((False, node, index), value)
         self.same = set(places)  # nodes whose value is one in both streams
@@ -177,6 +172,15 @@ class Walk:
         finally:
             handle.remove()
         return seen[0]
+
+
+def inputs_of_batches(
+    model: fx.GraphModule, data: Data, *, max_batches: int | None, progress: bool | None
+) -> list[tuple[Any, ...]]:
+    """The flat inputs of every batch that the data gives."""
+    taken = _Inputs()
+    feed(_driven(model, taken), data, "reading the data", max_batches=max_batches, progress=progress)
+    return taken.batches
 
 
 def _twin(model: fx.GraphModule, *, quantizing: bool) -> fx.GraphModule:
