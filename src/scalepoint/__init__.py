@@ -24,6 +24,7 @@ _SUBMODULES = (
     "targets",
     "tensorrt",
     "transformation",
+    "tuning",
     "verification",
 )
 _FUNCTIONS = {
@@ -44,6 +45,7 @@ _FUNCTIONS = {
     "save": "quantize",
     "sensitivity": "analysis",
     "transform": "transformation",
+    "tune": "tuning",
     "verify": "verification",
 }
 

@@ -236,6 +236,8 @@ def test_nan_names_the_layer(net, data):
     data[2][0, 0, 0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match="stem"):
         tune(model, data, progress=False)
+    report = tune(quantized(net, [data[0]]), data, on_nan="skip", progress=False)
+    assert report.batches == 5
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import check_names, check_output, check_settings, done_in, finder_of, settings_of
 from scalepoint.words import decibel, value_of
 
-TOLD = ("data", "evaluate", "max_drop", "max_trials", "max_batches", "on_nan", "leave", "strict", "threads")
+TOLD = ("data", "evaluate", "accuracy", "max_drop", "max_trials", "max_batches", "on_nan", "leave", "strict", "threads")
 
 
 def deploy(
@@ -29,6 +29,7 @@ def deploy(
     output: options.Output = None,
     config: options.Config = None,
     evaluate: options.Evaluate = None,
+    accuracy: options.Accuracy = None,
     max_drop: options.MaxDrop = None,
     max_trials: options.MaxTrials = None,
     max_batches: options.MaxBatches = None,
@@ -120,6 +121,7 @@ class _Run:
             config=settings.quantization,
             output=self.folder,
             evaluate=evaluate,
+            accuracy=settings.accuracy,
             max_drop=settings.max_drop,
             max_trials=settings.max_trials,
             max_batches=settings.max_batches,

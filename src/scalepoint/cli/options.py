@@ -51,6 +51,10 @@ Output = Annotated[str | None, typer.Option("--output", "-o", help="The folder t
 Evaluate = Annotated[
     str | None, typer.Option(help="package.module:function(run) -> float, your metric; higher is better.")
 ]
+Accuracy = Annotated[
+    str | None,
+    typer.Option(help="fast: biases, balanced: codes too are chosen by data; balanced below 8 bits if not said."),
+]
 MaxDrop = Annotated[float | None, typer.Option(min=0, help="How far the metric may fall; needs --evaluate.")]
 MaxTrials = Annotated[int | None, typer.Option(min=1, help="Files to try for --max-drop; 6 if not said.")]
 Strict = Annotated[bool | None, typer.Option("--strict", help="A layer that stays float unasked is an error.")]

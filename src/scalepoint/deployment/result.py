@@ -8,6 +8,7 @@ from torch import fx
 from scalepoint.deployment.trials import Trial
 from scalepoint.quantize import Coverage
 from scalepoint.report import Report
+from scalepoint.tuning import TuneReport
 from scalepoint.verification import Verification
 
 
@@ -24,6 +25,7 @@ class Deployment:
     float_score: float | None = None
     score: float | None = None
     trials: tuple[Trial, ...] = field(default=(), repr=False)
+    tuned: TuneReport | None = field(default=None, repr=False)
 
     @property
     def drop(self) -> float | None:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.journal import Journal, Stage
 from scalepoint.deployment.marks import mark, mark_of_code, mark_of_model, mark_of_target, mark_of_values
 from scalepoint.deployment.trials import Trial
@@ -50,6 +51,7 @@ class Run:
     float_dtype: str | None
     smoke: bool
     progress: bool | None
+    accuracy: Accuracy | None
     data_mark: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
@@ -81,6 +83,11 @@ class Run:
         """A file of the target's format."""
         return folder / f"{name}{self.format.suffix}"
 
+    @property
+    def has_data(self) -> bool:
+        """Whether it can be read (again): weights alone need none, and an iterator gives it once."""
+        return not isinstance(self.data, Iterator) and not (isinstance(self.data, Sized) and not len(self.data))
+
     def example(self) -> list[Any]:
         """The example as one batch of data."""
         args, kwargs = self.inputs
@@ -97,6 +104,7 @@ class Run:
             "strict": str(self.strict),
             "max_batches": str(self.max_batches),
             "on_nan": self.on_nan,
+            "accuracy": str(self.accuracy),
         }
 
     def marks_of_exporting(self, quantized: Path | None) -> Marks:

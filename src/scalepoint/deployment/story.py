@@ -1,12 +1,12 @@
 """The whole road in one call: a float model in, the file that its target runs out, with the proof beside it.
 
-    transform -> insert Q/DQ -> calibrate -> export -> verify in the runtime -> evaluate -> report
+    transform -> insert Q/DQ -> calibrate -> tune -> export -> verify in the runtime -> evaluate -> report
 
 Each step is a public function of its own; this file calls them in order. Around each stands a stage of the journal, so
 that a run that did not end goes on where it was (`journal.py`); `run.py` holds what the steps share.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 from torch import fx, nn
 
+from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.journal import Journal, check_output
 from scalepoint.deployment.marks import Watched
 from scalepoint.deployment.reporting import make_report
@@ -28,6 +29,7 @@ from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq, lo
 from scalepoint.report import write
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
+from scalepoint.tuning import TuneReport, tune
 from scalepoint.verification import Status, Verification, verify
 
 
@@ -38,6 +40,7 @@ def deploy(
     *,
     target: str | Target = "onnxruntime",
     config: QuantConfig | Mapping[str, object] | None = None,
+    accuracy: Accuracy | None = None,
     output: str | Path | None = None,
     evaluate: Callable[[Any], float] | None = None,
     max_drop: float | None = None,
@@ -57,16 +60,18 @@ def deploy(
 ) -> Deployment:
     """Quantize a model for a target, write the file into the folder `output`, and prove that it runs as it should.
 
-    `evaluate(run)` is your metric, higher is better; `run` is called as the model is. With `max_drop`, more precision
-    goes where it wins most for its cost, until the score is at most that much below the float model's, or `max_trials`
-    is reached; the best file found is kept. A file that departs from the simulation is an error unless
-    allow_departure=True. on_nan="skip" leaves calibration batches with NaN or infinity out. `float_dtype` ("float16",
-    "bfloat16") types what is not quantized, where the target runs it. smoke=True goes through all stages fast: two
-    batches, one trial, no float file, no latency, no errors by layer. What a run that did not end has done stays in
-    `output`; resume=True goes on from there, and does again what has changed since. A folder that holds something is
-    refused unless force=True.
+    `accuracy` ("fast", "balanced") chooses biases, or codes and scales too, by the data; weights of fewer than 8 bits
+    get "balanced" unless told. `evaluate(run)` is your metric, higher is better; `run` is called as the model is. With
+    `max_drop`, more precision goes where it wins most for its cost, until the score is at most that much below the
+    float model's, or `max_trials` is reached; the best file found is kept. A file that departs from the simulation is
+    an error unless allow_departure=True. on_nan="skip" leaves calibration batches with NaN or infinity out.
+    `float_dtype` ("float16", "bfloat16") types what is not quantized, where the target runs it. smoke=True goes through
+    all stages fast: two batches, one trial, no float file, no latency, no errors by layer. What a run that did not end
+    has done stays in `output`; resume=True goes on from there, and does again what has changed since. A folder that
+    holds something is refused unless force=True.
     """
     _check(calibration_data, evaluate, max_drop)
+    check_accuracy(accuracy)
     found, folder, wanted = find_target(target), Path(output or "out"), QuantConfig.build(config)
     found.check_float_dtype(float_dtype)
     check_output(folder, force=force, resume=resume)
@@ -75,6 +80,7 @@ def deploy(
             model=model, inputs=as_inputs(example_inputs, kwargs), data=calibration_data, target=found,
             journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
             max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
+            accuracy=accuracy,
         )  # fmt: skip
         float_score = judged(run, model)
         trials = _search(run, wanted, float_score, max_drop, 1 if smoke else max_trials)
@@ -88,7 +94,7 @@ def deploy(
         best.verification.check()
     return Deployment(
         best.model, best.path, best.float_file, coverage(best.model), best.verification, report, float_score,
-        best.score, tuple(trials),
+        best.score, tuple(trials), best.tuned,
     )  # fmt: skip
 
 
@@ -106,15 +112,15 @@ def _search(run: Run, config: QuantConfig, float_score: float | None, max_drop: 
 def _attempt(run: Run, number: int, step: Step) -> Trial:
     """One file: quantized, exported, verified, evaluated."""
     folder = run.journal.folder / f"trial-{number}"
-    model = _quantized(run, folder, step.config)
+    model, tuned = _quantized(run, folder, step.config)
     path, float_path = _exported(run, folder, model)
     found = _verified(run, path, float_path, model)
     in_runtime = runs_in_runtime(found)
     score = judged(run, model, path, in_runtime=in_runtime)
-    return Trial(step.config, model, path, float_path, found, score, in_runtime, step.raised, step.start)
+    return Trial(step.config, model, path, float_path, found, score, in_runtime, step.raised, step.start, tuned)
 
 
-def _quantized(run: Run, folder: Path, config: QuantConfig) -> fx.GraphModule:
+def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphModule, TuneReport | None]:
     args, kwargs = run.inputs
     name, place, data = f"{folder.name} quantized", folder / MODEL, Watched(run.data)
     marks = run.marks_of_quantizing(config)
@@ -122,6 +128,7 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> fx.GraphModule:
         marks["the calibration data"] = run.data_mark = data.mark_now()
     with run.stage(name, "quantizing", marks, is_timed=False) as stage:
         model = stage.reuse(lambda _: load(place, run.model, args, kwargs=kwargs, target=run.target))
+        tuned = stage.reuse(TuneReport.from_dict) if model is not None and stage.saved else None
         if model is None:
             with run.timed("capturing"):
                 result = transform(run.model, args, target=run.target, kwargs=kwargs, leave=run.leave)
@@ -132,9 +139,15 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> fx.GraphModule:
                     freeze_weights=True,
                 )  # fmt: skip
             stage.marks["the calibration data"] = run.data_mark = data.mark
+            how = tuning_for(model, run.accuracy, has_data=run.has_data)
+            if how is not None:
+                with run.timed("tuning", show=False):
+                    tuned = tune(
+                        model, run.data, how, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress
+                    )
             save(model, place)
-            stage.keep(files=[place / "scalepoint.json"])
-    return model
+            stage.keep({} if tuned is None else tuned.to_dict(), files=[place / "scalepoint.json"])
+    return model, tuned
 
 
 def _exported(run: Run, folder: Path, model: fx.GraphModule) -> tuple[Path, Path]:
@@ -181,8 +194,7 @@ def _next_step(run: Run, trials: Sequence[Trial], drop: float, max_drop: float) 
     with run.stage(f"step {len(trials)}", "finding what to raise", marks) as stage:
         step = stage.reuse(Step.from_dict)
         if step is None:
-            has_none = isinstance(run.data, Sized) and not len(run.data)  # weights alone need no data
-            data = run.example() if has_none else run.data
+            data = run.data if run.has_data else run.example()
             step = next_step(trials, drop, max_drop, run.target, data)
             if step is not None:
                 stage.keep(step.to_dict())

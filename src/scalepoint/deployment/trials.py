@@ -30,6 +30,7 @@ from scalepoint.report import Raised, is_within
 from scalepoint.spec import QParamsCalculatorBase as Calculators
 from scalepoint.spec import QuantizationSpec, RangeCalculatorBase
 from scalepoint.targets import Target
+from scalepoint.tuning import TuneReport
 from scalepoint.verification import Verification
 
 BATCHES = 4  # of the calibration data: enough to rank layers
@@ -52,6 +53,7 @@ class Trial:
     is_judged_in_runtime: bool = False
     raised: tuple[Raised, ...] = ()
     start: int | None = None  # the trial whose config was raised
+    tuned: TuneReport | None = None
 
     @property
     def model(self) -> fx.GraphModule:

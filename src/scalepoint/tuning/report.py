@@ -1,9 +1,11 @@
 """What tuning did, layer by layer."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -68,6 +70,11 @@ class TuneReport:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "TuneReport | None":
+        """As to_dict gave it; None of nothing."""
+        return TypeAdapter(cls).validate_python(saved) if saved else None
 
 
 def _level(error: float) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from scalepoint.errors import ConfigError, NonFiniteError
 from scalepoint.progress import phase
-from scalepoint.quantize.calibrate import freeze
+from scalepoint.quantize.calibrate import OnNan, freeze
 from scalepoint.quantize.config import Config
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.record import record_of
@@ -70,6 +70,7 @@ def tune(
     folder: str | Path | None = None,
     resume: bool = False,
     max_batches: int | None = None,
+    on_nan: OnNan = "error",
     progress: bool | None = None,
 ) -> TuneReport:
     """Choose the codes of all quantized weights of a calibrated model; it is changed, and stays frozen.
@@ -82,7 +83,8 @@ def tune(
     record = record_of(model)
     freeze(model)
     start = time.perf_counter()
-    batches = inputs_of_batches(model, data, max_batches=max_batches, progress=progress)
+    skip_nan = on_nan == "skip"
+    batches = inputs_of_batches(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
     mark = "" if folder is None else mark_of(model, batches, config.model_dump_json())
     kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
     walk = Walk(model, batches, memory=config.memory)
@@ -158,20 +160,19 @@ class _Tuning:
         return Chosen(best if step else None, shift, row)
 
     def _why_not(self, layer: QuantizedWeighted, geometry: Geometry | None) -> str:
-        quant = layer.weight_quant
-        if id(quant) in self.done:
-            return "its weight is shared with a layer before it"
-        if quant.quantizer.is_disabled():
-            return quant.quantizer.reason
-        if quant.chosen is not None:
-            return "its codes were chosen before: calibrate anew to choose again"
-        if quant.quantizer.grid.format.is_float:
-            return f"codes of {quant.quantizer.grid.format.name} are not whole numbers"
-        if quant.spec.qformulation != "zp":
-            return "its codes are relative to a minimum, not to a zero point"
-        if RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe":
-            return "its codes obey the pair rule of this CPU, which the steps do not know"
-        return "" if geometry is not None else "no rows for this kind of padding"
+        """The reason to leave a layer as it is; "" when there is none."""
+        quant, grid = layer.weight_quant, layer.weight_quant.quantizer.grid
+        key = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls)
+        reasons = (
+            (id(quant) in self.done, "its weight is shared with a layer before it"),
+            (quant.quantizer.is_disabled(), quant.quantizer.reason),
+            (quant.chosen is not None, "its codes were chosen before: quantize anew to choose again"),
+            (grid.format.is_float, f"codes of {grid.format.name} are not whole numbers"),
+            (quant.spec.qformulation != "zp", "its codes are relative to a minimum, not to a zero point"),
+            (key == "pair_safe", "its codes obey the pair rule of this CPU, which the steps do not know"),
+            (geometry is None, "it pads with other things than zeros"),
+        )
+        return next((why for is_so, why in reasons if is_so), "")
 
     def _best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str]:
         """The solution that is best on held-out rows; "" as its step when that is the first."""
@@ -209,7 +210,8 @@ class _Tuning:
                     pair = geometry.rows(exact, part), geometry.rows(noisy, part)
                     if not all(bool(rows.isfinite().all()) for rows in pair):
                         raise NonFiniteError(
-                            f"{name}: its input holds NaN or infinity: mend the data, or leave the batch out"
+                            f"{name}: its input holds NaN or infinity. Mend the data, or leave such batches out: "
+                            "on_nan='skip'"
                         )
                     taken.add(*pair)
             before += count

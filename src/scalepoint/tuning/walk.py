@@ -175,11 +175,12 @@ class Walk:
 
 
 def inputs_of_batches(
-    model: fx.GraphModule, data: Data, *, max_batches: int | None, progress: bool | None
+    model: fx.GraphModule, data: Data, *, max_batches: int | None, skip_nan: bool, progress: bool | None
 ) -> list[tuple[Any, ...]]:
     """The flat inputs of every batch that the data gives."""
     taken = _Inputs()
-    feed(_driven(model, taken), data, "reading the data", max_batches=max_batches, progress=progress)
+    driven = _driven(model, taken)
+    feed(driven, data, "reading the data", max_batches=max_batches, skip_nan=skip_nan, progress=progress)
     return taken.batches
 
 
