@@ -4,8 +4,8 @@
     python bench/tuning.py --photographs FOLDER           also EfficientNet-Lite0: labels.csv, the first 128 calibrate
     python bench/tuning.py --cifar FOLDER                 also cifar_resnet20 / 56.safetensors of that folder
 
-Weights per channel, activations asymmetric: 8 bits by min-max, 4 bits by least squared error. Pictures that calibrate are
-never judged. Seconds are of the CPU, one thread. +- is the standard error of the difference to float.
+Weights per channel, activations asymmetric: 8 bits by min-max, 4 bits by least squared error. Pictures that calibrate
+are never judged. Seconds are of the CPU, one thread. +- is the standard error of the difference to float.
 """
 
 # ruff: noqa: PLC0415  # the networks bring their data along, which takes long
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
+from measure import publish
 from scalepoint.analysis import compare
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning import TuneConfig, tune

@@ -337,6 +337,7 @@ def errors_page() -> str:
 MODULES = {
     "deployment": "the whole road in one call",
     "transformation": "a model as one graph of fused groups",
+    "tuning": "codes, scales and biases chosen by data",
     "quantize": "where quantizers go, how they get their ranges, training, saving",
     "formats": "the files that runtimes read: ONNX",
     "runtimes": "where files run, each in a process of its own",

@@ -55,6 +55,8 @@ def test_the_public_names_are_pinned():
         "tensorrt",
         "transform",
         "transformation",
+        "tune",
+        "tuning",
         "verification",
         "verify",
     ]
