@@ -1,12 +1,14 @@
 """What deploy returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from torch import fx
 
 from scalepoint.deployment.trials import Trial
-from scalepoint.quantize import Coverage
+from scalepoint.quantize import Coverage, coverage
 from scalepoint.report import Report
 from scalepoint.tuning import TuneReport
 from scalepoint.verification import Verification
@@ -26,6 +28,11 @@ class Deployment:
     score: float | None = None
     trials: tuple[Trial, ...] = field(default=(), repr=False)
     tuned: TuneReport | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, best: Trial, report: Report, float_score: float | None, trials: Sequence[Trial]) -> Self:
+        found = (best.verification, report, float_score, best.score, tuple(trials), best.tuned)
+        return cls(best.model, best.path, best.float_file, coverage(best.model), *found)
 
     @property
     def drop(self) -> float | None:

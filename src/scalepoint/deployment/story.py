@@ -25,7 +25,7 @@ from scalepoint.deployment.trials import Step, Trial, best_of, closed, next_step
 from scalepoint.errors import UsageError
 from scalepoint.formats import export
 from scalepoint.graph.capture import as_inputs
-from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq, load, save
+from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.report import write
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
@@ -70,8 +70,7 @@ def deploy(
     has done stays in `output`; resume=True goes on from there, and does again what has changed since. A folder that
     holds something is refused unless force=True.
     """
-    _check(calibration_data, evaluate, max_drop)
-    check_accuracy(accuracy)
+    _check(calibration_data, evaluate, max_drop, accuracy)
     found, folder, wanted = find_target(target), Path(output or "out"), QuantConfig.build(config)
     found.check_float_dtype(float_dtype)
     check_output(folder, force=force, resume=resume)
@@ -92,10 +91,7 @@ def deploy(
             write(report, folder)
     if best.verification is not None and not allow_departure:
         best.verification.check()
-    return Deployment(
-        best.model, best.path, best.float_file, coverage(best.model), best.verification, report, float_score,
-        best.score, tuple(trials), best.tuned,
-    )  # fmt: skip
+    return Deployment.of(best, report, float_score, trials)
 
 
 def _search(run: Run, config: QuantConfig, float_score: float | None, max_drop: float | None, most: int) -> list[Trial]:
@@ -201,7 +197,8 @@ def _next_step(run: Run, trials: Sequence[Trial], drop: float, max_drop: float) 
     return step
 
 
-def _check(data: Any, evaluate: Any, max_drop: float | None) -> None:
+def _check(data: Any, evaluate: Any, max_drop: float | None, accuracy: str | None) -> None:
+    check_accuracy(accuracy)
     if max_drop is not None and evaluate is None:
         raise UsageError("max_drop= needs evaluate=: the metric that must not drop")
     if max_drop is not None and isinstance(data, Iterator):
