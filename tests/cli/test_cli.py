@@ -233,7 +233,9 @@ class _Deployed:
         self.score, self.float_score = score, float_score
         self.drop = None if score is None else float_score - score
         self.coverage = SimpleNamespace(to_list=list)
-        self.report = SimpleNamespace(table=lambda: "the table", summary=list, reproduction=None, findings=None)
+        self.report = SimpleNamespace(
+            table=lambda: "the table", summary=list, next_steps=list, reproduction=None, findings=None
+        )
         state = SimpleNamespace(value=status)
         about = {"sqnr": float("inf"), "name": "\x1b[31m"}
         self.verification = SimpleNamespace(
