@@ -140,6 +140,20 @@ def reason_of(row: dict[str, Any]) -> str:
     return text if len(text) < LONGEST else f"{text[:LONGEST].rstrip()} ..."
 
 
+def tuning_table(path: Path) -> str:
+    """Nearest codes and chosen ones, network by network."""
+    rows: Rows = []
+    for row in json.loads(path.read_text()):
+        if row["precision"] == "float":
+            rows.append([row["model"], "float", "", f"{row['accuracy']:.2f}", "", "", ""])
+            continue
+        limit = "" if row["limit"] is None else f"{row['limit']:.1f}"
+        accuracy = marked(f"{row['accuracy']:.2f} +-{row['error']:.2f}", row["holds"])
+        cells = [row["model"], row["precision"], row["how"], accuracy]
+        rows.append([*cells, f"{row['decibels']:.1f}", f"{row['seconds']:.0f}", limit])
+    return markdown(["network", "", "how", "accuracy", "dB", "CPU s", "at least"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
@@ -153,6 +167,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "saturation": ("deployed", saturation_table),
     "openvino": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),
     "weight_only": ("weight_only", plain_table),
+    "tuning": ("tuning", tuning_table),
     "coverage-tests": ("coverage-tests", coverage_table),
     "coverage-further": ("coverage-further", coverage_table),
 }

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+from scalepoint.plain import plain
+from scalepoint.words import one_line
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ class TuneReport:
         for each in self.layers:
             how = f"{each.step or 'nearest'}; {each.notes}"
             cells = (_level(each.before), _level(each.after), f"{each.moved:.0%}", str(each.rows), str(each.unknowns))
-            table.add_row(escape(each.name), *cells, escape(how))
+            table.add_row(Text(one_line(each.name)), *cells, Text(one_line(how)))
         for name, why in self.left.items():
-            table.add_row(escape(name), "", "", "", "", "", escape(f"left: {why}"))
+            table.add_row(Text(one_line(name)), "", "", "", "", "", Text(one_line(f"left: {why}")))
         return table
 
     def __str__(self) -> str:
@@ -69,7 +72,8 @@ class TuneReport:
         return capture.get()
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found: dict[str, Any] = plain(self)
+        return found
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "TuneReport | None":
