@@ -55,7 +55,7 @@ TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {
     "timm_levit": ("levit_128s", 224, {}),
     "timm_fastvit": ("fastvit_t8", 64, {}),
     "timm_edgenext": ("edgenext_xx_small", 64, {}),
-    "timm_mixer": ("mixer_s32_224", 224, {"num_blocks": 2}),
+    "timm_mixer": ("mixer_s32_224", 224, {}),
     "timm_sequencer": ("sequencer2d_s", 64, {"layers": (1, 1, 1, 1), "img_size": 64}),
     "timm_ghostnet": ("ghostnet_050", 64, {}),
 }
@@ -202,7 +202,7 @@ TRANSFORMERS: dict[str, tuple[Any, ...]] = {
         },
         _pixels,
     ),
-    "cvt": ("Cvt", {"embed_dim": [16, 24, 32], "num_heads": [1, 2, 4], "depth": [1, 1, 1]}, partial(_pixels, 64)),
+    "cvt": ("Cvt", {"embed_dim": [16, 24, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3]}, partial(_pixels, 64)),
     "convnext_hf": ("ConvNext", STAGES, partial(_pixels, 64)),
     "videomae": ("VideoMAE", {**FILM, "tubelet_size": 2}, _film, "ForVideoClassification"),
     "timesformer": ("Timesformer", FILM, _film),

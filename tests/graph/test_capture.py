@@ -1273,3 +1273,25 @@ def test_who_reads_a_tensor_after_it_was_written_in_place_reads_the_new_value(sp
     model = Writes().eval()
     x = torch.randn(3, 4)
     assert torch.equal(capture(model, inputs)(x), model(x))
+
+
+class Remembering(nn.Module):
+    """Keeps tensors of its last run in attributes, old and new ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last, self.by_size = nn.Linear(4, 4), None, {}
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.last, self.new, self.by_size[4] = y, (y, 1), y * 2
+        return y + self.by_size[4]
+
+
+def test_what_a_forward_stores_in_attributes_is_not_of_the_trace():
+    model = Remembering().eval()
+    graph_module = capture(model, torch.randn(2, 4))
+    twin = copy.deepcopy(graph_module)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(twin(x), model(x))
+    assert capture(Remembering().eval(), torch.randn(2, 4), copy=False) is not None

@@ -27,6 +27,7 @@ from scalepoint.graph.check import check_graph
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import Seen, replaced, restore
 from scalepoint.graph.lift import lift
+from scalepoint.graph.modes import keeping_attributes
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.graph.origin import note_origin, origin_of
 from scalepoint.graph.sizes import note_sizes
@@ -76,6 +77,7 @@ def capture(
             inputs = widened(*given) if dynamic else given
             with ExitStack() as stack:
                 left = stack.enter_context(replaced(working, leave, *inputs)) if leave else ()
+                stack.enter_context(keeping_attributes(working))
                 program = export(working, *given, dynamic)
             graph_module = _finish(program, working, left)
             is_wide = _is_widened(graph_module, given)

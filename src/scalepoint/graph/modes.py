@@ -1,10 +1,13 @@
-"""Modes of modules, borrowed and given back."""
+"""Modes and attributes of modules, borrowed and given back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 
 @contextmanager
@@ -18,3 +21,26 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def keeping_attributes(model: nn.Module) -> Iterator[None]:
+    """A forward that is traced may store tensors of the trace, which have no values, in attributes: those are as before
+    afterwards."""
+    before = {module: {name: copy(value) for name, value in _plain(module).items()} for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, known in before.items():
+            for name, value in _plain(module).items():
+                if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
+                    if name in known:
+                        setattr(module, name, known[name])
+                    else:
+                        delattr(module, name)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """What may hold tensors without being registered."""
+    kinds, own = (FakeTensor, dict, list, tuple, type(None)), vars(nn.Module())
+    return {name: value for name, value in vars(module).items() if isinstance(value, kinds) and name not in own}

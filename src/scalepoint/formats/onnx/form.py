@@ -76,11 +76,18 @@ def _replaced(twin: fx.GraphModule, kind: Callable[[QuantizedWeighted], nn.Modul
 
 def _twin(model: fx.GraphModule) -> fx.GraphModule:
     """A copy on the CPU; float32 parameters that are there already are shared, since an export only reads them."""
-    if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
-        return copy.deepcopy(model).cpu()
-    if needs_single(model):
-        return copy.deepcopy(model)
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    is_elsewhere = any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers()))
+    shared = {} if is_elsewhere or needs_single(model) else {id(each): each for each in model.parameters()}
+    try:
+        twin: fx.GraphModule = copy.deepcopy(model, shared)
+    except RuntimeError as error:
+        if "data pointer" not in str(error):
+            raise
+        raise ExportError(
+            "the graph holds a constant without values, which the model's forward made while it was captured: leave "
+            "the submodule that makes it, leave=[...]"
+        ) from error
+    return twin.cpu() if is_elsewhere else twin
 
 
 def check_ready(model: fx.GraphModule) -> None:
