@@ -316,7 +316,8 @@ class TestData:
 
         x = torch.randn(4, 8)
         model = quantize(Deep().eval(), x, config(), forward_loop=[x])
-        from scalepoint.analysis.lockstep import Lockstep, driven
+        from scalepoint.analysis.lockstep import Lockstep
+        from scalepoint.quantize.twins import driven
 
         sizes = []
         steps = Lockstep(model, lambda node, steps: sizes.append(len(steps.exact) + len(steps.noisy)))

@@ -21,13 +21,14 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of, weighted_of
-from scalepoint.analysis.lockstep import Lockstep, driven
+from scalepoint.analysis.lockstep import Lockstep
 from scalepoint.analysis.sums import ErrorSums, RangeUse, decibels, energy
 from scalepoint.errors import UsageError, shown
 from scalepoint.graph.modes import evaluating
 from scalepoint.patterns import kind_of
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.twins import driven
 from scalepoint.words import one_line
 
 

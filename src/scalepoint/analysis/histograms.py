@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.analysis.layers import Layer, check_running, choose, layers_of, range_of, weighted_of
-from scalepoint.analysis.lockstep import twin
 from scalepoint.errors import UsageError, shown
 from scalepoint.numerics.histogram import Histogram, bin_width, histogram_of, merge
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import Quantizing, QuantStub
+from scalepoint.quantize.twins import twin
 
 FINE = 8192  # bins of the streaming histogram, which neighbours of are added up for the plot
 

@@ -7,24 +7,12 @@ happens in twins of the caller's model, which share its parameters and own their
 to be restored.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from scalepoint.analysis.layers import quantizers_of
-
-
-def twin(model: fx.GraphModule, *, quantizing: bool = True) -> fx.GraphModule:
-    """The same graph over the same parameters, in eval, with its own state; quantizing=False switches it to float."""
-    with torch.inference_mode(False):  # switches that can be written, wherever this is called
-        made: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in model.parameters()})
-        made.eval()
-        for quantizer in quantizers_of(made):
-            quantizer.enabled = quantizing and quantizer.enabled
-    return made
+from scalepoint.quantize.twins import twin
 
 
 class Lockstep(nn.Module):
@@ -68,14 +56,3 @@ class Lockstep(nn.Module):
         for runner in (*runners, self._carried):
             runner.env = {}
         return result
-
-
-def driven(model: fx.GraphModule, inner: nn.Module) -> fx.GraphModule:
-    """A module that is called as the model is, and hands its flat inputs to `inner`, whose flat outputs it returns."""
-    graph = fx.Graph()
-    graph.set_codegen(model.graph._codegen)
-    inputs = [graph.node_copy(node) for node in model.graph.nodes if node.op == "placeholder"]
-    graph.output(graph.call_module("inner", tuple(inputs)))
-    owner = nn.Module()
-    owner.inner = inner
-    return fx.GraphModule(owner, graph)

@@ -25,7 +25,7 @@ import torch
 from torch import fx, nn
 
 from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
-from scalepoint.analysis.lockstep import Lockstep, driven, twin
+from scalepoint.analysis.lockstep import Lockstep
 from scalepoint.analysis.sums import ErrorSums, energy, error_energy, float_tensors
 from scalepoint.errors import UsageError, shown
 from scalepoint.quantize.config import QuantConfig
@@ -33,6 +33,7 @@ from scalepoint.quantize.feeding import Data, check_data, feed, first_inputs
 from scalepoint.quantize.record import has_record
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.quantize.stubs import Quantizing
+from scalepoint.quantize.twins import driven, twin
 from scalepoint.targets import Target
 
 LEAST_COST = 1e-4  # of a layer without products and weights, so that a gain is divided by something

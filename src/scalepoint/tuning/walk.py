@@ -6,7 +6,6 @@ A value goes when its last reader has run. Until the first quantizer both stream
 values lie in files of a temporary folder.
 """
 
-import copy
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import Quantizing
+from scalepoint.quantize.twins import driven, twin
 from scalepoint.quantize.weighted import QuantizedWeighted
 
 
@@ -91,7 +91,7 @@ class Walk:
     """The two streams of one model over some batches."""
 
     def __init__(self, model: fx.GraphModule, batches: Sequence[tuple[Any, ...]], *, memory: int) -> None:
-        self.plain, self.live = _twin(model, quantizing=False), _twin(model, quantizing=True)
+        self.plain, self.live = twin(model, quantizing=False), twin(model, quantizing=True)
         self._exact, self._noisy = (fx.Interpreter(each, graph=model.graph) for each in (self.plain, self.live))
         self.count = len(batches)
         self.shelf = Shelf(memory)
@@ -179,31 +179,6 @@ def inputs_of_batches(
 ) -> list[tuple[Any, ...]]:
     """The flat inputs of every batch that the data gives."""
     taken = _Inputs()
-    driven = _driven(model, taken)
-    feed(driven, data, "reading the data", max_batches=max_batches, skip_nan=skip_nan, progress=progress)
+    run = driven(model, taken, gives_outputs=False)
+    feed(run, data, "reading the data", max_batches=max_batches, skip_nan=skip_nan, progress=progress)
     return taken.batches
-
-
-def _twin(model: fx.GraphModule, *, quantizing: bool) -> fx.GraphModule:
-    """The same graph over the same parameters, in eval, with switches and chosen codes of its own."""
-    with torch.inference_mode(False):
-        made: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in model.parameters()})
-        made.eval()
-        for module in made.modules():
-            if isinstance(module, Quantizing):
-                module.enabled = quantizing and module.enabled
-    return made
-
-
-def _driven(model: fx.GraphModule, inner: nn.Module) -> fx.GraphModule:
-    """A module that is called as the model is, and hands its flat inputs to `inner`."""
-    graph = fx.Graph()
-    codegen: Any = copy.copy(model.graph._codegen)
-    if hasattr(codegen, "pytree_info"):
-        codegen.pytree_info = codegen.pytree_info._replace(out_spec=None)  # what comes out is no output of the model
-    graph.set_codegen(codegen)
-    inputs = [graph.node_copy(node) for node in model.graph.nodes if node.op == "placeholder"]
-    graph.output(graph.call_module("inner", tuple(inputs)))
-    owner = nn.Module()
-    owner.inner = inner
-    return fx.GraphModule(owner, graph)
