@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from scalepoint.errors import StoreError
 
 TEMPORARY = ".tmp-"
+LEFT = re.compile(r"\.tmp(-.*|\w{6})")  # ours, and those of safetensors, which writes under a name of its own first
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
@@ -28,6 +30,13 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Take away what killed processes left; only while nobody else can write there."""
+    for left in folder.iterdir():
+        if LEFT.fullmatch(left.name) and left.is_file():
+            left.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str) -> None:

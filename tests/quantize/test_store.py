@@ -702,9 +702,10 @@ class TestTheFolder:
         scalepoint.save(quantized_small(), tmp_path)
         assert {name: (tmp_path / name).read_bytes() for name in mine if (tmp_path / name).exists()} == mine
 
-    def test_what_a_killed_one_left_is_swept(self, tmp_path):
+    @pytest.mark.parametrize("name", [".tmp-123-scalepoint.json", ".tmpjhapgb"])  # the second as safetensors names it
+    def test_what_a_killed_one_left_is_swept(self, tmp_path, name):
         scalepoint.save(quantized_small(), tmp_path)
-        (tmp_path / ".tmp-123-scalepoint.json").write_text("half")
+        (tmp_path / name).write_text("half")
         scalepoint.save(quantized_small(1), tmp_path)
         assert len(listing(tmp_path)) == 2
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.files import digest, locked, replace_text
+from scalepoint.files import TEMPORARY, digest, locked, replace_text, sweep
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint
@@ -53,7 +53,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     tensors, aliases = _untied(model.state_dict())
     with locked(folder):
         old = _named_by(folder)
-        temporary = folder / f".tmp-{os.getpid()}-tensors"
+        temporary = folder / f"{TEMPORARY}{os.getpid()}-tensors"
         committed, path = False, temporary
         try:
             _write_tensors(tensors, temporary)
@@ -73,8 +73,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
                 path.unlink(missing_ok=True)
         if old is not None and old != path.name:
             (folder / old).unlink(missing_ok=True)
-        for left in folder.glob(".tmp-*"):
-            left.unlink(missing_ok=True)  # of a process that was killed: nobody else writes while we hold the lock
+        sweep(folder)
     return folder
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ScalepointWarning
-from scalepoint.files import digest, locked, replace_file, replace_text
+from scalepoint.files import digest, locked, replace_file, replace_text, sweep
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.tuning.problem import Solution
 from scalepoint.tuning.report import TunedLayer
@@ -62,7 +62,7 @@ class Checkpoint:
         self.folder, self.pages = folder, Pages(mark=mark)
         if folder is not None:
             with locked(folder):
-                pass
+                sweep(folder)
             self.pages = _read(folder / FILE, mark) if resume else self.pages
 
     def find(self, name: str) -> Chosen | None:
