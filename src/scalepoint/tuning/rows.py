@@ -3,16 +3,16 @@
     y[r, g, o] = sum_n  row[r, g, n] * weight[g, o, n]
 
 A linear layer has a row a vector; a convolution a patch of its padded input, group by group; a transposed convolution a
-patch of its input with zeros between. Only the rows that are asked for are gathered.
+patch of its input with zeros between. Only the rows that are asked for are gathered; nothing is padded as a whole.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from scalepoint.graph import Operation
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -29,40 +29,51 @@ class Geometry:
     dilation: tuple[int, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
 
-    def view(self, x: Tensor) -> Tensor:
-        """(samples, channels, positions.., kernel..) of the padded input, a view; of a linear layer its input."""
-        if self.kind == "linear":
-            return x
-        if x.ndim == len(self.kernel) + 1:
-            x = x.unsqueeze(0)
-        if self.kind == "conv_transpose":
-            x = _with_zeros(x, self.stride)
-        edges = [edge for pair in reversed(self.padding) for edge in pair]
-        padded = F.pad(x, edges) if any(edges) else x
-        steps = self.stride if self.kind == "conv" else (1,) * len(self.kernel)
-        for axis, (size, step, apart) in enumerate(zip(self.kernel, steps, self.dilation, strict=True)):
-            padded = padded.unfold(2 + axis, apart * (size - 1) + 1, step)
-        taps: Any = (..., *(slice(None, None, apart) for apart in self.dilation))
-        return padded[taps]
-
     def positions(self, x: Tensor) -> tuple[int, int]:
         """How many samples a batch holds, and rows a sample."""
-        view = self.view(x)
-        shape = view.shape[:-1] if self.kind == "linear" else (view.shape[0], *view.shape[2 : 2 + len(self.kernel)])
-        return (1, 1) if not shape else (int(shape[0]), prod(map(int, shape[1:])))
+        if self.kind == "linear":
+            return (1, 1) if x.ndim == 1 else (int(x.shape[0]), prod(map(int, x.shape[1:-1])))
+        samples, *outputs = self._outputs(x.shape)
+        return samples, prod(outputs)
 
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Rows (r, groups, n) at these places among all of the batch, in float32."""
-        view = self.view(x)
         if self.kind == "linear":
-            return view.reshape(-1, view.shape[-1])[index].to(torch.float32).unsqueeze(1)
-        dims = len(self.kernel)
-        where = torch.unravel_index(index, (view.shape[0], *view.shape[2 : 2 + dims]))
-        places: Any = (where[0], slice(None), *where[1:])
-        patches = view[places].to(torch.float32)
+            return x.reshape(-1, x.shape[-1])[index].to(torch.float32).unsqueeze(1)
+        dims, outputs = len(self.kernel), self._outputs(x.shape)
+        x = x if x.ndim == dims + 2 else x.unsqueeze(0)
+        where = torch.unravel_index(index, outputs)
+        x = _with_zeros(x, self.stride) if self.kind == "conv_transpose" else x
+        places: list[Any] = [where[0].view(-1, *[1] * dims), slice(None)]
+        inside = torch.ones((1,) * (dims + 1), dtype=torch.bool)
+        for axis, (along, size) in enumerate(zip(self._taps(where[1:]), x.shape[2:], strict=True)):
+            taps = along.view(-1, *[1] * axis, along.shape[1], *[1] * (dims - axis - 1))
+            inside = inside & (taps >= 0) & (taps < size)
+            places.append(taps.clamp(0, size - 1))
+        patches = x[tuple(places)].to(torch.float32).masked_fill_(~inside.unsqueeze(-1), 0.0).movedim(-1, 1)
         if self.kind == "conv_transpose":
             patches = patches.flip(tuple(range(2, 2 + dims)))
         return patches.reshape(patches.shape[0], self.groups, -1)
+
+    def _outputs(self, shape: torch.Size) -> tuple[int, ...]:
+        """How many samples, and how many positions on each axis."""
+        dims = len(self.kernel)
+        samples, sizes = int(shape[0]) if len(shape) == dims + 2 else 1, list(map(int, shape[-dims:]))
+        if self.kind == "conv_transpose":
+            sizes = [(size - 1) * step + 1 for size, step in zip(sizes, self.stride, strict=True)]
+        axes = zip(sizes, self.padding, self.kernel, self.dilation, self._steps, strict=True)
+        return samples, *((size + sum(pads) - apart * (k - 1) - 1) // step + 1 for size, pads, k, apart, step in axes)
+
+    def _taps(self, outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+        """On each axis the places of the input that the kernel meets, (r, kernel)."""
+        axes = zip(outputs, self._steps, self.padding, self.kernel, self.dilation, strict=True)
+        for place, step, pads, size, apart in axes:
+            yield place[:, None] * step - pads[0] + torch.arange(size) * apart
+
+    @property
+    def _steps(self) -> tuple[int, ...]:
+        """A transposed convolution walks one by one over an input with zeros between."""
+        return self.stride if self.kind == "conv" else (1,) * len(self.kernel)
 
     def by_group(self, weight: Tensor) -> Tensor:
         """A weight as its quantizer sees it, as (groups, outputs, n)."""
