@@ -160,6 +160,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-import": ("bench-import", table),
     "qat": ("qat", table),
     "ptq_time": ("ptq_time", plain_table),
+    "calibration_time": ("calibration_time", table),
     "accuracy": ("accuracy", accuracy_table),
     "accuracy-runtime": ("accuracy-runtime", accuracy_table),
     "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),

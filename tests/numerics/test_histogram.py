@@ -81,6 +81,16 @@ def test_every_value_falls_into_the_bin_that_holds_it():
         np.testing.assert_array_equal(counts.numpy(), np.histogram(row.double().numpy(), edges)[0])
 
 
+@pytest.mark.parametrize("shape", [(1, 200_000), (3, 70_000), (40_000, 9), (2, 65_536)], ids=str)
+@pytest.mark.parametrize("size", [1e-37, 1e-3, 1.0, 1e5, 1e38], ids=str)
+@pytest.mark.parametrize("bins", [16, 100, 256])
+def test_counting_in_pieces_gives_the_counts_of_all_at_once(shape, size, bins):
+    rows = randn(*shape).clamp(-3, 3) * size
+    with torch.autograd.forward_ad.dual_level():  # somebody transforms: the operations run whole
+        whole = histogram_of(rows, bins)
+    assert same(histogram_of(rows, bins), whole)
+
+
 def test_centres_lie_in_the_middle_of_equal_bins_around_zero():
     histogram = histogram_of(torch.tensor([[3.0, -1.0]]), 8)
     assert histogram.power.tolist() == [2]

@@ -90,3 +90,11 @@ def as_blocks(tensor: Tensor, block: Sequence[int]) -> Tensor:
     for count in view.counts:
         rows *= count
     return tensor.view(view.tensor).permute(*kept, *view.spans).reshape(rows, -1)
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """All values in the order of memory, where that needs no copy (channels last), else as they are read."""
+    if tensor.is_contiguous() or tensor.ndim < 2:
+        return tensor.reshape(-1)
+    strides, sizes = tensor.stride(), tensor.shape
+    return tensor.permute(sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], -sizes[axis]))).reshape(-1)

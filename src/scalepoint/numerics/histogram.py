@@ -10,9 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.blocks import as_blocks, block_counts, is_ragged, segments
+from scalepoint.numerics.affine import PIECE
+from scalepoint.numerics.blocks import as_blocks, as_stored, block_counts, is_ragged, segments
+from scalepoint.numerics.fake import is_traced
 from scalepoint.numerics.rounding import exponent, power_of_two
 
+LARGEST_INDEX = 2**31
 LOWEST = -126  # the exponent of a histogram that has seen nothing but zeros
 
 
@@ -26,19 +29,57 @@ class Histogram(NamedTuple):
 def histogram_of(rows: Tensor, bins: int) -> Histogram:
     """The histogram of each row of finite values; `bins` is even."""
     rows = rows.to(torch.float32)
-    largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
+    largest = _largest(rows) if rows.shape[1] else rows.new_zeros(rows.shape[0])
     power = (exponent(largest.view(torch.int32)) + 1).clamp(LOWEST, 127).to(torch.int32)
-    # Two exact multiplications: 2^-e alone would be subnormal for the largest ranges.
-    unit = rows * power_of_two(-power // 2)[:, None] * power_of_two(-power - (-power // 2))[:, None]
-    index = (unit * (bins // 2)).floor().clamp(-(bins // 2), bins // 2 - 1).to(torch.int64) + bins // 2
-    index = torch.where(rows < 0, index.clamp(max=bins // 2 - 1), index)  # also what underflowed to zero above
+    if rows.device.type == "cpu" and not is_traced(rows) and rows.shape[0] * bins < LARGEST_INDEX:
+        return Histogram(_counted_in_pieces(rows, power, bins), power)
     counts = torch.zeros(rows.shape[0], bins, dtype=torch.int64, device=rows.device)
+    index = _bin_of(rows, power, bins, is_tame=False).to(torch.int64) + bins // 2
     counts.scatter_add_(1, index, torch.ones((), dtype=torch.int64, device=rows.device).expand_as(index))
     return Histogram(counts, power)
 
 
+def _largest(rows: Tensor) -> Tensor:
+    """max |x| of each row, without a second tensor of their size."""
+    low, high = torch.aminmax(rows, dim=1) if rows.shape[0] > 1 else (each[None] for each in torch.aminmax(rows))
+    return torch.maximum(-low, high).abs()  # of zeros, never -0
+
+
+def _bin_of(rows: Tensor, power: Tensor, bins: int, *, is_tame: bool) -> Tensor:
+    """floor(x * half / 2^power), in [-half, half). Tame: no product underflows and no value lies beyond the bins."""
+    half = bins // 2
+    if is_tame:
+        return (rows * (power_of_two(-power)[:, None] * half)).floor_()
+    # Two exact multiplications: 2^-e alone would be subnormal for the largest ranges.
+    unit = rows * power_of_two(-power // 2)[:, None] * power_of_two(-power - (-power // 2))[:, None]
+    index = (unit * half).floor().clamp(-half, half - 1)
+    return torch.where(rows < 0, index.clamp(max=-1), index)  # also what underflowed to zero above
+
+
+def _counted_in_pieces(rows: Tensor, power: Tensor, bins: int) -> Tensor:
+    """The counts in one pass over pieces that stay in cache: bin and count each before the next is read."""
+    counts = torch.zeros(rows.shape[0], bins, dtype=torch.int64)
+    width = rows.shape[1]
+    if not rows.numel():
+        return counts
+    together = max(1, PIECE // width)
+    # half / 2^power is a power of two, at least 1 and finite: then every product is exact.
+    most = bins.bit_length() - 2
+    is_tame = bins == 2 ** (most + 1) and bool(((power <= most) & (power > most - 127)).all())
+    for start in range(0, len(rows), together):
+        part, of = rows[start : start + together], power[start : start + together]
+        base = (torch.arange(len(part), dtype=torch.int32) * bins + bins // 2)[:, None]
+        total = counts[start : start + together].view(-1)
+        for piece in torch.split(part, PIECE, dim=1):
+            index = _bin_of(piece, of, bins, is_tame=is_tame).to(torch.int32).add_(base)
+            total += torch.bincount(index.reshape(-1), minlength=total.numel())
+    return counts
+
+
 def histogram_of_blocks(tensor: Tensor, block: tuple[int, ...], bins: int) -> Histogram:
     """The histogram of every block, in the order of the parameters; the last block of an axis may be shorter."""
+    if tuple(tensor.shape) == tuple(block) and not torch.compiler.is_compiling():
+        return histogram_of(as_stored(tensor)[None], bins)
     if not is_ragged(tensor.shape, block):
         return histogram_of(as_blocks(tensor, block), bins)
     grid = block_counts(tensor.shape, block)

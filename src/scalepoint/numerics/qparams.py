@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.blocks import block_counts, block_view, is_ragged, segments
+from scalepoint.numerics.blocks import as_stored, block_counts, block_view, is_ragged, segments
 from scalepoint.numerics.format import (
     E4M3,
     E8M0,
@@ -52,7 +52,7 @@ def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         return low, high
     view = block_view(tensor.shape, block)
     if len(view.spans) == len(view.tensor):
-        pair = torch.aminmax(tensor)
+        pair = torch.aminmax(tensor if torch.compiler.is_compiling() else as_stored(tensor))
         low, high = pair.min, pair.max
     elif not view.spans:
         low, high = tensor.clone(), tensor.clone()

@@ -24,9 +24,9 @@ from scalepoint.numerics import (
     is_traced,
     tensor_scale,
 )
-from scalepoint.numerics.blocks import block_counts
+from scalepoint.numerics.blocks import as_stored, block_counts
 from scalepoint.spec.granularity import PerTensorGranularity, QuantizationGranularity
-from scalepoint.spec.range_calculator import RangeCalculatorBase
+from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
 from scalepoint.spec.registry import Registry, member
 from scalepoint.spec.state import Stateful
 
@@ -131,9 +131,10 @@ class QParamsCalculatorBase(Registry, Stateful):
                 self.store(self.choose(*self._no_range(tensor)))
             return self.stored
         self._check_observable(tensor)
-        if not torch.compiler.is_compiling() and not self._is_finite(tensor.detach()):
+        seen = self._range_of(tensor)
+        if seen is None:
             return self.stored
-        qparams = self.compute_qparams(tensor, *self.range_calculator(tensor))
+        qparams = self.compute_qparams(tensor, *seen)
         self.store(qparams)
         self.observed_batches.add_(1)
         return qparams
@@ -253,10 +254,23 @@ class QParamsCalculatorBase(Registry, Stateful):
                 f"{tuple(counts)}: {self.granularity!r} needs one shape, or reset()"
             )
 
-    def _is_finite(self, tensor: Tensor) -> bool:
-        """False when the batch is to be skipped, an error when it may not be."""
-        extremes = torch.aminmax(tensor)
-        if bool(torch.isfinite(extremes.min.to(torch.float32) + 0 * extremes.max.to(torch.float32))):
+    def _range_of(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What the range calculator finds; None for a batch that is left out. Min and max show NaN: one pass does."""
+        if torch.compiler.is_compiling():
+            low, high = self.range_calculator(tensor)
+            return low, high
+        if type(self.range_calculator) is MinMaxRangeCalculator:
+            low, high = self.range_calculator(tensor)
+            return (low, high) if self._is_finite(tensor.detach(), low.detach(), high.detach()) else None
+        extremes = torch.aminmax(as_stored(tensor.detach()))
+        if not self._is_finite(tensor.detach(), extremes.min.to(torch.float32), extremes.max.to(torch.float32)):
+            return None
+        low, high = self.range_calculator(tensor)
+        return low, high
+
+    def _is_finite(self, tensor: Tensor, low: Tensor, high: Tensor) -> bool:
+        """False when the batch with these extremes is to be skipped, an error when it may not be."""
+        if bool(torch.isfinite(low + 0 * high).all()):
             return True
         nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
         bad = f"{nans} NaN and {infs} infinite" if nans + infs else "some, outside the range of float32,"

@@ -10,7 +10,7 @@ REFERENCE = Target(
     name="reference",
     summary="accepts everything; runs only as a simulation",
     patterns=BASE_PATTERNS,
-    activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="histogram_mse"),
+    activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="global_minmax"),
     weight=QuantizationSpec(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),

@@ -123,7 +123,7 @@ TENSORRT = Target(
     name="tensorrt",
     summary="NVIDIA GPUs: symmetric int8, fp8 and block formats; Q/DQ outside the groups that TensorRT fuses",
     patterns=TENSORRT_PATTERNS,
-    activation=QuantizationSpec(qscheme="symmetric", qparam_calculator_cls="histogram_mse"),
+    activation=QuantizationSpec(qscheme="symmetric", qparam_calculator_cls="global_minmax"),
     weight=QuantizationSpec(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
