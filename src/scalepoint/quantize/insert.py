@@ -21,6 +21,7 @@ from scalepoint.quantize.placement import Decision, Site, check_overrides, decid
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
+from scalepoint.quantize.tables import decide_table, is_table, share_codes
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target, find_target
@@ -79,7 +80,8 @@ def decisions_for(
     sites = sites_of(model, matches)
     left = left_of(model, sites)
     check_overrides(sites, left, config)
-    decisions = [decide(site, config, target) for site in sites]
+    decisions = [(decide_table if is_table(site) else decide)(site, config, target) for site in sites]
+    share_codes(decisions)
     if target is not None and target.follows_readers:
         follow_readers(decisions)
     refusals = transformed_of(model).refusals

@@ -12,6 +12,7 @@ from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.modules import BIASES, WEIGHTS, Slot
 from scalepoint.patterns.conversions import HeadConvolution
 
+TABLE = "embedding"  # looks rows of its weight up
 MULTIPLIES = frozenset(("conv", "conv_transpose", "linear", "head"))
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -57,6 +58,8 @@ def run_with(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | Non
     """The operation with another weight and bias."""
     if isinstance(operation, nn.Linear):
         return F.linear(x, weight, bias)
+    if isinstance(operation, nn.Embedding):
+        return F.embedding(x, weight, operation.padding_idx)
     if isinstance(operation, _ConvTransposeNd):
         o = operation
         dims = len(o.kernel_size)

@@ -22,7 +22,7 @@ from scalepoint.patterns.base import SHAPES
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
-from scalepoint.quantize.parts import MULTIPLIES, kind_of_part, weight_shape
+from scalepoint.quantize.parts import MULTIPLIES, TABLE, kind_of_part, weight_shape
 from scalepoint.spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
 from scalepoint.targets import Facts, Target
 
@@ -120,7 +120,7 @@ def _around(model: fx.GraphModule, name: str) -> tuple[str, ...]:
 
 def _site(match: PatternMatch, node: fx.Node, fused: Fused, inside: tuple[str, ...], is_constant: bool) -> Site:
     kinds = {role: kind_of_part(part) for role, part in fused.parts.items()}
-    role = next((role for role, kind in kinds.items() if kind in MULTIPLIES), None)
+    role = next((role for role, kind in kinds.items() if kind in MULTIPLIES or kind == TABLE), None)
     kind = kinds[role] if role else next(iter(kinds.values()))
     unfit = why_unfit(fused.parts[role], kind) if role is not None else ""
     operands = operands_of(match, node, fused)
@@ -132,8 +132,11 @@ def why_unfit(part: nn.Module, kind: str) -> str:
     if not isinstance(getattr(part, "weight", None), Tensor):
         return "its weight is computed from the data, not stored"
     axes = len(weight_shape(part))
-    if kind == "linear" and axes != 2:
-        return f"its weight has {axes} axes, that of a linear layer has two"
+    settings = part.arguments if isinstance(part, Operation) else vars(part)
+    if kind == TABLE and settings.get("max_norm") is not None:
+        return "it scales its rows when it looks them up (max_norm)"
+    if kind in ("linear", TABLE) and axes != 2:
+        return f"its weight has {axes} axes, that of {'a linear layer' if kind == 'linear' else 'a table'} has two"
     slots = (
         [value for value in part.arguments.values() if isinstance(value, Slot)] if isinstance(part, Operation) else []
     )
@@ -350,7 +353,7 @@ def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> 
     if target is not None:
         target.check(spec, kind, site.kind, site.name)
     if role == "weight" and site.part is not None:
-        _check_weight(site)
+        check_finite(site)
         spec = spec if target is None else target.weight_for(spec, facts_of(site, config, target))
         spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
     return spec
@@ -361,7 +364,8 @@ def _layer(site: Site) -> type[nn.Module]:
     return nn.ConvTranspose2d if site.kind == "conv_transpose" else nn.Conv2d
 
 
-def _check_weight(site: Site) -> None:
+def check_finite(site: Site) -> None:
+    """Refuse weights that hold NaN or infinity."""
     for role, part in site.fused.parts.items():
         tensors = [*tensors_of(part), *part.buffers()]
         weight = getattr(part, "weight", None)

@@ -91,7 +91,7 @@ class QuantizedWeighted(Stateful):
 
     @property
     def bias(self) -> Tensor | None:
-        bias: Tensor | None = self.operation.bias
+        bias: Tensor | None = getattr(self.operation, "bias", None)
         return bias
 
     @property

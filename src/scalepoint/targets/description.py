@@ -8,7 +8,7 @@ from scalepoint.numerics import dtype_name
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.language import Element
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
-from scalepoint.targets.target import Accepted, Target
+from scalepoint.targets.target import Accepted, Spelling, Target
 
 MOST_KINDS = 3  # of one operation, before they are named below the table
 BIAS = {
@@ -35,6 +35,7 @@ def describe(target: Target) -> tuple[Section, ...]:
         _accepted(target.accepts),
         Section("Left float", ("rule", "what it says"), tuple(map(_said, target.rules))),
         Section("Same scale in and out", note=_moved(target.shares)),
+        Section("Written in other words", ("rule", "why"), tuple(map(_spelled_so, target.spellings))),
         Section("Before patterns are matched", ("conversion", "what it says"), tuple(map(_said, target.conversions))),
     )
     return tuple(section for section in found if section.rows or section.note)
@@ -48,6 +49,8 @@ def _moved(kinds: Iterable[str]) -> str:
 def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "activation", spelled(target.activation, "activation")
     yield "weight", spelled(target.weight, "weight")
+    if target.table is not None:
+        yield "embedding table", f"{spelled(target.table, 'weight')}: a scale a row, as rows are looked up"
     if target.adapt_weight is not None:
         yield f"weight, {words(target.adapt_weight)}", _docstring(target.adapt_weight)
     yield "bias", BIAS[target.bias]
@@ -63,7 +66,7 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
 
 
 def spelled(spec: QuantizationSpec, role: str) -> str:
-    """uint8, asymmetric, per_tensor, range: histogram_mse"""
+    """uint8, asymmetric, per_tensor, range: global_minmax"""
     granularity = QuantizationGranularity.key_of(type(spec.granularity))
     fields = spec.to_dict()
     calculator, search = fields["qparam_calculator_cls"], fields["range_calculator_cls"]
@@ -119,9 +122,17 @@ def _said(function: Callable[..., Any]) -> tuple[str, str]:
     return words(function), _docstring(function)
 
 
+def _spelled_so(rule: Spelling) -> tuple[str, str]:
+    return _plain(rule.name), rule.why
+
+
+def _plain(name: str) -> str:
+    return name.strip("_").replace("_", " ")
+
+
 def words(function: Callable[..., Any]) -> str:
     """is_main_branch -> is main branch"""
-    return getattr(function, "__name__", type(function).__name__).strip("_").replace("_", " ")
+    return _plain(getattr(function, "__name__", type(function).__name__))
 
 
 def _docstring(function: Callable[..., Any]) -> str:

@@ -34,8 +34,8 @@ from scalepoint.patterns.language import Nodes, without_points
 from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.cpu import instruction_set
-from scalepoint.targets.rules import weights_alone
-from scalepoint.targets.target import Accepted, Facts, Target
+from scalepoint.targets.rules import small_tables, weights_alone
+from scalepoint.targets.target import Accepted, Facts, Spelling, Target
 
 FOLDED = op("activation", "relu", "relu6")
 COPIES = frozenset(("max_pool", "identity", "dropout", "pad", "constant_pad_nd", *SHAPES))
@@ -104,6 +104,15 @@ def pair_safe(spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
     return spec.replace(range_calculator_cls="pair_safe", qscheme=QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 
 
+SPELLINGS = (
+    Spelling(
+        "sum_before_layer_norm",
+        "an Add before a layer norm is fused into SkipLayerNormalization, whose CPU kernel is slower than both; a Sum "
+        "of two is not",
+    ),
+)
+
+
 @cache
 def onnxruntime_target(cpu: str = "auto") -> Target:
     """For a CPU: "vnni" uses all 8 bits of the weights, "avx2" the pair-safe scale, "auto" looks at this machine."""
@@ -113,8 +122,11 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         summary="ONNX Runtime on CPUs: u8 activations, s8 weights, int32 biases",
         patterns=PATTERNS,
         conversions=tuple(conversion for conversion in CONVERSIONS if conversion is not head_to_convolution),
-        activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="histogram_mse"),
+        activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric", qparam_calculator_cls="global_minmax"),
         weight=QuantizationSpec(
+            qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
+        ),
+        table=QuantizationSpec(
             qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
         ),
         accepts=(
@@ -130,9 +142,10 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
             ),
         ),
         adapt_weight=None if chosen == "vnni" else pair_safe,
-        rules=(weights_alone,),
+        rules=(weights_alone, small_tables),
         shares=COPIES,
         bias="int32",
+        spellings=SPELLINGS,
         runtime="onnxruntime",
         options={"cpu": chosen},
     )

@@ -39,5 +39,6 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
         bias="float",
+        spellings=(),
         runtime="openvino",
     )

@@ -98,6 +98,14 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class Spelling:
+    """A rule of the file's format that writes an operation in other words, and why this target wants it."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Target:
     """One deployment target."""
 
@@ -112,9 +120,11 @@ class Target:
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
     follows_readers: bool = False  # whether what has no weights stays float when all that read it do
+    table: QuantizationSpec | None = None  # of embeddings, a scale a row; None: they stay float
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
+    spellings: tuple[Spelling, ...] = ()  # operations that its files write in other words
     format: str = "onnx"  # of its files: a key of scalepoint.formats
     runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
@@ -128,6 +138,8 @@ class Target:
             raise SpecError(f"target {self.name!r}: runtime= is the key of a runtime, not {shown(self.runtime)}")
         for spec, role in ((self.activation, "activation"), (self.weight, "weight")):
             self.check(spec, role, "", self.name)
+        if self.table is not None:
+            self.check(self.table, "weight", "embedding", self.name)
 
     @property
     def pattern_names(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.quantize.feeding import Data, feed
+from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.quantize.twins import driven, twin
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -107,7 +108,7 @@ class Walk:
             return None
         group = self.live.get_submodule(str(node.target))
         for part in getattr(group, "parts", {}).values():
-            if isinstance(part, QuantizedWeighted) and part.weight_quant.enabled:
+            if isinstance(part, QuantizedWeighted) and part.kind != TABLE and part.weight_quant.enabled:
                 name = next(name for name, each in self.live.named_modules() if each is part)
                 return name, part
         return None

@@ -70,12 +70,11 @@ class TestALlamaInOnnxRuntime:
         assert "accuracy level 1" in text
         assert "rounds activations to int8" in text
 
-    def test_the_embedding_is_listed_as_float(self, deployed):
+    def test_the_embedding_is_listed_with_a_scale_a_row(self, deployed):
         rows = coverage(deployed[0].model).operations
         assert {row.precision for row in rows if row.kind == "linear"} == {"w int4 per_block"}
         (table,) = (row for row in rows if row.kind == "embedding")
-        assert table.precision == "float"
-        assert table.reason
+        assert table.precision == "w int8 per_channel"
 
     def test_the_report_keeps_both_levels(self, deployed):
         again = scalepoint.report.Report.from_json(deployed[0].report.to_json())

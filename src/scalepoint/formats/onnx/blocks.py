@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.operators import TYPES
-from scalepoint.formats.onnx.stored import Stored, StoredWeight
+from scalepoint.formats.onnx.stored import Stored, StoredTable, StoredWeight
 from scalepoint.formats.operators import dequantize
 from scalepoint.numerics import E4M3, E8M0, dtype_name
+from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerTokenBlockGranularity
@@ -128,6 +129,8 @@ class StoredDynamicBlocks(Stored):
 def stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Module:
     """The form of a weight for a compiler with these operators."""
     spec = source.weight_quant.spec
+    if source.kind == TABLE:
+        return StoredTable(source)
     if source.kind == "linear" and spec.scale_dtype == E4M3:
         return StoredTwoLevelWeight(source)
     if source.kind == "linear" and spec.scale_dtype == E8M0 and spec.dtype == E4M3 and DOMAIN in domains:

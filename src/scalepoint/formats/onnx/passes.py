@@ -26,6 +26,7 @@ _NARROW = {
 def finish(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
     """All passes, in order."""
     fold_casts(model)
+    share_tables(model)
     fold_pads(model)
     use_global_pools(model)
     if float_dtype != "float32":
@@ -65,6 +66,27 @@ def _converted(graph: Any, source: Any, kind: Any) -> Any:
     value = ir.Value(name=name, shape=source.shape, type=ir.TensorType(kind), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def share_tables(model: Any) -> None:
+    """A head that multiplies by the codes of a table reads the table's, which a runtime transposes when it loads."""
+    codes = [value for value in model.graph.initializers.values() if _is_codes(value)]
+    tables = [value for value in codes if any(use.node.op_type == "Gather" and use.idx == 0 for use in value.uses())]
+    for value in codes:
+        for table in tables:
+            is_same = value is not table and tuple(value.shape) == tuple(table.shape)[::-1]
+            if is_same and np.array_equal(value.const_value.numpy(), table.const_value.numpy().T):
+                node = ir.node("Transpose", [table], {"perm": [1, 0]})
+                node.outputs[0].name, node.outputs[0].shape = f"{value.name}.transposed", value.shape
+                node.outputs[0].type = value.type
+                model.graph.insert_before(value.uses()[0].node, node)
+                ir.convenience.replace_all_uses_with(value, node.outputs[0])
+                break
+
+
+def _is_codes(value: Any) -> bool:
+    kind = None if value.const_value is None else value.const_value.dtype
+    return kind == ir.DataType.INT8 and len(value.shape) == 2 and bool(value.uses())
 
 
 def fold_pads(model: Any) -> None:

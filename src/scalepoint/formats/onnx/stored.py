@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_type
@@ -95,6 +96,29 @@ class StoredWeight(Stored):
     @property
     def opset(self) -> int:
         return max(TYPES[self.fmt][1], BLOCKS_SINCE if self.block else 0)
+
+
+class StoredTable(Stored):
+    """Rows looked up as codes and as scales: what a runtime dequantizes is what was read, never the whole table."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__()
+        quant = source.weight_quant
+        self.fmt = dtype_name(quant.spec.dtype)
+        check_has_type(self.fmt, quant.name)
+        self.register_buffer("codes", source.deployed().codes.contiguous())
+        self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
+
+    codes: Tensor
+    scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.embedding(x, self.codes).to(torch.float32)
+        return rows * (F.embedding(x, self.scale[:, None]) if self.scale.ndim else self.scale)
+
+    @property
+    def opset(self) -> int:
+        return TYPES[self.fmt][1]
 
 
 class StoredStub(Stored):

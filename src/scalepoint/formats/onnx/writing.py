@@ -23,6 +23,7 @@ from scalepoint.formats.onnx.stored import Stored
 from scalepoint.graph.export import export as export_program
 from scalepoint.graph.export import quiet
 from scalepoint.numerics import dtype_name
+from scalepoint.targets.target import Spelling
 
 IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
 OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
@@ -35,7 +36,8 @@ def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     stored = stored_form(model, kind, () if target is None else target.domains)
     opset = max([OPSETS[kind], *(module.opset for module in stored.modules() if isinstance(module, Stored))])
     form = _Form(single_inputs(writing.inputs), opset, dtype_name(kind), writing.dynamic)
-    _write(stored, path, form, {} if target is None else target.labels)
+    own = form if target is None else form._replace(spellings=target.spellings)
+    _write(stored, path, own, {} if target is None else target.labels)
     if writing.float_path is not None:
         _write(float_form(model), writing.float_path, form, {})
 
@@ -47,6 +49,7 @@ class _Form(NamedTuple):
     opset: int
     float_dtype: str
     dynamic: bool
+    spellings: tuple[Spelling, ...] = ()  # of what a target is given: the float file is as anybody writes it
 
 
 def _write(model: fx.GraphModule, path: Path, form: _Form, labels: Mapping[str, str]) -> None:
@@ -64,6 +67,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     from scalepoint.formats.onnx.interface import name_interface  # noqa: PLC0415
     from scalepoint.formats.onnx.operators import translations  # noqa: PLC0415  # onnx is imported by an export only
     from scalepoint.formats.onnx.passes import finish  # noqa: PLC0415
+    from scalepoint.formats.onnx.spellings import respell  # noqa: PLC0415
 
     opset = min(form.opset, PLAIN_OPSET)
     exported: ExportedProgram | None = None
@@ -84,6 +88,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     if program is None:
         raise ExportError("torch.onnx.export gave nothing")
     program.model.opset_imports[""] = form.opset
+    respell(program.model, form.spellings)
     finish(program.model, IR_VERSIONS[form.opset], form.float_dtype)
     name_interface(program.model, exported)
     return program.model

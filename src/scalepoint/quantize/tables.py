@@ -1,0 +1,86 @@
+"""Embedding tables as codes with a scale a row, where the target looks rows up so.
+
+    y = codes[x] * scale[x]        only the rows that are read are dequantized
+
+A file shrinks by the table's share; nothing is multiplied, so speed hardly changes. A head that multiplies by the same
+matrix has a scale an output channel, which is a row of the table: then both take the head's codes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from scalepoint.covered import State
+from scalepoint.errors import TargetError
+from scalepoint.quantize.config import FLOAT, QuantConfig
+from scalepoint.quantize.parts import TABLE
+from scalepoint.quantize.placement import CONSTANT, Decision, Site, check_finite, facts_of, why_float
+from scalepoint.spec import PerChannelGranularity, PerTensorGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.targets import Target
+
+
+def is_table(site: Site) -> bool:
+    return site.kind == TABLE
+
+
+def decide_table(site: Site, config: QuantConfig, target: Target | None) -> Decision:
+    """Whether a table is stored as codes: as the config asks, else where the target says that it pays."""
+    decision = Decision(site, is_meant=True)
+    if target is None or target.table is None or site.is_constant or site.unfit:
+        decision.reason = CONSTANT if site.is_constant else site.unfit or why_float(site, target)
+        return decision
+    asked = _asked(site, config)
+    if asked == FLOAT:
+        decision.reason, decision.is_asked = "asked for by the config", True
+        return decision
+    spec = asked if isinstance(asked, QuantizationSpec) else target.table
+    why = None if asked is not None else target.why_float(facts_of(site, config, target))
+    if why:
+        decision.reason = why
+        return decision
+    target.check(spec, "weight", site.kind, site.name)
+    _check(spec, site.name)
+    check_finite(site)
+    decision.state, decision.is_meant = State.QUANTIZED, False
+    decision.weight = spec.replace(granularity=spec.granularity.resolve(torch.nn.Conv2d))
+    return decision
+
+
+def _asked(site: Site, config: QuantConfig) -> QuantizationSpec | str | None:
+    """What the config says of this very table; of weights at large it only says whether they stay float."""
+    fits = any(each.fits(site.names, site.types) and each.weight is not None for each in config.overrides)
+    said = config.spec_for("weight", site.names, site.types)
+    return said if fits or said == FLOAT else None
+
+
+def _check(spec: QuantizationSpec, name: str) -> None:
+    is_plain = isinstance(spec.granularity, PerChannelGranularity | PerTensorGranularity)
+    if not is_plain or spec.qscheme == QuantizationScheme.ASYMMETRIC or spec.qformulation != "zp":
+        raise TargetError(
+            f"{name}: the rows of a table have a scale each and no zero point: int8, symmetric, per channel; or leave "
+            "it float, Override(name=..., weight='float')"
+        )
+
+
+def share_codes(decisions: Sequence[Decision]) -> None:
+    """A table whose matrix a linear layer multiplies by takes that layer's spec, and with it its codes."""
+    heads = {
+        _address(each.site): each.weight
+        for each in decisions
+        if each.site.kind == "linear" and each.weight is not None and _has_rows(each.weight)
+    }
+    for decision in decisions:
+        spec = heads.get(_address(decision.site)) if is_table(decision.site) and decision.weight else None
+        decision.weight = spec or decision.weight
+
+
+def _has_rows(spec: QuantizationSpec) -> bool:
+    granularity = spec.granularity
+    is_rows = isinstance(granularity, PerChannelGranularity) and granularity.axis == 0
+    return is_rows and spec.dtype == torch.int8 and spec.qscheme != QuantizationScheme.ASYMMETRIC
+
+
+def _address(site: Site) -> tuple[int, tuple[int, ...]] | None:
+    weight = getattr(site.part, "weight", None)
+    return (weight.data_ptr(), tuple(weight.shape)) if isinstance(weight, Tensor) and not weight.is_meta else None

@@ -1,0 +1,100 @@
+"""Operations written in other words, for a compiler that does better with them."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.errors import ExportError
+from scalepoint.formats import export
+from scalepoint.quantize import quantize
+from scalepoint.targets import find_target
+from scalepoint.targets.target import Spelling
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Block(nn.Module):
+    """Norms after and before a residual add, and an add that no norm reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.after, self.before = nn.LayerNorm(32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        x = self.after(x + self.one(x))
+        y = x + torch.relu(self.two(x))
+        return y + self.before(y)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spelled")
+    torch.manual_seed(0)
+    model, data = Block().eval(), [torch.randn(4, 8, 32) for _ in range(2)]
+    made = {}
+    for target in ("onnxruntime", "openvino"):
+        quantized = quantize(model, data[0], forward_loop=data, target=target, freeze_weights=True)
+        export(quantized, folder / f"{target}.onnx", data[0], float_path=folder / f"{target}-float.onnx")
+        made[target] = folder / f"{target}.onnx"
+        made[f"{target} float"] = folder / f"{target}-float.onnx"
+    return made
+
+
+def kinds(path):
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def compiled(path, folder):
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(folder / "compiled.onnx")
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return kinds(folder / "compiled.onnx")
+
+
+def test_adds_that_a_layer_norm_reads_are_sums_for_onnx_runtime_and_others_stay(files):
+    found = kinds(files["onnxruntime"])
+    assert found["Sum"] == 2
+    assert found["Add"] >= 1  # the last one, and biases
+
+
+def test_what_is_compared_with_and_other_targets_keep_their_adds(files):
+    assert all(not kinds(files[name])["Sum"] for name in ("onnxruntime float", "openvino", "openvino float"))
+
+
+def test_the_compiled_graph_keeps_add_and_norm_apart_where_it_would_fuse_them(files, tmp_path):
+    assert compiled(files["onnxruntime float"], tmp_path)["SkipLayerNormalization"] > 0  # what the rule is against
+    spelled = compiled(files["onnxruntime"], tmp_path)
+    assert not spelled["SkipLayerNormalization"]
+    assert spelled["LayerNormalization"] == 2
+
+
+def test_values_are_the_same_bit_for_bit(files, tmp_path):
+    proto = onnx.load(files["onnxruntime"])
+    for node in proto.graph.node:
+        node.op_type = "Add" if node.op_type == "Sum" else node.op_type
+    onnx.save(proto, tmp_path / "add.onnx")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    x = {"x": np.random.default_rng(0).normal(size=(4, 8, 32)).astype(np.float32)}
+    one, two = (
+        onnxruntime.InferenceSession(path, options).run(None, x)[0]
+        for path in (files["onnxruntime"], tmp_path / "add.onnx")
+    )
+    assert np.array_equal(one, two)
+
+
+def test_a_spelling_that_the_format_does_not_know_is_refused_with_the_nearest(tmp_path):
+    target = replace(find_target("onnxruntime"), name="mine", spellings=(Spelling("sum_before_norm", "typing"),))
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval(), torch.randn(2, 8)
+    quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
+    with pytest.raises(ExportError, match=r"sum_before_norm.*sum_before_layer_norm"):
+        export(quantized, tmp_path / "m.onnx", x)
