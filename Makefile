@@ -66,6 +66,7 @@ bench: architectures
 	-$(BIN)/python bench/accuracy.py
 	-$(BIN)/python bench/accuracy.py --runtime
 	-$(BIN)/python bench/tuning.py
+	-$(BIN)/python bench/tuning_cost.py
 	-$(BIN)/python bench/deployed.py
 	-$(BIN)/python bench/weight_only.py
 	$(BIN)/python bench/write_page.py

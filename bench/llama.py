@@ -16,16 +16,18 @@ class Sizes:
     groups: int = 2  # of queries that share a key and a value
     words: int = 256
     is_tied: bool = False  # the head multiplies by the table of the embedding
+    base: float = 10000.0  # of the angles
+    eps: float | None = None  # of the norms
 
     @property
     def head(self) -> int:
         return self.hidden // self.heads
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
     """x at each position turned by angles that grow with the position: cos x + sin x', halves of x swapped."""
     half = x.shape[-1] // 2
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+    frequencies = base ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = torch.arange(x.shape[-2], dtype=torch.float32)[:, None] * frequencies
     cos, sin = (torch.cat((each, each), -1) for each in (angles.cos(), angles.sin()))
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
@@ -44,7 +46,8 @@ class Attention(nn.Module):
             each(x).unflatten(-1, (-1, self.sizes.head)).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
         )
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        q, k = (rotate(each, self.sizes.base) for each in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         result: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return result
 
@@ -63,7 +66,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
+        self.norm1, self.norm2 = (nn.RMSNorm(sizes.hidden, sizes.eps) for _ in range(2))
         self.attention, self.mlp = Attention(sizes), MLP(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ class Llama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(sizes.words, sizes.hidden)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.norm, self.head = nn.RMSNorm(sizes.hidden), nn.Linear(sizes.hidden, sizes.words, bias=False)
+        self.norm, self.head = nn.RMSNorm(sizes.hidden, sizes.eps), nn.Linear(sizes.hidden, sizes.words, bias=False)
         if sizes.is_tied:
             self.head.weight = self.embedding.weight
 

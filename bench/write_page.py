@@ -140,18 +140,20 @@ def reason_of(row: dict[str, Any]) -> str:
     return text if len(text) < LONGEST else f"{text[:LONGEST].rstrip()} ..."
 
 
-def tuning_table(path: Path) -> str:
-    """Nearest codes and chosen ones, network by network."""
+def tuning_table(path: Path, models: tuple[str, ...] = ()) -> str:
+    """Nearest codes and chosen ones, network by network; of all networks, or of those whose names begin so."""
     rows: Rows = []
-    for row in json.loads(path.read_text()):
+    found = [row for row in json.loads(path.read_text()) if not models or row["model"].startswith(models)]
+    for row in found:
+        score, level = f"{row['score']:.2f}", row["decibels"]
         if row["precision"] == "float":
-            rows.append([row["model"], "float", "", f"{row['accuracy']:.2f}", "", "", ""])
+            rows.append([row["model"], "float", "", score, "", "", ""])
             continue
-        limit = "" if row["limit"] is None else f"{row['limit']:.1f}"
-        accuracy = marked(f"{row['accuracy']:.2f} +-{row['error']:.2f}", row["holds"])
-        cells = [row["model"], row["precision"], row["how"], accuracy]
-        rows.append([*cells, f"{row['decibels']:.1f}", f"{row['seconds']:.0f}", limit])
-    return markdown(["network", "", "how", "accuracy", "dB", "CPU s", "at least"], rows)
+        cells = [row["model"], row["precision"], row["how"], f"{score} +-{row['error']:.2f}"]
+        limits = row["limits"] if row["holds"] else f"{row['limits']}; **missed**: {row['missed']}"
+        rows.append([*cells, "" if level is None else f"{level:.1f}", f"{row['seconds']:.0f}", limits])
+    score = "perplexity" if found and found[0]["is_perplexity"] else "score"
+    return markdown(["network", "", "how", score, "dB", "CPU s", "limits"], rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
@@ -168,7 +170,11 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "saturation": ("deployed", saturation_table),
     "openvino": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),
     "weight_only": ("weight_only", plain_table),
-    "tuning": ("tuning", tuning_table),
+    "tuning": ("tuning", partial(tuning_table, models=("ResNet", "CIFAR", "Efficient"))),
+    "tuning-transformers": ("tuning", partial(tuning_table, models=("ViT", "MiniLM"))),
+    "tuning-language": ("tuning", partial(tuning_table, models=("Llama", "SmolLM2"))),
+    "tuning-peers": ("tuning-peers", tuning_table),
+    "tuning-cost": ("tuning-cost", table),
     "coverage-tests": ("coverage-tests", coverage_table),
     "coverage-further": ("coverage-further", coverage_table),
 }
