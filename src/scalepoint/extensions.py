@@ -20,6 +20,11 @@ class Named(Protocol):
 T = TypeVar("T", bound=Named)
 
 
+def brought(group: str) -> list[str]:
+    """The names that other packages bring to an entry point; nothing of them is imported."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
 class Extensions(Generic[T]):
     """All values of one kind: targets, formats or runtimes. Ours cannot be replaced by a package."""
 
@@ -30,7 +35,7 @@ class Extensions(Generic[T]):
 
     def names(self) -> list[str]:
         """All names, ours first; nothing of another package is imported."""
-        return [*self.own, *sorted({point.name for point in entry_points(group=self.group)} - set(self.own))]
+        return [*self.own, *(name for name in brought(self.group) if name not in self.own)]
 
     def find(self, given: str | T) -> T:
         """A value from itself or from its name."""

@@ -16,7 +16,7 @@ from scalepoint.deployment.placed import placement
 from scalepoint.deployment.run import SMOKE_BATCHES, Run, package_version
 from scalepoint.deployment.trials import Trial
 from scalepoint.processor import amx
-from scalepoint.quantize import coverage
+from scalepoint.quantize import coverage, record_of
 from scalepoint.report import Attempt, Histogram, Metric, Report, ReportedLayer, Reproduction, advice
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
@@ -53,6 +53,7 @@ def make_report(
         attempts=tuple(Attempt(each.score, each.raised, each.start, each is best) for each in trials),
         max_drop=max_drop,
         reproduction=reproduction(run, best),
+        migrated=record_of(best.model).migrated,
     )
 
 

@@ -1,6 +1,7 @@
 """The quantized model: where quantizers go, how they get their ranges, how it trains, how it is kept."""
 
 from scalepoint.covered import Coverage
+from scalepoint.migrated import MigrationReport, MigrationRow
 from scalepoint.quantize.calibrate import calibrate, freeze
 from scalepoint.quantize.config import CalibrationMethod, Override, QuantConfig, SmoothQuantConfig, TensorQuantConfig
 from scalepoint.quantize.insert import insert_qdq
@@ -22,6 +23,8 @@ from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 __all__ = [
     "CalibrationMethod",
     "Coverage",
+    "MigrationReport",
+    "MigrationRow",
     "Override",
     "QATSchedule",
     "QuantConfig",

@@ -1,6 +1,7 @@
 """Calibration: data flows through, stubs watch, and then they know their parameters.
 
-    smooth (a pass of its own, when enabled) -> reset -> observe every batch -> compute_parameters -> enable
+    migrate or smooth (passes of their own, when asked for)
+    reset -> observe every batch -> compute_parameters -> enable
 
 Observers stream: memory does not depend on the number of batches. Modes, switches and the caller's batches are as
 before afterwards, also when the data raises.
@@ -12,11 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.modes import evaluating
-from scalepoint.quantize.feeding import Data, Fed, check_data, feed
+from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference
+from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
+from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -50,11 +54,12 @@ def calibrate(
         if choice not in ("error", "skip"):
             raise UsageError(f"{name}={choice!r}: use 'error' or 'skip'")
     smoothing = [observer for observer in observers_of(model) if observer.enabled]
-    check_data(forward_loop, passes=2 if smoothing else 1)
+    names = _migrations(model)
+    check_data(forward_loop, passes=2 if smoothing or names else 1)
     run = partial(feed, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
     with evaluating(model), _quantizers_off(stubs, weights):
-        if smoothing:
-            _smooth(run, smoothing, on_nan)
+        if names or smoothing:
+            _rewrite(model, run, max_batches, names, smoothing, on_nan)
             for weight in weights:
                 weight.unfreeze()  # it is another weight now
         if stubs:
@@ -71,6 +76,30 @@ def freeze(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedWeighted):
             module.freeze()
+
+
+def _migrations(model: nn.Module) -> Sequence[str]:
+    """What is still to be migrated; smooth_quant alone has a way of its own, with one pass."""
+    record = record_of(model) if has_record(model) else None
+    return record.config.migrations if record is not None and record.config.migrate and not record.migrated else ()
+
+
+def _rewrite(
+    model: nn.Module,
+    run: Callable[..., Fed],
+    max_batches: int | None,
+    names: Sequence[str],
+    smoothing: Sequence[SmoothQuantObserver],
+    on_nan: OnNan,
+) -> None:
+    if not names:
+        _smooth(run, smoothing, on_nan)
+        return
+    assert isinstance(model, fx.GraphModule)  # noqa: S101  # it has a record
+    few = PROBES if max_batches is None else min(PROBES, max_batches)
+    with torch.inference_mode(is_of_inference(model)), torch.no_grad():
+        scene = Scene(model, run, probes_of(model, partial(run, max_batches=few)), on_nan)
+        amend_record(model, migrated=migrate(scene, [MIGRATIONS.find(name) for name in names]))
 
 
 def _smooth(run: Callable[[str], Fed], observers: Sequence[SmoothQuantObserver], on_nan: OnNan) -> None:

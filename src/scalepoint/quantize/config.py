@@ -14,12 +14,22 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from torch import nn
 
 from scalepoint.complaints import UnknownFieldError
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
+from scalepoint.extensions import brought
 from scalepoint.spec import (
     ExtendedQuantizationSpec,
     PerBlockGranularity,
@@ -31,6 +41,7 @@ from scalepoint.spec import (
 from scalepoint.spec.extended import spec_class, spec_from_dict
 from scalepoint.spec.spec import SchemaGenerator
 
+MIGRATIONS = ("smooth", "equalize", "absorb", "awq", "rotate")  # ours, by name
 FLOAT = "float"  # in the place of a tensor's config: leave it as it is
 
 
@@ -245,13 +256,35 @@ class Override(Config):
 
 
 class QuantConfig(Config):
-    """How the tensors of a model are quantized. What is None is the target's choice."""
+    """How the tensors of a model are quantized. What is None is the target's choice.
+
+    `migrate` names rewrites of the float weights before calibration, which leave what the model computes as it is:
+    "smooth", "equalize", "absorb", "awq", "rotate", in the order given.
+    """
 
     activation: Tensors = None
     weight: Tensors = None
     skip_weight_quant_for: tuple[ClassName, ...] = ()
     smooth_quant: SmoothQuantConfig = SmoothQuantConfig()
+    migrate: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+
+    @field_validator("migrate")
+    @classmethod
+    def _known_migrations(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = [*MIGRATIONS, *brought("scalepoint.migrations")] if set(names) - set(MIGRATIONS) else MIGRATIONS
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"no migration {shown(name)}: {nearest(name, known)}")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"migrate={list(names)}: each is named once")
+        return names
+
+    @property
+    def migrations(self) -> tuple[str, ...]:
+        """What is migrated, in order; smooth_quant is the short form of the first one."""
+        is_short = self.smooth_quant.enabled and "smooth" not in self.migrate
+        return ("smooth", *self.migrate) if is_short else self.migrate
 
     def spec_for(self, role: str, names: Iterable[str], types: Iterable[str]) -> QuantizationSpec | str | None:
         """The spec of a weight, input or output of an operation; "float" when it is to stay, None when nobody says."""

@@ -54,7 +54,7 @@ def feed(
         inside = _Calls(fed, max_batches, running)
         handles = [model.register_forward_pre_hook(inside.entered), model.register_forward_hook(inside.left)]
         try:
-            with torch.inference_mode(_is_of_inference(model)), torch.no_grad():
+            with torch.inference_mode(is_of_inference(model)), torch.no_grad():
                 if callable(data):
                     data(model)
                 else:
@@ -76,7 +76,7 @@ def feed(
     return fed
 
 
-def _is_of_inference(model: nn.Module) -> bool:
+def is_of_inference(model: nn.Module) -> bool:
     """Whether the model was made in inference mode: only there can its state be written."""
     return any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
 

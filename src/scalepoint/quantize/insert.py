@@ -59,7 +59,8 @@ def insert_qdq(
     _place_weights(decisions)
     if chosen is not None and chosen.bias == "int32":
         _round_biases(quantized, decisions)
-    unsmoothed = add_smoothing(quantized, [decision.site for decision in decisions], config.smooth_quant)
+    sites_here = [decision.site for decision in decisions] if "smooth" in config.migrations else None
+    unsmoothed = {} if sites_here is None else add_smoothing(quantized, sites_here, config.smooth_quant)
     for module in quantized.modules():
         if isinstance(module, Fused | QuantizedWeighted | Quantizing | SmoothQuantObserver):
             for each in module.modules():

@@ -12,6 +12,7 @@ from torch import fx, nn
 from scalepoint.covered import Coverage, CoverageRow, State
 from scalepoint.errors import UsageError
 from scalepoint.graph.origin import Origin
+from scalepoint.migrated import MigrationReport
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.targets import Target
@@ -42,6 +43,7 @@ class Record:
     fingerprint: Mapping[str, str]  # of the float model
     unsmoothed: Mapping[str, str]  # norm -> why its activations are not smoothed
     is_norm_frozen: bool = False
+    migrated: MigrationReport | None = None  # what calibrate did of config.migrate; None before
 
     @property
     def names(self) -> dict[str, str]:

@@ -39,6 +39,8 @@ def quantize(
     quantized = insert_qdq(result.model, result.matches, config, strict=strict, copy=False)
     if forward_loop is not None:
         calibrate(quantized, forward_loop, max_batches=max_batches, progress=progress)
+    elif QuantConfig.build(config).migrations:
+        raise UsageError("migrations are chosen and checked by data: pass forward_loop=, or leave migrate= away")
     elif any(isinstance(module, QuantStub) for module in quantized.modules()):
         raise UsageError(
             f"activations have ranges that only data tells: pass forward_loop=, or quantize weights alone with "

@@ -209,8 +209,6 @@ def scale_norm(norm: nn.Module, s: Tensor) -> None:
 
 def add_smoothing(model: fx.GraphModule, sites: Sequence[Site], config: SmoothQuantConfig) -> dict[str, str]:
     """An observer for each norm that is read by linears alone; the others are returned with the reason."""
-    if not config.enabled:
-        return {}
     by_node = {site.node: site for site in sites}
     shared = _shared_parameters(sites)
     refusals: dict[str, str] = {}

@@ -23,12 +23,14 @@ from torch import Tensor, fx, nn
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.files import TEMPORARY, digest, locked, replace_text, sweep
+from scalepoint.migrated import MigrationReport
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.insert import insert_qdq
+from scalepoint.quantize.migrations.layers import give_parameter
 from scalepoint.quantize.qat import freeze_bn_stats
-from scalepoint.quantize.record import has_record, record_of
+from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.smooth import affine_of, observers_of
 from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.spec import QParamsCalculatorBase
@@ -156,6 +158,7 @@ class Manifest(BaseModel):
     skipped: dict[str, str]
     smoothed: dict[str, Any]
     is_norm_frozen: bool
+    migrated: dict[str, Any] = {}
     aliases: dict[str, str]
     tensors: TensorFile
 
@@ -186,6 +189,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
         },
         "smoothed": {observer.name: observer.alpha for observer in observers_of(model) if observer.alpha is not None},
         "is_norm_frozen": record.is_norm_frozen,
+        "migrated": {} if record.migrated is None else record.migrated.to_dict(),
     }
 
 
@@ -308,12 +312,25 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
             affine_of(observer.layer_norm, torch.ones(()))
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)
+    _restore_migrations(model, manifest["migrated"], tensors)
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # torch's word for other shapes
         raise StoreError(f"the saved tensors do not fit: {error}") from error
     if missing or unexpected:
         raise StoreError(f"the saved tensors do not fit: missing {missing[:3]}, too many {unexpected[:3]}")
+
+
+def _restore_migrations(model: fx.GraphModule, saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """What was done, and the parameters that the float model has not, or shares."""
+    try:
+        migrated = MigrationReport.from_dict(saved)
+        for name in () if migrated is None else migrated.added:
+            path, _, leaf = name.rpartition(".")
+            give_parameter(model.get_submodule(path), leaf.removeprefix("own_"), torch.zeros_like(tensors[name]))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise StoreError(f"what the manifest says of migrations does not fit this model: {error}") from error
+    amend_record(model, migrated=migrated)
 
 
 def _restore_quantizers(model: fx.GraphModule, manifest: dict[str, Any]) -> None:

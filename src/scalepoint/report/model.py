@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from scalepoint.covered import Coverage
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, shown
+from scalepoint.migrated import MigrationReport
 from scalepoint.plain import plain
 from scalepoint.report import advice, terminal
 from scalepoint.verification.result import Verification
@@ -149,6 +150,7 @@ class Report:
     attempts: tuple[Attempt, ...] = ()  # all files that were made for max_drop
     max_drop: float | None = None
     reproduction: Reproduction | None = None
+    migrated: MigrationReport | None = None  # rewrites of the float weights before calibration
     findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
 
     def worst(self, count: int = 3) -> tuple[ReportedLayer, ...]:

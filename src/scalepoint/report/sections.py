@@ -246,6 +246,17 @@ def circumstances(report: Report) -> Html:
         cards.append(
             tag("div", tag("h3", "Environment"), tag("table", tag("tbody", *pairs), class_="pairs"), class_="card")
         )
+    if report.migrated:
+        rows_of = [
+            tag(
+                "tr",
+                tag("th", f"{each.migration}: {short(each.name, 60)}", scope="row"),
+                tag("td", short(each.note, LONGEST)),
+            )
+            for each in (*report.migrated.done, *report.migrated.refused)
+        ]
+        title = tag("h3", f"Migrations: {report.migrated.summary()}")
+        cards.append(tag("div", title, tag("table", tag("tbody", *rows_of), class_="pairs"), class_="card"))
     if report.config:
         cards.append(
             tag("div", tag("h3", "Config"), tag("pre", _written(report.config, 2), tabindex="0"), class_="card")

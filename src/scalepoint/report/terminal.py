@@ -84,6 +84,7 @@ def summary(report: "Report") -> list[str]:
     lines += [f"accuracy: {text}" for text in (bound_of(report), search_of(report)) if text]
     lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _measured(report)]
     lines.append(f"coverage: {report.coverage.summary()}")
+    lines += [f"migrations: {report.migrated.summary()}"] if report.migrated else []
     worst = [f"{short(each.name, 40)} {decibel(each.sqnr_db)} ({quality(each.sqnr_db)})" for each in report.worst()]
     lines += [f"worst layers (dB): {', '.join(worst)}"] if worst else []
     lines += [f"finding: {one_line(each)}" for each in report.findings or ()]

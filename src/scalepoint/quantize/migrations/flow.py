@@ -1,0 +1,151 @@
+"""A quantized graph as single operations, in the order in which one batch ran them: groups are opened."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from scalepoint.graph import Operation
+from scalepoint.graph.modules import Slot, tensors_of
+from scalepoint.patterns import Fused
+from scalepoint.patterns.fused import FusedNorm
+from scalepoint.patterns.language import kind_of, place_of
+from scalepoint.quantize.parts import kind_of_part
+from scalepoint.quantize.record import record_of
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.weighted import QuantizedWeighted
+
+FOREIGN = -1  # the number of a channel that is not the source's
+
+
+@dataclass
+class Op:
+    """One operation of one batch; `inputs` are the operations whose tensors it takes, in order."""
+
+    index: int
+    node: fx.Node
+    name: str
+    kind: str
+    module: nn.Module | None
+    inputs: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    value: Any = None  # what it gave, when that was no tensor
+
+    @property
+    def operation(self) -> Any:
+        """The module whose parameters it uses."""
+        return self.module.operation if isinstance(self.module, QuantizedWeighted) else self.module
+
+    def argument(self, place: int) -> str:
+        """The name (or number) of the argument that the input at this place is."""
+        if isinstance(self.module, Operation):
+            return next((n for n, v in self.module.arguments.items() if isinstance(v, Slot) and v.index == place), "")
+        return str(place)
+
+
+class Flow:
+    """The operations of a model in the order in which they run, as one batch saw them."""
+
+    def __init__(self, model: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        recorder = _Recorder(model)
+        recorder.run(*inputs, enable_io_processing=False)
+        self.model, self.ops = model, recorder.ops
+        self.readers: dict[int, list[Op]] = {}
+        for op in self.ops:
+            for source in dict.fromkeys(op.inputs):
+                self.readers.setdefault(source, []).append(op)
+        self.uses = _uses(model, self.ops)
+
+    def again(self, op: Op, ids: Mapping[int, Any]) -> Any:
+        """What an operation that moves values gives when some of its inputs are these; the others are FOREIGN."""
+
+        def given(index: int) -> Any:
+            if index in ids:
+                return ids[index]
+            other = self.ops[index]
+            return other.value if other.shape is None else torch.full(other.shape, FOREIGN)
+
+        if op.module is not None:
+            return op.module(*map(given, op.inputs))
+        of = dict(zip(op.node.all_input_nodes, op.inputs, strict=True))
+        args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), lambda node: given(of[node]))
+        return op.node.target(*args, **kwargs)  # type: ignore[operator]  # a function
+
+    def is_shared(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether something else in the model computes with one of these."""
+        return any(self.uses[tensor.data_ptr()] > 1 for tensor in tensors if tensor.numel())
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and writes down every operation."""
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        super().__init__(model)
+        self.ops: list[Op] = []
+        self.names = record_of(model).names
+        self.of: dict[fx.Node, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        inputs = [self.of[source] for source in n.all_input_nodes]
+        if isinstance(module, Fused) and not isinstance(module, FusedNorm):
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            result = self._opened(n, module, args)
+        else:
+            result = super().run_node(n)
+            kind = _norm_kind(module) if isinstance(module, FusedNorm) else _kind(n, module)
+            part = list(module.parts.values())[-1] if isinstance(module, FusedNorm) else module
+            slots = [self.of[a] for a in n.args if isinstance(a, fx.Node)] if n.op == "call_module" else inputs
+            self._add(n, kind, part, slots, result)
+        self.of[n] = len(self.ops) - 1
+        return result
+
+    def _opened(self, node: fx.Node, group: Fused, args: Sequence[Any]) -> Any:
+        value: Any = None
+        for part, sources in zip(group.parts.values(), group.wiring, strict=True):
+            behind = [len(self.ops) - 1 if k is None else self.of[node.args[k]] for k in sources]  # type: ignore[index]
+            value = part(*(value if k is None else args[k] for k in sources))
+            kind = part.kind if isinstance(part, QuantizedWeighted) else kind_of_part(part)
+            self._add(node, kind, part, behind, value)
+        return value
+
+    def _add(self, node: fx.Node, kind: str, module: nn.Module | None, inputs: Sequence[int], result: Any) -> None:
+        name = self.names.get(node.name) or (str(node.target) if node.op == "get_attr" else place_of(node))
+        shape = tuple(result.shape) if isinstance(result, Tensor) else None
+        value = None if shape is not None or _holds_tensors(result) else result
+        self.ops.append(Op(len(self.ops), node, name, kind, module, tuple(inputs), shape, value))
+
+
+def _kind(node: fx.Node, module: nn.Module | None) -> str:
+    """A stub whose range is given, not found, stands for the values as they are."""
+    is_given = isinstance(module, QuantStub) and (
+        module.fixed_calibration is not None or any(end is not None for end in module.spec.float_range)
+    )
+    return "quant of a given range" if is_given else kind_of(node)
+
+
+def _norm_kind(group: FusedNorm) -> str:
+    kind = kind_of_part(next(iter(group.parts.values())))
+    return kind if len(group.parts) == 1 else "rms_norm"  # the one that is matched when it is written out
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value)
+
+
+def _uses(model: fx.GraphModule, ops: Sequence[Op]) -> Counter[int]:
+    """How many operations compute with a tensor (by address), and how often a module without any runs (by id)."""
+    count: Counter[int] = Counter()
+    for op in ops:
+        if op.node.op == "get_attr":
+            owner, _, leaf = str(op.node.target).rpartition(".")
+            held = [getattr(model.get_submodule(owner), leaf)]
+        else:
+            folded = op.module.norm if isinstance(op.module, QuantizedWeighted) else None
+            held = [tensor for module in (op.operation, folded) if module is not None for tensor in tensors_of(module)]
+        count.update({tensor.data_ptr() for tensor in held if isinstance(tensor, Tensor) and tensor.numel()})
+        count.update([] if op.module is None else [id(op.module)])
+    return count

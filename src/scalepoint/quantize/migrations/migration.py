@@ -1,0 +1,204 @@
+"""A migration: a rewrite of float weights that leaves what the model computes, and makes it easier to quantize.
+
+    find -> sites, and what is refused with the reason
+    apply all -> the float output on data is as before, within rounding?  else one by one, and what changes it is undone
+
+The parameters are written before calibration, so that everything after it sees an ordinary model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.errors import CalibrationError
+from scalepoint.migrated import MigrationReport, MigrationRow
+from scalepoint.quantize.feeding import Fed
+from scalepoint.quantize.migrations.flow import Flow
+from scalepoint.quantize.twins import driven
+
+PROBES = 4  # batches on which the float output is compared
+ROUNDING = 512  # times the machine precision of the model's type, against the norm of the output
+
+
+class Site(Protocol):
+    """A place that a migration rewrites: a name for people, and all tensors that it writes."""
+
+    @property
+    def name(self) -> str: ...
+    def tensors(self) -> Sequence[Tensor]: ...
+
+
+@dataclass
+class Found:
+    """What a migration can rewrite, and what it cannot with the reason."""
+
+    sites: list[Any] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, name: str, why: str) -> None:
+        self.refused.setdefault(name, why)
+
+
+Feed = Callable[[str], Fed]
+
+
+@dataclass
+class Scene:
+    """What a migration works with: the model with its quantizers off, its operations, and the calibration data."""
+
+    model: fx.GraphModule
+    run: Feed
+    probes: Sequence[Sequence[Any]]
+    on_nan: str = "error"
+    added: list[str] = field(default_factory=list)  # parameters that were given in the place of shared ones
+
+    def __post_init__(self) -> None:
+        self.flow = Flow(self.model, self.probes[0])
+
+    def outputs(self) -> list[list[Tensor]]:
+        """What the model gives for the probes."""
+        found = []
+        for inputs in self.probes:
+            leaves = pytree.tree_leaves(fx.Interpreter(self.model).run(*inputs, enable_io_processing=False))
+            found.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()])
+        return found
+
+    @contextmanager
+    def watching(self, seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> Iterator[None]:
+        """While data passes, each function is given what goes into its module and what comes out."""
+
+        def hook(take: Callable[[Tensor, Tensor], None]) -> Any:
+            return lambda module, inputs, output: take(inputs[0].detach(), output.detach())
+
+        handles = [module.register_forward_hook(hook(take)) for module, take in seen.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def watch(self, what: str, seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> None:
+        """Run the data through the model and look at what passes."""
+        if seen:
+            with self.watching(seen):
+                self.run(what)
+
+
+@dataclass(frozen=True)
+class Migration:
+    """`find` looks at the graph; `apply` writes to the tensors of some sites and says of each what it did. It may be
+    called again after the tensors were put back."""
+
+    name: str
+    find: Callable[[Scene], Found]
+    apply: Callable[[Scene, Sequence[Any]], Sequence[str]]
+
+
+def migrate(scene: Scene, migrations: Sequence[Migration]) -> MigrationReport:
+    """Apply one after the other; what changes the float output is undone and listed."""
+    report = MigrationReport()
+    before = set(scene.model.state_dict())
+    for migration in migrations:
+        scene.flow = Flow(scene.model, scene.probes[0])
+        rows, change = _applied(scene, migration)
+        report = replace(report, rows=(*report.rows, *rows), change=max(report.change, change))
+    new = [name for name in scene.model.state_dict() if name not in before]
+    return replace(report, added=(*scene.added, *new))
+
+
+def _applied(scene: Scene, migration: Migration) -> tuple[list[MigrationRow], float]:
+    found = migration.find(scene)
+    sites, expected = found.sites, scene.outputs()
+    kept = _Kept(sites)
+    notes = list(migration.apply(scene, sites)) if sites else []
+    change = difference(expected, scene.outputs()) if sites else 0.0
+    if change > _limit(expected):
+        sites, notes, change = _one_by_one(scene, migration, found, kept, expected)
+    rows = [MigrationRow(migration.name, site.name, True, note) for site, note in zip(sites, notes, strict=True)]
+    return [*rows, *(MigrationRow(migration.name, name, False, why) for name, why in found.refused.items())], change
+
+
+def _one_by_one(
+    scene: Scene, migration: Migration, found: Found, kept: "_Kept", expected: list[list[Tensor]]
+) -> tuple[list[Any], list[str], float]:
+    """Refuse the sites that change the output, and apply the others together."""
+    good = []
+    for site in found.sites:
+        kept.restore()
+        migration.apply(scene, [site])
+        change = difference(expected, scene.outputs())
+        if change > _limit(expected):
+            found.refuse(site.name, f"the float output changes by {change:.1e} on the data")
+        else:
+            good.append(site)
+    kept.restore()
+    notes = list(migration.apply(scene, good)) if good else []
+    change = difference(expected, scene.outputs())
+    if change <= _limit(expected):
+        return good, notes, change
+    kept.restore()
+    for site in good:
+        found.refuse(site.name, f"the float output changes by {change:.1e} on the data, with the others")
+    return [], [], 0.0
+
+
+class _Kept:
+    """The tensors of sites as they were."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        written = {each.data_ptr(): each for site in sites for each in site.tensors()}
+        self.values = [(each, each.clone()) for each in written.values()]
+
+    def restore(self) -> None:
+        for tensor, value in self.values:
+            tensor.copy_(value)
+
+
+def difference(expected: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor]]) -> float:
+    """|found - expected| / |expected|, of the worst output; batches that were not finite before say nothing."""
+    worst = 0.0
+    for before, after in zip(expected, found, strict=True):
+        for one, other in zip(before, after, strict=True):
+            if one.numel() and bool(torch.isfinite(one).all()):
+                off = (other.double() - one.double()).norm() / one.double().norm().clamp(min=1e-30)
+                worst = max(worst, float(off.nan_to_num(nan=float("inf"))))
+    return worst
+
+
+def _limit(outputs: Sequence[Sequence[Tensor]]) -> float:
+    kinds = [leaf.dtype for leaves in outputs for leaf in leaves]
+    return ROUNDING * max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
+
+
+class _Inputs(nn.Module):
+    """Takes flat inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[Any, ...]] = []
+
+    def forward(self, *inputs: Any) -> Any:
+        self.taken.append(inputs)
+
+
+def probes_of(model: fx.GraphModule, run: Feed) -> list[tuple[Any, ...]]:
+    """The flat inputs of the first batches."""
+    inner = _Inputs()
+    taker = driven(model, inner, gives_outputs=False)
+
+    def take(module: nn.Module, args: Any, kwargs: Any) -> None:
+        taker(*args, **kwargs)
+
+    handle = model.register_forward_pre_hook(take, with_kwargs=True)
+    try:
+        run("looking at the data")
+    finally:
+        handle.remove()
+    if not inner.taken:
+        raise CalibrationError("migrations are checked on data: there was none")
+    return inner.taken

@@ -1,0 +1,297 @@
+"""Migrations on the whole road: config, order, data, what is undone, save and load, files, reports."""
+
+import copy
+import json
+from functools import partial
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import ConfigError, ScalepointError, ScalepointWarning, StoreError, UsageError
+from scalepoint.migrated import MigrationReport
+from scalepoint.quantize import (
+    QuantConfig,
+    QuantStub,
+    SmoothQuantConfig,
+    TensorQuantConfig,
+    calibrate,
+    insert_qdq,
+    load,
+    quantize,
+    record_of,
+    save,
+)
+from scalepoint.quantize.config import MIGRATIONS as NAMES
+from scalepoint.quantize.migrations import MIGRATIONS, Found, Migration
+from scalepoint.transformation import transform
+from tests.quantize.migrations.models import (
+    Chain,
+    Language,
+    done,
+    float_change,
+    migrated,
+    pictures,
+    refusals,
+    report,
+    rows,
+    seeded,
+    tokens,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
+
+
+class TestTheConfig:
+    def test_the_names_are_those_of_the_registry(self):
+        assert list(NAMES) == MIGRATIONS.names()
+
+    def test_an_unknown_name_is_an_error_with_the_nearest(self):
+        with pytest.raises(ValueError, match=r"no migration 'equalise'.*equalize"):
+            QuantConfig(migrate=("equalise",))
+
+    def test_twice_the_same_is_an_error(self):
+        with pytest.raises(ValueError, match="each is named once"):
+            QuantConfig(migrate=("awq", "awq"))
+
+    def test_it_survives_yaml(self):
+        config = QuantConfig(migrate=("rotate", "awq"))
+        assert QuantConfig.from_yaml(config.to_yaml()) == config
+
+    def test_smooth_quant_is_the_short_form(self):
+        smooth = SmoothQuantConfig(enabled=True)
+        assert QuantConfig(smooth_quant=smooth).migrations == ("smooth",)
+        assert QuantConfig(smooth_quant=smooth, migrate=("awq",)).migrations == ("smooth", "awq")
+        assert QuantConfig(smooth_quant=smooth, migrate=("awq", "smooth")).migrations == ("awq", "smooth")
+
+
+def test_smooth_does_what_smooth_quant_does():
+    model, data = seeded(Language, nn.LayerNorm), tokens()
+    short = migrated(model, data, smooth_quant=SmoothQuantConfig(enabled=True, alpha=0.7))
+    long = migrated(model, data, "smooth", smooth_quant=SmoothQuantConfig(alpha=0.7))
+    assert record_of(short).migrated is None
+    assert len(done(long)) == 3
+    assert list(short.state_dict()) == list(long.state_dict())
+    assert all(torch.equal(value, long.state_dict()[name]) for name, value in short.state_dict().items())
+
+
+def test_the_order_is_the_given_one():
+    model, data = seeded(Language), tokens()
+    first, second = (migrated(model, data, *names) for names in (("awq", "rotate"), ("rotate", "awq")))
+    assert report(first).done[0].migration == "awq"
+    assert report(second).done[0].migration == "rotate"
+    assert not torch.equal(first.state_dict()["attention.o.weight"], second.state_dict()["attention.o.weight"])
+    for quantized in (first, second):
+        assert float_change(model, quantized, data) < 3e-6
+
+
+class TestTheData:
+    def test_weights_alone_need_it_too(self):
+        config = QuantConfig(activation="float", migrate=("equalize",))
+        with pytest.raises(UsageError, match="forward_loop"):
+            quantize(seeded(Chain), pictures()[0], config)
+        quantized = quantize(seeded(Chain), pictures()[0], config, forward_loop=pictures())
+        assert done(quantized)
+
+    def test_none_is_an_error(self):
+        with pytest.raises(ScalepointError, match="empty"):
+            quantize(seeded(Chain), pictures()[0], QuantConfig(migrate=("equalize",)), forward_loop=[])
+
+    def test_an_iterator_is_refused_before_anything_is_written(self):
+        with pytest.raises(UsageError, match="more than once"):
+            quantize(seeded(Chain), pictures()[0], QuantConfig(migrate=("awq",)), forward_loop=iter(pictures()))
+
+    def test_a_function_works_as_batches_do(self):
+        model, data = seeded(Language), tokens()
+
+        def loop(given):
+            for batch in data:
+                given(batch).argmax(-1)
+
+        config = QuantConfig(migrate=("awq", "rotate"), weight=TensorQuantConfig(per_channel=True))
+        found = [quantize(model, data[0], config, forward_loop=each).state_dict() for each in (loop, data)]
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+    @pytest.mark.filterwarnings("ignore:.*left out")
+    def test_batches_that_are_not_finite_are_left_out_when_asked(self):
+        model, data = seeded(Chain), pictures()
+        result = transform(model, data[0])
+        quantized = insert_qdq(result.model, result.matches, QuantConfig(migrate=("equalize", "absorb")))
+        calibrate(quantized, [torch.full_like(data[0], float("nan")), *data], on_nan="skip")
+        assert float_change(model, quantized, data) < 2e-6
+
+
+class TestTheModel:
+    def test_the_callers_is_untouched(self):
+        model = seeded(Language, tied=True).train()
+        before = copy.deepcopy(model.state_dict())
+        migrated(model, tokens(), "awq", "rotate")
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert model.head.weight is model.table.weight
+        assert not any(module._forward_hooks for module in model.modules())
+
+    def test_calibrating_again_migrates_nothing_again(self):
+        model, data = seeded(Chain), pictures()
+        quantized = migrated(model, data, "equalize")
+        before = {name: value.clone() for name, value in quantized.state_dict().items()}
+        calibrate(quantized, data)
+        assert all(torch.equal(quantized.state_dict()[name], before[name]) for name in model.state_dict())
+
+    def test_a_copy_migrates_itself_alone(self):
+        model, data = seeded(Chain), pictures()
+        result = transform(model, data[0])
+        original = insert_qdq(result.model, result.matches, QuantConfig(migrate=("equalize",)))
+        before = original.state_dict()["1.weight"].clone()
+        duplicate = calibrate(copy.deepcopy(original), data)
+        assert torch.equal(original.state_dict()["1.weight"], before)
+        assert not torch.equal(duplicate.state_dict()["1.weight"], before)
+
+    def test_half_precision_stays_within_its_rounding(self):
+        model, data = seeded(Language, nn.LayerNorm).bfloat16(), tokens()
+        quantized = migrated(model, data, "awq", "rotate")
+        assert report(quantized).done
+        assert float_change(model, quantized, data) < 0.05
+
+    def test_a_group_with_a_given_range_is_left_alone(self):
+        model, data = seeded(Chain), pictures()
+        result = transform(model, data[0])
+        quantized = insert_qdq(result.model, result.matches, QuantConfig(migrate=("equalize",)))
+        stub = next(each for each in quantized.modules() if isinstance(each, QuantStub) and each.consumers == ["3"])
+        stub.fixed_calibration = (0.1, 0)
+        calibrate(quantized, data)
+        assert "given range" in refusals(quantized)["0"]
+
+
+def _doubling(which):
+    """A migration that is wrong at some of its sites."""
+
+    class Site:
+        def __init__(self, name, tensor, factor):
+            self.name, self.tensor, self.factor = name, tensor, factor
+
+        def tensors(self):
+            return [self.tensor]
+
+    def find(scene):
+        state = dict(scene.model.named_parameters())
+        return Found(
+            [Site(name, state[name].detach(), 2.0 if name in which else 1.0) for name in ("0.weight", "2.weight")]
+        )
+
+    def apply(scene, sites):
+        for site in sites:
+            site.tensor.mul_(site.factor)
+        return ["multiplied" for _ in sites]
+
+    return Migration("doubling", find, apply)
+
+
+@pytest.mark.parametrize("wrong", [("0.weight",), ("2.weight",), ("0.weight", "2.weight")], ids=str)
+def test_what_changes_the_float_output_is_undone_and_listed(wrong, monkeypatch):
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), rows(4)
+    monkeypatch.setitem(MIGRATIONS.own, "equalize", _doubling(wrong))
+    quantized = migrated(model, data, "equalize")
+    assert sorted(refusals(quantized)) == sorted(wrong)
+    assert all("the float output changes" in why for why in refusals(quantized).values())
+    assert len(done(quantized)) == 2 - len(wrong)
+    assert all(torch.equal(quantized.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+SLOW = pytest.mark.slow
+BARE = partial(nn.LayerNorm, elementwise_affine=False)
+CASES = {
+    "equalize, absorb": (lambda: seeded(Chain), pictures, ("equalize", "absorb")),
+    "smooth, awq of norms without affine": (lambda: seeded(Language, BARE), tokens, ("smooth", "awq")),
+    "rotate with biases added": (lambda: seeded(Language, nn.LayerNorm, bias=False), tokens, ("rotate",)),
+    "rotate a tied embedding": (lambda: seeded(Language, tied=True), tokens, ("awq", "rotate")),
+}
+
+
+class TestKept:
+    @pytest.mark.parametrize("case", CASES)
+    def test_save_and_load_give_the_same_model(self, case, tmp_path):
+        build, make, names = CASES[case]
+        model, data = build(), make()
+        quantized = migrated(model, data, *names)
+        save(quantized, tmp_path)
+        loaded = load(tmp_path, model, data[0])
+        assert report(loaded) == report(quantized)
+        with torch.no_grad():
+            assert torch.equal(loaded(data[0]), quantized(data[0]))
+        assert float_change(model, loaded, data) < 5e-6
+        calibrate(loaded, data)  # and it does not migrate a second time
+        assert float_change(model, loaded, data) < 5e-6
+
+    def test_a_manifest_that_names_other_parameters_is_refused(self, tmp_path):
+        model, data = seeded(Language, nn.LayerNorm, bias=False), tokens()
+        save(migrated(model, data, "rotate"), tmp_path)
+        path = tmp_path / "scalepoint.json"
+        manifest = json.loads(path.read_text())["manifest"]
+        manifest["migrated"]["added"] = ["nowhere.bias"]
+        from scalepoint.quantize.store import _sealed  # the forger's tool
+
+        path.write_text(_sealed(manifest))
+        with pytest.raises(StoreError, match="migrations"):
+            load(tmp_path, model, data[0])
+
+    def test_a_report_survives_json(self):
+        found = report(migrated(seeded(Chain), pictures(), "equalize"))
+        assert MigrationReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+        assert "3 done, 1 refused" in str(found)
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=SLOW if "with" in name else ()) for name in CASES])
+def test_the_file_in_its_runtime_agrees(case, tmp_path):
+    build, make, names = CASES[case]
+    model, data = build(), make()
+    quantized = quantize(model, data[0], QuantConfig(migrate=names), forward_loop=data, target="onnxruntime")
+    scalepoint.export(quantized, tmp_path / "model.onnx", data[0])
+    assert scalepoint.verify(tmp_path / "model.onnx", quantized, data[0], layers=False).holds
+
+
+def test_a_run_that_goes_on_with_another_migration_does_it(tmp_path):
+    model, data = seeded(Chain), pictures()
+    calls = []
+
+    def evaluate(run):
+        calls.append(run)
+        if len(calls) == 2:
+            raise KeyError("the disk is gone")
+        return 1.0
+
+    options = {"output": tmp_path / "out", "smoke": True, "progress": False, "evaluate": evaluate}
+    with pytest.raises(KeyError):
+        scalepoint.deploy(model, data[0], data, config=QuantConfig(migrate=("equalize",)), **options)
+    config = QuantConfig(migrate=("equalize", "absorb"))
+    with pytest.warns(ScalepointWarning, match="the config changed"):
+        found = scalepoint.deploy(model, data[0], data, config=config, resume=True, **options).report
+    assert {row.migration for row in found.migrated.rows} == {"equalize", "absorb"}
+    assert any(line.startswith("migrations: ") for line in found.summary())
+    assert type(found).from_json(found.to_json()).migrated == found.migrated
+
+
+NOTHING = _doubling(())
+NOT_ONE = "doubling"
+
+
+class TestOtherPackages:
+    @pytest.fixture(autouse=True)
+    def installed(self, monkeypatch):
+        values = {"doubling": "NOTHING", "broken": "NOT_ONE"}
+        points = [EntryPoint(name, f"{__name__}:{value}", "scalepoint.migrations") for name, value in values.items()]
+        monkeypatch.setattr(
+            "scalepoint.extensions.entry_points", lambda group: [each for each in points if each.group == group]
+        )
+
+    def test_what_they_bring_is_found_by_name(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+        quantized = migrated(model, rows(4), "doubling", "equalize")
+        assert done(quantized) == ["0.weight", "2.weight", "0 -> 2"]
+
+    def test_what_is_no_migration_is_refused_with_where_it_comes_from(self):
+        with pytest.raises(ConfigError, match=r"'broken'.*NOT_ONE"):
+            MIGRATIONS.find("broken")
