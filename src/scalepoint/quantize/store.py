@@ -28,7 +28,7 @@ from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.insert import insert_qdq
-from scalepoint.quantize.migrations.layers import give_parameter
+from scalepoint.quantize.migrations.layers import give_parameter, give_quantizer
 from scalepoint.quantize.qat import freeze_bn_stats
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.smooth import affine_of, observers_of
@@ -327,7 +327,10 @@ def _restore_migrations(model: fx.GraphModule, saved: dict[str, Any], tensors: d
         migrated = MigrationReport.from_dict(saved)
         for name in () if migrated is None else migrated.added:
             path, _, leaf = name.rpartition(".")
-            give_parameter(model.get_submodule(path), leaf.removeprefix("own_"), torch.zeros_like(tensors[name]))
+            module = model.get_submodule(path)
+            give_parameter(module, leaf.removeprefix("own_"), torch.zeros_like(tensors[name]))
+            if leaf.endswith("weight"):
+                give_quantizer(model, module)
     except (ValueError, KeyError, AttributeError) as error:
         raise StoreError(f"what the manifest says of migrations does not fit this model: {error}") from error
     amend_record(model, migrated=migrated)

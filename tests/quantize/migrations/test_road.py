@@ -225,6 +225,15 @@ class TestKept:
         calibrate(loaded, data)  # and it does not migrate a second time
         assert float_change(model, loaded, data) < 5e-6
 
+    def test_a_table_that_shared_codes_with_the_head_has_its_own(self, tmp_path):
+        model, data = seeded(Language, tied=True), tokens()
+        quantized = quantize(model, data[0], QuantConfig(migrate=("rotate",)), forward_loop=data, target="onnxruntime")
+        assert "the stream of attention.norm" in done(quantized)
+        assert float_change(model, quantized, data) < 5e-6
+        save(quantized, tmp_path)
+        with torch.no_grad():
+            assert torch.equal(load(tmp_path, model, data[0])(data[0]), quantized(data[0]))
+
     def test_a_manifest_that_names_other_parameters_is_refused(self, tmp_path):
         model, data = seeded(Language, nn.LayerNorm, bias=False), tokens()
         save(migrated(model, data, "rotate"), tmp_path)

@@ -3,15 +3,18 @@
 y = BN(W x + b)      outputs times t: the batch norm's weight and bias, else rows of W and b; inputs: columns of W
 """
 
+import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from scalepoint.graph import Operation, Reference
+from scalepoint.patterns import Fused
 from scalepoint.patterns.conversions import HeadConvolution
 from scalepoint.quantize.migrations.flow import Flow, Op
 from scalepoint.quantize.parts import norm_settings
+from scalepoint.quantize.record import record_of
 from scalepoint.quantize.smooth import affine_of
 from scalepoint.quantize.weighted import QuantizedWeighted
 
@@ -28,6 +31,24 @@ def give_parameter(module: Any, name: str, value: Tensor) -> None:
         module.arguments[name] = Reference(module, f"own_{name}")
     else:
         setattr(module, name, parameter)
+
+
+def give_quantizer(model: fx.GraphModule, operation: nn.Module) -> None:
+    """Let what quantizes the weight of an operation be its own, where another with the same weight shared it."""
+    names = record_of(model).names
+    for node in model.graph.nodes:
+        group = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        for weighted in group.parts.values() if isinstance(group, Fused) else ():
+            if (
+                isinstance(weighted, QuantizedWeighted)
+                and weighted.operation is operation
+                and len(weighted.sharing) > 1
+            ):
+                weighted.sharing.remove(weighted)
+                weighted.sharing, name = [weighted], names.get(node.name, node.name)
+                shared, weighted.weight_quant = weighted.weight_quant, copy.deepcopy(weighted.weight_quant)
+                shared.consumers = [each for each in shared.consumers if each != name]
+                weighted.weight_quant.consumers, weighted.weight_quant.name = [name], f"{name}.weight"
 
 
 class Layer:

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from scalepoint.graph import Operation
 from scalepoint.numerics.rotation import hadamard, rotation
 from scalepoint.quantize.migrations.flow import Flow, Op
-from scalepoint.quantize.migrations.layers import NORMS, Layer, Norm, give_parameter
+from scalepoint.quantize.migrations.layers import NORMS, Layer, Norm, give_parameter, give_quantizer
 from scalepoint.quantize.migrations.migration import Found, Scene
 from scalepoint.quantize.migrations.trace import MOVES, SAME, along, channel_axis
 from scalepoint.quantize.parts import MULTIPLIES
-from scalepoint.quantize.weighted import QuantizedWeighted
 
 
 class RefusedError(Exception):
@@ -264,12 +263,11 @@ def _untie(scene: Scene, stream: Stream) -> bool:
     tied = [reader for reader, _ in stream.readers if reader.weight.data_ptr() in tables]
     for reader in tied:
         table = tables[reader.weight.data_ptr()]
-        if isinstance(reader.module, QuantizedWeighted) and len(reader.module.sharing) > 1:
-            raise RefusedError(f"{reader.name} and {table.name} are tied, and share a quantizer")
         owner = next((each for each in (table.operation, reader.operation) if _can_own(each)), None)
         if owner is None or scene.flow.uses[reader.weight.data_ptr()] > 2:
             raise RefusedError(f"{reader.name} is tied to {table.name} and cannot be untied")
         give_parameter(owner, "weight", reader.weight)
+        give_quantizer(scene.model, owner)
         if not isinstance(owner, Operation):
             scene.added.append(f"{paths[id(owner)]}.weight")
     if tied:
