@@ -24,6 +24,7 @@ from scalepoint.quantize import (
     TensorQuantConfig,
 )
 from scalepoint.quantize.config import Config
+from scalepoint.quantize.migrations import MIGRATIONS
 from scalepoint.spec.spec import SchemaGenerator
 from scalepoint.targets import (
     Section,
@@ -35,6 +36,14 @@ from scalepoint.targets import (
 )
 from scalepoint.targets.cpu import CHOICES
 from scalepoint.targets.description import spelled
+from scalepoint.tuning.steps import (
+    INTERCEPT,
+    LayerStep,
+    PieceStep,
+    StubStep,
+    find_step,
+    step_names,
+)
 
 DOCS = Path(__file__).parent
 SOURCE = Path(scalepoint.__file__).parent
@@ -439,6 +448,50 @@ def decisions_page() -> str:
     return start + "".join(lines)
 
 
+# Algorithms: what their files say ---------------------------------------------------------------------------------
+
+OVER = {
+    LayerStep: "a layer",
+    StubStep: "the range of an activation",
+    PieceStep: "a block",
+}
+
+
+def steps_page() -> str:
+    """Every step of tuning and every migration, as its file explains it."""
+    text = (
+        "# Steps and migrations, one by one\n\n"
+        + MADE
+        + "What each does, as the file that does it says. [Tuning](tuning.md) and [migrations](migrations.md) show how "
+        "they are used.\n\n## Steps of tuning\n\n"
+    )
+    for name in step_names():
+        step = None if name == INTERCEPT else find_step(name)
+        if step is not None and step.run.__module__.startswith("scalepoint."):
+            over = (
+                "the whole net"
+                if getattr(step, "over", "") == "model"
+                else OVER[type(step)]
+            )
+            text += f"### `{name}`: {over}\n\n{_explained(step.run.__module__)}\n\n"
+    text += "## Migrations\n\n"
+    for name, migration in MIGRATIONS.own.items():
+        text += f"### `{name}`\n\n{_explained(migration.find.__module__)}\n\n"
+    return text.rstrip() + "\n"
+
+
+def _explained(module: str) -> str:
+    """What a module says of itself, with its formulas fenced."""
+    said, fenced, result = (import_module(module).__doc__ or "").strip(), False, []
+    for line in said.split("\n"):
+        is_formula = line.startswith("    ")
+        if is_formula != fenced and line:
+            result.append("```formula" if is_formula else "```")
+            fenced = is_formula
+        result.append(line.removeprefix("    ") if is_formula else line)
+    return "\n".join([*result, "```"] if fenced else result).replace("\n\n```\n", "\n```\n\n")
+
+
 # README: how it compares -----------------------------------------------------------------------------------------
 
 BEGIN, END = "<!-- begin compared -->\n", "<!-- end compared -->"
@@ -488,6 +541,7 @@ def pages() -> dict[Path, str]:
         Path("reference/api/index.md"): api_index(),
         Path("targets/index.md"): targets_page(),
         Path("decisions/index.md"): decisions_page(),
+        Path("algorithms/steps.md"): steps_page(),
         Path("reference/command-line.md"): command_line_page(),
         Path("reference/config.md"): config_page(),
         Path("reference/errors.md"): errors_page(),

@@ -1,8 +1,9 @@
 """Sums of moments against the rows themselves, in float64."""
 
+import pytest
 import torch
 
-from scalepoint.tuning.moments import Sums
+from scalepoint.tuning.moments import Residuals, Sums
 
 
 def rows(count=400, groups=2, size=5, seed=0):
@@ -11,41 +12,74 @@ def rows(count=400, groups=2, size=5, seed=0):
     return exact, exact + 0.1 * torch.randn(count, groups, size, generator=generator) - 0.2
 
 
+def outputs(x, weight):
+    return torch.einsum("rgn,gon->rgo", x, weight.float())
+
+
 def test_they_are_those_of_all_rows_in_any_batches():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     found = []
     for size in (400, 64, 7):
-        sums = Sums(weight)
-        for part in zip(exact.split(size), noisy.split(size), strict=True):
-            sums.add(*part)
+        sums = Sums()
+        for part, wanted in zip(noisy.split(size), outputs(exact, weight).split(size), strict=True):
+            sums.add(part, wanted)
         found.append(sums.moments())
     x, z = exact.double(), noisy.double()
-    cx, cz = x - x.mean(0), z - z.mean(0)
+    y = torch.einsum("rgn,gon->rgo", x, weight)
+    cy, cz = y - y.mean(0), z - z.mean(0)
     for moments in found:
-        torch.testing.assert_close(moments.mean, x.mean(0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(moments.mean, z.mean(0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(moments.mean_wanted, y.mean(0), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(moments.noisy, torch.einsum("rgn,rgm->gnm", cz, cz) / 400, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(moments.cross, torch.einsum("rgn,rgm->gnm", cx, cz) / 400, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(moments.cross, torch.einsum("rgo,rgm->gom", cy, cz) / 400, rtol=1e-4, atol=1e-4)
 
 
 def test_the_error_is_that_of_the_outputs():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)
     values = weight + 0.05 * torch.randn_like(weight)
-    sums = Sums(weight)
-    sums.add(exact, noisy)
+    sums = Sums()
+    sums.add(noisy, outputs(exact, weight))
     moments = sums.moments()
     y = torch.einsum("rgn,gon->rgo", exact.double(), weight)
     found = torch.einsum("rgn,gon->rgo", noisy.double(), values)
-    mismatch = moments.mismatch(weight, values)
+    mismatch = moments.mismatch(values)
     torch.testing.assert_close(mismatch, (y - found).mean(0), rtol=1e-4, atol=1e-4)
-    error = moments.error(weight, values, mismatch)
+    error = moments.error(values, mismatch)
     torch.testing.assert_close(error, (y - found).square().mean(0), rtol=1e-3, atol=1e-4)
     shifted = (y - found - mismatch).square().mean(0)
-    torch.testing.assert_close(moments.error(weight, values), shifted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(moments.error(values), shifted, rtol=1e-3, atol=1e-4)
 
 
 def test_nothing_seen_is_no_moments():
-    sums = Sums(torch.zeros(1, 1, 3))
-    sums.add(torch.zeros(0, 1, 3), torch.zeros(0, 1, 3))
+    sums = Sums()
+    sums.add(torch.zeros(0, 1, 3), torch.zeros(0, 1, 2))
     assert sums.moments() is None
+
+
+def test_some_outputs_have_the_moments_of_those_alone():
+    exact, noisy = rows()
+    weight = torch.randn(2, 4, 5, dtype=torch.float64)
+    both, alone = Sums(), Sums()
+    both.add(noisy, outputs(exact, weight))
+    alone.add(noisy, outputs(exact, weight[:, 1:3]))
+    values = weight[:, 1:3] * 0.9
+    found, expected = both.moments().of(slice(1, 3)), alone.moments()
+    torch.testing.assert_close(found.error(values), expected.error(values), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.mismatch(values), expected.mismatch(values), rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_bias_takes_up_needs_no_products():
+    exact, noisy = rows()
+    weight = torch.randn(2, 4, 5, dtype=torch.float64)
+    values = weight + 0.05
+    wanted, found = outputs(exact, weight), outputs(noisy, values)
+    means = Residuals()
+    for part in zip(found.split(64), wanted.split(64), strict=True):
+        means.add(*part)
+    torch.testing.assert_close(means.mean, (wanted - found).double().mean(0), rtol=1e-4, atol=1e-4)
+    whole = float(wanted.double().var(0, unbiased=False).sum())
+    after = (wanted - found).double().var(0, unbiased=False).sum()
+    assert means.error() == pytest.approx(float((wanted - found).double().square().mean(0).sum()) / whole, rel=1e-3)
+    assert means.error(means.mean) == pytest.approx(float(after) / whole, rel=1e-3)

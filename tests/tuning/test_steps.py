@@ -1,10 +1,13 @@
 """Each step lowers what its formula says, from correlated inputs, and survives what is singular, dead or tiny."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from scalepoint.numerics import format_of
 from scalepoint.tuning.moments import Sums
-from scalepoint.tuning.problem import Problem, Solution
+from scalepoint.tuning.problem import Codes, Problem, Solution
 from scalepoint.tuning.steps import find_step
 
 
@@ -18,8 +21,8 @@ def seen(weight, count=2000, noise=0.05, seed=0, dead=False, rank=None):
     noisy = exact * 0.97 + noise * exact.std() * torch.randn(exact.shape, generator=generator)
     if dead:
         noisy[..., 0] = 0.0
-    sums = Sums(weight)
-    sums.add(exact, noisy)
+    sums = Sums()
+    sums.add(noisy, torch.einsum("rgn,gon->rgo", exact, weight.float()))
     return sums.moments()
 
 
@@ -30,7 +33,7 @@ def made(groups=2, outputs=6, size=12, bits=4, blocks=1, **options):
     scale = weight.abs().reshape(groups, outputs, blocks, -1).amax(-1) / high
     ends = torch.full((1, 1, 1), float(high), dtype=torch.float64)
     fit, judge = seen(weight, **options), seen(weight, **{**options, "seed": 1})
-    problem = Problem("layer", weight, -ends, ends, fit, judge, True, True)
+    problem = Problem("layer", weight, Codes(-ends, ends), fit, judge, True, True)
     return problem, Solution(weight, problem.nearest(weight, scale), scale)
 
 
@@ -51,12 +54,12 @@ CASES = {
 @pytest.mark.parametrize("name", ["target", "scale", "gptq", "descend"])
 def test_codes_stay_whole_and_in_range(case, name):
     problem, start = made(**CASES[case])
-    found = find_step(name)(problem, start)
+    found = find_step(name).run(problem, start)
     assert torch.equal(found.codes, found.codes.round())
-    assert float(found.codes.abs().max()) <= float(problem.high.max())
+    assert float(found.codes.abs().max()) <= float(problem.codes.high.max())
     assert bool(found.scale.isfinite().all())
     assert bool((found.scale > 0).all())
-    again = find_step(name)(problem, start)
+    again = find_step(name).run(problem, start)
     assert torch.equal(found.codes, again.codes)
 
 
@@ -64,39 +67,82 @@ def test_codes_stay_whole_and_in_range(case, name):
 @pytest.mark.parametrize("name", ["gptq", "descend"])
 def test_rounding_beats_the_nearest_codes(case, name):
     problem, start = made(**CASES[case])
-    found = find_step(name)(problem, start)
+    found = find_step(name).run(problem, start)
     assert problem.error(found, problem.fit) < problem.error(start, problem.fit)
     assert problem.error(found) < problem.error(start)
 
 
+def objective(problem, solution):
+    apart = solution.values - solution.target
+    return float(torch.einsum("gon,gnm,gom->", apart, problem.damped(), apart))
+
+
 def test_descent_never_raises_its_own_objective():
     problem, start = made(size=24)
-    hessian = problem.damped()
-
-    def objective(solution):
-        apart = solution.values - solution.target
-        return float(torch.einsum("gon,gnm,gom->", apart, hessian, apart))
-
-    found = find_step("descend")(problem, find_step("gptq")(problem, start))
-    assert objective(found) <= objective(find_step("gptq")(problem, start)) * (1 + 1e-5)
+    rounded = find_step("gptq").run(problem, start)
+    found = find_step("descend").run(problem, rounded)
+    assert objective(problem, found) <= objective(problem, rounded) * (1 + 1e-5)
 
 
 def test_the_target_makes_good_what_the_quantized_inputs_lack():
     problem, start = made()
-    found = find_step("target")(problem, start)
-    before = float(problem.judge.error(problem.weight, problem.weight).sum())
-    assert float(problem.judge.error(problem.weight, found.target).sum()) < 0.8 * before
+    found = find_step("target").run(problem, start)
+    before = float(problem.judge.error(problem.weight).sum())
+    assert float(problem.judge.error(found.target).sum()) < 0.8 * before
     assert isinstance(problem.notes["ridge"], float)
 
 
 def test_too_few_rows_leave_the_target():
     problem, start = made(count=8)
-    assert find_step("target")(problem, start).target is start.target
+    assert find_step("target").run(problem, start).target is start.target
     assert "fewer than two rows" in problem.notes["ridge"]
+
+
+def test_a_ridge_that_is_given_is_used():
+    problem, start = made()
+    found = [find_step("target").run(replace(problem, ridge=ridge), start).target for ridge in (0.0, 1e9)]
+    torch.testing.assert_close(found[1], problem.weight, rtol=1e-6, atol=1e-6)
+    assert float((found[0] - problem.weight).abs().max()) > 0.01
+
+
+def test_without_held_out_rows_the_ridge_grows_with_the_unknowns():
+    problem, start = made(count=40)
+    problem = replace(problem, judge=problem.fit)
+    find_step("target").run(problem, start)
+    assert problem.notes["ridge"] == pytest.approx(0.3 + 2 * 12 / 40)
+
+
+@pytest.mark.parametrize("name", ["scale", "gptq", "descend"])
+@pytest.mark.parametrize("channels", [4, 3], ids=["even", "odd"])
+def test_codes_obey_the_rule_of_pairs(name, channels):
+    problem, start = made(groups=1, size=channels * 4, bits=8)
+    along = torch.arange(channels * 4).view(4, channels).T.reshape(-1)
+    partner = along.view(-1, 2).flip(1).reshape(-1)
+    partners = torch.empty_like(partner).scatter_(0, along, partner)[None]
+    problem = replace(problem, codes=replace(problem.codes, partners=partners))
+    start = Solution(problem.weight, problem.nearest(problem.weight, start.scale), start.scale)
+    found = find_step(name).run(problem, start)
+    other = found.codes[..., partners[0]]
+    sums = torch.where(found.codes.sign() == other.sign(), found.codes.abs() + other.abs(), 0)
+    assert float(sums.max()) <= 128
+    assert float(found.codes.abs().max()) > 64  # the rule binds: no scale was made larger for it
+
+
+def test_codes_of_a_float_format_are_values_of_it():
+    problem, start = made()
+    grid = Codes(torch.tensor(-448.0), torch.tensor(448.0), format_of(torch.float8_e4m3fn))
+    scale = start.scale / 64
+    problem = replace(problem, codes=grid)
+    start = Solution(problem.weight, problem.nearest(problem.weight, scale), scale)
+    for name in ("gptq", "descend"):
+        found = find_step(name).run(problem, start)
+        kept = found.codes.to(torch.float32).to(torch.float8_e4m3fn).to(torch.float64)
+        assert torch.equal(kept, found.codes)
+        assert objective(problem, found) < objective(problem, start)
 
 
 def test_where_no_damping_helps_the_codes_are_left_to_descent():
     problem, start = made()
     problem.fit.noisy.fill_(float("nan"))
-    assert find_step("gptq")(problem, start) is start
+    assert find_step("gptq").run(problem, start) is start
     assert "left to descent" in problem.notes["damping"]

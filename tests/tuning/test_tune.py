@@ -1,6 +1,5 @@
 """tune as a whole: nearer to the float model, never worse than nearest codes, kept, exported and run as chosen."""
 
-import importlib
 import warnings
 
 import pytest
@@ -13,12 +12,14 @@ from scalepoint.errors import ConfigError, NonFiniteError, ScalepointError, Scal
 from scalepoint.formats import export
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, load, quantize, save
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import PerChannelGranularity, QuantizationSpec
+from scalepoint.spec.pair_safe import pair_sums
 from scalepoint.targets import onnxruntime_target
 from scalepoint.tuning import TuneConfig, register, tune
+from scalepoint.tuning.solve import Solver
 from scalepoint.verification import verify
 from tests.models import settled
 
-tuning = importlib.import_module("scalepoint.tuning.tune")
 FOUR = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(n_bits=4, per_channel=True))
 
 
@@ -164,12 +165,16 @@ class Killed(BaseException):
     """As a process that ends."""
 
 
-@pytest.mark.parametrize("place", [0, 2])
+STEPS = ("ranges", "intercept", "target", "scale", "gptq", "descend", "sign_round", "end_to_end")
+
+
+@pytest.mark.parametrize("place", [0, 2, 3])
 def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypatch):
+    config = TuneConfig(unit="layer", steps=STEPS, iterations=3)
     whole = quantized(net, data)
-    tune(whole, data, progress=False)
+    tune(whole, data, config, progress=False)
     solved = []
-    original = tuning._Tuning._best
+    original = Solver.best
 
     def best(self, problem, plain, first):
         if len(solved) == place:
@@ -178,25 +183,27 @@ def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypat
         return original(self, problem, plain, first)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tuning._Tuning, "_best", best)
+        patch.setattr(Solver, "best", best)
         with pytest.raises(Killed):
-            tune(quantized(net, data), data, folder=tmp_path, progress=False)
+            tune(quantized(net, data), data, config, folder=tmp_path, progress=False)
     model = quantized(net, data)
     counted = []
-    monkeypatch.setattr(tuning._Tuning, "_best", lambda *given: counted.append(1) or original(*given))
+    monkeypatch.setattr(Solver, "best", lambda *given: counted.append(1) or original(*given))
     with warnings.catch_warnings():
         warnings.simplefilter("error" if place else "ignore")
-        report = tune(model, data, folder=tmp_path, resume=True, progress=False)
+        report = tune(model, data, config, folder=tmp_path, resume=True, progress=False)
     assert len(counted) == 4 - place
     assert len(report.layers) == 4
     assert all(torch.equal(a, b) for a, b in zip(codes(model), codes(whole), strict=True))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 def test_what_changed_since_is_told_and_all_is_done_again(net, data, tmp_path):
     tune(quantized(net, data), data, folder=tmp_path, progress=False)
     with pytest.warns(ScalepointWarning, match="changed since"):
         tune(quantized(net, data), data[:3], folder=tmp_path, resume=True, progress=False)
-    file = next(tmp_path.glob("layer-*"))
+    file = next(tmp_path.glob("piece-*"))
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.warns(ScalepointWarning, match="is tuned again"):
         tune(quantized(net, data), data[:3], folder=tmp_path, resume=True, progress=False)
@@ -205,23 +212,52 @@ def test_what_changed_since_is_told_and_all_is_done_again(net, data, tmp_path):
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
-        self.shared = nn.Linear(6, 6)
+        self.shared = nn.Linear(16, 16)
 
     def forward(self, x):
         return self.shared(F.relu(self.shared(x)))
 
 
-def test_a_layer_that_is_used_twice_is_tuned_once_and_told():
+@pytest.mark.parametrize("steps", [("intercept",), TuneConfig().steps], ids=["intercept", "all"])
+def test_a_layer_that_is_used_twice_has_one_sum_over_its_uses(steps):
     torch.manual_seed(0)
-    data = [torch.randn(16, 6) for _ in range(4)]
-    report = tune(quantize(Twice().eval(), data[0], FOUR, forward_loop=data, progress=False), data, progress=False)
-    assert len(report.layers) == 1
-    assert "shared" in next(iter(report.left.values()))
+    mix = torch.randn(16, 16)
+    data = [torch.randn(16, 16) @ mix for _ in range(8)]
+    net, new = Twice().eval(), torch.randn(64, 16) @ mix
+    model = quantize(net, data[0], FOUR, forward_loop=data, progress=False)
+    before = compare(net, model, [new], progress=False).outputs[0].sqnr_db
+    report = tune(model, data, TuneConfig(steps=steps), progress=False)
+    (row,) = report.layers
+    assert row.rows == 2 * 128
+    assert not report.left
+    after = compare(net, model, [new], progress=False).outputs[0].sqnr_db
+    assert after > before + (0.5 if len(steps) > 1 else -0.1)
 
 
-def test_pair_safe_codes_are_left_with_the_reason(net, data):
-    report = tune(quantized(net, data, None, target=onnxruntime_target(cpu="avx2")), data, progress=False)
-    assert any("pair rule" in why for why in report.left.values())
+def test_pair_safe_codes_stay_so_and_come_nearer(net, data):
+    target = onnxruntime_target(cpu="avx2")
+    model = quantized(net, data, None, target=target)
+    before = near(net, model)
+    report = tune(model, data, progress=False)
+    assert {each.name for each in report.layers} == {"stem", "depthwise", "head"}
+    assert near(net, model) > before
+    for layer in model.modules():
+        if isinstance(layer, QuantizedWeighted) and layer.weight_quant.spec.range_calculator_cls == "pair_safe":
+            assert float(pair_sums(layer.deployed().codes.float()).max()) <= 128
+
+
+def test_float8_weights_are_tuned(net, data):
+    config = QuantConfig(
+        activation=TensorQuantConfig(symmetric=False),
+        weight=QuantizationSpec(
+            dtype=torch.float8_e4m3fn, qscheme="symmetric", granularity=PerChannelGranularity(axis=0)
+        ),
+    )
+    model = quantized(net, data, config)
+    before = near(net, model)
+    report = tune(model, data, progress=False)
+    assert not report.left
+    assert near(net, model) > before
 
 
 def test_one_sample_is_enough_to_run(net):

@@ -53,7 +53,10 @@ Evaluate = Annotated[
 ]
 Accuracy = Annotated[
     str | None,
-    typer.Option(help="fast: biases, balanced: codes too are chosen by data; balanced below 8 bits if not said."),
+    typer.Option(
+        help="fast: biases, balanced: codes and scales too are chosen by data, best: also by gradients; balanced below "
+        "8 bits if not said."
+    ),
 ]
 MaxDrop = Annotated[float | None, typer.Option(min=0, help="How far the metric may fall; needs --evaluate.")]
 MaxTrials = Annotated[int | None, typer.Option(min=1, help="Files to try for --max-drop; 6 if not said.")]

@@ -36,7 +36,7 @@ class DeployConfig(Config):
     output: str = "out"
     root: str | None = None  # where modules and files are looked for; the folder of the config file if not said
     evaluate: str | None = None  # package.module:function
-    accuracy: Literal["fast", "balanced"] | None = None
+    accuracy: Literal["fast", "balanced", "best"] | None = None
     max_drop: Annotated[float, Field(ge=0)] | None = None
     max_trials: Count = 6
     max_batches: Count | None = None

@@ -60,15 +60,15 @@ def deploy(
 ) -> Deployment:
     """Quantize a model for a target, write the file into the folder `output`, and prove that it runs as it should.
 
-    `accuracy` ("fast", "balanced") chooses biases, or codes and scales too, by the data; weights of fewer than 8 bits
-    get "balanced" unless told. `evaluate(run)` is your metric, higher is better; `run` is called as the model is. With
-    `max_drop`, more precision goes where it wins most for its cost, until the score is at most that much below the
-    float model's, or `max_trials` is reached; the best file found is kept. A file that departs from the simulation is
-    an error unless allow_departure=True. on_nan="skip" leaves calibration batches with NaN or infinity out.
-    `float_dtype` ("float16", "bfloat16") types what is not quantized, where the target runs it. smoke=True goes through
-    all stages fast: two batches, one trial, no float file, no latency, no errors by layer. What a run that did not end
-    has done stays in `output`; resume=True goes on from there, and does again what has changed since. A folder that
-    holds something is refused unless force=True.
+    `accuracy` ("fast", "balanced", "best") chooses biases, or codes and scales too, or these by gradients too, by the
+    data; weights of fewer than 8 bits get "balanced" unless told. `evaluate(run)` is your metric, higher is better;
+    `run` is called as the model is. With `max_drop`, more precision goes where it wins most for its cost, until the
+    score is at most that much below the float model's, or `max_trials` is reached; the best file found is kept. A
+    file that departs from the simulation is an error unless allow_departure=True. on_nan="skip" leaves calibration
+    batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized, where the
+    target runs it. smoke=True goes through all stages fast: two batches, one trial, no float file, no latency, no
+    errors by layer. What a run that did not end has done stays in `output`; resume=True goes on from there, and does
+    again what has changed since. A folder that holds something is refused unless force=True.
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
     found, folder, wanted = find_target(target), Path(output or "out"), QuantConfig.build(config)

@@ -195,7 +195,8 @@ class QuantizedWeighted(Stateful):
         bias, scale = self._shifted(bias), None if self.training else self.bias_scale()
         if bias is None or scale is None:
             return weight, bias
-        return weight, (_whole(bias, scale) * scale).to(bias.dtype)
+        rounded = (_whole(bias, scale) * scale).to(bias.dtype)
+        return weight, bias + (rounded - bias).detach()
 
     def _evaluated(self) -> _Kept:
         """What eval multiplies by, from what is deployed."""

@@ -14,6 +14,7 @@ from scalepoint.spec.range_calculator import RangeCalculatorBase
 
 LARGEST_CODE = 127.0
 LARGEST_PAIR = 127.5
+LARGEST_SUM = 128  # of two codes of one sign
 
 
 @RangeCalculatorBase.register("pair_safe")

@@ -1,18 +1,18 @@
-"""What a run of tune has chosen so far, in a folder: a killed run goes on after its last layer, bit for bit.
+"""What a run of tune has chosen so far, in a folder: a killed run goes on after its last piece, bit for bit.
 
-tuning.json            the mark of what it was made from; a row a finished layer; replaced whole after each
-layer-0007.safetensors codes, scales and shift of one layer
+tuning.json            the mark of what it was made from; an entry a finished piece; replaced whole after each
+piece-0007.safetensors what the layers and activation quantizers of one piece hold
 """
 
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
@@ -21,21 +21,22 @@ from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ScalepointWarning
 from scalepoint.files import digest, locked, replace_file, replace_text, sweep
 from scalepoint.quantize.fingerprint import fingerprint
-from scalepoint.tuning.problem import Solution
-from scalepoint.tuning.report import TunedLayer
+from scalepoint.tuning.report import TunedLayer, TunedPiece
+from scalepoint.tuning.state import States
+from scalepoint.tuning.walk import Walk
 
 FILE = "tuning.json"
 LARGEST = 64_000_000
 
 
 class Entry(BaseModel):
-    """One finished layer."""
+    """One finished piece."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     file: str
     sha256: str
-    row: dict[str, Any]
+    done: dict[str, Any]
 
 
 class Pages(BaseModel):
@@ -43,20 +44,22 @@ class Pages(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: int = 1
+    format: int = 2
     mark: str
-    layers: dict[str, Entry] = {}
+    pieces: dict[str, Entry] = {}
 
 
-class Chosen:
-    """A solution as it is applied: codes and scales, and the shift of the bias."""
+@dataclass(frozen=True)
+class Done:
+    """What became of one piece."""
 
-    def __init__(self, solution: Solution | None, shift: Tensor | None, row: TunedLayer) -> None:
-        self.solution, self.shift, self.row = solution, shift, row
+    piece: TunedPiece | None
+    rows: tuple[TunedLayer, ...]
+    left: dict[str, str]
 
 
 class Checkpoint:
-    """The finished layers of a run, kept in a folder, or nowhere when there is none."""
+    """The finished pieces of a run, kept in a folder, or nowhere when there is none."""
 
     def __init__(self, folder: Path | None, mark: str, *, resume: bool) -> None:
         self.folder, self.pages = folder, Pages(mark=mark)
@@ -65,42 +68,45 @@ class Checkpoint:
                 sweep(folder)
             self.pages = _read(folder / FILE, mark) if resume else self.pages
 
-    def find(self, name: str) -> Chosen | None:
-        """What was chosen for a layer, when it is there and whole."""
-        entry = self.pages.layers.get(name)
+    def find(self, name: str) -> tuple[States, Done] | None:
+        """What was chosen in a piece, when it is there and whole."""
+        entry = self.pages.pieces.get(name)
         if entry is None or self.folder is None:
             return None
         path = self.folder / Path(entry.file).name
         try:
             if digest(path) != entry.sha256:
                 raise OSError("its checksum does not fit")
-            tensors, row = load_file(path), TunedLayer(**entry.row)
-        except (OSError, SafetensorError, TypeError) as error:
-            _warn(f"{path} cannot be used ({error}): {name} is tuned again")
+            tensors, done = load_file(path), TypeAdapter(Done).validate_python(entry.done)
+        except (OSError, SafetensorError, ValidationError) as error:
+            _warn(f"{path} cannot be used ({str(error).splitlines()[0]}): {name} is tuned again")
             return None
-        if "codes" not in tensors:
-            return Chosen(None, None, row)
-        solution = Solution(tensors["codes"], tensors["codes"], tensors["scale"])
-        return Chosen(solution, tensors.get("shift"), row)
+        states: States = {}
+        for key, value in tensors.items():
+            place, _, own = key.partition("|")
+            states.setdefault(place, {}).update({own: value} if own else {})
+        return states, done
 
-    def keep(self, name: str, chosen: Chosen) -> None:
+    def keep(self, name: str, states: States, done: Done) -> None:
         if self.folder is None:
             return
-        tensors = {"is_left": torch.zeros(1)}
-        if chosen.solution is not None:
-            tensors = {"codes": chosen.solution.codes.contiguous(), "scale": chosen.solution.scale.contiguous()}
-            tensors |= {} if chosen.shift is None else {"shift": chosen.shift.contiguous()}
-        path = self.folder / f"layer-{len(self.pages.layers):04}.safetensors"
+        tensors = {f"{place}|": torch.zeros(1) for place in states}
+        tensors |= {
+            f"{place}|{own}": value.contiguous() for place, state in states.items() for own, value in state.items()
+        }
+        path = self.folder / f"piece-{len(self.pages.pieces):04}.safetensors"
         replace_file(path, lambda temporary: save_file(tensors, temporary))
-        self.pages.layers[name] = Entry(file=path.name, sha256=digest(path), row=vars(chosen.row))
+        said = TypeAdapter(Done).dump_python(done, mode="json")
+        self.pages.pieces[name] = Entry(file=path.name, sha256=digest(path), done=said)
         replace_text(self.folder / FILE, json.dumps(self.pages.model_dump(), indent=1) + "\n")
 
 
-def mark_of(model: fx.GraphModule, batches: Sequence[tuple[Any, ...]], config: str) -> str:
+def mark_of(model: fx.GraphModule, walk: Walk, config: str) -> str:
     """Of the calibrated model, the data and the config."""
     found = hashlib.sha256(json.dumps([fingerprint(model), config]).encode())
-    for inputs in batches:
-        for value in inputs:
+    for index in range(walk.count):
+        for node in walk.places:
+            value = walk.value(node, index, noisy=False)
             if isinstance(value, Tensor):
                 flat = value.detach().cpu().contiguous().reshape(-1)
                 found.update(f"{value.dtype} {list(value.shape)}".encode())

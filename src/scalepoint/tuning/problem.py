@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.numerics import QParams
+from scalepoint.numerics import Format, QParams, round_to_float
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
+from scalepoint.spec.pair_safe import LARGEST_SUM
 from scalepoint.tuning.moments import Moments
 from scalepoint.tuning.rows import Geometry
+
+Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
 
 
 @dataclass(frozen=True)
@@ -33,31 +36,67 @@ class Solution:
 
 
 @dataclass(frozen=True)
+class Codes:
+    """What codes may be: whole numbers, or values of a float format, from low to high; with `partners` the sum of two
+    of one sign is limited, as in kernels that add products in pairs of 16 bits."""
+
+    low: Tensor  # as they broadcast against (groups, outputs, n)
+    high: Tensor
+    floats: Format | None = None
+    partners: Tensor | None = None  # (kinds of pairs, n): the other column of each, or its own where it has none
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """The nearest of the grid, within no limits."""
+        return x.round() if self.floats is None else round_to_float(x.to(torch.float32), self.floats).to(x.dtype)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """The nearest codes; of a pair that is too large both give way."""
+        codes = self.rounded(x.clamp(self.low, self.high)).clamp(self.low, self.high)
+        for row in () if self.partners is None else self.partners:
+            other = codes[..., row]
+            is_pair = (row != torch.arange(len(row))) & (codes.sign() == other.sign())
+            excess = torch.where(is_pair, (codes.abs() + other.abs() - LARGEST_SUM).clamp(min=0), 0)
+            first = row > torch.arange(len(row))
+            codes = codes - codes.sign() * torch.where(first, (excess / 2).ceil(), (excess / 2).floor())
+        return codes
+
+    def limits(self, codes: Tensor, column: int) -> tuple[Tensor, Tensor]:
+        """Between what a code may be, given the others."""
+        low, high = self.low.expand_as(codes)[..., column], self.high.expand_as(codes)[..., column]
+        for row in () if self.partners is None else self.partners:
+            if int(row[column]) != column:
+                other = codes[..., int(row[column])]
+                high = torch.minimum(high, LARGEST_SUM - other.clamp(min=0))
+                low = torch.maximum(low, -LARGEST_SUM - other.clamp(max=0))
+        return low, high
+
+
+@dataclass(frozen=True)
 class Problem:
     """What a step may know. `fit` is what it solves on, `judge` the held-out rows."""
 
     name: str
     weight: Tensor
-    low: Tensor  # the ends of centred codes, as they broadcast against (groups, outputs, n)
-    high: Tensor
+    codes: Codes
     fit: Moments
     judge: Moments
     has_own_scales: bool  # whether every output has scales of its own, which may change
     has_intercept: bool
+    ridge: Ridge = "auto"
     notes: dict[str, Any] = field(default_factory=dict)  # what a step did, for the report
 
     def nearest(self, target: Tensor, scale: Tensor) -> Tensor:
-        return (target / spread(scale, target.shape[-1])).round().clamp(self.low, self.high)
+        return self.codes.nearest(target / spread(scale, target.shape[-1]))
 
     def error(self, solution: Solution, moments: Moments | None = None) -> float:
         """The squared error of the outputs on held-out rows, over their energy; a bias takes up what the means of the
         fitted rows lack."""
         seen, values = self.judge if moments is None else moments, solution.values
-        mismatch = seen.mismatch(self.weight, values)
+        mismatch = seen.mismatch(values)
         if self.has_intercept:
-            mismatch = mismatch - self.fit.mismatch(self.weight, values)
-        whole = float(seen.outputs.sum())
-        return float(seen.error(self.weight, values, mismatch).sum()) / whole if whole > 0 else 0.0
+            mismatch = mismatch - self.fit.mismatch(values)
+        whole = float(seen.wanted.sum())
+        return float(seen.error(values, mismatch).sum()) / whole if whole > 0 else 0.0
 
     def damped(self, least: float = 0.01) -> Tensor:
         """H with a diagonal that grows with unknowns per row: rounding, too, fits noise when rows are few."""
@@ -88,10 +127,27 @@ class Shape:
         scale = self._by_group(self.layer.weight_quant.qparams_for(codes).scale.to(torch.float64), codes)
         return Solution(weight, self.geometry.by_group(codes.to(torch.float64)) - self._zero(), scale)
 
-    def limits(self) -> tuple[Tensor, Tensor]:
-        """The ends of centred codes."""
-        spec, zero = self.layer.weight_quant.spec, self._zero()
-        return spec.quant_min - zero, spec.quant_max - zero
+    def codes(self) -> Codes:
+        """What centred codes may be."""
+        quant, zero = self.layer.weight_quant, self._zero()
+        fmt = quant.quantizer.grid.format
+        is_paired = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe"
+        partners = self._partners() if is_paired else None
+        ends = quant.spec.quant_min - zero, quant.spec.quant_max - zero
+        return Codes(*ends, fmt if fmt.is_float else None, partners)
+
+    def _partners(self) -> Tensor:
+        """The columns whose products the kernel adds in pairs: neighbours along (positions, channels), and within each
+        position where channels are odd."""
+        channels = int(self.layer.deployed().codes.shape[1])
+        size = self.weight().shape[-1]
+        positions = size // channels
+        along = torch.arange(size).view(channels, positions).T.reshape(-1)  # as the kernel has them
+        rows = [_neighbours(along)]
+        if channels % 2 and positions > 1:
+            rows.append(torch.cat([_neighbours(part) for part in along.view(positions, channels)]))
+        orders = [along] * len(rows)
+        return torch.stack([torch.empty_like(row).scatter_(0, by, row) for by, row in zip(orders, rows, strict=True)])
 
     def _zero(self) -> Tensor:
         """The zero point of every code; it stays as it is."""
@@ -116,11 +172,13 @@ class Shape:
 
     @property
     def has_own_scales(self) -> bool:
+        spec = self.layer.weight_quant.spec
         granularity = self.layer.weight_quant.calculator.granularity
         is_shared = self.geometry.kind == "conv_transpose" and self.geometry.groups > 1
-        return isinstance(granularity, PerChannelGranularity | PerBlockGranularity) and not is_shared
+        is_free = spec.scale_dtype is None or spec.scale_dtype == torch.float32
+        return isinstance(granularity, PerChannelGranularity | PerBlockGranularity) and not is_shared and is_free
 
-    def apply(self, solution: Solution, shift: Tensor | None) -> None:
+    def apply(self, solution: Solution) -> None:
         """Make a solution what the layer deploys."""
         quant = self.layer.weight_quant
         codes = self.layer.deployed().codes
@@ -130,8 +188,13 @@ class Shape:
             own = quant.qparams_for(codes).scale
             scale = QParams(solution.scale.reshape(own.shape).to(torch.float32))
         self.layer.choose(stored, scale)
-        if shift is not None:
-            self.layer.shift_bias(shift.reshape(-1))
+
+
+def _neighbours(columns: Tensor) -> Tensor:
+    """For each of a line of columns the one it is paired with; the last of an odd line with itself."""
+    count = len(columns) // 2 * 2
+    pairs = columns[:count].view(-1, 2).flip(1).reshape(-1)
+    return torch.cat([pairs, columns[count:]])
 
 
 def noted(notes: Mapping[str, Any]) -> str:

@@ -14,6 +14,8 @@ from rich.text import Text
 from scalepoint.plain import plain
 from scalepoint.words import one_line
 
+ENOUGH = 4  # rows an unknown, below which solutions fit noise
+
 
 @dataclass(frozen=True)
 class TunedLayer:
@@ -41,6 +43,19 @@ class TunedLayer:
 
 
 @dataclass(frozen=True)
+class TunedPiece:
+    """Layers that were judged together where their block ends: its squared error over its energy on held-out samples,
+    with nearest codes and as it ended; `how` is what stayed of the layers' solutions."""
+
+    layers: tuple[str, ...]
+    before: float
+    after: float
+    how: str
+    notes: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class TuneReport:
     """All quantized layers in graph order; `left` names those that were not tuned, with the reason."""
 
@@ -49,6 +64,21 @@ class TuneReport:
     batches: int
     samples: int
     seconds: float
+    pieces: tuple[TunedPiece, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """Whether more data would help, and how much; "" when there is enough."""
+        few = [each for each in self.layers if each.rows < ENOUGH * each.unknowns]
+        if not few:
+            return ""
+        worst = max(few, key=lambda each: each.unknowns / max(each.rows, 1))
+        times = math.ceil(ENOUGH * worst.unknowns / max(worst.rows, 1))
+        return (
+            f"{len(few)} of {len(self.layers)} layers saw fewer than {ENOUGH} rows an unknown (fewest: "
+            f"{one_line(worst.name)}, {worst.rows} rows for {worst.unknowns}): {times} times the {self.samples} "
+            "samples would help more than any other step"
+        )
 
     def table(self) -> Table:
         title = f"{len(self.layers)} layers tuned, {len(self.left)} left, {self.samples} samples, {self.seconds:.1f} s"
@@ -63,6 +93,8 @@ class TuneReport:
             table.add_row(Text(one_line(each.name)), *cells, Text(one_line(how)))
         for name, why in self.left.items():
             table.add_row(Text(one_line(name)), "", "", "", "", "", Text(one_line(f"left: {why}")))
+        if self.advice:
+            table.caption = Text(self.advice)
         return table
 
     def __str__(self) -> str:

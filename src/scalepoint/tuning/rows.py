@@ -75,6 +75,16 @@ class Geometry:
         """A transposed convolution walks one by one over an input with zeros between."""
         return self.stride if self.kind == "conv" else (1,) * len(self.kernel)
 
+    def outputs(self, y: Tensor, index: Tensor, count: int, outputs: int) -> Tensor | None:
+        """Outputs (r, groups, outputs) at the places of rows, of a tensor that has the shape of the layer's output;
+        None of another that is only spread over it."""
+        if self.kind != "linear":
+            y = (y if y.ndim == len(self.kernel) + 2 else y.unsqueeze(0)).movedim(1, -1)
+        flat = y.reshape(-1, y.shape[-1])
+        if flat.shape != (count, outputs * self.groups):
+            return None
+        return flat[index].to(torch.float32).reshape(len(index), self.groups, outputs)
+
     def by_group(self, weight: Tensor) -> Tensor:
         """A weight as its quantizer sees it, as (groups, outputs, n)."""
         if self.kind != "conv_transpose":

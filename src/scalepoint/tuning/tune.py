@@ -1,6 +1,7 @@
 """tune: codes, scales and bias shifts of the quantized weights, so that the quantized net computes what the float does.
 
     walk both streams to a layer -> moments of its rows -> steps, judged on held-out rows -> choose -> walk on
+    where a piece ends: judged against the nearest codes by what the rest of the net gets; then the steps over pieces
 
 One walk over the graph, node after node: no prefix is run twice. The float parameters are never written.
 """
@@ -11,28 +12,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BeforeValidator, Field
-from torch import Tensor, fx
+from torch import fx, nn
 
-from scalepoint.errors import ConfigError, NonFiniteError
+from scalepoint.errors import ConfigError
 from scalepoint.progress import phase
 from scalepoint.quantize.calibrate import OnNan, freeze
 from scalepoint.quantize.config import Config
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.record import record_of
-from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import RangeCalculatorBase
-from scalepoint.tuning.checkpoint import Checkpoint, Chosen, mark_of
-from scalepoint.tuning.moments import Moments, Sums
-from scalepoint.tuning.problem import Problem, Shape, Solution, noted
-from scalepoint.tuning.report import TunedLayer, TuneReport
-from scalepoint.tuning.rows import Geometry, chosen_rows, geometry_of, uniform
-from scalepoint.tuning.steps import INTERCEPT, find_step, step_names
-from scalepoint.tuning.walk import Walk, inputs_of_batches
+from scalepoint.tuning.checkpoint import Checkpoint, Done, mark_of
+from scalepoint.tuning.collect import Collector, Use
+from scalepoint.tuning.judge import Judge
+from scalepoint.tuning.pieces import Piece, Unit, cut
+from scalepoint.tuning.reconstruct import Work, is_static
+from scalepoint.tuning.report import TunedLayer, TunedPiece, TuneReport
+from scalepoint.tuning.solve import Solver
+from scalepoint.tuning.state import States, restore, states_of
+from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, step_names
+from scalepoint.tuning.walk import Walk
 
-FEW_SAMPLES = 10  # with fewer, single rows are held out instead of whole samples
-CHUNK = 4096  # rows that are gathered at once
+CLEAR_GAIN = 0.9  # what the error of a piece must fall to before a range of 8 bits leaves min-max
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -46,12 +46,16 @@ def _bytes(value: Any) -> Any:
 
 
 class TuneConfig(Config):
-    """How to tune: the steps in their order, rows a layer, the share that judges, memory for values between layers."""
+    """How to tune: the steps in their order, what is judged and reconstructed together, rows a layer, the ridge of the
+    target (a share of the mean diagonal), the share of samples that judges, iterations of the steps over pieces, memory
+    for values between layers."""
 
     steps: tuple[str, ...] = (INTERCEPT, "target", "scale", "gptq", "descend")
-    unit: Literal["layer"] = "layer"
+    unit: Unit = "block"
     rows: Annotated[int, Field(ge=64)] = 16_384
+    ridge: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     holdout: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
+    iterations: Annotated[int, Field(ge=1)] = 200
     memory: Annotated[int, BeforeValidator(_bytes), Field(ge=1_000_000)] = 2_000_000_000
 
     def check(self) -> None:
@@ -75,32 +79,25 @@ def tune(
 ) -> TuneReport:
     """Choose the codes of all quantized weights of a calibrated model; it is changed, and stays frozen.
 
-    `data` is what `calibrate` takes. No layer ends worse than with the nearest codes on held-out rows. With a `folder`
-    every finished layer is kept there, and resume=True goes on after the last of them.
+    `data` is what `calibrate` takes. No layer ends worse than with the nearest codes on held-out rows, and no block on
+    held-out samples. With a `folder` every finished piece is kept there, and resume=True goes on after the last.
     """
     config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
     config.check()
     record = record_of(model)
     freeze(model)
     start = time.perf_counter()
-    skip_nan = on_nan == "skip"
-    batches = inputs_of_batches(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
-    mark = "" if folder is None else mark_of(model, batches, config.model_dump_json())
-    kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
-    walk = Walk(model, batches, memory=config.memory)
-    names = record.names
-    run = _Tuning(model, walk, config, kept)
-    layers = [node for node in model.graph.nodes if walk.layer(node) is not None]
+    walk = Walk(model, memory=config.memory)
     try:
-        with phase("tuning", total=len(layers), unit="layers", show=progress) as running:
-            for node in model.graph.nodes:
-                if node in layers:
-                    run.solve(node, names.get(node.name, str(node.target)))
-                    running.advance()
-                walk.advance(node)
+        walk.read(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
+        mark = "" if folder is None else mark_of(model, walk, config.model_dump_json())
+        kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
+        run = _Tuning(model, walk, config, kept, record.names)
+        run.run(progress)
     finally:
         walk.shelf.close()
-    return TuneReport(tuple(run.rows), run.left, walk.count, run.samples, time.perf_counter() - start)
+    layers, pieces = tuple(run.rows), tuple(run.pieces)
+    return TuneReport(layers, run.left, walk.count, sum(walk.samples), time.perf_counter() - start, pieces)
 
 
 @dataclass
@@ -111,110 +108,182 @@ class _Tuning:
     walk: Walk
     config: TuneConfig
     kept: Checkpoint
+    names: dict[str, str]
     rows: list[TunedLayer] = field(default_factory=list)
+    pieces: list[TunedPiece] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    samples: int = 0
-    done: set[int] = field(default_factory=set)
+    passed: set[fx.Node] = field(default_factory=set)
 
-    def solve(self, node: fx.Node, name: str) -> None:
-        found = self.walk.layer(node)
-        assert found is not None  # noqa: S101  # only such nodes are asked for
-        place, live = found
-        own = self.model.get_submodule(place)
-        assert isinstance(own, QuantizedWeighted)  # noqa: S101  # the walk's model is a copy of it
-        geometry = geometry_of(live)
-        why = self._why_not(live, geometry)
-        if why or geometry is None:
-            self.left[name] = why
-            return
-        self.done.add(id(live.weight_quant))
-        chosen = self.kept.find(place) or self._chosen(node, place, Shape(live, geometry), name)
-        if chosen is None:
-            self.left[name] = "no rows reached it"
-            return
-        if chosen.solution is not None:
-            for each in (live, own):
-                Shape(each, geometry).apply(chosen.solution, chosen.shift)
-        self.kept.keep(place, chosen)
-        self.rows.append(chosen.row)
+    def __post_init__(self) -> None:
+        self.collector = Collector(self.walk, self.config.rows, self.config.holdout, self.names)
+        self.judge = Judge(self.walk, self.collector)
+        self.solver = Solver(self.collector, self.config.steps, self.config.ridge)
+        found = [find_step(name) for name in self.config.steps if name != INTERCEPT]
+        self.piece_steps = [step for step in found if isinstance(step, PieceStep)]
+        self.stub_steps = [step for step in found if isinstance(step, StubStep)]
 
-    def _chosen(self, node: fx.Node, place: str, shape: Shape, name: str) -> Chosen | None:
-        """The best solution on held-out rows; None as that when the nearest codes are."""
-        start = time.perf_counter()
-        weight = shape.weight()
-        fit, judge = self._seen(node, place, shape.geometry, weight, name)
-        if fit is None or judge is None:
-            return None
-        first, has_bias = shape.start(weight), INTERCEPT in self.config.steps
-        low, high = shape.limits()
-        problem = Problem(name, weight, low, high, fit, judge, shape.has_own_scales, has_bias)
-        plain = replace(problem, has_intercept=False)
-        best, step = self._best(problem, plain, first)
-        shift = self._shift(fit, judge, weight, best) if has_bias and step else None
-        after = problem if step else plain
-        moved = float((best.codes != first.codes).to(torch.float64).mean())
-        errors = (plain.error(first), after.error(best), plain.error(first, fit), after.error(best, fit))
-        seen, taken = fit.count + judge.count, time.perf_counter() - start
-        kind = shape.layer.kind
-        row = TunedLayer(name, kind, seen, fit.size, *errors, moved, step, noted(problem.notes), taken)
-        return Chosen(best if step else None, shift, row)
+    def run(self, progress: bool | None) -> None:
+        """All pieces; then the whole net at once, where a step asks for that."""
+        at_end = [step for step in self.piece_steps if step.over == "model"]
+        if at_end:
+            self.walk.hold(self.walk.places)
+        layers = {use.node for use in self.collector.uses}
+        pieces = cut(self.walk.graph, self.walk.same, layers.__contains__, self.config.unit)
+        with phase("tuning", total=len(layers), unit="layers", show=progress) as running:
+            for index, piece in enumerate(pieces):
+                self._finish(f"{index:04}", piece, [step for step in self.piece_steps if step.over == "piece"])
+                running.advance(len(layers.intersection(piece.nodes)))
+        if at_end:
+            with phase("tuning the whole net", show=progress):
+                (whole,) = cut(self.walk.graph, self.walk.same, layers.__contains__, "model")
+                self._finish("all", whole, at_end, is_solved=True)
 
-    def _why_not(self, layer: QuantizedWeighted, geometry: Geometry | None) -> str:
-        """The reason to leave a layer as it is; "" when there is none."""
-        quant, grid = layer.weight_quant, layer.weight_quant.quantizer.grid
-        key = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls)
-        reasons = (
-            (id(quant) in self.done, "its weight is shared with a layer before it"),
-            (quant.quantizer.is_disabled(), quant.quantizer.reason),
-            (quant.chosen is not None, "its codes were chosen before: quantize anew to choose again"),
-            (grid.format.is_float, f"codes of {grid.format.name} are not whole numbers"),
-            (quant.spec.qformulation != "zp", "its codes are relative to a minimum, not to a zero point"),
-            (key == "pair_safe", "its codes obey the pair rule of this CPU, which the steps do not know"),
-            (geometry is None, "it pads with other things than zeros"),
-        )
-        return next((why for is_so, why in reasons if is_so), "")
+    def _finish(self, name: str, piece: Piece, steps: list[PieceStep], *, is_solved: bool = False) -> None:
+        """One piece: found in the folder, or chosen."""
+        modules = self._modules(piece)
+        found = self.kept.find(name)
+        if found is not None:
+            states, done = found
+            restore(modules, states)
+            if not is_solved:
+                self._pass(piece)
+        else:
+            done = self._again(piece, modules, steps) if is_solved else self._chosen(piece, modules, steps)
+            states = states_of(modules)
+            self.kept.keep(name, states, done)
+        restore({place: self.model.get_submodule(place) for place in modules}, states)
+        self.rows += done.rows
+        self.left |= done.left
+        self.pieces += [done.piece] if done.piece is not None else []
 
-    def _best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str]:
-        """The solution that is best on held-out rows; "" as its step when that is the first."""
-        best, step, least = first, "", plain.error(first)
-        now = first
-        for name in self.config.steps:
-            now = now if name == INTERCEPT else find_step(name)(problem, now)
-            error = problem.error(now)
-            if error < least:
-                best, step, least = now, name, error
-        return best, step
+    def _pass(self, piece: Piece) -> None:
+        for node in piece.nodes:
+            self.walk.advance(node)
+            self.passed.add(node)
 
-    def _shift(self, fit: Moments, judge: Moments, weight: Tensor, best: Solution) -> Tensor:
-        """What the bias takes up, from all rows."""
-        parts = [(each.count, each.mismatch(weight, best.values)) for each in (fit, judge)]
-        return torch.stack([count * part for count, part in parts]).sum(0) / sum(count for count, _ in parts)
+    def _chosen(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> Done:
+        start, first = time.perf_counter(), states_of(modules)
+        self.walk.hold(piece.entries)
+        uses = {use.node: use for use in self.collector.uses}
+        rows: list[tuple[Use, TunedLayer]] = []
+        wider: list[tuple[fx.Node, Any]] = []
+        known = dict(self.left)
+        self.solver.left = {}
+        for node in piece.nodes:
+            wider += self._ranged(node)
+            if node in uses:
+                row = self.solver.solve(uses[node], self.names.get(node.name, str(node.target)))
+                rows += [] if row is None else [(uses[node], row)]
+            self.walk.advance(node)
+            self.passed.add(node)
+        left = {name: why for name, why in self.solver.left.items() if name not in known}
+        layers = tuple(row.name for _, row in rows)
+        done = Done(None, tuple(row for _, row in rows), left)
+        if rows:
+            before, after, how = self._judged(piece, modules, first)
+            done = done if how == "as solved" else replace(done, rows=tuple(_undone(row, how) for row in done.rows))
+            notes = self._reconstructed(piece, modules, [use for use, _ in rows], steps, wider, after)
+            after = self.judge.now(piece)
+            seconds = time.perf_counter() - start
+            done = replace(done, piece=TunedPiece(layers, before, after, how, notes, seconds))
+        self.walk.release([node for node in piece.entries if node not in self._always()], self.passed)
+        return done
 
-    def _seen(
-        self, node: fx.Node, place: str, geometry: Geometry, weight: Tensor, name: str
-    ) -> tuple[Moments | None, Moments | None]:
-        """Moments of nine tenths of the rows, and of the rest."""
-        counts = [geometry.positions(exact) for exact, _ in self.walk.inputs(node, place)]
-        self.samples = max(self.samples, sum(samples for samples, _ in counts))
-        total, samples = sum(a * b for a, b in counts), sum(a for a, _ in counts)
-        share = min(1.0, self.config.rows / max(total, 1))
-        sums, before = (Sums(weight), Sums(weight)), 0
-        for (count, each), (exact, noisy) in zip(counts, self.walk.inputs(node, place), strict=True):
-            places = chosen_rows(before, count, each, share)
-            numbers = before * each + places
-            of_judge = uniform(numbers // each if samples >= FEW_SAMPLES else numbers, salt=1) < self.config.holdout
-            for held, taken in ((False, sums[0]), (True, sums[1])):
-                chosen = places[of_judge == held]
-                for start in range(0, len(chosen), CHUNK):
-                    part = chosen[start : start + CHUNK]
-                    pair = geometry.rows(exact, part), geometry.rows(noisy, part)
-                    if not all(bool(rows.isfinite().all()) for rows in pair):
-                        raise NonFiniteError(
-                            f"{name}: its input holds NaN or infinity. Mend the data, or leave such batches out: "
-                            "on_nan='skip'"
-                        )
-                    taken.add(*pair)
-            before += count
-        if sums[1].around is None:  # too few to hold any out
-            return sums[0].moments(), sums[0].moments()
-        return sums[0].moments() or sums[1].moments(), sums[1].moments()
+    def _always(self) -> list[fx.Node]:
+        return self.walk.places if any(step.over == "model" for step in self.piece_steps) else []
+
+    def _again(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> Done:
+        """Steps over the whole net, after all its pieces."""
+        start, before = time.perf_counter(), self.judge.now(piece)
+        names = {row.name for row in self.rows}
+        uses = [use for use in self.collector.uses if self.names.get(use.node.name, str(use.node.target)) in names]
+        notes = self._reconstructed(piece, modules, uses, steps, [], before)
+        after = self.judge.now(piece)
+        seconds = time.perf_counter() - start
+        return Done(TunedPiece(("the whole net",), before, after, "as solved", notes, seconds), (), {})
+
+    def _modules(self, piece: Piece) -> dict[str, nn.Module]:
+        """What may change in a piece, by its name in the model."""
+        uses = {use.node: use for use in self.collector.uses}
+        found: dict[str, nn.Module] = {}
+        for node in piece.nodes:
+            stub = self.walk.stub(node)
+            if stub is not None:
+                found[str(node.target)] = stub
+            elif node in uses:
+                found |= {self.walk.names[id(each)]: each for each in uses[node].layer.sharing}
+        return found
+
+    def _ranged(self, node: fx.Node) -> list[tuple[fx.Node, Any]]:
+        """Another range for the activation quantizer of a node: taken below 8 bits, else proposed."""
+        stub = self.walk.stub(node)
+        is_alone = stub is not None and sum(self.walk.stub(each) is stub for each in self.walk.graph.nodes) == 1
+        if stub is None or not is_alone or not is_static(stub):
+            return []
+        found: list[tuple[fx.Node, Any]] = []
+        for step in self.stub_steps:
+            qparams = step.run(self.walk, node, stub)
+            if qparams is not None and stub.spec.n_bits < 8:
+                stub.take(qparams)
+            elif qparams is not None:
+                found.append((node, qparams))
+        return found
+
+    def _judged(self, piece: Piece, modules: Mapping[str, nn.Module], first: States) -> tuple[float, float, str]:
+        """The error with the nearest codes and with the best of: as solved, without shifts of biases, nearest."""
+        chosen, after = states_of(modules), self.judge.now(piece)
+        restore(modules, first)
+        before = self.judge.tried(piece)
+        if after <= before:
+            restore(modules, chosen)
+            return before, after, "as solved"
+        plain: States = {
+            place: {key: value for key, value in state.items() if key != "bias_shift"}
+            for place, state in chosen.items()
+        }
+        restore(modules, plain)
+        without = self.judge.tried(piece)
+        how = "without bias shifts" if without < before else "nearest"
+        restore(modules, plain if how == "without bias shifts" else first)
+        self.walk.rerun(piece)
+        return before, min(without, before), how
+
+    def _reconstructed(
+        self,
+        piece: Piece,
+        modules: Mapping[str, nn.Module],
+        uses: list[Use],
+        steps: list[PieceStep],
+        wider: list[tuple[fx.Node, Any]],
+        error: float,
+    ) -> str:
+        """The steps over a piece, each kept only when it ends better."""
+        said: list[str] = []
+        inside = set(piece.nodes)
+        own = [use for use in uses if all(node in inside for node in self.collector.uses_of(use.layer))]
+        for node, qparams in wider:
+            start = states_of(modules)
+            stub = self.walk.stub(node)
+            assert stub is not None  # noqa: S101  # proposed for one
+            stub.take(qparams)
+            tried = self.judge.tried(piece)
+            if tried < CLEAR_GAIN * error:
+                error = tried
+                said.append(f"range of {self.names.get(node.name, node.name)}")
+                self.walk.rerun(piece)
+            else:
+                restore(modules, start)
+        for step in steps:
+            work = Work(self.walk, self.judge, piece, own, modules, self.config.iterations)
+            step.run(work)
+            self.walk.rerun(piece)
+            said.append(f"{step.name} {work.notes.get('gain', '')}".strip())
+        return "; ".join(said)
+
+
+def _undone(row: TunedLayer, how: str) -> TunedLayer:
+    """A row of a layer whose block was better otherwise."""
+    notes = f"{row.notes}; block: {how}".strip("; ")
+    if how != "nearest":
+        return replace(row, notes=notes)
+    return replace(row, after=row.before, fitted_after=row.fitted_before, moved=0.0, step="", notes=notes)

@@ -2,13 +2,11 @@
 
     exact[n] = f_n(exact inputs)         noisy[n] = q_n(noisy inputs), with what was chosen so far
 
-A value goes when its last reader has run. Until the first quantizer both streams are one. Beyond the memory limit
-values lie in files of a temporary folder.
+A value goes when its last reader has run. Until the first quantizer both streams are one.
 """
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,72 +14,11 @@ from torch import Tensor, fx, nn
 
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.parts import TABLE
-from scalepoint.quantize.stubs import Quantizing
+from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.quantize.twins import driven, twin
 from scalepoint.quantize.weighted import QuantizedWeighted
-
-
-class Shelf:
-    """Tensors by key, in memory as far as the limit goes, then on disk; what is no plain tensor stays in memory."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.held, self.most = limit, 0, 0
-        self.values: dict[Any, Any] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._count = 0
-
-    def put(self, key: Any, value: Any) -> None:
-        size = value.numel() * value.element_size() if isinstance(value, Tensor) else 0
-        if size and self.held + size > self.limit:
-            value = self._spilled(value.contiguous())
-        else:
-            self.held += size
-            self.most = max(self.most, self.held)
-        self.values[key] = value
-
-    def get(self, key: Any) -> Any:
-        value = self.values[key]
-        return value.read() if isinstance(value, _OnDisk) else value
-
-    def drop(self, key: Any) -> None:
-        value = self.values.pop(key, None)
-        if isinstance(value, _OnDisk):
-            value.path.unlink(missing_ok=True)
-        elif isinstance(value, Tensor):
-            self.held -= value.numel() * value.element_size()
-
-    def _spilled(self, value: Tensor) -> "_OnDisk":
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="scalepoint-")
-        self._count += 1
-        path = Path(self._folder.name) / str(self._count)
-        value.detach().reshape(-1).view(torch.uint8).numpy().tofile(path)
-        return _OnDisk(path, value.dtype, value.shape)
-
-    def close(self) -> None:
-        self.values.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
-
-
-class _OnDisk:
-    def __init__(self, path: Path, dtype: torch.dtype, shape: torch.Size) -> None:
-        self.path, self.dtype, self.shape = path, dtype, shape
-
-    def read(self) -> Tensor:
-        size = self.path.stat().st_size
-        return torch.from_file(str(self.path), size=size, dtype=torch.uint8).view(self.dtype).reshape(self.shape)
-
-
-class _Inputs(nn.Module):
-    """Takes the flat inputs of every batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[tuple[Any, ...]] = []
-
-    def forward(self, *inputs: Any) -> Any:
-        self.batches.append(inputs)
+from scalepoint.tuning.pieces import Piece
+from scalepoint.tuning.shelf import Shelf
 
 
 class _Reached(BaseException):
@@ -91,27 +28,55 @@ class _Reached(BaseException):
 class Walk:
     """The two streams of one model over some batches."""
 
-    def __init__(self, model: fx.GraphModule, batches: Sequence[tuple[Any, ...]], *, memory: int) -> None:
+    def __init__(self, model: fx.GraphModule, *, memory: int) -> None:
+        self.graph = model.graph
         self.plain, self.live = twin(model, quantizing=False), twin(model, quantizing=True)
         self._exact, self._noisy = (fx.Interpreter(each, graph=model.graph) for each in (self.plain, self.live))
-        self.count = len(batches)
+        self.names = {id(module): name for name, module in self.live.named_modules()}
+        self.samples: list[int] = []  # in each batch
         self.shelf = Shelf(memory)
-        places = [node for node in model.graph.nodes if node.op == "placeholder"]
-        for index, inputs in enumerate(batches):
-            for node, value in zip(places, inputs, strict=True):
-                self.shelf.put((False, node, index), value)
-        self.same = set(places)  # nodes whose value is one in both streams
+        self.places = [node for node in model.graph.nodes if node.op == "placeholder"]
+        self.same = self._same()
+        self.held: set[fx.Node] = set()
+
+    @property
+    def count(self) -> int:
+        """Batches."""
+        return len(self.samples)
+
+    def read(self, model: fx.GraphModule, data: Data, **how: Any) -> None:
+        """Take the flat inputs of every batch that the data gives; each is put away as it comes."""
+        feed(driven(model, _Inputs(self), gives_outputs=False), data, "reading the data", **how)
+
+    def take(self, inputs: Sequence[Any]) -> None:
+        index = len(self.samples)
+        for node, value in zip(self.places, inputs, strict=True):
+            self.shelf.put((False, node, index), value.detach() if isinstance(value, Tensor) else value)
+        tensors = [each for each in inputs if isinstance(each, Tensor) and each.ndim]
+        self.samples.append(int(tensors[0].shape[0]) if tensors else 1)
 
     def layer(self, node: fx.Node) -> tuple[str, QuantizedWeighted] | None:
         """The quantized layer of a node with its name in the model, when its quantizer is on."""
-        if node.op != "call_module":
-            return None
-        group = self.live.get_submodule(str(node.target))
-        for part in getattr(group, "parts", {}).values():
+        for part in self.parts(node):
             if isinstance(part, QuantizedWeighted) and part.kind != TABLE and part.weight_quant.enabled:
-                name = next(name for name, each in self.live.named_modules() if each is part)
-                return name, part
+                return self.names[id(part)], part
         return None
+
+    def stub(self, node: fx.Node) -> QuantStub | None:
+        """The quantizer that a node is."""
+        found = self.module(node)
+        return found if isinstance(found, QuantStub) else None
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        return self.live.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def parts(self, node: fx.Node) -> list[nn.Module]:
+        """The parts of a group in their order."""
+        return list(getattr(self.module(node), "parts", {}).values())
+
+    def is_first_part(self, node: fx.Node, layer: QuantizedWeighted) -> bool:
+        """Whether the layer reads what its node reads."""
+        return len(node.all_input_nodes) == 1 and self.parts(node)[0] is layer
 
     def inputs(self, node: fx.Node, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """What reaches the layer of a node, batch by batch, in both streams; nothing is advanced."""
@@ -125,35 +90,77 @@ class Walk:
         """Run a node on all batches in both streams."""
         if node.op in ("placeholder", "output"):
             return
-        is_same = all(each in self.same for each in node.all_input_nodes) and not self._quantizes(node)
-        if is_same:
-            self.same.add(node)
+        stub, is_same = self.stub(node), node in self.same
         with torch.no_grad():
             for index in range(self.count):
                 self.shelf.put((False, node, index), self._run(self._exact, node, index, noisy=False))
                 if not is_same:
-                    self.shelf.put((True, node, index), self._run(self._noisy, node, index, noisy=True))
+                    self.shelf.put((True, node, index), self._run(self._noisy, node, index, noisy=True), stub)
         for done in self._exact.user_to_last_uses.get(node, []):
+            if done not in self.held:
+                self._drop(done)
+
+    def hold(self, nodes: Sequence[fx.Node]) -> None:
+        """Keep the values of nodes beyond their last reader."""
+        self.held.update(nodes)
+
+    def release(self, nodes: Sequence[fx.Node], passed: set[fx.Node]) -> None:
+        """Let go of them, where every reader is among those passed."""
+        for node in nodes:
+            self.held.discard(node)
+            if all(user in passed for user in node.users):
+                self._drop(node)
+
+    def _drop(self, node: fx.Node) -> None:
+        for index in range(self.count):
+            self.shelf.drop((False, node, index))
+            self.shelf.drop((True, node, index))
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether the walk has come past a node, and somebody will read it still."""
+        return (False, node, 0) in self.shelf.values
+
+    def value(self, node: fx.Node, index: int, *, noisy: bool) -> Any:
+        return self.shelf.get((noisy and node not in self.same, node, index))
+
+    def entries(self, piece: Piece, index: int, *, noisy: bool) -> dict[fx.Node, Any]:
+        """What a piece reads."""
+        return {node: self.value(node, index, noisy=noisy) for node in piece.entries}
+
+    def run(self, piece: Piece, entries: Mapping[fx.Node, Any]) -> list[Any]:
+        """What the quantized piece gives for these inputs, of each of its exits."""
+        runner, readers = self._noisy, piece.last_reads
+        with _environment(runner, dict(entries)) as env:
+            for node in piece.nodes:
+                env[node] = runner.run_node(node)
+                for done in readers.get(node, ()):
+                    env.pop(done, None)
+            return [env[node] for node in piece.exits]
+
+    def rerun(self, piece: Piece) -> None:
+        """Put the exits of a piece away anew, after what was chosen in it changed."""
+        with torch.no_grad():
             for index in range(self.count):
-                self.shelf.drop((False, done, index))
-                self.shelf.drop((True, done, index))
+                found = self.run(piece, self.entries(piece, index, noisy=True))
+                for node, value in zip(piece.exits, found, strict=True):
+                    if node not in self.same:
+                        self.shelf.put((True, node, index), value, self.stub(node))
+
+    def _same(self) -> set[fx.Node]:
+        """Nodes whose value is one in both streams."""
+        found = set(self.places)
+        for node in self.graph.nodes:
+            if all(each in found for each in node.all_input_nodes) and not self._quantizes(node):
+                found.add(node)
+        return found
 
     def _quantizes(self, node: fx.Node) -> bool:
-        if node.op != "call_module":
-            return False
-        module = self.live.get_submodule(str(node.target))
-        parts = [module, *getattr(module, "parts", {}).values()]
+        parts = [each for each in (self.module(node), *self.parts(node)) if each is not None]
         return any(isinstance(each, Quantizing) and each.enabled for part in parts for each in part.modules())
 
     def _run(self, runner: fx.Interpreter, node: fx.Node, index: int, *, noisy: bool) -> Any:
-        runner.env = {each: self._value(each, index, noisy) for each in node.all_input_nodes}
-        try:
+        with _environment(runner, {each: self.value(each, index, noisy=noisy) for each in node.all_input_nodes}):
             return runner.run_node(node)
-        finally:
-            runner.env = {}
-
-    def _value(self, node: fx.Node, index: int, noisy: bool) -> Any:
-        return self.shelf.get((noisy and node not in self.same, node, index))
 
     def _reached(
         self, runner: fx.Interpreter, owner: fx.GraphModule, node: fx.Node, name: str, index: int, *, noisy: bool
@@ -175,11 +182,22 @@ class Walk:
         return seen[0]
 
 
-def inputs_of_batches(
-    model: fx.GraphModule, data: Data, *, max_batches: int | None, skip_nan: bool, progress: bool | None
-) -> list[tuple[Any, ...]]:
-    """The flat inputs of every batch that the data gives."""
-    taken = _Inputs()
-    run = driven(model, taken, gives_outputs=False)
-    feed(run, data, "reading the data", max_batches=max_batches, skip_nan=skip_nan, progress=progress)
-    return taken.batches
+class _Inputs(nn.Module):
+    """Hands the flat inputs of every batch to a walk."""
+
+    def __init__(self, walk: Walk) -> None:
+        super().__init__()
+        self.walk = [walk]  # in a list: no state of this module
+
+    def forward(self, *inputs: Any) -> Any:
+        self.walk[0].take(inputs)
+
+
+@contextmanager
+def _environment(runner: fx.Interpreter, values: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+    """What an interpreter knows while it runs single nodes."""
+    runner.env = values
+    try:
+        yield values
+    finally:
+        runner.env = {}

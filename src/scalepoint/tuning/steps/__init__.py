@@ -1,6 +1,32 @@
 """The steps of tuning, one file each."""
 
-from scalepoint.tuning.steps import descend, gptq, scale, target
-from scalepoint.tuning.steps.registry import INTERCEPT, Step, find_step, register, step_names
+from scalepoint.tuning.steps import ada_round, clip, descend, gptq, ranges, scale, sign_round, target
+from scalepoint.tuning.steps.registry import (
+    INTERCEPT,
+    LayerStep,
+    PieceStep,
+    Step,
+    StubStep,
+    find_step,
+    register,
+    step_names,
+)
 
-__all__ = ["INTERCEPT", "Step", "descend", "find_step", "gptq", "register", "scale", "step_names", "target"]
+__all__ = [
+    "INTERCEPT",
+    "LayerStep",
+    "PieceStep",
+    "Step",
+    "StubStep",
+    "ada_round",
+    "clip",
+    "descend",
+    "find_step",
+    "gptq",
+    "ranges",
+    "register",
+    "scale",
+    "sign_round",
+    "step_names",
+    "target",
+]

@@ -3,12 +3,15 @@
     q_j <- round(q_j - R_j / (s_j H_jj)),  R = (s q - W*) H            s <- s - <q, R> / <q, q H>
 
 Every move lowers tr[(s q - W*) H (s q - W*)'], from any start and for any H: it needs no inverse, so it never fails.
+Each move is a choice in one dimension, so limits that depend on other codes (pairs) are kept on the way.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Problem, Solution, spread
+from scalepoint.tuning.problem import Codes, Problem, Solution, spread
 from scalepoint.tuning.steps.registry import register
 
 SWEEPS = 4
@@ -21,10 +24,10 @@ def descend(problem: Problem, solution: Solution) -> Solution:
     hessian = problem.damped().to(torch.float32)
     target, codes = solution.target.to(torch.float32), solution.codes.to(torch.float32).clone()
     scale = solution.scale.to(torch.float32).clone()
-    low, high = (end.expand_as(solution.target).to(torch.float32) for end in (problem.low, problem.high))
+    grid = replace(problem.codes, low=problem.codes.low.to(torch.float32), high=problem.codes.high.to(torch.float32))
     for sweep in range(SWEEPS):
         steps = spread(scale, codes.shape[-1]).expand_as(codes)
-        moved = _sweep(codes, steps, target, hessian, low, high)
+        moved = _sweep(codes, steps, target, hessian, grid)
         if problem.has_own_scales:
             scale = _refit(codes, scale, target, hessian)
         problem.notes["sweeps"] = sweep + 1
@@ -33,7 +36,7 @@ def descend(problem: Problem, solution: Solution) -> Solution:
     return Solution(solution.target, codes.to(torch.float64), scale.to(torch.float64))
 
 
-def _sweep(codes: Tensor, steps: Tensor, target: Tensor, hessian: Tensor, low: Tensor, high: Tensor) -> int:
+def _sweep(codes: Tensor, steps: Tensor, target: Tensor, hessian: Tensor, grid: Codes) -> int:
     """All codes once, in place; how many moved."""
     slope = (codes * steps - target) @ hessian
     size, moved = codes.shape[-1], 0
@@ -44,8 +47,8 @@ def _sweep(codes: Tensor, steps: Tensor, target: Tensor, hessian: Tensor, low: T
         for column in range(end - start):
             place = start + column
             curve = own[:, None, column, column] * steps[..., place]
-            wanted = (codes[..., place] - local[..., column] / curve.clamp(min=1e-30)).round()
-            wanted = wanted.clamp(low[..., place], high[..., place])
+            wanted = codes[..., place] - local[..., column] / curve.clamp(min=1e-30)
+            wanted = grid.rounded(wanted.clamp(*grid.limits(codes, place)))
             change = (wanted - codes[..., place]) * steps[..., place]
             moved += int((change != 0).sum())
             codes[..., place] = wanted

@@ -2,14 +2,17 @@
 
     U = chol(H^-1) upper;   e_j = (w_j - s q_j) / U_jj,   w_k -= e_j U_jk  for k after j
 
-Columns go by their diagonal, the largest first. H is damped by a share of its mean diagonal that grows with unknowns
-per row; where it is still not positive definite the share is raised tenfold, and the report says by how much.
+Columns go by their diagonal, the largest first, each with the scale of the block that it belongs to: the order leaves
+no trace in the file. H is damped by a share of its mean diagonal that grows with unknowns per row; where it is still
+not positive definite the share is raised tenfold, and the report says by how much.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Problem, Solution, spread
+from scalepoint.tuning.problem import Codes, Problem, Solution, spread
 from scalepoint.tuning.steps.registry import register
 
 BLOCK = 64
@@ -19,6 +22,9 @@ RUNGS = 4
 @register("gptq")
 def gptq(problem: Problem, solution: Solution) -> Solution:
     """The solution with other codes at the same scales."""
+    if problem.codes.partners is not None:
+        problem.notes["pairs"] = "rounding left to descent"
+        return Solution(solution.target, problem.nearest(solution.target, solution.scale), solution.scale)
     factor, order = _factor(problem)
     if factor is None:
         problem.notes["damping"] = "none helps: left to descent"
@@ -27,8 +33,10 @@ def gptq(problem: Problem, solution: Solution) -> Solution:
     steps = spread(solution.scale, size).expand_as(solution.target)
     by = order[:, None, :].expand_as(solution.target)
     weight, scale = solution.target.gather(-1, by).to(torch.float32), steps.gather(-1, by).to(torch.float32)
-    low, high = (end.expand_as(solution.target).gather(-1, by).to(torch.float32) for end in (problem.low, problem.high))
-    codes = _swept(weight, scale, low, high, factor.to(torch.float32)).to(torch.float64)
+    ends = (end.expand_as(solution.target).gather(-1, by) for end in (problem.codes.low, problem.codes.high))
+    low, high = (end.to(torch.float32) for end in ends)
+    grid = replace(problem.codes, low=low, high=high)
+    codes = _swept(weight, scale, grid, factor.to(torch.float32)).to(torch.float64)
     return Solution(solution.target, torch.empty_like(codes).scatter_(-1, by, codes), solution.scale)
 
 
@@ -48,7 +56,7 @@ def _factor(problem: Problem) -> tuple[Tensor | None, Tensor]:
     return None, order
 
 
-def _swept(weight: Tensor, scale: Tensor, low: Tensor, high: Tensor, factor: Tensor) -> Tensor:
+def _swept(weight: Tensor, scale: Tensor, grid: Codes, factor: Tensor) -> Tensor:
     """Codes, in blocks of columns: within a block one by one, beyond it by one product."""
     codes = torch.empty_like(weight)
     size = weight.shape[-1]
@@ -57,7 +65,8 @@ def _swept(weight: Tensor, scale: Tensor, low: Tensor, high: Tensor, factor: Ten
         errors = torch.empty_like(weight[..., start:end])
         for column in range(start, end):
             step = scale[..., column]
-            code = (weight[..., column] / step).round().clamp(low[..., column], high[..., column])
+            low, high = grid.low[..., column], grid.high[..., column]
+            code = grid.rounded((weight[..., column] / step).clamp(low, high))
             codes[..., column] = code
             error = (weight[..., column] - code * step) / factor[:, None, column, column]
             errors[..., column - start] = error

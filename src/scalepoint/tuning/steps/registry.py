@@ -1,30 +1,84 @@
-"""Steps by name: each takes a problem and a solution and gives another solution; pure and deterministic."""
+"""Steps by name.
+
+layer   takes a problem and a solution, gives another solution: pure and deterministic
+stub    proposes another range of an activation
+piece   changes the modules of a piece; taken back when it does not end better on held-out samples
+model   the same, once, on the whole net after all its pieces
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from scalepoint.errors import UsageError, nearest
+from scalepoint.errors import UsageError
+from scalepoint.extensions import Extensions
 from scalepoint.tuning.problem import Problem, Solution
 
-Step = Callable[[Problem, Solution], Solution]
-_STEPS: dict[str, Step] = {}
+if TYPE_CHECKING:
+    from torch import fx
+
+    from scalepoint.numerics import QParams
+    from scalepoint.quantize.stubs import QuantStub
+    from scalepoint.tuning.reconstruct import Work
+    from scalepoint.tuning.walk import Walk
+
 INTERCEPT = "intercept"  # no step of its own: the bias takes up what the mean of every output lacks
 
 
-def register(name: str) -> Callable[[Step], Step]:
+@dataclass(frozen=True)
+class Step:
+    """A step under its name."""
+
+    name: str
+    run: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class LayerStep(Step):
+    """Solves one layer on its moments."""
+
+    run: Callable[[Problem, Solution], Solution]
+
+
+@dataclass(frozen=True)
+class StubStep(Step):
+    """Looks at what reaches an activation quantizer: walk, node, stub -> parameters, or None."""
+
+    run: "Callable[[Walk, fx.Node, QuantStub], QParams | None]"
+
+
+@dataclass(frozen=True)
+class PieceStep(Step):
+    """Works on a piece, or with over="model" once on all of them at the end."""
+
+    run: "Callable[[Work], None]"
+    over: Literal["piece", "model"] = "piece"
+
+
+_STEPS: Extensions[Step] = Extensions(Step, "scalepoint.steps", (), UsageError)
+
+
+def register(
+    name: str, over: Literal["layer", "stub", "piece", "model"] = "layer"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a step known under a name."""
 
-    def known(step: Step) -> Step:
-        _STEPS[name] = step
+    def known(step: Callable[..., Any]) -> Callable[..., Any]:
+        if over == "layer":
+            _STEPS.own[name] = LayerStep(name, step)
+        elif over == "stub":
+            _STEPS.own[name] = StubStep(name, step)
+        else:
+            _STEPS.own[name] = PieceStep(name, step, over)
         return step
 
     return known
 
 
 def find_step(name: str) -> Step:
-    if name not in _STEPS:
-        raise UsageError(f"no tuning step {name!r}: {nearest(name, step_names())}")
-    return _STEPS[name]
+    """By name: ours, registered, or of another package."""
+    return _STEPS.find(name)
 
 
 def step_names() -> list[str]:
-    return [INTERCEPT, *_STEPS]
+    return [INTERCEPT, *_STEPS.names()]

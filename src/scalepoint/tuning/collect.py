@@ -1,0 +1,206 @@
+"""The moments of a layer, from both streams at its place in the walk.
+
+    wanted = W x + d,   d = r - r~        r, r~ the other operand of the add that the layer feeds, where it is at hand
+
+Layers that read one value (q, k, v) share one pass over it; a weight that is used at several places has one sum over
+all of them, and is solved at the last.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from scalepoint.errors import NonFiniteError
+from scalepoint.graph import Operation
+from scalepoint.quantize.parts import TABLE
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.tuning.moments import Moments, Residuals, Sums
+from scalepoint.tuning.problem import Shape
+from scalepoint.tuning.rows import Geometry, chosen_rows, geometry_of, uniform
+from scalepoint.tuning.walk import Walk
+
+FEW_SAMPLES = 10  # with fewer, single rows are held out instead of whole samples
+CHUNK = 4096  # rows that are gathered at once
+T = TypeVar("T", Sums, Residuals)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A quantized layer at a node."""
+
+    node: fx.Node
+    place: str
+    layer: QuantizedWeighted
+
+
+@dataclass
+class Collector:
+    """Rows of the layers of one walk."""
+
+    walk: Walk
+    rows: int
+    holdout: float
+    names: dict[str, str]
+    uses: list[Use] = field(default_factory=list)
+    _open: dict[int, tuple[Sums, Sums]] = field(default_factory=dict)  # of weights with uses to come
+    _shifts: dict[int, tuple[Residuals, Residuals]] = field(default_factory=dict)
+    _shared: dict[int, tuple[Moments | None, Moments | None]] = field(default_factory=dict)  # of layers to come
+
+    def __post_init__(self) -> None:
+        found = [(node, self.walk.layer(node)) for node in self.walk.graph.nodes]
+        self.uses = [Use(node, *layer) for node, layer in found if layer is not None]
+
+    def uses_of(self, layer: QuantizedWeighted) -> list[fx.Node]:
+        """Where the layer's weight multiplies, in graph order."""
+        return [use.node for use in self.uses if use.layer.weight_quant is layer.weight_quant]
+
+    def is_held(self, numbers: Tensor) -> Tensor:
+        """Which samples judge."""
+        return uniform(numbers, salt=1) < self.holdout
+
+    def residuals(self, use: Use, shape: Shape) -> tuple[Residuals, Residuals]:
+        """What a bias can take up, of the rows that are fitted and of those that judge; no products are made."""
+        key = id(use.layer.weight_quant)
+        sums, weight = self._shifts.pop(key, (Residuals(), Residuals())), shape.weight().to(torch.float32)
+        values = shape.start(shape.weight()).values.to(torch.float32)
+        for held, exact, noisy, drift in self._parts(use, shape):
+            wanted = torch.einsum("rgn,gon->rgo", exact, weight)
+            wanted = wanted if drift is None else wanted + drift
+            sums[held].add(torch.einsum("rgn,gon->rgo", noisy, values), wanted)
+        if use.node is not self.uses_of(use.layer)[-1]:
+            self._shifts[key] = sums
+        return _both(sums)
+
+    def moments(self, use: Use, shape: Shape) -> tuple[Moments | None, Moments | None]:
+        """Moments of nine tenths of the rows, and of the rest, of all uses up to this one."""
+        known = self._shared.pop(id(use.layer), None)
+        if known is not None:
+            return known
+        together = self._readers(use, shape)
+        weight = torch.cat([each.weight() for _, each in together], 1).to(torch.float32)
+        key = id(use.layer.weight_quant)
+        sums = self._open.pop(key, (Sums(), Sums()))
+        for held, exact, noisy, drift in self._parts(use, shape):
+            wanted = torch.einsum("rgn,gon->rgo", exact, weight)
+            sums[held].add(noisy, wanted if drift is None else wanted + drift)
+        if use.node is not self.uses_of(use.layer)[-1]:
+            self._open[key] = sums
+        first, second = (each.moments() for each in _both(sums))
+        start = 0
+        for other, each in together:
+            part = slice(start, start + each.weight().shape[1])
+            start = part.stop
+            self._shared[id(other.layer)] = first and first.of(part), second and second.of(part)
+        return self._shared.pop(id(use.layer))
+
+    def _readers(self, use: Use, shape: Shape) -> list[tuple[Use, Shape]]:
+        """The use, and those to come that read the same value in the same way."""
+        found = [(use, shape)]
+        if self._is_alone(use) or other_side(self.walk, use) is not None:
+            return found
+        for other in self.uses[self.uses.index(use) + 1 :]:
+            geometry = geometry_of(other.layer)
+            is_like = geometry == shape.geometry and other.node.all_input_nodes == use.node.all_input_nodes
+            is_solved = is_like and not self._is_alone(other) and other_side(self.walk, other) is None
+            if geometry is not None and is_solved and not why_not(other, geometry):
+                found.append((other, Shape(other.layer, geometry)))
+        return found
+
+    def _is_alone(self, use: Use) -> bool:
+        return len(self.uses_of(use.layer)) > 1 or not self.walk.is_first_part(use.node, use.layer)
+
+    def _parts(self, use: Use, shape: Shape) -> Iterator[tuple[bool, Tensor, Tensor, Tensor | None]]:
+        """Rows in both streams and what the other side lacks at their outputs, and whether they judge."""
+        geometry, walk = shape.geometry, self.walk
+        counts = [geometry.positions(exact) for exact, _ in walk.inputs(use.node, use.place)]
+        total = sum(a * b for a, b in counts)
+        share = min(1.0, self.rows / max(total, 1))
+        other, before, first = other_side(walk, use), 0, 0
+        is_by_sample, outputs = sum(walk.samples) >= FEW_SAMPLES, shape.weight().shape[1]
+        for index, (exact, noisy) in enumerate(walk.inputs(use.node, use.place)):
+            count, samples = counts[index][0] * counts[index][1], walk.samples[index]
+            places = chosen_rows(before, count, 1, share)
+            numbers = before + places
+            if is_by_sample and samples and count % samples == 0:
+                numbers = first + places // (count // samples)
+            drift = self._drift(other, index)
+            held = self.is_held(numbers)
+            for is_held in (False, True):
+                chosen = places[held == is_held]
+                for start in range(0, len(chosen), CHUNK):
+                    part = chosen[start : start + CHUNK]
+                    pair = geometry.rows(exact, part), geometry.rows(noisy, part)
+                    self._check(use, pair)
+                    lacking = None if drift is None else geometry.outputs(drift, part, count, outputs)
+                    yield is_held, *pair, lacking
+            before, first = before + count, first + samples
+
+    def _drift(self, other: fx.Node | None, index: int) -> Tensor | None:
+        if other is None:
+            return None
+        exact, noisy = (self.walk.value(other, index, noisy=side) for side in (False, True))
+        return exact - noisy if isinstance(exact, Tensor) else None
+
+    def _check(self, use: Use, pair: Sequence[Tensor]) -> None:
+        if not all(bool(rows.isfinite().all()) for rows in pair):
+            name = self.names.get(use.node.name, use.place)
+            raise NonFiniteError(
+                f"{name}: its input holds NaN or infinity. Mend the data, or leave such batches out: on_nan='skip'"
+            )
+
+
+def why_not(use: Use, geometry: Geometry | None) -> str:
+    """The reason to leave a layer as it is; "" when there is none."""
+    quant = use.layer.weight_quant
+    reasons = (
+        (quant.quantizer.is_disabled(), quant.quantizer.reason),
+        (quant.chosen is not None, "its codes were chosen before: quantize anew to choose again"),
+        (quant.spec.qformulation != "zp", "its codes are relative to a minimum, not to a zero point"),
+        (geometry is None, "it pads with other things than zeros"),
+        (any(each.kind == TABLE for each in use.layer.sharing), "its weight is a table of embeddings, too"),
+    )
+    return next((why for is_so, why in reasons if is_so), "")
+
+
+def other_side(walk: Walk, use: Use) -> fx.Node | None:
+    """The other operand of the add that a layer feeds, when both streams have it already and it is not one in both."""
+    found = _in_own_group(walk, use) or _after(walk, use.node)
+    if found is None or found in walk.same or not walk.has(found):
+        return None
+    return found
+
+
+def _in_own_group(walk: Walk, use: Use) -> fx.Node | None:
+    parts = walk.parts(use.node)
+    is_added = len(parts) > 1 and parts[0] is use.layer and _is_add(parts[1])
+    inputs = use.node.args
+    return inputs[1] if is_added and len(inputs) == 2 and isinstance(inputs[1], fx.Node) else None
+
+
+def _after(walk: Walk, node: fx.Node) -> fx.Node | None:
+    if len(walk.parts(node)) != 1 or len(node.users) != 1:
+        return None
+    user = next(iter(node.users))
+    if walk.stub(user) is not None:
+        node = user
+        if len(node.users) != 1:
+            return None
+        user = next(iter(node.users))
+    first = next(iter(walk.parts(user)), None) or walk.module(user)
+    operands = [each for each in user.args if isinstance(each, fx.Node)]
+    if not _is_add(first) or len(operands) != 2 or len(user.all_input_nodes) != 2 or node not in operands:
+        return None
+    return next(each for each in operands if each is not node)
+
+
+def _is_add(part: Any) -> bool:
+    return isinstance(part, Operation) and part.kind == "add" and part.arguments.get("alpha", 1) == 1
+
+
+def _both(sums: tuple[T, T]) -> tuple[T, T]:
+    """Too few to hold any out: what is fitted judges; all held out: what judges is fitted."""
+    fit, judge = sums
+    return (fit if fit.count else judge), (judge if judge.count else fit)

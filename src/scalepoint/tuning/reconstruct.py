@@ -1,0 +1,195 @@
+"""Blocks by gradients: variables of the quantized layers of a piece, so that it ends where the float piece ends.
+
+    loss = sum over exits |piece(x~) - exact|^2 / |exact|^2 + penalty      x~ with a share of its elements exact (QDrop)
+
+One loop for all: what the variables are, and how they move, is the step's business. A few times on the way they are
+hardened and judged on held-out samples; the best of them stay.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.tuning.collect import Use
+from scalepoint.tuning.judge import Judge
+from scalepoint.tuning.pieces import Piece
+from scalepoint.tuning.problem import Shape, Solution, spread
+from scalepoint.tuning.rows import geometry_of, uniform
+from scalepoint.tuning.state import restore, states_of
+from scalepoint.tuning.walk import Walk
+
+LEAN = 0.25  # of a step
+LOOKS = 4  # how often hardened variables are judged
+
+
+@dataclass
+class Work:
+    """A piece, and all that a step may use of it; `uses` are the layers whose codes may move."""
+
+    walk: Walk
+    judge: Judge
+    piece: Piece
+    uses: Sequence[Use]
+    modules: Mapping[str, torch.nn.Module]  # what may change, by name
+    iterations: int
+    drop: float = 0.5
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def layers(self) -> list[Shape]:
+        """One for each weight."""
+        found: dict[int, Shape] = {}
+        for use in self.uses:
+            geometry = geometry_of(use.layer)
+            if geometry is not None:
+                found.setdefault(id(use.layer.weight_quant), Shape(use.layer, geometry))
+        return list(found.values())
+
+    def stubs(self) -> list[QuantStub]:
+        """The activation quantizers with one scale that stays."""
+        found = [module for module in self.modules.values() if isinstance(module, QuantStub)]
+        return [stub for stub in found if is_static(stub)]
+
+
+def is_static(stub: QuantStub) -> bool:
+    """Whether its scale is one number that holds for every tensor."""
+    if not stub.enabled or stub.quantizer.is_disabled() or stub.fixed_calibration is not None:
+        return False
+    is_whole = not stub.quantizer.grid.format.is_float and stub.spec.qformulation == "zp"
+    return is_whole and stub.scale.numel() == 1 and not stub.calculator.always_called
+
+
+class Variables(ABC):
+    """What moves."""
+
+    @abstractmethod
+    def parameters(self) -> list[Tensor]: ...
+
+    @abstractmethod
+    def installed(self) -> Any:
+        """A context in which the modules compute with the variables."""
+
+    @abstractmethod
+    def move(self, gradients: Sequence[Tensor | None], progress: float) -> None: ...
+
+    @abstractmethod
+    def harden(self) -> None:
+        """Make them what the layers deploy."""
+
+    def penalty(self, progress: float) -> Tensor | float:
+        return 0.0
+
+
+def reconstruct(work: Work, variables: Variables) -> None:
+    """Move the variables; the modules end with the best hardened ones, or as they were."""
+    best, least = states_of(work.modules), work.judge.now(work.piece)
+    before = least
+    stops = {round((look + 1) * work.iterations / LOOKS) for look in range(LOOKS)}
+    for step in range(work.iterations):
+        progress = step / work.iterations
+        index = _drawn(step, work.walk.count)
+        with torch.enable_grad(), variables.installed():
+            loss = _loss(work, index, step) + variables.penalty(progress)
+            gradients = torch.autograd.grad(loss, variables.parameters(), allow_unused=True)
+        with torch.no_grad():
+            variables.move(gradients, progress)
+        if step + 1 in stops:
+            start = states_of(work.modules)
+            variables.harden()
+            error = work.judge.tried(work.piece)
+            if error < least:
+                best, least = states_of(work.modules), error
+            restore(work.modules, start)
+    restore(work.modules, best)
+    work.notes["gain"] = f"{before:.3g} -> {least:.3g}"
+
+
+def _drawn(step: int, count: int) -> int:
+    """A batch, the same on every machine."""
+    return int(uniform(torch.tensor([step]), salt=7)[0] * count)
+
+
+def _loss(work: Work, index: int, step: int) -> Tensor:
+    walk, judge = work.walk, work.judge
+    entries = walk.entries(work.piece, index, noisy=True)
+    if work.drop:
+        entries = _mixed(entries, walk.entries(work.piece, index, noisy=False), work.drop, step)
+    found = walk.run(work.piece, entries)
+    loss = torch.zeros(())
+    for node, value in zip(work.piece.exits, found, strict=True):
+        if node in walk.same or not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        exact = judge.part(walk.value(node, index, noisy=False), index, held=False)
+        apart = judge.part(value, index, held=False) - exact
+        loss = loss + apart.square().sum() / exact.square().sum().clamp(min=1e-30)
+    return loss
+
+
+def _mixed(noisy: Mapping[fx.Node, Any], exact: Mapping[fx.Node, Any], share: float, step: int) -> dict[fx.Node, Any]:
+    """Inputs of which a share of the elements is exact: the solution must not lean on the noise."""
+    generator = torch.Generator().manual_seed(step)
+    found = dict(noisy)
+    for node, value in noisy.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and exact[node] is not value:
+            found[node] = torch.where(torch.rand(value.shape, generator=generator) < share, exact[node], value)
+    return found
+
+
+@dataclass
+class Weight:
+    """A layer's weight in variables: codes and scales as (groups, outputs, n), the shift of its bias."""
+
+    shape: Shape
+    start: Solution = field(init=False)
+    shift: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        layer, weight = self.shape.layer, self.shape.weight()
+        found = self.shape.start(weight)
+        self.start = Solution(*(each.to(torch.float32) for each in (found.target, found.codes, found.scale)))
+        own = layer.bias_shift
+        self.shift = (torch.zeros(layer.channels) if own is None else own.clone()).requires_grad_()
+
+    @property
+    def place(self) -> Tensor:
+        """The chosen code, moved a little to where the float weight lies: what is undecided moves first."""
+        wanted = self.start.target / self.start.steps
+        return self.start.codes + (wanted - self.start.codes).clamp(-LEAN, LEAN)
+
+    @contextmanager
+    def computing(self, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Iterator[None]:
+        """The layer multiplies by these codes times these scales; its bias has the shift."""
+        layer = self.shape.layer
+        quant, kept = layer.weight_quant, layer.bias_shift
+        like = layer.canonical(layer.weight)
+
+        def values(weight: Tensor) -> Tensor:
+            found = codes() * spread(scale(), self.start.codes.shape[-1])
+            return self.shape.geometry.as_stored(found, like).to(weight.dtype)
+
+        quant.forward = values  # type: ignore[method-assign]  # taken back below
+        layer._buffers["bias_shift"] = self.shift
+        try:
+            yield
+        finally:
+            del quant.forward
+            layer._buffers["bias_shift"] = kept
+
+    def harden(self, codes: Tensor, scale: Tensor) -> None:
+        limits = self.shape.codes()
+        whole = limits.nearest(codes.detach().to(torch.float64))
+        self.shape.apply(Solution(self.start.target, whole, scale.detach().to(torch.float64)))
+        self.shape.layer.shift_bias(self.shift)
+
+
+def entered(contexts: Sequence[Any]) -> ExitStack:
+    """All of them at once."""
+    stack = ExitStack()
+    for each in contexts:
+        stack.enter_context(each)
+    return stack

@@ -1,0 +1,106 @@
+"""One layer: the steps one after another, judged on held-out rows; the best is what it deploys from then on."""
+
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from scalepoint.tuning.collect import Collector, Use, why_not
+from scalepoint.tuning.moments import Moments
+from scalepoint.tuning.problem import Problem, Ridge, Shape, Solution, noted
+from scalepoint.tuning.report import TunedLayer
+from scalepoint.tuning.rows import geometry_of
+from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
+
+
+@dataclass
+class Solver:
+    """Solves the layers that a walk comes to."""
+
+    collector: Collector
+    steps: tuple[str, ...]
+    ridge: Ridge
+    left: dict[str, str] = field(default_factory=dict)  # layer -> why it is not solved
+
+    def solve(self, use: Use, name: str) -> TunedLayer | None:
+        """Choose for the layer of a node; None when it is left as it is."""
+        geometry = geometry_of(use.layer)
+        why = why_not(use, geometry)
+        if why or geometry is None:
+            self.left[name] = why
+            return None
+        shape = Shape(use.layer, geometry)
+        row = self._chosen(use, shape, name) if self._wants_products else self._shifted(use, shape, name)
+        is_last = use.node is self.collector.uses_of(use.layer)[-1]
+        if row is None and is_last:
+            self.left[name] = "no rows reached it"
+        return row
+
+    @property
+    def _wants_products(self) -> bool:
+        return any(name != INTERCEPT for name in self.steps)
+
+    def _shifted(self, use: Use, shape: Shape, name: str) -> TunedLayer | None:
+        """The bias takes up what the means lack; codes stay."""
+        start = time.perf_counter()
+        fit, judge = self.collector.residuals(use, shape)
+        if not fit.count or use.node is not self.collector.uses_of(use.layer)[-1]:
+            return None
+        before, after = judge.error(), judge.error(fit.mean)
+        is_better = after < before
+        if is_better:
+            for each in use.layer.sharing:
+                each.shift_bias(fit.mean.reshape(-1))
+        errors = (before, min(before, after), fit.error(), fit.error(fit.mean if is_better else None))
+        count = fit.count + (judge.count if judge is not fit else 0)
+        step = INTERCEPT if is_better else ""
+        size = shape.weight().shape[-1]
+        seconds = time.perf_counter() - start
+        return TunedLayer(name, use.layer.kind, count, size, *errors, 0.0, step, "", seconds)
+
+    def _chosen(self, use: Use, shape: Shape, name: str) -> TunedLayer | None:
+        """The best solution on held-out rows, or what there was when nothing is better."""
+        start = time.perf_counter()
+        weight = shape.weight()
+        fit, judge = self.collector.moments(use, shape)
+        uses = self.collector.uses_of(use.layer)
+        if fit is None or judge is None or use.node is not uses[-1]:
+            return None
+        first, has_bias = shape.start(weight), INTERCEPT in self.steps
+        problem = Problem(name, weight, shape.codes(), fit, judge, shape.has_own_scales, has_bias, self.ridge)
+        if len(uses) > 1:
+            problem.notes["uses"] = len(uses)
+        plain = replace(problem, has_intercept=False)
+        best, step = self.best(problem, plain, first)
+        if step:
+            shape.apply(best)
+            if has_bias:
+                for each in use.layer.sharing:
+                    each.shift_bias(_shift(fit, judge, best).reshape(-1))
+        after = problem if step else plain
+        moved = float((best.codes != first.codes).to(torch.float64).mean())
+        errors = (plain.error(first), after.error(best), plain.error(first, fit), after.error(best, fit))
+        seen = fit.count + (judge.count if judge is not fit else 0)
+        seconds, notes = time.perf_counter() - start, noted(problem.notes)
+        return TunedLayer(name, use.layer.kind, seen, fit.size, *errors, moved, step, notes, seconds)
+
+    def best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str]:
+        """The solution that is best on held-out rows; "" as its step when that is the first."""
+        best, step, least = first, "", plain.error(first)
+        now = first
+        for name in self.steps:
+            found = None if name == INTERCEPT else find_step(name)
+            now = found.run(problem, now) if isinstance(found, LayerStep) else now
+            error = problem.error(now)
+            if error < least:
+                best, step, least = now, name, error
+        return best, step
+
+
+def _shift(fit: Moments, judge: Moments, best: Solution) -> Tensor:
+    """What the bias takes up, from all rows."""
+    if judge is fit:
+        return fit.mismatch(best.values)
+    parts = [(each.count, each.mismatch(best.values)) for each in (fit, judge)]
+    return torch.stack([count * part for count, part in parts]).sum(0) / sum(count for count, _ in parts)

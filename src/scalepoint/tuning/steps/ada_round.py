@@ -1,0 +1,85 @@
+"""AdaRound: every code is floor or ceiling by a soft choice that hardens on the way; the block's output is the loss.
+
+    q = floor(p) + h(V),   h = clip(1.2 sigmoid(V) - 0.1, 0, 1)        penalty = lam sum(1 - |2 h - 1|^beta)
+
+beta falls from 20 to 2 and the penalty starts after a fifth of the iterations (Nagel et al. 2020; over blocks, BRECQ;
+with inputs that are exact in part, QDrop). p is the code that was
+chosen before, moved a quarter of a step at most to where the float weight lies.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalepoint.tuning.reconstruct import Variables, Weight, Work, entered, reconstruct
+from scalepoint.tuning.steps.registry import register
+
+TRAVEL, WEIGHT, WARM = 10.0, 1e-2, 0.2  # the rate is such that a choice can go so far
+FIRST, LAST = 20.0, 2.0
+
+
+@register("ada_round", over="piece")
+def ada_round(work: Work) -> None:
+    """Codes and biases of a piece."""
+    layers = [Weight(shape) for shape in work.layers() if shape.codes().floats is None]
+    if layers:
+        reconstruct(work, Soft(layers, TRAVEL / work.iterations))
+
+
+class Soft(Variables):
+    """Soft choices between floor and ceiling."""
+
+    def __init__(self, layers: Sequence[Weight], rate: float) -> None:
+        self.layers = layers
+        self.floors = [each.place.floor() for each in layers]
+        self.ends = [(each.shape.codes().low.float(), each.shape.codes().high.float()) for each in layers]
+        shares = [each.place - floor for each, floor in zip(layers, self.floors, strict=True)]
+        self.choices = [_inverse(share).requires_grad_() for share in shares]
+        self.optimizer = torch.optim.Adam(
+            [{"params": self.choices, "lr": rate}, {"params": [each.shift for each in layers], "lr": 1e-4}]
+        )
+        self.count = sum(each.numel() for each in self.choices)
+
+    def parameters(self) -> list[Tensor]:
+        return [*self.choices, *(each.shift for each in self.layers)]
+
+    def installed(self) -> Any:
+        return entered(
+            [
+                each.computing(partial(self._codes, index), partial(getattr, each.start, "scale"))
+                for index, each in enumerate(self.layers)
+            ]
+        )
+
+    def _codes(self, index: int) -> Tensor:
+        return (self.floors[index] + _share(self.choices[index])).clamp(*self.ends[index])
+
+    def penalty(self, progress: float) -> Tensor | float:
+        if progress < WARM:
+            return 0.0
+        beta = LAST + (FIRST - LAST) * (1 - (progress - WARM) / (1 - WARM))
+        parts = [(1 - (2 * _share(each) - 1).abs().pow(beta)).sum() for each in self.choices]
+        return WEIGHT * torch.stack(parts).sum() / self.count
+
+    def move(self, gradients: Sequence[Tensor | None], progress: float) -> None:
+        for value, gradient in zip(self.parameters(), gradients, strict=True):
+            value.grad = gradient
+        self.optimizer.step()
+
+    def harden(self) -> None:
+        for index, layer in enumerate(self.layers):
+            codes = self.floors[index] + (_share(self.choices[index].detach()) >= 0.5)
+            layer.harden(codes, layer.start.scale)
+
+
+def _share(choice: Tensor) -> Tensor:
+    return (1.2 * torch.sigmoid(choice) - 0.1).clamp(0, 1)
+
+
+def _inverse(share: Tensor) -> Tensor:
+    """The choice that gives a share."""
+    inner = ((share + 0.1) / 1.2).clamp(0.01, 0.99)
+    return torch.log(inner / (1 - inner))

@@ -1,0 +1,109 @@
+"""Moments of a layer in its place: with the other side of an add, shared by readers, summed over uses."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
+from scalepoint.tuning.collect import Collector, other_side
+from scalepoint.tuning.problem import Shape
+from scalepoint.tuning.rows import geometry_of
+from scalepoint.tuning.walk import Walk
+from tests.tuning.test_pieces import Encoder, Residual
+
+FOUR = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(n_bits=4, per_channel=True))
+
+
+def walked(model, batches, to, config=None, **options):
+    """A walk that stands before the layer of this name."""
+    quantized = quantize(model.eval(), batches[0], config, forward_loop=batches, progress=False, **options)
+    walk = Walk(quantized, memory=10**8)
+    walk.read(quantized, batches, max_batches=None, skip_nan=False, progress=False)
+    collector = Collector(walk, 10**6, 0.1, {})
+    for node in walk.graph.nodes:
+        if walk.layer(node) is not None and to in walk.layer(node)[0]:
+            break
+        walk.advance(node)
+    return walk, collector
+
+
+def use_of(collector, name):
+    return next(use for use in collector.uses if name in use.place)
+
+
+def shape_of(use):
+    return Shape(use.layer, geometry_of(use.layer))
+
+
+def batches(count=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(8, 3, 10, 10, generator=generator) for _ in range(count)]
+
+
+def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
+    for target in (None, "onnxruntime"):
+        walk, collector = walked(Residual(), batches(), "two.second", target=target)
+        use = use_of(collector, "two.second")
+        other = other_side(walk, use)
+        assert other is not None
+        shape = shape_of(use)
+        fit, judge = collector.moments(use, shape)
+        total = fit.count + judge.count
+        mean = (fit.count * fit.mean_wanted + judge.count * judge.mean_wanted) / total
+        expected = []
+        for index, (exact, _) in enumerate(walk.inputs(use.node, use.place)):
+            drift = walk.value(other, index, noisy=False) - walk.value(other, index, noisy=True)
+            weight, _ = use.layer.folded()
+            expected.append(F.conv2d(exact, weight, padding=1) + drift)
+        expected = torch.cat(expected).detach()
+        torch.testing.assert_close(mean.reshape(-1).float(), expected.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_feeds_no_add_has_no_other_side():
+    walk, collector = walked(Residual(), batches(), "two.first", target="onnxruntime")
+    assert other_side(walk, use_of(collector, "two.first")) is None
+
+
+def test_readers_of_one_value_share_one_pass(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(8, 5, 16, generator=generator), torch.ones(8, 5)) for _ in range(2)]
+    walk, collector = walked(Encoder(), data, "two.q", target="onnxruntime")
+    use = use_of(collector, "two.q")
+    passes = []
+    original = Collector._parts
+    monkeypatch.setattr(Collector, "_parts", lambda *given: passes.append(1) or original(*given))
+    found = {}
+    for each in collector.uses[collector.uses.index(use) : collector.uses.index(use) + 3]:
+        found[each.place] = collector.moments(each, shape_of(each))
+    assert len(passes) == 1
+    fresh = Collector(walk, 10**6, 0.1, {})
+    monkeypatch.setattr(Collector, "_readers", lambda self, use, shape: [(use, shape)])
+    for each in fresh.uses[fresh.uses.index(use) : fresh.uses.index(use) + 3]:
+        alone = fresh.moments(each, shape_of(each))
+        for one, other in zip(found[each.place], alone, strict=True):
+            torch.testing.assert_close(one.cross, other.cross, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(one.wanted, other.wanted, rtol=1e-4, atol=1e-6)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.shared(F.relu(self.shared(x)))
+
+
+def test_a_weight_has_one_sum_over_all_its_uses():
+    data = [torch.randn(16, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    model = quantize(Twice().eval(), data[0], FOUR, forward_loop=data, progress=False)
+    fresh, counts = Walk(model, memory=10**8), []
+    fresh.read(model, data, max_batches=None, skip_nan=False, progress=False)
+    collector = Collector(fresh, 10**6, 0.1, {})
+    for node in fresh.graph.nodes:
+        for each in collector.uses:
+            if each.node is node:
+                fit, judge = collector.moments(each, shape_of(each))
+                counts.append(fit.count + judge.count)
+        fresh.advance(node)
+    assert counts == [48, 96]

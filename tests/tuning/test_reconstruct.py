@@ -1,0 +1,130 @@
+"""Steps over blocks and the whole net: kept only when held-out samples agree, exact about codes, and repeatable."""
+
+import pytest
+import torch
+
+from scalepoint.analysis import compare
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, quantize
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.tuning import TuneConfig, register, tune
+from scalepoint.tuning.solve import Solver
+from tests.models import settled
+from tests.tuning.test_tune import Net, codes, pictures
+
+CLOSED = TuneConfig().steps
+THREE = QuantConfig(
+    activation=TensorQuantConfig(n_bits=4, symmetric=False), weight=TensorQuantConfig(n_bits=3, per_channel=True)
+)
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    return settled(Net())
+
+
+@pytest.fixture(scope="module")
+def data():
+    return list(pictures(64, 1).split(16))
+
+
+def tuned(net, data, steps, config=THREE, **options):
+    model = quantize(net, data[0], config, forward_loop=data, progress=False)
+    report = tune(model, data, TuneConfig(**{"steps": steps, "iterations": 20, **options}), progress=False)
+    return model, report
+
+
+def near(net, model):
+    return compare(net, model, [pictures(64, 2)], progress=False).outputs[0].sqnr_db
+
+
+@pytest.mark.parametrize("step", ["sign_round", "ada_round", "clip", "end_to_end"])
+def test_no_piece_ends_worse_and_the_float_net_is_untouched(net, data, step):
+    with torch.no_grad():
+        expected = net(data[0])
+    model, report = tuned(net, data, (*CLOSED, step))
+    assert all(piece.after <= piece.before for piece in report.pieces)
+    assert any(step in piece.notes for piece in report.pieces)
+    for layer in model.modules():
+        if isinstance(layer, QuantizedWeighted):
+            assert layer.weight_quant.chosen is None or not layer.weight_quant.chosen.is_floating_point()
+            assert layer.bias_shift is None or not layer.bias_shift.requires_grad
+    assert all(parameter.grad is None for parameter in net.parameters())
+    with torch.no_grad():
+        assert torch.equal(net(data[0]), expected)
+    disable_fake_quant(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(data[0]), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", ["sign_round", "ada_round"])
+def test_rounding_by_blocks_repairs_nearest_codes(net, data, step):
+    plain, _ = tuned(net, data, ("intercept",))
+    better, _ = tuned(net, data, ("intercept", step), unit="model", iterations=100)
+    assert any(not torch.equal(a, b) for a, b in zip(codes(plain), codes(better), strict=True))
+    assert near(net, better) > near(net, plain)
+
+
+def test_learned_scales_help_new_data(net, data):
+    plain, _ = tuned(net, data, CLOSED)
+    better, _ = tuned(net, data, (*CLOSED, "clip"))
+    assert near(net, better) > near(net, plain)
+
+
+def test_it_is_the_same_every_time(net, data):
+    found = [tuned(net, data, (*CLOSED, "sign_round", "clip", "end_to_end"))[0] for _ in range(2)]
+    one, other = (each.state_dict() for each in found)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_ranges_of_four_bits_shrink_where_that_costs_less(net, data):
+    plain, _ = tuned(net, data, CLOSED)
+    found, _ = tuned(net, data, ("ranges", *CLOSED))
+    stubs = [[each for each in model.modules() if isinstance(each, QuantStub)] for model in (plain, found)]
+    assert any(float(b.scale) < float(a.scale) for a, b in zip(*stubs, strict=True))
+    assert near(net, found) > near(net, plain)
+
+
+def test_ranges_of_eight_bits_stay_without_a_clear_gain(net, data):
+    eight = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(per_channel=True))
+    plain, _ = tuned(net, data, CLOSED, eight)
+    found, report = tuned(net, data, ("ranges", *CLOSED), eight)
+    stubs = [[each for each in model.modules() if isinstance(each, QuantStub)] for model in (plain, found)]
+    changed = [not torch.equal(a.scale, b.scale) for a, b in zip(*stubs, strict=True)]
+    assert sum(changed) == sum(piece.notes.count("range of") for piece in report.pieces)
+    assert near(net, found) > near(net, plain) - 0.3
+
+
+@pytest.mark.parametrize("what", ["codes", "shift"])
+def test_a_block_that_solutions_make_worse_is_undone(net, data, what, monkeypatch):
+    original = Solver.solve
+
+    def harmful(self, use, name):
+        row = original(self, use, name)
+        if what == "codes":
+            use.layer.choose(use.layer.deployed().codes.flip(0))
+        use.layer.shift_bias(torch.full((use.layer.channels,), 5.0))
+        return row
+
+    monkeypatch.setattr(Solver, "solve", harmful)
+    model, report = tuned(net, data, CLOSED)
+    assert ("nearest" if what == "codes" else "without bias shifts") in {piece.how for piece in report.pieces}
+    assert "as solved" not in {piece.how for piece in report.pieces}
+    assert all(piece.after <= piece.before for piece in report.pieces)
+    assert all(each.bias_shift is None for each in model.modules() if isinstance(each, QuantizedWeighted))
+    if what == "codes":
+        first = quantize(net, data[0], THREE, forward_loop=data, progress=False)
+        assert all(torch.equal(a, b) for a, b in zip(codes(model), codes(first), strict=True))
+        assert all(row.step == "" and row.after == row.before for row in report.layers)
+
+
+def test_a_step_over_pieces_of_ones_own(net, data):
+    asked = []
+
+    @register("look", over="piece")
+    def look(work):
+        asked.append([shape.layer.weight_quant.name for shape in work.layers()])
+
+    tuned(net, data, (*CLOSED, "look"))
+    assert sum(map(len, asked)) == 4
