@@ -60,7 +60,14 @@ class Flow:
         self.uses = _uses(model, self.ops)
 
     def again(self, op: Op, ids: Mapping[int, Any]) -> Any:
-        """What an operation that moves values gives when some of its inputs are these; the others are FOREIGN."""
+        """What an operation that moves values gives when some of its inputs are these, the others FOREIGN; None when
+        it takes no such numbers."""
+        try:
+            return self._again(op, ids)
+        except (RuntimeError, TypeError, ValueError, IndexError):  # torch's words for what an operation does not take
+            return None
+
+    def _again(self, op: Op, ids: Mapping[int, Any]) -> Any:
 
         def given(index: int) -> Any:
             if index in ids:

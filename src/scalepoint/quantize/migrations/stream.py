@@ -192,7 +192,9 @@ class _Flood:
 
     def _check_add(self, op: Op, owner: Op | None) -> None:
         given = op.module.settings if isinstance(op.module, Operation) else {}
-        if owner is not None or any(value not in (1, None) or name != "alpha" for name, value in given.items()):
+        if owner is not None:
+            raise RefusedError(f"{op.name} adds to what comes after {owner.name}: not a pre-norm model")
+        if any(value not in (1, None) or name != "alpha" for name, value in given.items()):
             raise RefusedError(f"{op.name} adds something that does not commute with a rotation")
 
     def _held(self, op: Op, axis: int) -> list[Tensor]:

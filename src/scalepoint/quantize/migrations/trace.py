@@ -138,6 +138,8 @@ def _pooled(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
 def _averaged(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
     """The mean of equal numbers is that number, the mean of their squares its square."""
     mean, square = (flow.again(op, {k: v.double() ** power for k, v in own.items()}) for power in (1, 2))
+    if mean is None or square is None:
+        return None
     return mean.round().long() if torch.allclose(mean.square(), square, rtol=1e-12, atol=1e-9) else None
 
 
@@ -193,7 +195,7 @@ def _weighted_sum(flow: Flow, op: Op, own: dict[int, Any]) -> Tensor | None:
 Rule = Callable[[Flow, Op, dict[int, Any]], Any]  # the numbers behind an operation; None where they cannot be told
 RULES: tuple[tuple[Collection[str], Rule, str], ...] = (
     (SAME | RECTIFIES | CLAMPS, _same, "takes it in another place"),
-    (MOVES, Flow.again, ""),
+    (MOVES, Flow.again, "moves it in a way that cannot be followed"),
     (POOLS, _pooled, "pools over channels"),
     (("mean",), _averaged, "averages over channels"),
     (("mul", "div"), _multiplied, "multiplies it by itself, or divides by it"),
