@@ -18,15 +18,15 @@ proxy           One pass, without gradients. At each node n of the graph, x the 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
+from scalepoint.analysis.flow import flow_of
 from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
-from scalepoint.analysis.lockstep import Lockstep
-from scalepoint.analysis.sums import ErrorSums, energy, error_energy, float_tensors
+from scalepoint.analysis.sums import ErrorSums
 from scalepoint.errors import UsageError, shown
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.feeding import Data, check_data, feed, first_inputs
@@ -218,57 +218,10 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.inf if part else 0.0
 
 
-@dataclass
-class _Flow:
-    """Sums of squares at each node of the lockstep."""
-
-    noise: dict[fx.Node, float] = field(default_factory=dict)
-    own: dict[fx.Node, float] = field(default_factory=dict)
-    carried: dict[fx.Node, float] = field(default_factory=dict)
-    signal: dict[fx.Node, float] = field(default_factory=dict)  # of the outputs
-    quantizing: dict[fx.Node, bool] = field(default_factory=dict)
-
-    def __call__(self, node: fx.Node, steps: Lockstep) -> None:
-        if node.op == "output":
-            for each in node.all_input_nodes:
-                _add(self.signal, each, sum(map(energy, float_tensors(steps.exact[each]))))
-            return
-        exact, noisy = steps.exact[node], steps.noisy[node]
-        _add(self.noise, node, error_energy(exact, noisy))
-        if node not in self.quantizing:
-            module = steps.live.get_submodule(str(node.target)) if node.op == "call_module" else nn.Identity()
-            self.quantizing[node] = any(each.enabled for each in quantizers_of(module))
-        if self.quantizing[node]:
-            carried = steps.carried(node)
-            _add(self.own, node, error_energy(carried, noisy))
-            _add(self.carried, node, error_energy(exact, carried))
-
-    def weights(self, graph: fx.Graph) -> dict[fx.Node, float]:
-        """How much noise at a node ends up in the outputs, as noise to signal."""
-        weights = dict.fromkeys(graph.nodes, 0.0)
-        for node, signal in self.signal.items():
-            weights[node] += 1 / signal if signal else 0.0
-        for node in reversed(graph.nodes):
-            if node.op == "output" or not weights[node]:
-                continue
-            coming = sum(self.noise[each] for each in node.all_input_nodes)
-            if coming:
-                gain = self.carried.get(node, self.noise[node]) / coming
-                for each in node.all_input_nodes:
-                    weights[each] += gain * weights[node]
-        return weights
-
-
-def _add(sums: dict[fx.Node, float], node: fx.Node, value: float) -> None:
-    sums[node] = sums.get(node, 0.0) + value
-
-
 def _proxy(
     quantized: fx.GraphModule, names: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
-    flow = _Flow()
-    run = driven(quantized, Lockstep(quantized, flow))
-    feed(run, data, "finding sensitive layers", max_batches=max_batches, progress=progress)
+    flow = flow_of(quantized, data, max_batches=max_batches, progress=progress)
     weights = flow.weights(quantized.graph)
     scores = dict.fromkeys(names, 0.0)
     for node, own in flow.own.items():
