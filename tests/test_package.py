@@ -22,9 +22,11 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess:
 
 def test_the_public_names_are_pinned():
     assert sorted(scalepoint.__all__) == [
+        "Budget",
         "DeployConfig",
         "Deployment",
         "__version__",
+        "allocation",
         "analysis",
         "apply_transformation_plan",
         "benchmark",

@@ -9,6 +9,7 @@ from typing import Any
 from scalepoint.version import __version__
 
 _SUBMODULES = (
+    "allocation",
     "analysis",
     "checking",
     "deployment",
@@ -28,6 +29,7 @@ _SUBMODULES = (
     "verification",
 )
 _FUNCTIONS = {
+    "Budget": "allocation",
     "Deployment": "deployment",
     "DeployConfig": "deployment",
     "apply_transformation_plan": "transformation",

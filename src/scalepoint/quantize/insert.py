@@ -177,7 +177,7 @@ def _place_weights(decisions: Sequence[Decision]) -> None:
             continue
         norm_role = _norm_after(site)
         norm = site.fused.parts[norm_role] if norm_role else None
-        key = (_address(site), id(norm), spec)
+        key = (weight_address(site), id(norm), spec)
         if key not in made:
             made[key] = _quantizer(site, spec)
         made[key].consumers.append(site.name)
@@ -189,7 +189,7 @@ def _place_weights(decisions: Sequence[Decision]) -> None:
         _swap(site, weighted, norm_role)
 
 
-def _address(site: Site) -> int:
+def weight_address(site: Site) -> int:
     """What tells one weight from another."""
     if isinstance(site.part, Operation) and site.part.is_computed:
         return id(next(site.part.references()[name].owner for name in WEIGHTS if name in site.part.references()))

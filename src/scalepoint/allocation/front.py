@@ -1,0 +1,163 @@
+"""Who gets which precision: the least error for a cost, by a Lagrangian sweep.
+
+    minimise  sum_i error_i(c_i) + lam sum_i cost_i(c_i)          c_i the choice of item i, for every lam at once
+
+For one lam every item decides alone; as lam falls it climbs the lower convex hull of its own (cost, error) points. So
+the rungs of all items, sorted by error removed per cost, are the front of the whole: each of its points is exactly the
+least error for its cost. Between two points `within` fills what a budget leaves, and `trimmed` gives back what is
+not worth having.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+SLACK = 1e-9  # of a limit: what sums of floats may be off
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run an item: what it costs, and the error that it adds."""
+
+    name: str
+    error: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that gets exactly one of its choices."""
+
+    name: str
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A choice for every item, by their names, and the sums."""
+
+    chosen: Mapping[str, str]
+    error: float
+    cost: float
+
+
+def front(items: Sequence[Item]) -> tuple[Allocation, ...]:
+    """From the cheapest allocation to the one with the least error; every next one raises one item by one rung."""
+    _check(items)
+    hulls = [hull(item.choices) for item in items]
+    places = [0] * len(items)
+    found = [_allocation(items, [steps[0] for steps in hulls])]
+    for index in _order(hulls):
+        places[index] += 1
+        found.append(_allocation(items, [steps[place] for steps, place in zip(hulls, places, strict=True)]))
+    return tuple(found)
+
+
+def within(items: Sequence[Item], limit: float) -> Allocation | None:
+    """The least error that was found for no more than this cost; None where even the cheapest costs more.
+
+    Exact at the points of the front; between two of them the better of filling up from the one below and of lowering
+    the one above."""
+    points = front(items)
+    limit += SLACK * abs(limit)
+    fitting = [point for point in points if point.cost <= limit]
+    if not fitting:
+        return None
+    below = _filled(items, _picked(items, fitting[-1]), limit)
+    if len(fitting) == len(points):
+        return below
+    above = _filled(items, _lowered(items, _picked(items, points[len(fitting)]), limit), limit)
+    return min(below, above, key=lambda found: (found.error, found.cost))
+
+
+def trimmed(items: Sequence[Item], found: Allocation, share: float) -> Allocation:
+    """Lowered again where that adds least, as long as all of it adds no more than this share of the error."""
+    picked, allowed = _picked(items, found), found.error * (1 + share)
+    while True:
+        steps = [
+            (other.error - now.error, index, other)
+            for index, (item, now) in enumerate(zip(items, picked, strict=True))
+            for other in item.choices
+            if other.cost < now.cost and found.error + other.error - now.error <= allowed
+        ]
+        if not steps:
+            return found
+        _, place, other = min(steps, key=lambda step: step[:2])
+        picked[place] = other
+        found = _allocation(items, picked)
+
+
+def hull(choices: Sequence[Choice]) -> list[Choice]:
+    """The lower convex hull, the cheapest first: what is worth its cost for some price of an error."""
+    kept: list[Choice] = []
+    for each in sorted(choices, key=lambda choice: (choice.cost, choice.error)):
+        if kept and each.error >= kept[-1].error:
+            continue
+        while len(kept) > 1 and _worth(kept[-2], kept[-1]) <= _worth(kept[-2], each):
+            kept.pop()
+        kept.append(each)
+    return kept
+
+
+def _worth(one: Choice, other: Choice) -> float:
+    """The error that is removed for each unit of cost."""
+    cost = other.cost - one.cost
+    return (one.error - other.error) / cost if cost > 0 else math.inf
+
+
+def _order(hulls: Sequence[Sequence[Choice]]) -> list[int]:
+    """The items in the order of their rungs, the most worthwhile first; of equals the earlier item."""
+    rungs = [(-_worth(low, high), index) for index, steps in enumerate(hulls) for low, high in pairwise(steps)]
+    return [index for _, index in sorted(rungs)]
+
+
+def _allocation(items: Sequence[Item], picked: Sequence[Choice]) -> Allocation:
+    chosen = {item.name: choice.name for item, choice in zip(items, picked, strict=True)}
+    return Allocation(chosen, math.fsum(each.error for each in picked), math.fsum(each.cost for each in picked))
+
+
+def _picked(items: Sequence[Item], found: Allocation) -> list[Choice]:
+    return [next(each for each in item.choices if each.name == found.chosen[item.name]) for item in items]
+
+
+def _filled(items: Sequence[Item], picked: list[Choice], limit: float) -> Allocation:
+    """Raised by whatever still fits, the most worthwhile first."""
+    while True:
+        left = limit - math.fsum(each.cost for each in picked)
+        steps = [
+            (_worth(now, other), -index, other)
+            for index, (item, now) in enumerate(zip(items, picked, strict=True))
+            for other in item.choices
+            if other.error < now.error and other.cost - now.cost <= left
+        ]
+        if not steps:
+            return _allocation(items, picked)
+        _, place, other = max(steps, key=lambda step: step[:2])
+        picked[-place] = other
+
+
+def _lowered(items: Sequence[Item], picked: list[Choice], limit: float) -> list[Choice]:
+    """Lowered where that costs the least error for what it saves, until it fits."""
+    while math.fsum(each.cost for each in picked) > limit:
+        steps = [
+            (_worth(other, now), index, other)
+            for index, (item, now) in enumerate(zip(items, picked, strict=True))
+            for other in item.choices
+            if other.cost < now.cost
+        ]
+        _, place, other = min(steps, key=lambda step: step[:2])
+        picked[place] = other
+    return picked
+
+
+def _check(items: Sequence[Item]) -> None:
+    names = [item.name for item in items]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two items of one name: {', '.join(names)}")
+    for item in items:
+        if not item.choices:
+            raise ValueError(f"{item.name}: it has no choice")
+        for each in item.choices:
+            if not (math.isfinite(each.error) and math.isfinite(each.cost)):
+                raise ValueError(f"{item.name}, {each.name}: an error of {each.error} at a cost of {each.cost}")

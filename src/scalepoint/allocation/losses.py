@@ -1,0 +1,157 @@
+"""What a layer loses at each width: the error of its output after the solver, all widths on the same moments.
+
+    loss(V) = E |W x~ - V x~ - shift|^2          x~ what reaches the layer in the quantized net, on held-out rows
+
+H = E[x~ x~'] does not depend on bits, so one walk over the data serves every width. Scales are searched and codes
+chosen by GPTQ, as tuning will do it; the descent after that lowers all widths alike and is left away. What tuning does
+not touch (float formats, pair-safe codes) is rounded to nearest.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from scalepoint.progress import phase
+from scalepoint.quantize.feeding import Data
+from scalepoint.quantize.record import record_of
+from scalepoint.quantize.stubs import WeightFakeQuantize
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import QuantizationSpec, RangeCalculatorBase
+from scalepoint.tuning.moments import Moments, Sums
+from scalepoint.tuning.problem import Problem, Shape
+from scalepoint.tuning.rows import Geometry, chosen_rows, geometry_of, uniform
+from scalepoint.tuning.steps import find_step
+from scalepoint.tuning.walk import Walk, inputs_of_batches
+
+SOLVER = ("scale", "gptq")
+ROWS, HOLDOUT, FEW_SAMPLES, CHUNK = 8_192, 0.1, 10, 4096
+MEMORY = 2_000_000_000
+WITHOUT = 4.0  # a bit is worth 6 dB where nothing could be measured
+
+Losses = dict[QuantizationSpec, float]  # each over the error of the running codes
+
+
+def losses_of(
+    model: fx.GraphModule,
+    specs: Mapping[str, Sequence[QuantizationSpec]],
+    data: Data,
+    *,
+    steps: Sequence[str] | None,
+    max_batches: int | None,
+    skip_nan: bool,
+    progress: bool | None,
+) -> tuple[dict[str, Losses], dict[str, float]]:
+    """For each layer the error at every spec over that of the codes that the model has now, and the latter over the
+    energy of the layer's output. `steps` are those of tuning; none of them: the intercept alone; None: nearest codes,
+    as they are."""
+    batches = inputs_of_batches(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
+    walk = Walk(model, batches, memory=MEMORY)
+    names = record_of(model).names
+    found: dict[str, Losses] = {}
+    levels: dict[str, float] = {}
+    layers = {node for node in model.graph.nodes if names.get(node.name) in specs and walk.layer(node) is not None}
+    try:
+        with phase("measuring widths", total=len(layers), unit="layers", show=progress) as running:
+            for node in model.graph.nodes:
+                name = names.get(node.name, "")
+                if node in layers:
+                    if name not in found:
+                        found[name], levels[name] = _Layer(walk, node, steps).losses(specs[name])
+                    running.advance()
+                walk.advance(node)
+    finally:
+        walk.shelf.close()
+    return found, levels
+
+
+class _Layer:
+    """One layer where the walk stands."""
+
+    def __init__(self, walk: Walk, node: fx.Node, steps: Sequence[str] | None) -> None:
+        found = walk.layer(node)
+        assert found is not None  # noqa: S101  # only such nodes are asked for
+        self.walk, self.node, self.steps = walk, node, steps
+        self.place, self.live = found
+
+    def losses(self, specs: Sequence[QuantizationSpec]) -> tuple[Losses, float]:
+        layers = {spec: _with_spec(self.live, spec) for spec in specs}
+        own = self.live.weight_quant.spec
+        geometry = geometry_of(self.live)
+        seen = None if geometry is None else self._seen(geometry)
+        if geometry is None or seen is None:
+            return {spec: WITHOUT ** (own.n_bits - spec.n_bits) for spec in specs}, 1.0
+        fit, judge = seen
+        weight = Shape(self.live, geometry).weight()
+        now = _nearest(self.live, geometry, weight, judge)
+        found = {spec: self._loss(layer, geometry, weight, fit, judge) for spec, layer in layers.items()}
+        energy = float(judge.outputs.sum())
+        scale = now if now > 0 else energy or 1.0
+        return {spec: loss / scale for spec, loss in found.items()}, now / energy if now > 0 and energy else 1.0
+
+    def _loss(
+        self, layer: QuantizedWeighted, geometry: Geometry, weight: Tensor, fit: Moments, judge: Moments
+    ) -> float:
+        least = _nearest(layer, geometry, weight, judge)
+        if self.steps is None or not _is_solvable(layer):
+            return least
+        shape = Shape(layer, geometry)
+        now, (low, high) = shape.start(weight), shape.limits()
+        problem = Problem(
+            name=self.place, weight=weight, low=low, high=high, fit=fit, judge=judge,
+            has_own_scales=shape.has_own_scales, has_intercept=True,
+        )  # fmt: skip
+        whole = float(judge.outputs.sum())
+        for step in ("", *self.steps):
+            now = find_step(step)(problem, now) if step else now
+            least = min(least, problem.error(now) * whole)
+        return least
+
+    def _seen(self, geometry: Geometry) -> tuple[Moments, Moments] | None:
+        """Moments of nine tenths of the rows and of the rest, of the quantized stream against itself."""
+        counts = [geometry.positions(noisy) for _, noisy in self.walk.inputs(self.node, self.place)]
+        total, samples = sum(a * b for a, b in counts), sum(a for a, _ in counts)
+        share = min(1.0, ROWS / max(total, 1))
+        weight = Shape(self.live, geometry).weight()
+        sums, before = (Sums(weight), Sums(weight)), 0
+        for (count, each), (_, noisy) in zip(counts, self.walk.inputs(self.node, self.place), strict=True):
+            places = chosen_rows(before, count, each, share)
+            numbers = before * each + places
+            is_held = uniform(numbers // each if samples >= FEW_SAMPLES else numbers, salt=1) < HOLDOUT
+            for taken, chosen in zip(sums, (places[~is_held], places[is_held]), strict=True):
+                for part in _chunks(chosen):
+                    rows = geometry.rows(noisy, part)
+                    taken.add(rows, rows)
+            before += count
+        fit, judge = sums[0].moments(), sums[1].moments()
+        first, second = fit or judge, judge or fit
+        return None if first is None or second is None else (first, second)
+
+
+def _chunks(chosen: Tensor) -> Iterator[Tensor]:
+    for start in range(0, len(chosen), CHUNK):
+        yield chosen[start : start + CHUNK]
+
+
+def _with_spec(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeighted:
+    """The same layer with another quantizer, frozen."""
+    axis = 1 if live.kind == "conv_transpose" else 0
+    layer = QuantizedWeighted(live.operation, live.norm, WeightFakeQuantize([], spec=spec, channel_axis=axis))
+    layer.weight_quant.name = live.weight_quant.name
+    layer.refers["input"] = live.refers["input"]
+    layer.freeze()
+    layer.training = False
+    return layer
+
+
+def _nearest(layer: QuantizedWeighted, geometry: Geometry, weight: Tensor, judge: Moments) -> float:
+    """The squared error of the codes that a layer has."""
+    quant = layer.weight_quant
+    values = geometry.by_group(quant.values(layer.deployed().codes).to(torch.float64))
+    return float(judge.error(weight, values, judge.mismatch(weight, values)).sum())
+
+
+def _is_solvable(layer: QuantizedWeighted) -> bool:
+    quant = layer.weight_quant
+    key = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls)
+    return not quant.quantizer.grid.format.is_float and quant.spec.qformulation == "zp" and key != "pair_safe"

@@ -1,0 +1,264 @@
+"""Every layer at every width, measured once on one calibrated model: what it puts on the output, and what it costs.
+
+    error  = noise to signal at the output  =  own(n) weight(n) loss(width) / loss(now)  +  the noise of its inputs
+    size   = codes and scales in bytes           time = MACs * bits of the wider operand / 32
+
+own and weight are those of sensitivity by proxy (`analysis/flow.py`), with all weights at 8 bits where the target runs
+that: noise is small there, so that it adds up. Inputs that a way widens lose 6 dB of noise a bit; that is not measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite, prod
+from typing import Any, Literal
+
+from torch import fx
+
+from scalepoint.allocation.losses import SOLVER, losses_of
+from scalepoint.allocation.ways import (
+    AS_IT_IS,
+    Layer,
+    Way,
+    add_choices,
+    add_upwards,
+    is_pinned,
+    layers_by_name,
+    partners,
+    way_of,
+)
+from scalepoint.allocation.widths import Row, Width, Widths
+from scalepoint.analysis.flow import Flow, flow_of
+from scalepoint.covered import CoverageRow
+from scalepoint.errors import UsageError
+from scalepoint.patterns import Point
+from scalepoint.quantize import Override, QuantConfig, calibrate, insert_qdq
+from scalepoint.quantize.cost import shape_of
+from scalepoint.quantize.feeding import Data
+from scalepoint.quantize.insert import decisions_for
+from scalepoint.quantize.parts import weight_shape
+from scalepoint.quantize.placement import Decision
+from scalepoint.quantize.record import record_of
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
+from scalepoint.targets import Target
+from scalepoint.transformation import TransformationResult
+
+BATCHES = 4  # of the data: enough to see how noise flows
+BROKEN = 1e12  # the error of what breaks the model
+FLOAT_BITS = 32
+EIGHT = "int8"
+
+
+def measure_widths(
+    result: TransformationResult,
+    config: QuantConfig,
+    target: Target,
+    choices: Sequence[str] | None,
+    data: Data,
+    *,
+    steps: Sequence[str] | None = SOLVER,
+    max_batches: int | None = None,
+    on_nan: Literal["error", "skip"] = "error",
+    progress: bool | None = None,
+) -> Widths:
+    """The layers of a transformed model at each of the `choices`; None: as they are, and all that is more precise.
+
+    A layer whose weight an override of the config names keeps it, and has no choice. `steps` of tuning choose the codes
+    that are judged.
+    """
+    decisions, rows, coverage = decisions_for(result.model, result.matches, config, target)
+    layers = layers_by_name(decisions)
+    if choices is None:
+        for layer in layers:
+            add_upwards(layer, config, target)
+    else:
+        layers = [each for each in layers if each.first.weight is not None and not is_pinned(each, config)]
+        add_choices(layers, choices, config, target)
+    if not layers:
+        raise UsageError("no layer has a choice: the config names the weights of all that are quantized")
+    measured = _Measured(result, config, target, layers)
+    measured.run(data, steps, max_batches, on_nan, progress)
+    macs: dict[str, float] = dict.fromkeys((layer.name for layer in layers), 0.0)
+    fixed = []
+    for decision in decisions:
+        if decision.site.name in macs:
+            macs[decision.site.name] += _work(rows.get(decision.site.node), decision.site.node)
+        else:
+            fixed.append((decision, rows.get(decision.site.node)))
+    made = tuple(_row(group, measured, macs) for group in partners(layers))
+    others = sum(row.macs or 0 for row in coverage.operations if row.name not in macs)
+    return _with_the_rest(made, result.model, fixed, sum(macs.values()), others)
+
+
+def _with_the_rest(
+    made: tuple[Row, ...],
+    model: fx.GraphModule,
+    fixed: Sequence[tuple[Decision, CoverageRow | None]],
+    own: float,
+    others: float,
+) -> Widths:
+    """What has no choice costs what it is: in float, or quantized as the config says."""
+    size = _float_size(model)
+    rest = size - sum(FLOAT_BITS / 8 * row.weights for row in made)
+    time = others
+    for decision, row in fixed:
+        bits = max((spec.n_bits for point, _, spec in decision.points if point != Point.OUTPUT), default=FLOAT_BITS)
+        if decision.weight is not None:
+            shape = weight_shape(decision.site.part)
+            rest -= FLOAT_BITS / 8 * prod(shape) - _bytes(decision.weight, shape)
+            bits = max(bits, decision.weight.n_bits)
+        elif decision.site.role is not None:
+            bits = FLOAT_BITS
+        time -= (row.macs or 0) * (1 - bits / FLOAT_BITS) if row is not None else 0.0
+    return Widths(made, size, own + others, max(rest, 0.0), max(time, 0.0))
+
+
+def _work(row: CoverageRow | None, node: fx.Node) -> float:
+    """MACs; of what multiplies nothing, its values."""
+    if row is not None and row.macs:
+        return float(row.macs)
+    shape = shape_of(node)
+    return float(prod(shape)) if shape else 0.0
+
+
+def _float_size(model: fx.GraphModule) -> float:
+    """The bytes of all parameters and float buffers in float32."""
+    tensors = {each.data_ptr(): each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()}
+    return 4.0 * sum(each.numel() for each in tensors.values())
+
+
+def _row(group: Sequence[Layer], measured: "_Measured", macs: Mapping[str, float]) -> Row:
+    """Partners together: the ways that all of them have."""
+    refused = {name: why for layer in group for name, why in layer.refused.items()}
+    names = [way.name for way in group[0].ways if all(way.name in {each.name for each in o.ways} for o in group)]
+    shapes = {layer.name: weight_shape(layer.first.site.part) for layer in group if layer.first.weight is not None}
+    weights = prod(next(iter(shapes.values()))) if measured.share_a_weight(group) else sum(map(prod, shapes.values()))
+    widths = []
+    for name in names:
+        ways = [next(way for way in layer.ways if way.name == name) for layer in group]
+        pairs = list(zip(group, ways, strict=True))
+        error = sum(measured.error(layer, way) for layer, way in pairs)
+        sizes = [_bytes(way.weight, shapes[layer.name]) for layer, way in pairs if layer.name in shapes]
+        size = sizes[0] if measured.share_a_weight(group) else sum(sizes)
+        time = sum(macs[layer.name] * way.widest / FLOAT_BITS for layer, way in pairs)
+        said = {key: _plain(value) for key, value in ways[0].said.items()}
+        widths.append(Width(name, float(ways[0].bits), error, size, time, said))
+    return Row(tuple(each.name for each in group), group[0].first.site.kind, weights, tuple(widths), refused)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, QuantizationSpec) else value
+
+
+def _bytes(spec: QuantizationSpec | None, shape: tuple[int, ...]) -> float:
+    """Codes, scales in float32, and zero points where they are not zero."""
+    count = prod(shape)
+    if spec is None:
+        return FLOAT_BITS / 8 * count
+    granularity = spec.granularity
+    scales = 1.0
+    if isinstance(granularity, PerBlockGranularity):
+        extents = granularity.get_block_size(shape)
+        scales = count / prod(extents)
+    elif isinstance(granularity, PerChannelGranularity):
+        scales = float(shape[granularity.axis or 0])
+    zero = scales * spec.n_bits / 8 if spec.qscheme == "asymmetric" else 0.0
+    return count * spec.n_bits / 8 + 4 * scales + zero
+
+
+class _Measured:
+    """How noise flows with wide weights, and the loss of each layer at each of its specs."""
+
+    def __init__(
+        self, result: TransformationResult, config: QuantConfig, target: Target, layers: Sequence[Layer]
+    ) -> None:
+        self.layers, self.config, self.target, self.result = layers, config, target, result
+        self.model: fx.GraphModule = insert_qdq(
+            result.model, result.matches, self._wide_config(), target=target, copy=True
+        )
+
+    def _wide_config(self) -> QuantConfig:
+        """All weights that have a choice at 8 bits, or at the widest that is left."""
+        more = []
+        for layer in self.layers:
+            if layer.first.weight is None:
+                continue
+            tried = Layer(layer.name, layer.decisions)
+            try:
+                add_choices([tried], (EIGHT,), self.config, self.target)
+                more.append(Override(name=layer.name, **tried.ways[0].said))
+            except ValueError:
+                own = [way for way in layer.ways if way.weight is not None] or layer.ways
+                said = max(own, key=lambda way: way.bits).said
+                more += [Override(name=layer.name, **said)] if said else []
+        return self.config.model_copy(update={"overrides": (*self.config.overrides, *more)})
+
+    def run(
+        self,
+        data: Data,
+        steps: Sequence[str] | None,
+        max_batches: int | None,
+        on_nan: Literal["error", "skip"],
+        progress: bool | None,
+    ) -> None:
+        calibrate(self.model, data, max_batches=max_batches, on_nan=on_nan, progress=progress, freeze_weights=True)
+        few = min(max_batches or BATCHES, BATCHES)
+        flow = flow_of(self.model, data, max_batches=few, progress=False)
+        self._collect(flow)
+        specs = {
+            layer.name: [*dict.fromkeys(way.weight for way in layer.ways if way.weight is not None)]
+            for layer in self.layers
+        }
+        self.losses, self.levels = losses_of(
+            self.model,
+            {name: found for name, found in specs.items() if found},
+            data,
+            steps=steps,
+            max_batches=max_batches,
+            skip_nan=on_nan == "skip",
+            progress=progress,
+        )
+
+    def _collect(self, flow: Flow) -> None:
+        """The noise of each layer's weight and of its inputs, at the output."""
+        names, weights = record_of(self.model).names, flow.weights(self.model.graph)
+        self.of_weight: dict[str, float] = {}
+        self.of_inputs: dict[str, float] = {}
+        self.silent: set[str] = set()
+        for node, own in flow.own.items():
+            module = self.model.get_submodule(str(node.target))
+            if not isinstance(module, QuantStub):
+                name = names.get(node.name, "")
+                self.of_weight[name] = self.of_weight.get(name, 0.0) + own * weights[node]
+                if not own:
+                    self.silent.add(name)
+                continue
+            left = own * weights[node]
+            for reader in node.users:
+                part = own * flow.gain(reader) * weights[reader]
+                if names.get(reader.name) in module.consumers:
+                    self._add_input(names[reader.name], part)
+                    left -= part
+            source = node.all_input_nodes[0]
+            if names.get(source.name) in module.consumers:
+                self._add_input(names[source.name], max(left, 0.0))
+
+    def _add_input(self, name: str, part: float) -> None:
+        self.of_inputs[name] = self.of_inputs.get(name, 0.0) + part
+
+    def share_a_weight(self, group: Sequence[Layer]) -> bool:
+        parts = [getattr(layer.first.site.part, "weight", None) for layer in group]
+        return len(group) > 1 and len({None if each is None else each.data_ptr() for each in parts}) == 1
+
+    def error(self, layer: Layer, way: Way) -> float:
+        """The noise to signal that a layer is expected to put on the output."""
+        found = 0.0
+        if way.weight is not None:
+            scale = self.of_weight.get(layer.name, 0.0)
+            if layer.name in self.silent:
+                scale = self.levels.get(layer.name, 0.0)
+            found += scale * self.losses.get(layer.name, {}).get(way.weight, 0.0)
+        if way.inputs:
+            before = way_of(layer, AS_IT_IS, {}, self.config, self.target).inputs
+            more = min(each.n_bits for each in way.inputs) - min(each.n_bits for each in before)
+            found += self.of_inputs.get(layer.name, 0.0) * 4.0**-more
+        return found if isfinite(found) else BROKEN

@@ -1,0 +1,119 @@
+"""Every layer at every width: what it is expected to put on the output, and what it costs; the best within a budget."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import TypeAdapter
+
+from scalepoint.allocation.budget import Budget, Unit
+from scalepoint.allocation.front import Allocation, Choice, Item, front, trimmed, within
+from scalepoint.errors import UsageError
+from scalepoint.plain import plain
+from scalepoint.quantize import Override, QuantConfig
+
+TRIM = 0.01  # of the error: what is worth less is not raised, even where a budget allows it
+Costs = Unit | Literal["cost"]
+
+
+@dataclass(frozen=True)
+class Width:
+    """One way to run some layers."""
+
+    name: str
+    bits: float  # of a weight
+    error: float  # the noise to signal that it is expected to put on the output
+    size: float  # bytes
+    time: float  # MACs of a float kernel
+    said: Mapping[str, Any]  # fields of the override that asks for it
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layers that share a choice."""
+
+    layers: tuple[str, ...]
+    kind: str
+    weights: int
+    widths: tuple[Width, ...]
+    refused: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.layers[0]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """All layers that have a choice, and what the rest of the model costs."""
+
+    rows: tuple[Row, ...]
+    float_size: float
+    float_time: float
+    rest_size: float
+    rest_time: float
+
+    def items(self, unit: Costs) -> list[Item]:
+        return [
+            Item(row.name, tuple(Choice(each.name, each.error, self._cost(row, each, unit)) for each in row.widths))
+            for row in self.rows
+        ]
+
+    def _cost(self, row: Row, width: Width, unit: Costs) -> float:
+        """What adds up: bytes, bits, MACs; "cost" is the shares of size and time together."""
+        if unit == "bits":
+            return width.bits * row.weights
+        if unit == "size":
+            return width.size
+        if unit == "speed":
+            return width.time
+        return width.size / self.float_size + width.time / (self.float_time or 1.0)
+
+    def shown(self, unit: Costs, cost: float) -> float:
+        """A sum of costs in the unit of the budget."""
+        if unit == "bits":
+            return cost / (sum(row.weights for row in self.rows) or 1)
+        if unit == "size":
+            return (cost + self.rest_size) / self.float_size
+        return self.float_time / max(cost + self.rest_time, 1e-30) if unit == "speed" else cost
+
+    def limit(self, budget: Budget) -> float:
+        """A budget as a sum of costs."""
+        if budget.unit == "bits":
+            return budget.limit * sum(row.weights for row in self.rows)
+        if budget.unit == "size":
+            return budget.limit * self.float_size - self.rest_size
+        return self.float_time / budget.limit - self.rest_time
+
+    def within(self, budget: Budget) -> Allocation:
+        """The best allocation of a budget; an error says what the least is that could be reached."""
+        items = self.items(budget.unit)
+        found = within(items, self.limit(budget))
+        if found is not None:
+            return trimmed(items, found, TRIM)
+        least = self.shown(budget.unit, front(items)[0].cost)
+        names = dict.fromkeys(width.name for row in self.rows for width in row.widths)
+        what = {
+            "size": f"the smallest is {least:.3g} of the float file",
+            "bits": f"the fewest are {least:.3g} bits a weight",
+            "speed": f"the fastest is {least:.3g} times the float model, by MACs",
+        }[budget.unit]
+        raise UsageError(
+            f"budget {budget} cannot be reached with choices {', '.join(names)}: {what}. Give more, or narrower choices"
+        )
+
+    def config(self, config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
+        """The config that asks for an allocation."""
+        more = []
+        for row in self.rows:
+            width = next(each for each in row.widths if each.name == chosen[row.name])
+            more += [Override(name=name, **width.said) for name in row.layers if width.said]
+        return config.model_copy(update={"overrides": (*config.overrides, *more)})
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = plain(self)
+        return found
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
+        return TypeAdapter(cls).validate_python(saved)

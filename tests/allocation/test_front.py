@@ -1,0 +1,101 @@
+"""The allocator: exact on the front, never over a budget, the same for any order of what is equal."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalepoint.allocation import Choice, Item, front, within
+
+NUMBERS = st.integers(0, 40).map(float)
+CHOICES = st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=4)
+PROBLEMS = st.lists(CHOICES, min_size=1, max_size=4)
+
+
+def made(rows):
+    return [
+        Item(f"layer{index}", tuple(Choice(f"c{place}", *pair) for place, pair in enumerate(pairs)))
+        for index, pairs in enumerate(rows)
+    ]
+
+
+def brute(items, limit):
+    """The least error of all allocations that fit."""
+    sums = [
+        (sum(each.error for each in picked), sum(each.cost for each in picked))
+        for picked in itertools.product(*(item.choices for item in items))
+    ]
+    return min((error for error, cost in sums if cost <= limit), default=None)
+
+
+@given(PROBLEMS)
+def test_every_point_of_the_front_is_the_least_error_for_its_cost(rows):
+    items = made(rows)
+    points = front(items)
+    assert [point.error for point in points] == [brute(items, point.cost) for point in points]
+    assert all(a.cost < b.cost or a.error > b.error for a, b in itertools.pairwise(points))
+    worth = [(a.error - b.error) / (b.cost - a.cost) for a, b in itertools.pairwise(points) if b.cost > a.cost]
+    assert all(a >= b - 1e-9 for a, b in itertools.pairwise(worth))
+
+
+@given(PROBLEMS, st.integers(0, 120))
+def test_within_a_budget_nothing_is_better_than_brute_force_nor_worse_than_the_front(rows, limit):
+    items = made(rows)
+    best, found = brute(items, limit), within(items, limit)
+    if best is None:
+        assert found is None
+        return
+    assert found.cost <= limit * (1 + 1e-9)
+    fitting = [point for point in front(items) if point.cost <= limit]
+    assert best <= found.error <= fitting[-1].error
+    chosen = [next(each for each in item.choices if each.name == found.chosen[item.name]) for item in items]
+    assert (found.error, found.cost) == (sum(c.error for c in chosen), sum(c.cost for c in chosen))
+
+
+def test_the_layer_that_gains_most_for_its_cost_comes_first():
+    items = [
+        Item("big", (Choice("int4", 5, 100), Choice("int8", 0, 200))),
+        Item("small", (Choice("int4", 4, 10), Choice("int8", 0, 20))),
+    ]
+    assert [dict(point.chosen) for point in front(items)] == [
+        {"big": "int4", "small": "int4"}, {"big": "int4", "small": "int8"}, {"big": "int8", "small": "int8"}
+    ]  # fmt: skip
+
+
+def test_a_choice_off_the_hull_is_taken_where_only_it_fits():
+    item = Item("a", (Choice("int2", 10, 0), Choice("int4", 8, 5), Choice("int8", 0, 10)))
+    assert [point.chosen["a"] for point in front([item])] == ["int2", "int8"]
+    assert within([item], 7).chosen["a"] == "int4"
+
+
+def test_lowering_the_point_above_may_be_better_than_filling_the_one_below():
+    items = [
+        Item("a", (Choice("low", 10, 0), Choice("high", 0, 10))),
+        Item("b", (Choice("low", 2, 0), Choice("mid", 1, 3), Choice("high", 0.5, 9))),
+        Item("c", (Choice("low", 9, 0), Choice("high", 0, 10))),
+    ]
+    for limit in range(31):
+        assert within(items, limit).error <= brute(items, limit) + 1.5
+
+
+def test_one_layer_all_equal_and_ties_in_order():
+    same = (Choice("int4", 1, 4), Choice("int8", 0, 8))
+    items = [Item(name, same) for name in "abc"]
+    assert [list(point.chosen.values()).count("int8") for point in front(items)] == [0, 1, 2, 3]
+    assert within(items, 16).chosen == {"a": "int8", "b": "int4", "c": "int4"}
+    flat = Item("flat", (Choice("int8", 1, 8), Choice("int4", 1, 4), Choice("float", 1, 32)))
+    assert [point.chosen["flat"] for point in front([flat])] == ["int4"]
+    only = Item("only", (Choice("float", 0, 32),))
+    assert within([only], 32).chosen == {"only": "float"}
+    assert within([only], 31) is None
+
+
+def test_what_is_no_number_has_no_place():
+    with pytest.raises(ValueError, match="an error of nan"):
+        front([Item("a", (Choice("int4", math.nan, 1),))])
+    with pytest.raises(ValueError, match="no choice"):
+        front([Item("a", ())])
+    with pytest.raises(ValueError, match="two items of one name"):
+        front(made([[(1, 1)]]) * 2)
