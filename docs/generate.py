@@ -12,6 +12,7 @@ from typer.main import get_command
 import scalepoint
 from scalepoint import _FUNCTIONS as TOP_LEVEL
 from scalepoint import errors
+from scalepoint.allocation import Budget
 from scalepoint.checking import describe_rules
 from scalepoint.cli import declared
 from scalepoint.cli.app import EXIT_CODES, app
@@ -265,6 +266,10 @@ def config_page() -> str:
             "the short form of a tensor's spec; a whole `QuantizationSpec` may stand in its place",
         ),
         (SmoothQuantConfig, "the key `smooth_quant`"),
+        (
+            Budget,
+            "the key `budget`: exactly one of them; as text `size=0.2`",
+        ),
     )
     for model, what in models:
         parts.append(f"## {model.__name__}\n\n{what[0].upper()}{what[1:]}.\n")
@@ -346,6 +351,7 @@ def errors_page() -> str:
 MODULES = {
     "deployment": "the whole road in one call",
     "transformation": "a model as one graph of fused groups",
+    "allocation": "a precision for every layer under a budget",
     "tuning": "codes, scales and biases chosen by data",
     "quantize": "where quantizers go, how they get their ranges, training, saving",
     "formats": "the files that runtimes read: ONNX",
@@ -489,7 +495,9 @@ def _explained(module: str) -> str:
             result.append("```formula" if is_formula else "```")
             fenced = is_formula
         result.append(line.removeprefix("    ") if is_formula else line)
-    return "\n".join([*result, "```"] if fenced else result).replace("\n\n```\n", "\n```\n\n")
+    return "\n".join([*result, "```"] if fenced else result).replace(
+        "\n\n```\n", "\n```\n\n"
+    )
 
 
 # README: how it compares -----------------------------------------------------------------------------------------

@@ -1,17 +1,24 @@
 """Accuracy first: what is raised, in which order, until the drop is small enough."""
 
 import runpy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import scalepoint
-from scalepoint.analysis import Sensitivity
-from scalepoint.deployment.trials import FLOAT, INT8, RANGES, _chosen, other_ranges
+from scalepoint.allocation import AS_IT_IS, Row, Width, Widths
+from scalepoint.deployment.raising import next_step
+from scalepoint.deployment.ranges import RANGES, other_ranges
+from scalepoint.deployment.trials import Bar, Step, Trial, best_of
 from scalepoint.errors import UsageError
+from scalepoint.plain import plain
 from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, TensorQuantConfig
+from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report
 from scalepoint.targets import find_target
 
+INT8 = "int8 weights"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
@@ -34,8 +41,9 @@ def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
     first, ranges, layers = done.trials[:3]
     assert first.score < -0.2
     assert [each.to for each in ranges.raised] == [RANGES]
-    assert {each.layer: each.to for each in layers.raised}["stem"] == INT8
-    assert done.score == max(trial.score for trial in done.trials) >= -0.2
+    assert "weights" in {each.layer: each.to for each in layers.raised}["stem"]
+    assert done.score >= -0.2
+    assert done.score == min((each.cost, each.score) for each in done.trials if each.score >= -0.2)[1]
     kept = [trial for trial in done.trials if trial.file is not None]
     assert [trial.path for trial in kept] == [done.path]
     assert done.path.is_file()
@@ -52,7 +60,9 @@ def test_the_report_says_what_was_raised_and_why(searched):
     assert all(each.gain > 0 and each.cost > 0 for each in kept.raised)
     page = (folder / "report.html").read_text()
     assert "within the 0.2 allowed" in page
-    assert INT8 in page
+    assert kept.raised[0].to in page
+    assert report.allocation.unit == "cost"
+    assert {each.name: each.chosen for each in report.allocation.layers}["stem"] == kept.raised[0].to
     assert "within the 0.2 allowed" in "\n".join(report.summary())
 
 
@@ -82,31 +92,104 @@ def test_a_bound_that_cannot_be_held_keeps_the_best(model, data, tmp_path, fidel
     assert "more than the 0 allowed" in "\n".join(done.report.summary())
 
 
-def row(name: str, score: float, cost: float) -> Sensitivity:
-    return Sensitivity(name, score, "conv", 1, 1, cost, score / cost)
+def widths(*rows):
+    """Layers of one weight each: (name, error now, error at int8, what int8 adds to the size)."""
+    return Widths(
+        tuple(
+            Row(
+                (name,), "conv", 1,
+                (
+                    Width(AS_IT_IS, 4, now, 0.0, 0.0, {}),
+                    Width(INT8, 8, then, more, 0.0, {"weight": find_target("reference").weight.to_dict()}),
+                    Width(FLOAT, 32, 0.0, 40.0, 40.0, {"weight": FLOAT, "activation": FLOAT}),
+                ),
+                {},
+            )
+            for name, now, then, more in rows
+        ),
+        100.0, 100.0, 0.0, 0.0,
+    )  # fmt: skip
 
 
-class TestOrder:
-    def test_gain_per_cost_decides(self):
-        rows = [row("big", 0.5, 0.5), row("small", 0.3, 0.1), row("tiny", 0.2, 0.4)]
-        assert [each.layer for each in _chosen(rows, {}, 0.5)] == ["small", "big"]
-        assert [each.layer for each in _chosen([*rows, row("last", 0.01, 0.1)], {}, 0.1)] == ["small", "big", "tiny"]
+def trial(score, step=None):
+    config = QuantConfig() if step is None else step.config
+    more = () if step is None else (False, step.raised, step.start, None, step.chosen, step.cost)
+    return Trial(config, None, None, Path(), None, score, *more)
 
-    def test_narrow_weights_get_eight_bits_before_they_become_float(self):
-        chosen = _chosen([row("a", 0.4, 0.5), row("b", 0.4, 0.5), row("c", 0.0, 0.5)], {"b": 4}, 0.01)
-        assert [(each.layer, each.to) for each in chosen] == [("b", INT8), ("a", FLOAT)]
-        assert chosen[0].cost < chosen[1].cost
 
-    def test_what_breaks_the_model_comes_first_and_what_wins_nothing_never(self):
-        rows = [row("fine", 0.0, 0.1), row("bad", 0.4, 0.1), row("nan", float("nan"), 0.1)]
-        assert [each.layer for each in _chosen(rows, {}, 0.1)] == ["nan"]
-        assert _chosen(rows[:1], {}, 0.1) == []
+def searched_with(found, bar, scores, most=10):
+    """The trials of a search in which a file's score depends on what was raised."""
+    trials = [trial(scores(set()))]
+    while len(trials) < most and (step := next_step(trials, found, bar, is_last=len(trials) + 1 == most)):
+        raised = {each.layer for each in step.raised}
+        trials.append(trial(scores(raised), step))
+    return trials
+
+
+class TestRaising:
+    FOUR = widths(("a", 1.0, 0.01, 1.0), ("b", 0.5, 0.01, 1.0), ("c", 0.2, 0.01, 1.0), ("d", 0.1, 0.01, 1.0))
+
+    def test_what_removes_most_error_for_its_cost_comes_first(self):
+        step = next_step([trial(98.0)], self.FOUR, Bar(100.0, 1.0))
+        assert [(each.layer, each.to) for each in step.raised] == [("a", INT8)]
+        assert step.cost == pytest.approx(0.01)
+        assert step.config.overrides[0].name == "a"
+
+    def test_the_larger_the_drop_the_more_is_raised_at_once(self):
+        step = next_step([trial(50.0)], self.FOUR, Bar(100.0, 1.0))
+        assert [each.layer for each in step.raised] == ["a", "b", "c"]
+
+    def test_after_a_file_that_holds_less_is_tried(self):
+        def scores(raised):
+            return 99.5 if {"a", "b"} <= raised else 60.0
+
+        trials = searched_with(self.FOUR, Bar(100.0, 1.0), scores)
+        assert {each.layer for each in best_of(trials, Bar(100.0, 1.0)).raised} == {"a", "b"}
+        assert any(len(each.raised) > 2 and each.score == 99.5 for each in trials)
+
+    def test_a_single_layer_is_lowered_again(self):
+        """c came before d, as it is cheap; with d it is not needed any more."""
+        found = widths(("a", 1.0, 0.01, 1.0), ("b", 0.5, 0.01, 1.0), ("c", 0.05, 0.0, 0.2), ("d", 0.3, 0.01, 2.0))
+        trials = searched_with(found, Bar(100.0, 1.0), lambda raised: 99.5 if {"a", "b", "d"} <= raised else 60.0)
+        assert {each.layer for each in best_of(trials, Bar(100.0, 1.0)).raised} == {"a", "b", "d"}
+
+    def test_nothing_is_tried_twice_and_the_search_ends(self):
+        for good in ({"a"}, {"d"}, {"a", "b", "c", "d"}, {"none"}):
+            bar = Bar(100.0, 1.0)
+            trials = searched_with(self.FOUR, bar, lambda raised, good=good: 99.5 if good <= raised else 50.0, most=99)
+            keys = [tuple(sorted(each.chosen.items())) for each in trials[1:]]
+            assert len(set(keys)) == len(keys)
+            assert len(trials) < 20
+            assert any(bar.holds(each.score) for each in trials) == (good != {"none"})
 
     def test_one_layer_with_weights_stays_quantized(self):
-        rows = [row("a", 0.5, 0.5), row("b", 0.4, 0.5)]
-        assert [each.layer for each in _chosen(rows, {}, 0.0)] == ["a"]
-        assert _chosen(rows[:1], {}, 0.0) == []
-        assert [each.layer for each in _chosen(rows, {"a": 4, "b": 4}, 0.0)] == ["a", "b"]
+        trials = searched_with(self.FOUR, Bar(100.0, 1.0), lambda _: 0.0, most=99)
+        assert all(any(width != FLOAT for width in each.chosen.values()) for each in trials[1:])
+
+    def test_the_last_file_goes_further(self):
+        bar = Bar(100.0, 1.0)
+        one, last = (next_step([trial(98.0)], self.FOUR, bar, is_last=is_last) for is_last in (False, True))
+        assert len(last.raised) > len(one.raised)
+
+    def test_a_score_that_is_no_number_is_a_fall_without_end(self):
+        step = next_step([trial(float("nan"))], self.FOUR, Bar(100.0, 1.0))
+        assert len(step.raised) == 3
+
+    def test_the_better_of_the_plain_files_is_raised(self):
+        step = next_step([trial(90.0), trial(95.0)], self.FOUR, Bar(100.0, 1.0))
+        assert step.start == 1
+
+    def test_a_step_survives_json(self):
+        step = next_step([trial(98.0)], self.FOUR, Bar(100.0, 1.0))
+        assert Step.from_dict(plain(step.to_dict())) == step
+
+
+def test_the_cheapest_file_that_holds_is_kept_and_the_best_where_none_does():
+    bar = Bar(100.0, 1.0)
+    dear, cheap, bad = (replace(trial(score), cost=cost) for score, cost in ((99.9, 0.5), (99.2, 0.1), (98.0, 0.0)))
+    assert best_of([dear, cheap, bad], bar) is cheap
+    assert best_of([bad, replace(dear, score=98.5)], bar).score == 98.5
+    assert best_of([bad, dear], Bar(100.0, None)) is dear
 
 
 class TestRanges:

@@ -2,9 +2,24 @@
 
 import math
 import random
+from dataclasses import replace
 
 from scalepoint.covered import Coverage, CoverageRow, State
-from scalepoint.report import Attempt, GraphNode, Histogram, Metric, Raised, Report, ReportedLayer, Reproduction
+from scalepoint.report import (
+    Allocated,
+    AllocatedLayer,
+    Attempt,
+    ChosenCodes,
+    FrontPoint,
+    GraphNode,
+    Histogram,
+    Metric,
+    Raised,
+    Report,
+    ReportedLayer,
+    Reproduction,
+    Tuned,
+)
 from scalepoint.verification import Agreement, Benchmark, Departure, Status, Verification
 
 LOW = "w int8 per_channel, x uint8"
@@ -94,6 +109,34 @@ def resnet() -> tuple[list[CoverageRow], list[GraphNode]]:
     return rows, kept
 
 
+def allocated(rows: list[CoverageRow]) -> Allocated:
+    names = [row.name for row in rows if row.how]
+    layers = tuple(
+        AllocatedLayer(
+            name, "conv2d", 1000 * (index + 1), "int4" if index % 3 else "int8",
+            {"int4": 1e-3 / (index + 1), "int8": 1e-5 / (index + 1), "float": 0.0},
+            {} if index else {"int2": "target 'onnxruntime' cannot run dtype int2 as weight"},
+        )
+        for index, name in enumerate(names)
+    )  # fmt: skip
+    points = tuple(
+        FrontPoint(0.13 + 0.012 * index, 3e-3 / 1.35**index, {"int4": len(names) - index, "int8": index})
+        for index in range(len(names))
+    )
+    uniform = {"int4": (0.13, 3e-3), "int8": (0.26, 4e-5), "float": (1.0, 0.0)}
+    return Allocated("size", 0.178, 1.1e-3, layers, points, uniform, limit=0.18)
+
+
+def tuned(rows: list[CoverageRow]) -> Tuned:
+    layers = tuple(
+        ChosenCodes(row.name, "conv2d", 2e-3 * (1 + index % 4), 3e-4 * (1 + index % 5), 0.3, "descend", "ridge 0.3")
+        for index, row in enumerate(rows)
+        if row.how
+    )
+    kept = replace(layers[3], after=layers[3].before, moved=0.0, step="")
+    return Tuned((*layers[:3], kept, *layers[4:]), {"fc": "its weight is shared with a layer before it"}, 128, 41.0)
+
+
 def ordinary(ratio: float = 1.87) -> Report:
     rows, nodes = resnet()
     chance = random.Random(3)  # noqa: S311  # the same picture every time
@@ -146,6 +189,8 @@ def ordinary(ratio: float = 1.87) -> Report:
             Attempt(0.6958, (Raised("layer4.1.conv2", "float", 0.0031, 0.064),), 1, is_kept=True),
         ),
         max_drop=0.002,
+        allocation=allocated(rows),
+        tuning=tuned(rows),
         reproduction=Reproduction(
             "pip install scalepoint==0.1.0 torch==2.13.0 onnxruntime==1.31.1",
             "import scalepoint\n\ndone = scalepoint.deploy(\n    model,\n    example_inputs,\n    calibration_data,\n)",
@@ -187,7 +232,21 @@ def evil() -> Report:
         ),
         math.nan,
         Reproduction(EVIL[0], EVIL[1], EVIL[2], {name: name for name in EVIL}),
+        allocation=evil_allocation(),
+        tuning=Tuned(tuple(ChosenCodes(name, name, *ODD, name, name) for name in EVIL), dict.fromkeys(EVIL, EVIL[0])),
     )
+
+
+ODD = (math.nan, -math.inf, math.inf)
+
+
+def evil_allocation() -> Allocated:
+    layers = tuple(
+        AllocatedLayer(name, name[:30], -1, name, dict.fromkeys(EVIL, math.nan), dict.fromkeys(EVIL, name))
+        for name in EVIL
+    )
+    points = tuple(FrontPoint(cost, error, {name: 1}) for name in EVIL for cost in ODD for error in (*ODD, 0.0))
+    return Allocated(EVIL[0], math.nan, math.inf, layers, points, dict.fromkeys(EVIL, (math.inf, math.nan)), 0.5)
 
 
 def large(count: int = 2000) -> Report:

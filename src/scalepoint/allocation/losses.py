@@ -3,8 +3,8 @@
     loss(V) = E |W x~ - V x~ - shift|^2          x~ what reaches the layer in the quantized net, on held-out rows
 
 H = E[x~ x~'] does not depend on bits, so one walk over the data serves every width. Scales are searched and codes
-chosen by GPTQ, as tuning will do it; the descent after that lowers all widths alike and is left away. What tuning does
-not touch (float formats, pair-safe codes) is rounded to nearest.
+chosen by GPTQ, as tuning will do it; the descent after that lowers all widths alike and is left away. Pair-safe codes
+are left to the descent by GPTQ, so that they get it here, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import QuantizationSpec, RangeCalculatorBase
+from scalepoint.spec import QuantizationSpec
 from scalepoint.tuning.moments import Moments, Sums
 from scalepoint.tuning.problem import Problem, Shape
 from scalepoint.tuning.rows import Geometry, chosen_rows, geometry_of, uniform
 from scalepoint.tuning.steps import find_step
-from scalepoint.tuning.walk import Walk, inputs_of_batches
+from scalepoint.tuning.walk import Walk
 
 SOLVER = ("scale", "gptq")
 ROWS, HOLDOUT, FEW_SAMPLES, CHUNK = 8_192, 0.1, 10, 4096
@@ -45,13 +45,13 @@ def losses_of(
     """For each layer the error at every spec over that of the codes that the model has now, and the latter over the
     energy of the layer's output. `steps` are those of tuning; none of them: the intercept alone; None: nearest codes,
     as they are."""
-    batches = inputs_of_batches(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
-    walk = Walk(model, batches, memory=MEMORY)
+    walk = Walk(model, memory=MEMORY)
     names = record_of(model).names
     found: dict[str, Losses] = {}
     levels: dict[str, float] = {}
     layers = {node for node in model.graph.nodes if names.get(node.name) in specs and walk.layer(node) is not None}
     try:
+        walk.read(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
         with phase("measuring widths", total=len(layers), unit="layers", show=progress) as running:
             for node in model.graph.nodes:
                 name = names.get(node.name, "")
@@ -83,27 +83,27 @@ class _Layer:
             return {spec: WITHOUT ** (own.n_bits - spec.n_bits) for spec in specs}, 1.0
         fit, judge = seen
         weight = Shape(self.live, geometry).weight()
-        now = _nearest(self.live, geometry, weight, judge)
+        now = _nearest(self.live, geometry, judge)
         found = {spec: self._loss(layer, geometry, weight, fit, judge) for spec, layer in layers.items()}
-        energy = float(judge.outputs.sum())
+        energy = float(judge.wanted.sum())
         scale = now if now > 0 else energy or 1.0
         return {spec: loss / scale for spec, loss in found.items()}, now / energy if now > 0 and energy else 1.0
 
     def _loss(
         self, layer: QuantizedWeighted, geometry: Geometry, weight: Tensor, fit: Moments, judge: Moments
     ) -> float:
-        least = _nearest(layer, geometry, weight, judge)
-        if self.steps is None or not _is_solvable(layer):
+        least = _nearest(layer, geometry, judge)
+        if self.steps is None or layer.weight_quant.spec.qformulation != "zp":
             return least
         shape = Shape(layer, geometry)
-        now, (low, high) = shape.start(weight), shape.limits()
+        now, codes = shape.start(weight), shape.codes()
         problem = Problem(
-            name=self.place, weight=weight, low=low, high=high, fit=fit, judge=judge,
+            name=self.place, weight=weight, codes=codes, fit=fit, judge=judge,
             has_own_scales=shape.has_own_scales, has_intercept=True,
         )  # fmt: skip
-        whole = float(judge.outputs.sum())
-        for step in ("", *self.steps):
-            now = find_step(step)(problem, now) if step else now
+        whole = float(judge.wanted.sum())
+        for step in ("", *self.steps, *(("descend",) if self.steps and codes.partners is not None else ())):
+            now = find_step(step).run(problem, now) if step else now
             least = min(least, problem.error(now) * whole)
         return least
 
@@ -112,8 +112,8 @@ class _Layer:
         counts = [geometry.positions(noisy) for _, noisy in self.walk.inputs(self.node, self.place)]
         total, samples = sum(a * b for a, b in counts), sum(a for a, _ in counts)
         share = min(1.0, ROWS / max(total, 1))
-        weight = Shape(self.live, geometry).weight()
-        sums, before = (Sums(weight), Sums(weight)), 0
+        weight = Shape(self.live, geometry).weight().to(torch.float32)
+        sums, before = (Sums(), Sums()), 0
         for (count, each), (_, noisy) in zip(counts, self.walk.inputs(self.node, self.place), strict=True):
             places = chosen_rows(before, count, each, share)
             numbers = before * each + places
@@ -121,7 +121,7 @@ class _Layer:
             for taken, chosen in zip(sums, (places[~is_held], places[is_held]), strict=True):
                 for part in _chunks(chosen):
                     rows = geometry.rows(noisy, part)
-                    taken.add(rows, rows)
+                    taken.add(rows, torch.einsum("rgn,gon->rgo", rows, weight))
             before += count
         fit, judge = sums[0].moments(), sums[1].moments()
         first, second = fit or judge, judge or fit
@@ -144,14 +144,8 @@ def _with_spec(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeig
     return layer
 
 
-def _nearest(layer: QuantizedWeighted, geometry: Geometry, weight: Tensor, judge: Moments) -> float:
+def _nearest(layer: QuantizedWeighted, geometry: Geometry, judge: Moments) -> float:
     """The squared error of the codes that a layer has."""
     quant = layer.weight_quant
     values = geometry.by_group(quant.values(layer.deployed().codes).to(torch.float64))
-    return float(judge.error(weight, values, judge.mismatch(weight, values)).sum())
-
-
-def _is_solvable(layer: QuantizedWeighted) -> bool:
-    quant = layer.weight_quant
-    key = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls)
-    return not quant.quantizer.grid.format.is_float and quant.spec.qformulation == "zp" and key != "pair_safe"
+    return float(judge.error(values, judge.mismatch(values)).sum())

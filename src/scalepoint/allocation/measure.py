@@ -7,7 +7,7 @@ own and weight are those of sensitivity by proxy (`analysis/flow.py`), with all 
 that: noise is small there, so that it adds up. Inputs that a way widens lose 6 dB of noise a bit; that is not measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite, prod
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from scalepoint.patterns import Point
 from scalepoint.quantize import Override, QuantConfig, calibrate, insert_qdq
 from scalepoint.quantize.cost import shape_of
 from scalepoint.quantize.feeding import Data
-from scalepoint.quantize.insert import decisions_for
+from scalepoint.quantize.insert import decisions_for, weight_address
 from scalepoint.quantize.parts import weight_shape
 from scalepoint.quantize.placement import Decision
 from scalepoint.quantize.record import record_of
@@ -86,13 +86,15 @@ def measure_widths(
             fixed.append((decision, rows.get(decision.site.node)))
     made = tuple(_row(group, measured, macs) for group in partners(layers))
     others = sum(row.macs or 0 for row in coverage.operations if row.name not in macs)
-    return _with_the_rest(made, result.model, fixed, sum(macs.values()), others)
+    owned = {weight_address(layer.first.site) for layer in layers if layer.first.weight is not None}
+    return _with_the_rest(made, result.model, fixed, owned, sum(macs.values()), others)
 
 
 def _with_the_rest(
     made: tuple[Row, ...],
     model: fx.GraphModule,
     fixed: Sequence[tuple[Decision, CoverageRow | None]],
+    owned: Collection[int],
     own: float,
     others: float,
 ) -> Widths:
@@ -102,11 +104,11 @@ def _with_the_rest(
     time = others
     for decision, row in fixed:
         bits = max((spec.n_bits for point, _, spec in decision.points if point != Point.OUTPUT), default=FLOAT_BITS)
-        if decision.weight is not None:
+        if decision.weight is not None and weight_address(decision.site) not in owned:
             shape = weight_shape(decision.site.part)
             rest -= FLOAT_BITS / 8 * prod(shape) - _bytes(decision.weight, shape)
             bits = max(bits, decision.weight.n_bits)
-        elif decision.site.role is not None:
+        elif decision.weight is None and decision.site.role is not None:
             bits = FLOAT_BITS
         time -= (row.macs or 0) * (1 - bits / FLOAT_BITS) if row is not None else 0.0
     return Widths(made, size, own + others, max(rest, 0.0), max(time, 0.0))

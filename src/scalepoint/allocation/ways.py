@@ -19,6 +19,7 @@ from scalepoint.patterns import Point
 from scalepoint.quantize.config import FLOAT, Override, QuantConfig
 from scalepoint.quantize.insert import weight_address
 from scalepoint.quantize.placement import Decision, decide, facts_of
+from scalepoint.quantize.tables import is_table
 from scalepoint.spec import QuantizationSpec
 from scalepoint.spec.extended import spec_from_dict
 from scalepoint.spec.spec import to_code_type
@@ -65,10 +66,11 @@ class Layer:
 
 
 def layers_by_name(decisions: Iterable[Decision]) -> list[Layer]:
-    """What is quantized, each name once, in graph order."""
+    """What is quantized, each name once, in graph order; a table of embeddings is multiplied by nothing, and has no
+    choice."""
     found: dict[str, Layer] = {}
     for each in decisions:
-        if each.weight is not None or each.points:
+        if (each.weight is not None or each.points) and not is_table(each.site):
             found.setdefault(each.site.name, Layer(each.site.name, [])).decisions.append(each)
     return list(found.values())
 

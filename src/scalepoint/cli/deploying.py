@@ -18,7 +18,10 @@ from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import check_names, check_output, check_settings, done_in, finder_of, settings_of
 from scalepoint.words import decibel, value_of
 
-TOLD = ("data", "evaluate", "accuracy", "max_drop", "max_trials", "max_batches", "on_nan", "leave", "strict", "threads")
+TOLD = (
+    "data", "evaluate", "accuracy", "max_drop", "max_trials", "budget", "choices", "max_batches", "on_nan", "leave",
+    "strict", "threads",
+)  # fmt: skip
 
 
 def deploy(
@@ -32,6 +35,8 @@ def deploy(
     accuracy: options.Accuracy = None,
     max_drop: options.MaxDrop = None,
     max_trials: options.MaxTrials = None,
+    budget: options.Budget = None,
+    choices: options.Choices = None,
     max_batches: options.MaxBatches = None,
     on_nan: options.OnNan = None,
     leave: options.Leave = None,
@@ -124,6 +129,8 @@ class _Run:
             accuracy=settings.accuracy,
             max_drop=settings.max_drop,
             max_trials=settings.max_trials,
+            budget=settings.budget,
+            choices=settings.choices,
             max_batches=settings.max_batches,
             on_nan=settings.on_nan,
             leave=settings.leave,
@@ -149,9 +156,10 @@ class _Run:
         here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder)})
         file = self.folder / "config.yaml"
         here.to_file(file)
-        if len(getattr(done.report, "attempts", ())) > 1:
+        if len(getattr(done.report, "attempts", ())) > 1 or self.settings.budget is not None:
             file = self.folder / "kept.yaml"
-            here.updated({"max_drop": None, "quantization": done.report.config}).to_file(file)
+            kept = {"max_drop": None, "budget": None, "quantization": done.report.config}
+            here.updated(kept).to_file(file)
         trust = ["--trust"] if self.finder.trust else []
         return shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *trust])
 

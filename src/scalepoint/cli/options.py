@@ -60,6 +60,16 @@ Accuracy = Annotated[
 ]
 MaxDrop = Annotated[float | None, typer.Option(min=0, help="How far the metric may fall; needs --evaluate.")]
 MaxTrials = Annotated[int | None, typer.Option(min=1, help="Files to try for --max-drop; 6 if not said.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="size=0.2 of the float file, bits=4.5 a weight on average, or speed=1.8 by MACs: every layer gets one of "
+        "--choices so that the output loses least.",
+    ),
+]
+Choices = Annotated[
+    str | None, typer.Option(help="Formats of weights that --budget may give; int4,int8,float if not said.")
+]
 Strict = Annotated[bool | None, typer.Option("--strict", help="A layer that stays float unasked is an error.")]
 AllowDeparture = Annotated[
     bool | None, typer.Option("--allow-departure", help="Accept a file that departs from the simulation.")

@@ -14,10 +14,21 @@ from scalepoint.checking import check, has_rules
 from scalepoint.deployment.marks import mark, mark_of_values
 from scalepoint.deployment.placed import placement
 from scalepoint.deployment.run import SMOKE_BATCHES, Run, package_version
-from scalepoint.deployment.trials import Trial
+from scalepoint.deployment.trials import Bar, Trial
 from scalepoint.processor import amx
 from scalepoint.quantize import coverage, record_of
-from scalepoint.report import Attempt, Histogram, Metric, Report, ReportedLayer, Reproduction, advice
+from scalepoint.report import (
+    Allocated,
+    Attempt,
+    ChosenCodes,
+    Histogram,
+    Metric,
+    Report,
+    ReportedLayer,
+    Reproduction,
+    Tuned,
+    advice,
+)
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.version import __version__
@@ -31,7 +42,7 @@ SMOKE = (
 
 
 def make_report(
-    run: Run, best: Trial, trials: Sequence[Trial], float_score: float | None, max_drop: float | None
+    run: Run, best: Trial, trials: Sequence[Trial], bar: Bar, allocation: Allocated | None = None
 ) -> Report:
     """Everything that was found, and how each layer fares on the example inputs."""
     layers, ranges = ((), ()) if run.smoke else _by_layer(run, best)
@@ -42,7 +53,7 @@ def make_report(
         coverage=coverage(best.model),
         environment=environment(run.target),
         config=best.config.to_dict(),
-        accuracy=_metric(best, float_score),
+        accuracy=_metric(best, bar.float_score),
         layers=layers,
         histograms=ranges,
         verification=best.verification,
@@ -51,7 +62,9 @@ def make_report(
         warnings=(SMOKE,) if run.smoke else (),
         graph=placement(best.model),
         attempts=tuple(Attempt(each.score, each.raised, each.start, each is best) for each in trials),
-        max_drop=max_drop,
+        max_drop=bar.max_drop,
+        allocation=allocation,
+        tuning=_tuned(best),
         reproduction=reproduction(run, best),
         migrated=record_of(best.model).migrated,
     )
@@ -82,6 +95,17 @@ def _findings(run: Run, best: Trial) -> tuple[str, ...] | None:
     return tuple(map(str, check(best.path, run.target.name, version=version)))
 
 
+def _tuned(best: Trial) -> Tuned | None:
+    """What tuning did, as the report shows it."""
+    found = best.tuned
+    if found is None:
+        return None
+    layers = tuple(
+        ChosenCodes(row.name, row.kind, row.before, row.after, row.moved, row.step, row.notes) for row in found.layers
+    )
+    return Tuned(layers, found.left, found.samples, found.seconds)
+
+
 def _metric(best: Trial, float_score: float | None) -> tuple[Metric, ...]:
     if float_score is None or best.score is None:
         return ()
@@ -98,6 +122,7 @@ def reproduction(run: Run, best: Trial) -> Reproduction:
     lines = ["# model, example_inputs and calibration_data are yours", "import scalepoint"]
     options = {
         "target": repr(run.target.name),
+        "accuracy": repr(run.accuracy) if run.accuracy else "",
         "max_batches": repr(run.max_batches) if run.max_batches else "",
         "leave": repr(run.leave) if run.leave else "",
         "float_dtype": repr(run.float_dtype) if run.float_dtype else "",

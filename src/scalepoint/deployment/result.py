@@ -9,7 +9,7 @@ from torch import fx
 
 from scalepoint.deployment.trials import Trial
 from scalepoint.quantize import Coverage, coverage
-from scalepoint.report import Report
+from scalepoint.report import Allocated, Report
 from scalepoint.tuning import TuneReport
 from scalepoint.verification import Verification
 
@@ -28,10 +28,11 @@ class Deployment:
     score: float | None = None
     trials: tuple[Trial, ...] = field(default=(), repr=False)
     tuned: TuneReport | None = field(default=None, repr=False)
+    allocation: Allocated | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, best: Trial, report: Report, float_score: float | None, trials: Sequence[Trial]) -> Self:
-        found = (best.verification, report, float_score, best.score, tuple(trials), best.tuned)
+        found = (best.verification, report, float_score, best.score, tuple(trials), best.tuned, report.allocation)
         return cls(best.model, best.path, best.float_file, coverage(best.model), *found)
 
     @property

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -135,14 +135,6 @@ class Run:
         """Of the score of a file, or, without one, of the float model."""
         judged: Marks = {"the model": self.model_mark, **VERSIONS} if path is None else {"the file": digest(path)}
         return {**judged, "the metric": mark_of_code(self.evaluate)}
-
-    def marks_of_searching(self, trials: Sequence[Trial], drop: float, max_drop: float) -> Marks:
-        return {
-            "the files": mark([digest(trial.path) for trial in trials]),
-            "the drop": mark(drop),
-            "max_drop": mark(max_drop),
-            **VERSIONS,
-        }
 
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""

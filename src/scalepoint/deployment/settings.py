@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
+from scalepoint.allocation import Budget, check_choices
 from scalepoint.complaints import told
+from scalepoint.deployment.allocating import CHOICES
 from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError
 from scalepoint.files import replace_text
@@ -14,13 +16,15 @@ from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
 
 
-def _numbers(value: Any) -> Any:
-    """Numbers with commas between, as a flag has them, or a list."""
+def _parts(value: Any) -> Any:
+    """Values with commas between, as a flag has them, or a list."""
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
 Count = Annotated[int, Field(ge=1)]
-Channels = Annotated[tuple[float, ...], BeforeValidator(_numbers)]
+Channels = Annotated[tuple[float, ...], BeforeValidator(_parts)]
+Choices = Annotated[tuple[str, ...], BeforeValidator(_parts), AfterValidator(check_choices)]
+Budgeted = Annotated[Budget | None, BeforeValidator(lambda value: None if value is None else Budget.build(value))]
 
 
 class DeployConfig(Config):
@@ -39,6 +43,8 @@ class DeployConfig(Config):
     accuracy: Literal["fast", "balanced", "best"] | None = None
     max_drop: Annotated[float, Field(ge=0)] | None = None
     max_trials: Count = 6
+    budget: Budgeted = None  # size: 0.2, bits: 4.5 or speed: 1.8
+    choices: Choices = CHOICES  # what a budget may give to a layer
     max_batches: Count | None = None
     on_nan: Literal["error", "skip"] = "error"
     leave: tuple[str, ...] = ()

@@ -14,23 +14,29 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 from torch import fx, nn
 
+from scalepoint.allocation import Budget, check_choices
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
+from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
 from scalepoint.deployment.journal import Journal, check_output
 from scalepoint.deployment.marks import Watched
+from scalepoint.deployment.raising import next_step, start_of, unraised
+from scalepoint.deployment.ranges import RANGES, other_ranges
 from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.result import Deployment
 from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
 from scalepoint.deployment.scoring import judged, runs_in_runtime
-from scalepoint.deployment.trials import Step, Trial, best_of, closed, next_step, slimmed, too_much
+from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
 from scalepoint.errors import UsageError
 from scalepoint.formats import export
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
-from scalepoint.report import write
+from scalepoint.report import Allocated, Raised, write
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.verification import Status, Verification, verify
+
+SIZES = 3  # files that are tried for a budget of size
 
 
 def deploy(
@@ -45,6 +51,8 @@ def deploy(
     evaluate: Callable[[Any], float] | None = None,
     max_drop: float | None = None,
     max_trials: int = 6,
+    budget: Budget | Mapping[str, float] | str | None = None,
+    choices: Sequence[str] = CHOICES,
     max_batches: int | None = None,
     on_nan: Literal["error", "skip"] = "error",
     kwargs: Mapping[str, Any] | None = None,
@@ -62,8 +70,10 @@ def deploy(
 
     `accuracy` ("fast", "balanced", "best") chooses biases, or codes and scales too, or these by gradients too, by the
     data; weights of fewer than 8 bits get "balanced" unless told. `evaluate(run)` is your metric, higher is better;
-    `run` is called as the model is. With `max_drop`, more precision goes where it wins most for its cost, until the
-    score is at most that much below the float model's, or `max_trials` is reached; the best file found is kept. A
+    `run` is called as the model is. With `max_drop`, more precision goes where it removes most error for its cost,
+    until the score is at most that much below the float model's, then less again; of `max_trials` files at most the
+    cheapest that holds is kept, or the best. `budget` (size=0.2 of the float file, bits=4.5 a weight on average,
+    speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses least. A
     file that departs from the simulation is an error unless allow_departure=True. on_nan="skip" leaves calibration
     batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized, where the
     target runs it. smoke=True goes through all stages fast: two batches, one trial, no float file, no latency, no
@@ -71,6 +81,7 @@ def deploy(
     again what has changed since. A folder that holds something is refused unless force=True.
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
+    wished = _checked_budget(budget, choices, max_drop, calibration_data)
     found, folder, wanted = find_target(target), Path(output or "out"), QuantConfig.build(config)
     found.check_float_dtype(float_dtype)
     check_output(folder, force=force, resume=resume)
@@ -81,28 +92,63 @@ def deploy(
             max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
             accuracy=accuracy,
         )  # fmt: skip
-        float_score = judged(run, model)
-        trials = _search(run, wanted, float_score, max_drop, 1 if smoke else max_trials)
-        chosen = best_of(trials)
-        best = run.place(chosen, folder)
-        trials = [best if trial is chosen else closed(trial) for trial in trials]
-        with run.timed("reporting"):
-            report = make_report(run, best, trials, float_score, max_drop)
-            write(report, folder)
-    if best.verification is not None and not allow_departure:
-        best.verification.check()
-    return Deployment.of(best, report, float_score, trials)
+        done = _made(run, wanted, max_drop, 1 if smoke else max_trials, wished, tuple(choices))
+    if done.verification is not None and not allow_departure:
+        done.verification.check()
+    return done
 
 
-def _search(run: Run, config: QuantConfig, float_score: float | None, max_drop: float | None, most: int) -> list[Trial]:
-    """File after file, until one falls no further than it may; without `max_drop` that is the first."""
-    trials = [_attempt(run, 0, Step(config))]
-    while len(trials) < most and (drop := too_much(float_score, trials, max_drop)) is not None:
-        step = _next_step(run, trials, drop, max_drop or 0.0)
+def _made(
+    run: Run, config: QuantConfig, max_drop: float | None, most: int, budget: Budget | None, choices: Sequence[str]
+) -> Deployment:
+    """The files of the best trial in the output folder, with the report beside them."""
+    folder = run.journal.folder.parent
+    bar = Bar(judged(run, run.model), max_drop)
+    if budget is not None:
+        trials, allocation = _budgeted(run, config, budget, choices)
+    else:
+        trials, allocation = _search(run, config, bar, most)
+    chosen = best_of(trials, bar)
+    best = run.place(chosen, folder)
+    trials = [best if trial is chosen else closed(trial) for trial in trials]
+    with run.timed("reporting"):
+        report = make_report(run, best, trials, bar, allocation)
+        write(report, folder)
+    return Deployment.of(best, report, bar.float_score, trials)
+
+
+def _search(run: Run, config: QuantConfig, bar: Bar, most: int) -> tuple[list[Trial], Allocated | None]:
+    """File after file, until none that costs less would hold; without `max_drop` that is the first."""
+    trials, widths = [_attempt(run, 0, Step(config))], None
+    ranges = other_ranges(config, run.target)
+    if len(trials) < most and not bar.holds(trials[0].score) and ranges != config:
+        trials = slimmed([*trials, _attempt(run, 1, Step(ranges, (Raised("", RANGES),), 0))], bar)
+    if len(trials) < most and not any(bar.holds(trial.score) for trial in trials):
+        widths = widths_of(run, trials[start_of(trials)].config, None)
+    while widths is not None and len(trials) < most:
+        step = next_step(trials, widths, bar, is_last=len(trials) + 1 == most)
         if step is None:
             break
-        trials = slimmed([*trials, _attempt(run, len(trials), step)])
-    return trials
+        trials = slimmed([*trials, _attempt(run, len(trials), step)], bar)
+    kept = best_of(trials, bar).chosen
+    return trials, None if widths is None else allocated(widths, kept or unraised(widths), "cost")
+
+
+def _budgeted(
+    run: Run, config: QuantConfig, budget: Budget, choices: Sequence[str]
+) -> tuple[list[Trial], Allocated | None]:
+    """The best within the budget. Of a size the file counts: one that is too large tells what else it holds."""
+    widths = widths_of(run, config, choices)
+    for number in range(SIZES):
+        chosen = widths.within(budget)
+        trial = _attempt(run, number, Step(widths.config(config, chosen.chosen), chosen=chosen.chosen))
+        if budget.unit != "size" or run.smoke:
+            break
+        size, whole = (run.format.about(path).size for path in (trial.path, trial.float_file))
+        widths = corrected(widths, chosen, size, whole)
+        if size <= budget.limit * whole:
+            break
+    return [trial], allocated(widths, chosen.chosen, budget.unit, budget)
 
 
 def _attempt(run: Run, number: int, step: Step) -> Trial:
@@ -113,7 +159,8 @@ def _attempt(run: Run, number: int, step: Step) -> Trial:
     found = _verified(run, path, float_path, model)
     in_runtime = runs_in_runtime(found)
     score = judged(run, model, path, in_runtime=in_runtime)
-    return Trial(step.config, model, path, float_path, found, score, in_runtime, step.raised, step.start, tuned)
+    told = (step.raised, step.start, tuned, step.chosen, step.cost)
+    return Trial(step.config, model, path, float_path, found, score, in_runtime, *told)
 
 
 def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphModule, TuneReport | None]:
@@ -184,19 +231,6 @@ def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> 
     return found
 
 
-def _next_step(run: Run, trials: Sequence[Trial], drop: float, max_drop: float) -> Step | None:
-    """What to try after these trials."""
-    marks = run.marks_of_searching(trials, drop, max_drop)
-    with run.stage(f"step {len(trials)}", "finding what to raise", marks) as stage:
-        step = stage.reuse(Step.from_dict)
-        if step is None:
-            data = run.data if run.has_data else run.example()
-            step = next_step(trials, drop, max_drop, run.target, data)
-            if step is not None:
-                stage.keep(step.to_dict())
-    return step
-
-
 def _check(data: Any, evaluate: Any, max_drop: float | None, accuracy: str | None) -> None:
     check_accuracy(accuracy)
     if max_drop is not None and evaluate is None:
@@ -205,3 +239,14 @@ def _check(data: Any, evaluate: Any, max_drop: float | None, accuracy: str | Non
         raise UsageError(
             "max_drop= calibrates several times, an iterator gives its data once: pass a list or a function"
         )
+
+
+def _checked_budget(budget: Any, choices: Sequence[str], max_drop: float | None, data: Any) -> Budget | None:
+    if budget is None:
+        return None
+    if max_drop is not None:
+        raise UsageError("budget= says how small or fast, max_drop= how accurate: give one of them")
+    if isinstance(data, Iterator):
+        raise UsageError("budget= reads the data several times, an iterator gives it once: pass a list or a function")
+    check_choices(choices)
+    return Budget.build(budget)

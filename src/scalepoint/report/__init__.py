@@ -1,5 +1,6 @@
 """The report of a run: a dataclass first, JSON second, the terminal third, and one HTML page that opens from disk."""
 
+from scalepoint.report.chosen import Allocated, AllocatedLayer, ChosenCodes, FrontPoint, Tuned
 from scalepoint.report.folder import write
 from scalepoint.report.html import to_html
 from scalepoint.report.model import (
@@ -15,7 +16,11 @@ from scalepoint.report.model import (
 )
 
 __all__ = [
+    "Allocated",
+    "AllocatedLayer",
     "Attempt",
+    "ChosenCodes",
+    "FrontPoint",
     "GraphNode",
     "Histogram",
     "Metric",
@@ -23,6 +28,7 @@ __all__ = [
     "Report",
     "ReportedLayer",
     "Reproduction",
+    "Tuned",
     "is_within",
     "to_html",
     "write",

@@ -1,14 +1,16 @@
 """Small charts as SVG text: bars, shares, error by depth, histograms. Colours are classes of the style sheet."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from scalepoint.report.chosen import Allocated, ChosenCodes
 from scalepoint.report.markup import Html, join, name, tag
 from scalepoint.report.model import Histogram, ReportedLayer
 from scalepoint.words import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
 
 MANY = 400  # points beyond this are one path, without a title each
 BINS = 60
+BROKEN = 1e6  # an error beyond this is drawn as if it were this
 LETTER = 7.2  # about the width of one in the names of the worst layers
 
 
@@ -136,6 +138,97 @@ def _line(points: Sequence[tuple[float, float]]) -> str:
 def _dots(points: Sequence[tuple[float, float]], half: float) -> str:
     side = 2 * half
     return "".join(f"M{x - half:g} {y - half:g}h{side:g}v{side:g}h-{side:g}z" for x, y in points)
+
+
+def _level(error: float, least: float) -> float:
+    """Signal to noise in dB, up to a highest that is drawn; what is no number is lowest."""
+    return -10 * math.log10(min(max(error, least), BROKEN)) if math.isfinite(error) else -10 * math.log10(BROKEN)
+
+
+def _least(errors: Iterable[float]) -> float:
+    """Below the least error that is not none: where what is exact is drawn."""
+    return min([error for error in errors if 0 < error < BROKEN], default=1e-3) / 2
+
+
+def front(found: Allocated, label: str) -> Html:
+    """Signal to noise at the output against cost, whose scale is logarithmic: the front, what was chosen of it, and all
+    layers alike."""
+    width, height, left, bottom, top = 1000.0, 320.0, 48.0, 40.0, 18.0
+    known = [*((each.cost, each.error) for each in found.front), *found.uniform.values(), (found.reached, found.error)]
+    least = _least(error for _, error in known)
+    levels = [_level(error, least) for _, error in known]
+    costs = [cost for cost in (*(cost for cost, _ in known), found.limit or 0.0) if cost > 0 and cost < math.inf] or [1]
+    low, high, start, end = min(levels) - 2, max(levels) + 2, min(costs) / 1.05, max(costs) * 1.08
+
+    def at(cost: float, error: float) -> tuple[float, float]:
+        inside = min(max(cost, start), end) if math.isfinite(cost) else start
+        x = left + (width - left - 12) * math.log(inside / start) / math.log(end / start)
+        return round(x, 1), round(top + (height - top - bottom) * (high - _level(error, least)) / (high - low), 1)
+
+    drawn = []
+    for value in _steps(low, high):
+        y = round(top + (height - top - bottom) * (high - value) / (high - low), 1)
+        drawn.append(tag("line", x1=left, x2=width - 4, y1=y, y2=y, class_="grid"))
+        drawn.append(tag("text", f"{value:g}", x=left - 6, y=y + 4, text_anchor="end", class_="tick"))
+    floor = height - bottom
+    drawn += [
+        tag("text", f"{value:.4g}", x=at(value, 1)[0], y=floor + 16, text_anchor="middle", class_="tick")
+        for value in _steps(start, end, 8)
+    ]
+    drawn.append(tag("text", f"{label}; upwards: dB", x=width / 2, y=height - 6, text_anchor="middle", class_="tick"))
+    if found.limit is not None:
+        x = at(found.limit, 1)[0]
+        drawn.append(tag("line", x1=x, x2=x, y1=top, y2=floor, class_="limit"))
+        drawn.append(tag("text", f"budget {found.limit:g}", x=x + 5, y=top + 10, class_="tick"))
+    points = [at(each.cost, each.error) for each in found.front]
+    drawn.append(tag("path", d=_line(points), class_="trace"))
+    for each, (x, y) in zip(found.front, points, strict=True):
+        counts = ", ".join(f"{number} {short(choice, 40)}" for choice, number in each.counts.items())
+        title = tag("title", f"{each.cost:.4g}: {_level(each.error, least):.1f} dB; {counts}")
+        drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=3.4, class_="dot")))
+    return svg(width, height, *drawn, *_marked(found, at), label=f"dB against {label}", class_="depth")
+
+
+def _marked(found: Allocated, at: Callable[[float, float], tuple[float, float]]) -> list[Html]:
+    """All layers alike, and what was chosen."""
+    drawn = []
+    taken: list[tuple[float, float, float]] = []
+    x, y = at(found.reached, found.error)
+    drawn.append(tag("circle", cx=x, cy=y, r=6, class_="dot-worst"))
+    drawn.append(_label("chosen", x, y, taken))
+    for choice, (cost, error) in found.uniform.items():
+        x, y = at(cost, error)
+        drawn.append(tag("rect", x=x - 4, y=y - 4, width=8, height=8, class_="dot-weight"))
+        drawn.append(tag("text", f"all {short(choice, 24)}", x=x + 8, y=y + 15, class_="tick"))
+    return drawn
+
+
+def gains(layers: Sequence[ChosenCodes]) -> Html:
+    """Signal to noise of every layer's output before and after, in the order of execution."""
+    width, height, left, bottom, top = 1000.0, 230.0, 44.0, 26.0, 12.0
+    least = _least(error for each in layers for error in (each.before, each.after))
+    pairs = [(_level(each.before, least), _level(each.after, least)) for each in layers]
+    low, high = min(0.0, *(min(pair) for pair in pairs)), max(max(pair) for pair in pairs) * 1.08 + 1
+
+    def y_of(value: float) -> float:
+        return round(top + (height - top - bottom) * (high - value) / (high - low), 1)
+
+    drawn = []
+    for value in _steps(low, high):
+        drawn.append(tag("line", x1=left, x2=width - 4, y1=y_of(value), y2=y_of(value), class_="grid"))
+        drawn.append(tag("text", f"{value:g}", x=left - 6, y=y_of(value) + 4, text_anchor="end", class_="tick"))
+    for index, (each, (before, after)) in enumerate(zip(layers, pairs, strict=True)):
+        x = round(left + 8 + (width - left - 20) * (index / max(1, len(layers) - 1)), 1)
+        title = tag("title", f"{short(each.name)}: {before:.1f} dB, then {after:.1f}; {share_of(each.moved)} moved")
+        line = tag("line", x1=x, x2=x, y1=y_of(before), y2=y_of(after), class_="gain")
+        dots = (tag("circle", cx=x, cy=y_of(before), r=2.6, class_="dot-weight"),
+                tag("circle", cx=x, cy=y_of(after), r=3.4, class_="dot"))  # fmt: skip
+        drawn.append(tag("g", title, line, *dots))
+    for place in _steps(0, len(layers) - 1, 8):
+        x = round(left + 8 + (width - left - 20) * (place / max(1, len(layers) - 1)), 1)
+        drawn.append(tag("text", f"{place:g}", x=x, y=height - 8, text_anchor="middle", class_="tick"))
+    label = f"dB of {plural(len(layers), 'layer')} before and after, in the order of execution"
+    return svg(width, height, *drawn, label=label, class_="depth")
 
 
 def histogram(each: Histogram) -> Html:

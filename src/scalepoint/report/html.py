@@ -9,7 +9,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-from scalepoint.report import charts, sections, story
+from scalepoint.report import charts, precision, sections, story
 from scalepoint.report.markup import Html, data_block, join, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.tiles import palette, tiles
@@ -18,6 +18,8 @@ from scalepoint.words import SCALE, one_line, plural, short
 LONGEST = 1000  # of a warning
 PARTS = (
     ("accuracy", "Raised for accuracy"),
+    ("allocation", "Precision by layer"),
+    ("tuning", "Chosen by the data"),
     ("layers", "Layers"),
     ("left-float", "Stays float"),
     ("error", "Error by depth"),
@@ -89,6 +91,8 @@ def _main(report: Report) -> Html:
     classes = palette(report)
     drawn = {
         "accuracy": story.accuracy(report),
+        "allocation": precision.allocation(report),
+        "tuning": precision.tuning(report),
         "layers": sections.layer_table(report, classes),
         "left-float": sections.left_float(report),
         "error": _depth(report),

@@ -19,6 +19,7 @@ from scalepoint.errors import DocumentError, StoreError, shown
 from scalepoint.migrated import MigrationReport
 from scalepoint.plain import plain
 from scalepoint.report import advice, terminal
+from scalepoint.report.chosen import Allocated, Tuned
 from scalepoint.verification.result import Verification
 
 SCHEMA = 1
@@ -107,7 +108,7 @@ class Raised:
     layer: str
     to: str
     gain: float | None = None  # of the output's noise to signal; None where only the metric can tell
-    cost: float = 0.0  # the share of the model's MACs or weights that becomes dearer
+    cost: float = 0.0  # what is added: shares of the float model's size and of its time
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ class Report:
     max_drop: float | None = None
     reproduction: Reproduction | None = None
     migrated: MigrationReport | None = None  # rewrites of the float weights before calibration
+    allocation: Allocated | None = None
+    tuning: Tuned | None = None
     findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
 
     def worst(self, count: int = 3) -> tuple[ReportedLayer, ...]:

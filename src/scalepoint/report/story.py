@@ -28,8 +28,9 @@ def accuracy(report: Report) -> Html:
     bound = bound_of(report)
     words = f"The metric is {bound}: {search_of(report)}." if bound else f"{search_of(report)}."
     intro = (
-        "Steps come in the order of gain per cost. Gain is the noise to signal that a layer is expected to put on the "
-        "output; cost is the share of the MACs or weights that becomes dearer."
+        "Steps come in the order of gain per cost. Gain is the noise to signal that is expected to go from the output; "
+        "cost is what is added to the size and to the time, as shares of the float model's. Files go up until one "
+        "holds, then down again; the cheapest that holds is kept."
     )
     tables = [_table(("File", "From", "Score", "Change", "Raised"), tried, (2, 3, 4))]
     if raised:

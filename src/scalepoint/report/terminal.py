@@ -3,6 +3,7 @@
 At 40 columns a table keeps the columns that matter most; nothing is ever cut off on the right.
 """
 
+import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ from scalepoint.words import (
 )
 
 if TYPE_CHECKING:
+    from scalepoint.report.chosen import Allocated
     from scalepoint.report.model import Report
 
 NARROW = 72
 NOT_LOW = "float"
 FEW = 4
+POINTS = 8
 
 
 def low_share(shares: dict[str, float] | None) -> float | None:
@@ -82,6 +85,9 @@ def summary(report: "Report") -> list[str]:
         for each in report.accuracy
     ]
     lines += [f"accuracy: {text}" for text in (bound_of(report), search_of(report)) if text]
+    lines += [
+        f"{what}: {text}" for what, text in (("precision", allocation_of(report)), ("tuned", tuning_of(report))) if text
+    ]
     lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _measured(report)]
     lines.append(f"coverage: {report.coverage.summary()}")
     lines += [f"migrations: {report.migrated.summary()}"] if report.migrated else []
@@ -108,6 +114,38 @@ def search_of(report: "Report") -> str:
     more = f" and {len(raised) - FEW} more" if len(raised) > FEW else ""
     words = f"raised: {', '.join(raised[:FEW])}{more}" if raised else "nothing raised was better than the first"
     return f"{plural(len(report.attempts), 'file')} tried; {words}"
+
+
+def level_of(error: float) -> str:
+    """An error over its signal, in dB of the signal over it."""
+    return "exact" if error <= 0 else f"{-10 * math.log10(error):.1f}" if math.isfinite(error) else "broken"
+
+
+def reached_of(unit: str, value: float) -> str:
+    """A cost in the words of its unit."""
+    words = {"size": "of the float file's size", "bits": "bits a weight", "speed": "times the speed by MACs"}
+    return f"{value:.3g} {words.get(unit, 'of size and time')}"
+
+
+def allocation_of(report: "Report") -> str:
+    """What a budget came to, in one sentence."""
+    found = report.allocation
+    if found is None:
+        return ""
+    counts = ", ".join(f"{number} {short(choice, 40)}" for choice, number in found.counts.items())
+    limit = "" if found.limit is None else f", {found.limit:g} allowed"
+    return f"{counts}: {reached_of(found.unit, found.reached)}{limit}; {level_of(found.error)} dB expected"
+
+
+def tuning_of(report: "Report") -> str:
+    """What tuning did, in one sentence."""
+    found = report.tuning
+    if found is None:
+        return ""
+    gains = sorted(each.gain_db for each in found.layers)
+    median = f", {gains[len(gains) // 2]:+.1f} dB in the middle" if gains else ""
+    left = f"; {len(found.left)} left" if found.left else ""
+    return f"{plural(len(found.layers), 'layer')}, {found.moved} with other than the nearest codes{median}{left}"
 
 
 def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
@@ -141,6 +179,12 @@ class Shown:
             if line:
                 yield Text(f"accuracy: {line}")
         yield Text(report.coverage.summary())
+        if report.allocation is not None:
+            yield Text(f"precision: {allocation_of(report)}")
+            yield from _titled("Precision by layer", _chosen_table(report.allocation, narrow, self.rows))
+            yield from _titled("Error against cost", _front_table(report.allocation))
+        if report.tuning is not None:
+            yield Text(f"tuned: {tuning_of(report)}")
         yield from _titled("Stays float", _float_table(report, narrow, self.rows))
         yield from _titled("Worst layers", _error_table(report, narrow, self.rows))
         if report.verification is not None:
@@ -219,6 +263,45 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
         return _table(("layer", "dB", "which is"), [row[:3] for row in rows], numbers=(1,))
     columns = ("layer", "SQNR dB", "which is", "cosine", "clipped", "range used", "weight dB")
     return _table(columns, rows, numbers=(1, 3, 4, 5, 6))
+
+
+def _chosen_table(found: "Allocated", narrow: bool, limit: int) -> Table:
+    """The layers that have other than most, then the rest, at most so many."""
+    usual = next(iter(found.counts), "")
+    ordered = sorted(found.layers, key=lambda each: each.chosen == usual)
+    choices = list(dict.fromkeys(choice for each in found.layers for choice in each.errors))[:3]
+    rows = [
+        (
+            short(each.name),
+            short(each.chosen, 40),
+            *(level_of(each.errors[choice]) if choice in each.errors else "-" for choice in choices),
+        )
+        for each in ordered[:limit]
+    ]
+    rows += [(f"and {len(ordered) - limit} more", "", *("" for _ in choices))] if len(ordered) > limit else []
+    if narrow:
+        return _table(("layer", "chosen"), [row[:2] for row in rows])
+    heads = ("layer", "chosen", *(f"dB at {short(choice, 24)}" for choice in choices))
+    return _table(heads, rows, numbers=range(2, len(heads)))
+
+
+def _front_table(found: "Allocated") -> Table:
+    """Some points of the front; the last that costs no more than what was chosen is marked."""
+    sign = -1 if found.unit == "speed" else 1
+    fitting = [index for index, each in enumerate(found.front) if sign * each.cost <= sign * found.reached * (1 + 1e-9)]
+    mark = fitting[-1] if fitting else 0
+    step = max(1, -(-len(found.front) // POINTS))
+    shown = sorted({*range(0, len(found.front), step), mark, len(found.front) - 1})
+    rows = [
+        (
+            reached_of(found.unit, each.cost),
+            level_of(each.error),
+            ", ".join(f"{number} {short(choice, 30)}" for choice, number in each.counts.items()),
+            "<- chosen near here" if index == mark else "",
+        )
+        for index, each in ((index, found.front[index]) for index in shown)
+    ]
+    return _table(("cost", "dB", "layers", ""), rows, numbers=(1,))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

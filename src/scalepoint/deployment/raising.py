@@ -1,0 +1,136 @@
+"""What `max_drop` tries: more precision where it removes most error for its cost, then less again, until no file that
+costs less still holds.
+
+    0          the config as it was given
+    1          ranges by the other method: free at run time
+    upwards    along the front of the allocation (measured after the solver), until a file holds
+    downwards  the middle between what failed and what held, by cost; then single layers lowered again
+
+    cost = share of the float model's size + share of its time
+
+Each file is judged by the user's metric; the estimate only says which to try.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from scalepoint.allocation import AS_IT_IS, Allocation, Choice, Widths, front, trimmed
+from scalepoint.deployment.trials import Bar, Step, Trial
+from scalepoint.quantize.config import FLOAT
+from scalepoint.report import Raised
+
+LEAST, MOST = 0.1, 0.5  # how much of the error may stay after a step upwards
+TRIM = 0.03  # of the error: what removes less is not raised
+LAST = 0.1  # the last of the allowed files goes further
+
+
+def start_of(trials: Sequence[Trial]) -> int:
+    """The trial whose config is raised: the better of those that were not allocated."""
+    plain = [index for index, trial in enumerate(trials) if trial.chosen is None]
+    return max(plain, key=lambda index: (trials[index].rank, -index))
+
+
+def next_step(trials: Sequence[Trial], widths: Widths, bar: Bar, *, is_last: bool = False) -> Step | None:
+    """The next file to try; None when no other could be better."""
+    start = start_of(trials)
+    points = _points(widths)
+    tried = {_key(trial.chosen): bar.holds(trial.score) for trial in trials if trial.chosen is not None}
+    tried[_key(unraised(widths))] = False
+    known = {place: tried[_key(point.chosen)] for place, point in enumerate(points) if _key(point.chosen) in tried}
+    holding = min((place for place, holds in known.items() if holds), default=None)
+    failing = max((place for place in known if not known[place] and place < (holding or len(points))), default=-1)
+    if holding is None:
+        chosen = _up(points, failing, _share(trials, bar, is_last=is_last))
+    elif holding - failing > 1:
+        chosen = _middle(points, failing, holding)
+    else:
+        chosen = _lowered(widths, trials, tried, bar)
+    if chosen is None:
+        return None
+    base = sum(choices[AS_IT_IS].cost for choices in _table(widths).values())
+    config = widths.config(trials[start].config, chosen.chosen)
+    return Step(config, _raised(widths, chosen), start, dict(chosen.chosen), max(chosen.cost - base, 0.0))
+
+
+def unraised(widths: Widths) -> dict[str, str]:
+    """All layers as they are."""
+    return dict.fromkeys((row.name for row in widths.rows), AS_IT_IS)
+
+
+def _points(widths: Widths) -> list[Allocation]:
+    """The front without what is hardly worth raising, as long as one layer with weights stays quantized: otherwise
+    there is nothing to deploy."""
+    weighted = [row.name for row in widths.rows if row.weights]
+    items = widths.items("cost")
+    found = {_key(each.chosen): each for each in (trimmed(items, point, TRIM) for point in front(items))}
+    points = sorted(found.values(), key=lambda point: point.cost)
+    return [each for each in points if not weighted or any(each.chosen[name] != FLOAT for name in weighted)]
+
+
+def _key(chosen: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((chosen or {}).items()))
+
+
+def _share(trials: Sequence[Trial], bar: Bar, *, is_last: bool) -> float:
+    """How much of the error may stay: the drop is taken to follow it."""
+    drop = min(bar.drop(trial.score) for trial in trials)
+    share = min(max((bar.max_drop or 0.0) / drop if drop > 0 else MOST, LEAST), MOST)
+    return share * LAST if is_last else share
+
+
+def _up(points: Sequence[Allocation], failing: int, share: float) -> Allocation | None:
+    higher = points[failing + 1 :]
+    if not higher:
+        return None
+    before = points[max(failing, 0)].error
+    return next((point for point in higher if point.error <= share * before), higher[-1])
+
+
+def _middle(points: Sequence[Allocation], failing: int, holding: int) -> Allocation:
+    """Between the two, by cost."""
+    low = points[failing].cost if failing >= 0 else points[0].cost
+    wanted = (low + points[holding].cost) / 2
+    return min(points[failing + 1 : holding], key=lambda point: abs(point.cost - wanted))
+
+
+def _lowered(
+    widths: Widths, trials: Sequence[Trial], tried: Mapping[tuple[tuple[str, str], ...], bool], bar: Bar
+) -> Allocation | None:
+    """The cheapest that holds with one layer lowered: where that adds least error for what it saves, and less than what
+    failed has."""
+    table = _table(widths)
+    best = min((trial for trial in trials if trial.chosen is not None and bar.holds(trial.score)), key=_cost_of)
+    assert best.chosen is not None  # noqa: S101  # as asked
+    error = sum(table[name][width].error for name, width in best.chosen.items())
+    cost = sum(table[name][width].cost for name, width in best.chosen.items())
+    bad = [sum(table[name][width].error for name, width in key) for key, holds in tried.items() if not holds]
+    found = []
+    for name, width in best.chosen.items():
+        now = table[name][width]
+        for other in (each for each in table[name].values() if each.cost < now.cost):
+            more, saved = other.error - now.error, now.cost - other.cost
+            chosen = {**best.chosen, name: other.name}
+            if _key(chosen) not in tried and error + more < min(bad):
+                found.append((more / saved, name, Allocation(chosen, error + more, cost - saved)))
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def _cost_of(trial: Trial) -> float:
+    return trial.cost
+
+
+def _table(widths: Widths) -> dict[str, dict[str, Choice]]:
+    """Error and cost of every row at each of its widths."""
+    return {item.name: {each.name: each for each in item.choices} for item in widths.items("cost")}
+
+
+def _raised(widths: Widths, chosen: Allocation) -> tuple[Raised, ...]:
+    """What is other than it was, the most worthwhile first."""
+    table, found = _table(widths), []
+    for row in widths.rows:
+        to, share = chosen.chosen[row.name], len(row.layers)
+        if to == AS_IT_IS:
+            continue
+        before, after = table[row.name][AS_IT_IS], table[row.name][to]
+        gain, cost = (before.error - after.error) / share, (after.cost - before.cost) / share
+        found += [Raised(layer, to, gain, cost) for layer in row.layers]
+    return tuple(sorted(found, key=lambda each: -(each.gain or 0.0) / max(each.cost, 1e-12)))
