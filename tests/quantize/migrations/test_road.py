@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import scalepoint
@@ -153,6 +154,31 @@ class TestTheModel:
         quantized = migrated(model, data, "awq", "rotate")
         assert report(quantized).done
         assert float_change(model, quantized, data) < 0.05
+
+    def test_one_that_was_made_in_inference_mode(self):
+        with torch.inference_mode():
+            model = seeded(Language, nn.LayerNorm, bias=False)
+        quantized = migrated(model, tokens(), "awq", "rotate")
+        assert float_change(model, quantized, tokens()) < 3e-6
+
+    def test_layers_that_are_written_as_functions_get_what_they_lack(self, tmp_path):
+        class Functional(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table, self.norm = nn.Embedding(20, 16), nn.LayerNorm(16)
+                self.weight, self.matrix = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(8, 4))
+
+            def forward(self, x):
+                return F.linear(self.norm(self.table(x)), self.weight).relu() @ self.matrix
+
+        model, data = seeded(Functional), tokens()
+        quantized = migrated(model, data, "equalize", "rotate")
+        assert len(done(quantized)) == 2, refusals(quantized)
+        assert any(name.endswith("own_bias") for name in report(quantized).added)
+        assert float_change(model, quantized, data) < 3e-6
+        save(quantized, tmp_path)
+        with torch.no_grad():
+            assert torch.equal(load(tmp_path, model, data[0])(data[0]), quantized(data[0]))
 
     def test_a_group_with_a_given_range_is_left_alone(self):
         model, data = seeded(Chain), pictures()

@@ -71,7 +71,7 @@ def apply(scene: Scene, seams: Sequence[Seam]) -> list[str]:
         seam.source.shift_outputs(-c)
         for reader, columns in seam.readers:
             own = torch.where(columns == FOREIGN, 0.0, c[columns.clamp(min=0)])
-            weight = reader.folded()
+            weight = reader.folded().cpu()
             reader.shift_outputs((weight.sum(3) * own.view(weight.shape[0], 1, -1)).sum(2).reshape(-1))
     return [f"{int((seam.measured > 0).sum())} of {seam.trace.channels} channels" for seam in seams]
 

@@ -60,7 +60,7 @@ class Rows:
     kept: list[Tensor]
 
     def take(self, given: Tensor, _: Tensor) -> None:
-        rows = given.movedim(self.axis, -1).flatten(0, -2).float()
+        rows = given.movedim(self.axis, -1).flatten(0, -2).float().cpu()
         if not len(rows):
             return
         is_first, before = not self.count, self.count
@@ -115,7 +115,7 @@ def _errors(scene: Scene, seam: Seam, s: Tensor) -> Iterator[float]:
             continue
         each = spread(s, columns).float()
         x = torch.cat(rows.kept) / each
-        weight = reader.folded()[0, :, :, 0].float() * each
+        weight = reader.folded()[0, :, :, 0].float().cpu() * each
         off = quantized(reader, weight) - weight
         noise = (x @ off.T).square().sum() / len(x)
         step = _step(scene, reader, rows.low / each, rows.high / each)
@@ -125,10 +125,10 @@ def _errors(scene: Scene, seam: Seam, s: Tensor) -> Iterator[float]:
 def quantized(reader: Layer, weight: Tensor) -> Tensor:
     """A weight (out, in) as its layer would keep it."""
     quant: WeightFakeQuantize = reader.module.weight_quant  # type: ignore[assignment]  # it is quantized
-    shaped = weight[:, :, None, None] if reader.kind == "head" else weight
+    shaped = weight.to(reader.weight.device)
     with _live(quant):
-        found: Tensor = quant(shaped)
-    return found.reshape(weight.shape)
+        found: Tensor = quant(shaped[:, :, None, None] if reader.kind == "head" else shaped)
+    return found.reshape(weight.shape).cpu()
 
 
 @contextmanager

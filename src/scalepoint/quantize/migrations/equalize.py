@@ -79,11 +79,12 @@ class Extremes:
         self.low = self.high = torch.zeros(())
 
     def take(self, _: Tensor, output: Tensor) -> None:
-        rows = output.movedim(self.axis, -1).flatten(0, -2).double()
+        rows = output.movedim(self.axis, -1).flatten(0, -2)
         if len(rows):
+            low, high = rows.amin(0).double().cpu(), rows.amax(0).double().cpu()
             is_first = not self.low.ndim
-            self.low = rows.amin(0) if is_first else torch.minimum(self.low, rows.amin(0))
-            self.high = rows.amax(0) if is_first else torch.maximum(self.high, rows.amax(0))
+            self.low = low if is_first else torch.minimum(self.low, low)
+            self.high = high if is_first else torch.maximum(self.high, high)
 
 
 def apply(scene: Scene, seams: Sequence[Seam]) -> list[str]:

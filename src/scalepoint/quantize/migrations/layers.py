@@ -103,10 +103,10 @@ class Layer:
         return found.weight, found.bias
 
     def output_ranges(self) -> Tensor:
-        return self.folded().abs().amax((2, 3)).reshape(-1)
+        return self.folded().abs().amax((2, 3)).reshape(-1).cpu()
 
     def input_ranges(self) -> Tensor:
-        return self.folded().abs().amax((1, 3)).reshape(-1)
+        return self.folded().abs().amax((1, 3)).reshape(-1).cpu()
 
     def scale_outputs(self, times: Tensor) -> None:
         if self.norm is not None:
@@ -125,7 +125,7 @@ class Layer:
         """Add a constant to what it gives."""
         bias = self.bias if self.norm is None else self.affine[1]
         assert bias is not None  # noqa: S101  # give_bias was asked before
-        bias.detach().copy_(bias.detach().double() + by)
+        bias.detach().copy_(bias.detach().double() + by.to(bias.device))
 
     def give_bias(self) -> None:
         if self.norm is None and self.bias is None:
@@ -204,4 +204,4 @@ class Norm:
 def _multiply(tensor: Tensor | None, times: Tensor) -> None:
     """In float64, back into the tensor's own type."""
     if tensor is not None:
-        tensor.detach().copy_(tensor.detach().double() * times)
+        tensor.detach().copy_(tensor.detach().double() * times.to(tensor.device))

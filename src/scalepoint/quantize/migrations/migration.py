@@ -21,7 +21,8 @@ from scalepoint.quantize.feeding import Fed
 from scalepoint.quantize.migrations.flow import Flow
 from scalepoint.quantize.twins import driven
 
-PROBES = 4  # batches on which the float output is compared
+PROBES = 4  # batches on which the float output is compared, at most
+COMPARED = 2**25  # values of their outputs that are kept, at most but for the first batch
 ROUNDING = 512  # times the machine precision of the model's type, against the norm of the output
 
 
@@ -59,14 +60,29 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.flow = Flow(self.model, self.probes[0])
+        self.expected = self.outputs()
 
     def outputs(self) -> list[list[Tensor]]:
         """What the model gives for the probes."""
-        found = []
+        found: list[list[Tensor]] = []
+        room = COMPARED
         for inputs in self.probes:
             leaves = pytree.tree_leaves(fx.Interpreter(self.model).run(*inputs, enable_io_processing=False))
             found.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()])
+            room -= sum(leaf.numel() for leaf in found[-1])
+            if room <= 0:
+                break
         return found
+
+    def change(self) -> float:
+        """How far the float output is now from what it was at first, against its norm."""
+        return difference(self.expected, self.outputs())
+
+    @property
+    def limit(self) -> float:
+        """What counts as rounding in the model's type."""
+        kinds = [leaf.dtype for leaves in self.expected for leaf in leaves]
+        return ROUNDING * max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
 
     @contextmanager
     def watching(self, seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> Iterator[None]:
@@ -113,33 +129,30 @@ def migrate(scene: Scene, migrations: Sequence[Migration]) -> MigrationReport:
 
 def _applied(scene: Scene, migration: Migration) -> tuple[list[MigrationRow], float]:
     found = migration.find(scene)
-    sites, expected = found.sites, scene.outputs()
-    kept = _Kept(sites)
+    sites, kept = found.sites, _Kept(found.sites)
     notes = list(migration.apply(scene, sites)) if sites else []
-    change = difference(expected, scene.outputs()) if sites else 0.0
-    if change > _limit(expected):
-        sites, notes, change = _one_by_one(scene, migration, found, kept, expected)
+    change = scene.change() if sites else 0.0
+    if change > scene.limit:
+        sites, notes, change = _one_by_one(scene, migration, found, kept)
     rows = [MigrationRow(migration.name, site.name, True, note) for site, note in zip(sites, notes, strict=True)]
     return [*rows, *(MigrationRow(migration.name, name, False, why) for name, why in found.refused.items())], change
 
 
-def _one_by_one(
-    scene: Scene, migration: Migration, found: Found, kept: "_Kept", expected: list[list[Tensor]]
-) -> tuple[list[Any], list[str], float]:
+def _one_by_one(scene: Scene, migration: Migration, found: Found, kept: "_Kept") -> tuple[list[Any], list[str], float]:
     """Refuse the sites that change the output, and apply the others together."""
     good = []
     for site in found.sites:
         kept.restore()
         migration.apply(scene, [site])
-        change = difference(expected, scene.outputs())
-        if change > _limit(expected):
+        change = scene.change()
+        if change > scene.limit:
             found.refuse(site.name, f"the float output changes by {change:.1e} on the data")
         else:
             good.append(site)
     kept.restore()
     notes = list(migration.apply(scene, good)) if good else []
-    change = difference(expected, scene.outputs())
-    if change <= _limit(expected):
+    change = scene.change()
+    if change <= scene.limit:
         return good, notes, change
     kept.restore()
     for site in good:
@@ -168,11 +181,6 @@ def difference(expected: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Te
                 off = (other.double() - one.double()).norm() / one.double().norm().clamp(min=1e-30)
                 worst = max(worst, float(off.nan_to_num(nan=float("inf"))))
     return worst
-
-
-def _limit(outputs: Sequence[Sequence[Tensor]]) -> float:
-    kinds = [leaf.dtype for leaves in outputs for leaf in leaves]
-    return ROUNDING * max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
 
 
 class _Inputs(nn.Module):

@@ -39,7 +39,7 @@ class Heads:
 
     def rotate(self) -> str:
         size = self.blocks.shape[1]
-        r = rotation(size)
+        r = rotation(size).to(self.source.weight.device)
         for tensor in (self.source.matrix()[0, :, :, 0], self.source.bias):
             if tensor is not None:
                 rows = tensor[self.blocks].double()

@@ -44,7 +44,7 @@ class Stream:
 
     def rotate(self) -> str:
         keeps_mean = any(norm.kind == "layer_norm" for norm in self.norms)
-        r = rotation(self.width, keeps_mean=keeps_mean)
+        r = rotation(self.width, keeps_mean=keeps_mean).to(self.readers[0][0].weight.device)
         for reader, norm in self.readers:
             _fold(norm, reader)
             matrix = reader.matrix()[0, :, :, 0]
