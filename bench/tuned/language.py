@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from llama import Llama, Sizes, llama
 from registry_data import CACHE, fetch, member
 from tuned import gguf
-from tuned.rows import BALANCED, GPTQ, NEAREST, Limit
+from tuned.rows import AWQ, BALANCED, GPTQ, NEAREST, Limit
 from tuned.subject import Subject
 from tuned.text import parts
 
@@ -29,7 +29,7 @@ SMALL = Sizes(hidden=256, mlp=512, layers=4, heads=4, groups=2, words=1024, eps=
 SECONDS, BATCH, CONTEXT, RATE = 180.0, 16, 128, 3e-3
 FILE, WORDS = CACHE / "llama-small.safetensors", CACHE / "llama-small-tokenizer.json"
 AHEAD = (Limit("score", 0.0, GPTQ),)
-WAYS = (NEAREST, GPTQ, BALANCED)
+WAYS = (NEAREST, AWQ, GPTQ, BALANCED)
 
 
 def sequences(tokens: list[int], length: int, count: int) -> Tensor:

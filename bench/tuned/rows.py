@@ -9,7 +9,7 @@ from typing import Literal
 
 from rich.table import Table
 
-NEAREST, GPTQ, GPTQ_INTERCEPT, BALANCED = "nearest", "gptq", "gptq + intercept", "balanced"
+NEAREST, AWQ, GPTQ, GPTQ_INTERCEPT, BALANCED = "nearest", "awq", "gptq", "gptq + intercept", "balanced"
 Measure = Literal["score", "decibels", "seconds"]
 
 

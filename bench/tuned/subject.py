@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning import TuneConfig, tune
-from tuned.rows import BALANCED, GPTQ, GPTQ_INTERCEPT, NEAREST, Kept, Limit, Row
+from tuned.rows import AWQ, BALANCED, GPTQ, GPTQ_INTERCEPT, NEAREST, Kept, Limit, Row
 
 COMPARED = 20_000_000  # values of the float outputs that are kept, to tell dB by
 STEPS = {
     NEAREST: None,
+    AWQ: None,
     GPTQ: TuneConfig(steps=("scale", "gptq")),
     GPTQ_INTERCEPT: TuneConfig(steps=("intercept", "scale", "gptq")),
     BALANCED: TuneConfig(),
 }
+MIGRATIONS = {AWQ: ("awq",)}
 Inputs = Tensor | dict[str, Tensor]
 
 
@@ -61,7 +63,7 @@ def config(precision: str, ends: Mapping[str, int | None] | None = None) -> Quan
 def prepared(subject: Subject, precision: str, how: str) -> tuple[nn.Module, float]:
     """The quantized network and the seconds of the CPU that it took."""
     start = time.process_time()
-    settings = config(precision, subject.ends)
+    settings = config(precision, subject.ends).model_copy(update={"migrate": MIGRATIONS.get(how, ())})
     model = quantize(subject.model, subject.calibration[0], settings, forward_loop=subject.calibration, progress=False)
     steps = STEPS[how]
     if steps is not None:

@@ -16,7 +16,7 @@ import lite0 as lite0_network
 import resnet8 as resnet8_network
 from pictures import labels, pictures
 from tuned import vit as vit_network
-from tuned.rows import GPTQ_INTERCEPT, NEAREST, Limit
+from tuned.rows import BALANCED, GPTQ_INTERCEPT, NEAREST, Limit
 from tuned.subject import Subject, right
 
 BATCH, CALIBRATION = 64, 256
@@ -115,4 +115,5 @@ def lite0(folder: Path) -> Subject:
         right,
         limits,
         {names[0]: 8, names[-1]: 8},
+        (NEAREST, BALANCED),
     )
