@@ -56,7 +56,7 @@ def main() -> None:
                 kept.forget(name)
             for row in rows(make(), kept):
                 print(row, flush=True)
-    found = list(kept.rows.values())
+    found = kept.ordered()
     sys.exit(not publish(shown(found), found, OUT))
 
 

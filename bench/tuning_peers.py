@@ -88,7 +88,7 @@ def main() -> None:
     compared(vision.resnet8(), "resnet8", given.python, kept)
     if given.photographs:
         compared(vision.lite0(given.photographs), "lite0", given.python, kept)
-    found = list(kept.rows.values())
+    found = kept.ordered()
     sys.exit(not publish(shown(found), found, OUT / "tuning-peers.json"))
 
 

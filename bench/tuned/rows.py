@@ -10,6 +10,7 @@ from typing import Literal
 from rich.table import Table
 
 NEAREST, AWQ, GPTQ, GPTQ_INTERCEPT, BALANCED = "nearest", "awq", "gptq", "gptq + intercept", "balanced"
+WAYS = (NEAREST, AWQ, GPTQ, GPTQ_INTERCEPT, BALANCED)
 Measure = Literal["score", "decibels", "seconds"]
 
 
@@ -82,9 +83,17 @@ class Kept:
     def add(self, row: Row) -> None:
         self.rows[row.model, row.precision, row.how] = row
         self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(
-            json.dumps([{**asdict(each), "holds": each.holds} for each in self.rows.values()], indent=2)
-        )
+        self.path.write_text(json.dumps([{**asdict(each), "holds": each.holds} for each in self.ordered()], indent=2))
+
+    def ordered(self) -> list[Row]:
+        """By network and precision as they came, and ways in the order of `WAYS`."""
+        models, precisions = (list(dict.fromkeys(key[place] for key in self.rows)) for place in (0, 1))
+        known = {how: place for place, how in enumerate(WAYS)}
+
+        def place(row: Row) -> tuple[int, int, int]:
+            return models.index(row.model), precisions.index(row.precision), known.get(row.how, len(known))
+
+        return sorted(self.rows.values(), key=place)
 
     def forget(self, part: str) -> None:
         self.rows = {key: row for key, row in self.rows.items() if part not in " ".join(key)}
