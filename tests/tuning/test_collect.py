@@ -1,9 +1,11 @@
 """Moments of a layer in its place: with the other side of an add, shared by readers, summed over uses."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from scalepoint.errors import NonFiniteError
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning.collect import Collector, other_side
 from scalepoint.tuning.problem import Shape
@@ -107,3 +109,23 @@ def test_a_weight_has_one_sum_over_all_its_uses():
                 counts.append(fit.count + judge.count)
         fresh.advance(node)
     assert counts == [48, 96]
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(1, 32_768), (3, 4096)])
+def test_a_layer_in_groups_takes_fewer_rows(groups, rows):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, groups=groups))
+    _, collector = walked(model, [torch.randn(16, 3, 32, 32) for _ in range(2)], "0", FOUR)
+    use = next(iter(collector.uses))
+    fit, judge = collector.moments(use, shape_of(use))
+    assert 0.9 * rows < fit.count + judge.count < 1.1 * rows
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_refused(bad):
+    model = nn.Sequential(nn.Linear(4, 4))
+    _, collector = walked(model, [torch.randn(16, 4)], "0", FOUR)
+    use = next(iter(collector.uses))
+    fine = torch.full((2, 1, 4), 3e38)  # whose sum is not
+    collector._check(use, (fine, fine))
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        collector._check(use, (fine, torch.tensor([[[1.0, bad]]])))

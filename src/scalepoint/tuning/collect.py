@@ -19,7 +19,7 @@ from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning.moments import Moments, Residuals, Sums
 from scalepoint.tuning.problem import Shape
-from scalepoint.tuning.rows import Geometry, chosen_rows, geometry_of, uniform
+from scalepoint.tuning.rows import Geometry, chosen_rows, enough, geometry_of, uniform
 from scalepoint.tuning.walk import Walk
 
 FEW_SAMPLES = 10  # with fewer, single rows are held out instead of whole samples
@@ -117,7 +117,7 @@ class Collector:
         geometry, walk = shape.geometry, self.walk
         counts = [geometry.positions(exact) for exact, _ in walk.inputs(use.node, use.place)]
         total = sum(a * b for a, b in counts)
-        share = min(1.0, self.rows / max(total, 1))
+        share = min(1.0, enough(self.rows, geometry.groups, shape.weight().shape[-1]) / max(total, 1))
         other, before, first = other_side(walk, use), 0, 0
         is_by_sample, outputs = sum(walk.samples) >= FEW_SAMPLES, shape.weight().shape[1]
         for index, (exact, noisy) in enumerate(walk.inputs(use.node, use.place)):
@@ -145,7 +145,7 @@ class Collector:
         return exact - noisy if isinstance(exact, Tensor) else None
 
     def _check(self, use: Use, pair: Sequence[Tensor]) -> None:
-        if not all(bool(rows.isfinite().all()) for rows in pair):
+        if not all(bool(rows.sum().isfinite()) or bool(rows.isfinite().all()) for rows in pair):
             name = self.names.get(use.node.name, use.place)
             raise NonFiniteError(
                 f"{name}: its input holds NaN or infinity. Mend the data, or leave such batches out: on_nan='skip'"

@@ -17,6 +17,8 @@ from torch import Tensor
 from scalepoint.graph import Operation
 from scalepoint.quantize.weighted import QuantizedWeighted
 
+LEAST, PER_UNKNOWN = 4096, 128
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -156,6 +158,11 @@ def _with_zeros(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     places: Any = (..., *(slice(None, None, step) for step in stride))
     wide[places] = x
     return wide
+
+
+def enough(most: int, groups: int, unknowns: int) -> int:
+    """How many rows to look at: groups make a row long, but leave few unknowns to tell by it."""
+    return most if groups == 1 else min(most, max(LEAST, PER_UNKNOWN * unknowns))
 
 
 def chosen_rows(first: int, samples: int, each: int, share: float) -> Tensor:
