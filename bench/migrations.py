@@ -109,7 +109,7 @@ def jobs(photographs: Path | None) -> dict[str, tuple[Callable[[], Subject], tup
         (precision, names) for precision in ("int4 per channel", "int3 per channel") for names in ((), ("awq",))
     )
     found["Llama, 3 M, trained here"] = (language.small, (*words, *four))
-    found["SmolLM2-135M"] = (language.smollm, (*words[:2], four[0], four[3]))
+    found["SmolLM2-135M"] = (language.smollm, (four[0], four[3], *words[:2]))
     return found
 
 

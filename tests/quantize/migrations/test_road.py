@@ -32,6 +32,7 @@ from tests.quantize.migrations.models import (
     Chain,
     Language,
     done,
+    error,
     float_change,
     migrated,
     pictures,
@@ -306,6 +307,15 @@ def test_a_run_that_goes_on_with_another_migration_does_it(tmp_path):
     assert {row.migration for row in found.migrated.rows} == {"equalize", "absorb"}
     assert any(line.startswith("migrations: ") for line in found.summary())
     assert type(found).from_json(found.to_json()).migrated == found.migrated
+
+
+def test_tuning_stands_on_top():
+    model, data = seeded(Language, nn.LayerNorm, 32), tokens(4)
+    quantized = migrated(model, data, "awq", "rotate", weight=TensorQuantConfig(n_bits=4, per_channel=True))
+    before = error(model, quantized, data)
+    scalepoint.tune(quantized, data, progress=False)
+    assert error(model, quantized, data) < before
+    assert float_change(model, quantized, data) < 3e-6
 
 
 NOTHING = _doubling(())
