@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalepoint.allocation import Choice, Item, front, within
+from scalepoint.allocation import Choice, Item, front, thinned, trimmed, within
 
 NUMBERS = st.integers(0, 40).map(float)
 CHOICES = st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=4)
@@ -90,6 +90,28 @@ def test_one_layer_all_equal_and_ties_in_order():
     only = Item("only", (Choice("float", 0, 32),))
     assert within([only], 32).chosen == {"only": "float"}
     assert within([only], 31) is None
+
+
+def test_a_long_front_is_thinned_evenly_between_its_ends():
+    items = [Item(str(index), (Choice("low", 1.0, 0.0), Choice("high", 0.0, 1.0 + index))) for index in range(40)]
+    points = front(items)
+    few = thinned(points, 10)
+    assert len(few) == 10
+    assert (few[0], few[-1]) == (points[0], points[-1])
+    gaps = [b.cost - a.cost for a, b in itertools.pairwise(few)]
+    assert max(gaps) < 2 * points[-1].cost / 9
+    assert thinned(points, 100) == list(points)
+
+
+def test_what_is_hardly_worth_its_cost_is_given_back():
+    items = [
+        Item("needed", (Choice("low", 10.0, 0.0), Choice("high", 1.0, 1.0))),
+        Item("spare", (Choice("low", 0.005, 0.0), Choice("high", 0.0, 1.0))),
+    ]
+    whole = within(items, 2.0)
+    assert whole.chosen == {"needed": "high", "spare": "high"}
+    assert trimmed(items, whole, 0.01).chosen == {"needed": "high", "spare": "low"}
+    assert trimmed(items, whole, 0.001) == whole
 
 
 def test_what_is_no_number_has_no_place():

@@ -207,6 +207,9 @@ def test_inspect_needs_no_data(call) -> None:
         ("model: nets:net", "--data"),
         ("data: nets:batches", "which model?"),
         ("model: nets:net\ndata: nets:batches\nmax_drop: 1", "--evaluate"),
+        ("budget: {size: 0.2, bits: 4}", "a budget is one of size, bits and speed, not size and bits"),
+        ("budget: {weight: 4}", "weight"),
+        ("choices: [int4, int9]", "'int9' is no format of a weight"),
     ],
 )
 def test_a_config_that_makes_no_sense_ends_with_2(call, here, text, message) -> None:
@@ -673,3 +676,29 @@ def test_after_a_search_the_command_makes_the_kept_file_without_one(call, here, 
     assert (kept.max_drop, asked.max_drop) == (None, 1.0)
     assert [each.name for each in kept.quantization.overrides] == ["head"]
     assert asked.quantization.overrides == ()
+
+
+def test_a_budget_is_written_as_it_is_said_and_the_command_makes_the_file_without_one(call, here, monkeypatch) -> None:
+    given = {}
+
+    def deploy(model, inputs, data, **options):
+        given.update(options)
+        options["output"].mkdir()
+        made = _Deployed()
+        made.report.attempts, made.report.config = (1,), {"overrides": [{"name": "head", "weight": "float"}]}
+        return made
+
+    monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
+    flags = ("--data", "nets:batches", "--budget", "bits=4.5", "--choices", "int4,float")
+    assert call("deploy", "nets:net", *flags, "-o", "made")[0] == 0
+    assert (str(given["budget"]), given["choices"]) == ("bits=4.5", ("int4", "float"))
+    asked, kept = (DeployConfig.from_file(here / "made" / name) for name in ("config.yaml", "kept.yaml"))
+    assert (asked.budget, kept.budget) == (given["budget"], None)
+    assert [each.name for each in kept.quantization.overrides] == ["head"]
+
+
+@pytest.mark.parametrize("budget", ["small", "size=2", "size=none", "speed=0.5", "bits=4,size=0.2"])
+def test_a_budget_that_makes_no_sense_ends_with_2(call, budget) -> None:
+    code, _, err = call("deploy", "nets:net", "--data", "nets:batches", "--budget", budget)
+    assert code == Code.USAGE
+    assert "--budget" in err

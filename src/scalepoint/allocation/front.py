@@ -54,6 +54,16 @@ def front(items: Sequence[Item]) -> tuple[Allocation, ...]:
     return tuple(found)
 
 
+def thinned(points: Sequence[Allocation], most: int) -> list[Allocation]:
+    """At most so many of a front, evenly by cost; the first and the last stay."""
+    if len(points) <= most:
+        return list(points)
+    first, last = points[0].cost, points[-1].cost
+    wanted = [first + (last - first) * index / (most - 1) for index in range(most)]
+    places = {min(range(len(points)), key=lambda place, cost=cost: abs(points[place].cost - cost)) for cost in wanted}  # type: ignore[misc]
+    return [points[place] for place in sorted({0, *places, len(points) - 1})]
+
+
 def within(items: Sequence[Item], limit: float) -> Allocation | None:
     """The least error that was found for no more than this cost; None where even the cheapest costs more.
 

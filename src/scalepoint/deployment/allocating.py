@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from scalepoint.allocation import Allocation, Budget, Widths, front, measure_widths
+from scalepoint.allocation import Allocation, Budget, Widths, front, measure_widths, thinned
 from scalepoint.allocation.losses import SOLVER
 from scalepoint.allocation.widths import Costs
 from scalepoint.deployment.marks import Watched, mark
@@ -13,6 +13,7 @@ from scalepoint.quantize import QuantConfig
 from scalepoint.report import Allocated, AllocatedLayer, FrontPoint
 from scalepoint.transformation import transform
 
+MOST_POINTS = 200  # of the front in a report
 CHOICES = ("int4", "int8", "float")
 
 
@@ -61,7 +62,7 @@ def allocated(widths: Widths, chosen: Mapping[str, str], unit: Costs, budget: Bu
     )  # fmt: skip
     found = _summed(items, chosen)
     points = [FrontPoint(widths.shown(unit, each.cost), each.error, _counts(widths, each.chosen)) for each in
-              front(widths.items(unit))]  # fmt: skip
+              thinned(front(widths.items(unit)), MOST_POINTS)]  # fmt: skip
     names = dict.fromkeys(width.name for row in widths.rows for width in row.widths)
     uniform = {}
     for name in names:

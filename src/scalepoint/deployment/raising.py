@@ -13,13 +13,14 @@ Each file is judged by the user's metric; the estimate only says which to try.
 
 from collections.abc import Mapping, Sequence
 
-from scalepoint.allocation import AS_IT_IS, Allocation, Choice, Widths, front, trimmed
+from scalepoint.allocation import AS_IT_IS, Allocation, Choice, Widths, front, thinned, trimmed
 from scalepoint.deployment.trials import Bar, Step, Trial
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Raised
 
 LEAST, MOST = 0.1, 0.5  # how much of the error may stay after a step upwards
 TRIM = 0.03  # of the error: what removes less is not raised
+MOST_POINTS = 64  # of the front: a search looks at few of them
 LAST = 0.1  # the last of the allowed files goes further
 
 
@@ -61,8 +62,8 @@ def _points(widths: Widths) -> list[Allocation]:
     there is nothing to deploy."""
     weighted = [row.name for row in widths.rows if row.weights]
     items = widths.items("cost")
-    found = {_key(each.chosen): each for each in (trimmed(items, point, TRIM) for point in front(items))}
-    points = sorted(found.values(), key=lambda point: point.cost)
+    lowered = [trimmed(items, point, TRIM) for point in thinned(front(items), MOST_POINTS)]
+    points = sorted({_key(each.chosen): each for each in lowered}.values(), key=lambda point: point.cost)
     return [each for each in points if not weighted or any(each.chosen[name] != FLOAT for name in weighted)]
 
 
