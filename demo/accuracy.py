@@ -1,7 +1,8 @@
-"""Accuracy first: 4-bit weights cost the sentence encoder more than two points; max_drop=0.1 wins them back.
+"""Accuracy first: 4-bit weights cost the sentence encoder some points; max_drop=0.1 wins them back.
 
 The same model and sentences as `sentences.py`. deploy tries other ranges, then gives 8 bits, then float, to the layers
-where that wins most for its cost, until the file in ONNX Runtime is at most 0.1 points below the float model.
+where that removes most error for its cost, until the file in ONNX Runtime is at most 0.1 points below the float model;
+then it tries less again.
 """
 
 from pathlib import Path
