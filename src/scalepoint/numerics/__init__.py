@@ -20,6 +20,7 @@ from scalepoint.numerics.format import (
     dtype_name,
     format_of,
 )
+from scalepoint.numerics.kept import keeping
 from scalepoint.numerics.qparams import (
     EPS,
     QParams,
@@ -60,6 +61,7 @@ __all__ = [
     "fake_quantize",
     "format_of",
     "is_traced",
+    "keeping",
     "min_max",
     "power_of_two_scale",
     "quantize",

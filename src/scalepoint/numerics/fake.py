@@ -6,19 +6,31 @@ Eager, it is one autograd node over the piecewise kernel. Traced (export, compil
 same steps run as plain operations, and y + where(inside, x - x.detach(), 0) carries the gradient.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from scalepoint.numerics.affine import Steps, centred_code, clamp, narrow, round_trip, round_trip_traced, steps_of
+from scalepoint.numerics.affine import (
+    PIECE,
+    Steps,
+    centred_code,
+    clamp,
+    narrow,
+    round_trip,
+    round_trip_traced,
+    steps_of,
+)
 from scalepoint.numerics.blocks import is_ragged
 from scalepoint.numerics.format import Format, Grid
+from scalepoint.numerics.kept import mark
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.quantize import Block, by_block
 from scalepoint.numerics.rounding import round_to_float
 
+MANY = 4096  # elements, below which a mask costs nothing
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -58,7 +70,7 @@ def straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = 
     x = x.clone() if x.is_inference() else x
     node, inputs = (_LearnedScale, (x, steps.scale)) if learns else (_StraightThrough, (x,))
     y: Tensor = node.apply(*inputs, steps, fmt)  # type: ignore[no-untyped-call]
-    return y
+    return mark(y, steps, fmt)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -80,18 +92,32 @@ def _traced(x: Tensor, steps: Steps, fmt: Format, *, learns: bool, needs_grad: b
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Keeps one byte an element for backward, or nothing where nothing was clamped."""
+    """Keeps one byte an element for backward, the places of the clamped where they are few, or nothing for none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, steps: Steps, fmt: Format) -> Tensor:
         y, inside = round_trip(x, steps, fmt, want_inside=True)
-        ctx.save_for_backward(inside)
+        places = None if inside is None or x.numel() < MANY else _few(inside)
+        ctx.save_for_backward(inside if places is None else None, places)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (inside,) = ctx.saved_tensors
+        inside, places = ctx.saved_tensors
+        if places is not None:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            grad.view(-1)[places] = 0.0
+            return grad, None, None
         return grad if inside is None else torch.where(inside, grad, 0.0), None, None
+
+
+def _few(inside: Tensor) -> Tensor | None:
+    """The places outside, when they take less than a mask by far; they are looked for only on a CPU."""
+    if inside.device.type != "cpu" or not inside.is_contiguous():
+        return None
+    outside = inside.view(-1).logical_not()
+    count = int(torch.count_nonzero(outside))
+    return outside.nonzero().view(-1) if 64 * count <= inside.numel() else None
 
 
 class _LearnedScale(torch.autograd.Function):
@@ -107,14 +133,45 @@ class _LearnedScale(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         steps, fmt = ctx.steps, ctx.fmt
-        t = torch.div(x if steps.shift is None else x - steps.shift, scale).to(torch.float32)
-        rounded = t if fmt.is_float else t.round()
-        c = clamp(rounded, steps)
-        inside = c == rounded
-        if fmt.is_float:
-            c = round_to_float(c, fmt)
-        slope = c.sub_(t.mul_(inside)).mul_(grad)  # c - t inside the range, c where clamped
-        return torch.where(inside, grad, 0.0), slope.sum_to_size(scale.shape), None, None
+        of_x, slopes = torch.empty_like(grad), []
+        for own, part, target, by in _rows(x, grad, of_x, steps):  # in cache, and nothing as large as x is made
+            found, slope = _slopes(own, part, by.scale, by, fmt)
+            target.copy_(found)
+            slopes.append(slope.sum_to_size(by.scale.shape))
+        total = torch.stack(slopes).sum(0) if steps.is_uniform else torch.cat(slopes)
+        return of_x, total.to(scale.dtype).reshape(scale.shape), None, None
+
+
+def _rows(x: Tensor, grad: Tensor, of_x: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Tensor, Steps]]:
+    """All three and the steps in pieces, where one scale serves all or each of the first axis; else whole."""
+    is_plain = x.numel() >= 2 * PIECE and all(each.is_contiguous() for each in (x, grad, of_x))
+    if is_plain and steps.is_uniform:
+        flat = steps.map(lambda value: value.reshape(1))
+        for parts in zip(*(torch.split(each.view(-1), PIECE) for each in (x, grad, of_x)), strict=True):
+            yield *parts, flat
+        return
+    is_by_first = steps.scale.ndim == x.ndim and steps.scale.numel() == steps.scale.shape[0] == x.shape[0]
+    if not (is_plain and is_by_first and len(x) > 1):
+        yield x, grad, of_x, steps
+        return
+    rows = max(1, PIECE * len(x) // x.numel())
+    for start in range(0, len(x), rows):
+        part = slice(start, start + rows)
+        own = [
+            value[part] if isinstance(value, Tensor) and value.shape == steps.scale.shape else value for value in steps
+        ]
+        yield x[part], grad[part], of_x[part], Steps(*own)  # type: ignore[arg-type]
+
+
+def _slopes(x: Tensor, grad: Tensor, scale: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and of the scale by element: c - t inside the range, c where clamped."""
+    t = torch.div(x if steps.shift is None else x - steps.shift, scale).to(torch.float32)
+    rounded = t if fmt.is_float else t.round()
+    c = clamp(rounded, steps)
+    inside = c == rounded
+    if fmt.is_float:
+        c = round_to_float(c, fmt)
+    return torch.where(inside, grad, 0.0), c.sub_(t.mul_(inside)).mul_(grad)
 
 
 def _learned(x: Tensor, steps: Steps, fmt: Format) -> Tensor:

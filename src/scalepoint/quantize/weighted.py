@@ -8,6 +8,7 @@ Dividing the weight by s instead of the convolution's output is the same sum and
 s is a constant: inside the range fq(w s) / s is w, which does not depend on it.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from scalepoint.errors import UsageError
 from scalepoint.graph import Operation
 from scalepoint.graph.modules import tensors_of
-from scalepoint.numerics import QParams, is_traced
+from scalepoint.numerics import QParams, is_traced, keeping
 from scalepoint.quantize.parts import kind_of_part, norm_settings, run_with
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes
 from scalepoint.spec.state import Stateful
@@ -105,11 +106,19 @@ class QuantizedWeighted(Stateful):
     def forward(self, x: Tensor) -> Tensor:
         if self.uses_batch_statistics:
             s = _not_zero(self.factor().detach())
-            weight = self.quantized(self._times(self.weight, s))
-            result: Tensor = self.norm(run_with(self.operation, x, self._times(weight, 1 / s), self.bias))
+            wide = self._times(self.weight, s)
+            with keeping(None, wide, self._maker(lambda weight: self._times(weight, s))):
+                weight = self.quantized(wide)
+            del wide
+            weight = self._times(weight, 1 / s)
+            with keeping(x, weight, self._quantized_maker(s)):
+                y = run_with(self.operation, x, weight, self.bias)
+            result: Tensor = self.norm(y)
             return result
         if not self._may_keep(x):
-            return run_with(self.operation, x, *self._live())
+            weight, bias = self._live()
+            with keeping(x):
+                return run_with(self.operation, x, weight, bias)
         kept = self._kept
         if kept is None or kept.marks is None or kept.marks != self._marks():
             with torch.inference_mode(False), torch.no_grad():
@@ -119,6 +128,31 @@ class QuantizedWeighted(Stateful):
             return run_with(self.operation, x, kept.weight, kept.bias)
         sums = run_with(self.operation, (x / stub.scale).round_(), kept.weight, None)
         return (sums if kept.bias is None else sums.add_(kept.bias)).mul_(kept.scale)
+
+    def _maker(self, made: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        """Makes a value of the weight again, for backward."""
+        weight, name = self.weight, self.weight_quant.name
+        version = weight._version
+
+        def make() -> Tensor:
+            if weight._version != version:
+                raise UsageError(f"{name} was written to between forward and backward: step after backward")
+            return made(weight.detach())
+
+        return make
+
+    def _quantized_maker(self, s: Tensor) -> Callable[[], Tensor] | None:
+        """Makes the quantized weight of a training step again; None where it has no codes of its own."""
+        quant = self.weight_quant
+        if not self._is_quantizing or quant.chosen is not None or is_traced(self.weight):
+            return None
+        qparams = quant.qparams_for(self.canonical(self.weight)).map(lambda value: value.detach().clone())
+
+        def made(weight: Tensor) -> Tensor:
+            wide = self.canonical(self._times(weight, s))
+            return self._times(self.canonical(quant.quantizer.fake_quantize(wide, *qparams)), 1 / s)
+
+        return self._maker(made)
 
     def quantized(self, weight: Tensor) -> Tensor:
         """The weight as its codes keep it."""
