@@ -86,8 +86,9 @@ class Kept:
         self.path.write_text(json.dumps([{**asdict(each), "holds": each.holds} for each in self.ordered()], indent=2))
 
     def ordered(self) -> list[Row]:
-        """By network and precision as they came, and ways in the order of `WAYS`."""
+        """By network and precision as they came, float first, and ways in the order of `WAYS`."""
         models, precisions = (list(dict.fromkeys(key[place] for key in self.rows)) for place in (0, 1))
+        precisions = sorted(precisions, key=lambda precision: precision != "float")
         known = {how: place for place, how in enumerate(WAYS)}
 
         def place(row: Row) -> tuple[int, int, int]:
