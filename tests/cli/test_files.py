@@ -112,9 +112,13 @@ def test_bench_measures_two_files(call, made) -> None:
     code, out, _ = call("bench", made / "float.onnx", made / "model.onnx", "--json", "--min-ratio", "0.0001")
     assert code == 0
     assert json.loads(out)["ratio"] > 0
+    layers = json.loads(out)["layers"]
+    assert all({"name", "seconds", "float_seconds", "kernels", "float_kernels"} == set(each) for each in layers)
+    assert any(each["seconds"] and each["float_seconds"] for each in layers)
     code, out, err = call("bench", made / "float.onnx", made / "model.onnx", "--min-ratio", "1000")
     assert code == Code.LIMIT
     assert "x the speed of float.onnx" in " ".join(out.split())
+    assert "slowest layer" in out
     assert "asked for" in err
 
 

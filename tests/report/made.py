@@ -20,7 +20,7 @@ from scalepoint.report import (
     Reproduction,
     Tuned,
 )
-from scalepoint.verification import Agreement, Benchmark, Departure, Status, Verification
+from scalepoint.verification import Agreement, Benchmark, Departure, LayerTime, Status, Verification
 
 LOW = "w int8 per_channel, x uint8"
 CREATED = "2026-11-16T03:00:00+00:00"
@@ -69,7 +69,20 @@ def verification(ratio: float = 1.87, sqnr: float = 41.3) -> Verification:
         11_830_000,
         46_750_000,
         Benchmark(ratio, (0.0312, 0.0312 / ratio), 1, 50, "onnxruntime"),
+        times=times(ratio),
     )
+
+
+def times(ratio: float = 1.87) -> tuple[LayerTime, ...]:
+    """Twelve layers, of which one is slower than in float, and a conversion."""
+    rows = [
+        LayerTime(
+            f"layer{n // 4 + 1}.{n % 4}.conv", 2e-3 / ratio / (n + 1), 2e-3 / (n + 1), ("QLinearConv",), ("Conv",)
+        )
+        for n in range(10)
+    ]
+    rows.insert(1, LayerTime("layer2.0.downsample", 9e-4, 4e-4, ("QLinearConv", "Transpose"), ("Conv",)))
+    return (*rows, LayerTime("x_quant", 1e-4, None, ("QuantizeLinear",)))
 
 
 def bell(layer: str, kind: str, scale: float, low: float, high: float, outliers: bool = False) -> Histogram:
@@ -209,7 +222,9 @@ def evil() -> Report:
     rows = tuple(operation(name, kind=name[:40], reason=name, how=name[:40]) for name in EVIL)
     found = Verification(
         EVIL[1], EVIL[0], Status.OK, EVIL[0], (Agreement(EVIL[1], math.nan, math.inf, None),),
-        executed={EVIL[0]: 1}, fallbacks=EVIL, departure=Departure(EVIL[0], 0.5, 3, EVIL[1], EVIL[2]),
+        executed={EVIL[0]: 1}, fallbacks=EVIL,
+        times=tuple(LayerTime(name, 1e-3, None, (name,)) for name in EVIL),
+        departure=Departure(EVIL[0], 0.5, 3, EVIL[1], EVIL[2]),
     )  # fmt: skip
     return Report(
         EVIL[0],

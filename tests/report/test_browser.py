@@ -55,6 +55,21 @@ def test_it_opens_without_a_complaint_and_fits(browser, pages, name, width, dark
     assert browser.complaints == []
 
 
+def test_the_slowest_layers_stand_beside_their_float_time(browser, pages):
+    browser.open(pages["ordinary"])
+    rows = browser.run(
+        "[...document.querySelectorAll('#time-table tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+    )
+    assert len(rows) == 11  # ten, and the others together
+    assert rows[-1][0] == "2 others"
+    assert rows[1][:5] == ["layer2.0.downsample", "QLinearConv + Transpose", "400 us", "900 us", "0.44x"]
+    bars = browser.run("document.querySelectorAll('#time-table rect.slow').length")
+    assert bars == 1  # the one that loses is marked
+    assert "layer2.0.downsample (QLinearConv 900 us, Conv 400 us in float)" in browser.run(
+        "document.getElementById('time').textContent"
+    )
+
+
 def test_the_style_sheet_is_let_in_by_the_policy_and_nothing_else_is(browser, pages):
     browser.open(pages["bare"])
     assert browser.run("getComputedStyle(document.querySelector('.tiles')).display") == "grid"

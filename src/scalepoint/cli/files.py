@@ -2,7 +2,7 @@
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from scalepoint.words import one_line, ratio, time_of
 from scalepoint.words import size_of as written_size
 
 SHOWN = 3  # places of one finding
+SLOWEST = 10
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
 
 
@@ -77,7 +78,7 @@ def bench(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """The speed of two ONNX files in one process, in turns: the ratio of medians."""
+    """The speed of two ONNX files in one process, in turns: the ratio of medians, and the time of their layers."""
     _there(first)
     _there(second)
     from scalepoint.runtimes import find_runtime
@@ -89,9 +90,19 @@ def bench(
         raise usage(str(error.args[0])) from error
     sizes = [about_file(path, chosen).size for path in (first, second)]  # what is no model is told before anything runs
     found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
+    layers = _layers(first, second, chosen, threads or 1)
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
-        show_json("bench", {"exit_code": int(code), "files": [first, second], "bytes": sizes, **vars(found)})
+        show_json(
+            "bench",
+            {
+                "exit_code": int(code),
+                "files": [first, second],
+                "bytes": sizes,
+                **vars(found),
+                "layers": list(map(vars, layers)),
+            },
+        )
     else:
         rows = [
             (path, time_of(seconds), written_size(size))
@@ -101,10 +112,39 @@ def bench(
         show(
             Listing(("file", "median", "size"), rows, numbers=(1, 2)),
             Text(one_line(f"{second.name}: {speed} of {first.name} ({found.how})")),
+            *_slowest(layers, first, second),
         )
     if code:
         say(f"failed: {ratio(found.ratio)} is less than the {min_ratio} asked for", "red")
     return code
+
+
+def _layers(first: Path, second: Path, runtime: Any, threads: int) -> Sequence[Any]:
+    """By layer, where the runtime tells."""
+    from scalepoint.verification import profile
+
+    return profile(first, second, runtime=runtime, threads=threads) if runtime.profiles else ()
+
+
+def _slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
+    """The slowest rows of the second file, and what loses time against the first."""
+    from scalepoint.verification.times import because
+
+    if not layers:
+        return
+    rows = [
+        (
+            one_line(each.name),
+            "" if each.float_seconds is None else time_of(each.float_seconds),
+            "" if each.seconds is None else time_of(each.seconds),
+            ratio(each.float_seconds / each.seconds) if each.float_seconds and each.seconds else "",
+            one_line(" + ".join(each.kernels[:2])),
+        )
+        for each in layers[:SLOWEST]
+    ]
+    yield Listing(("slowest layer", first.name, second.name, "speed", "kernels"), rows, numbers=(1, 2, 3))
+    if why := because(layers):
+        yield Text(one_line(f"{second.name} loses time in {why}"))
 
 
 def report(

@@ -9,7 +9,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-from scalepoint.report import charts, precision, sections, story
+from scalepoint.report import charts, precision, sections, story, times
 from scalepoint.report.markup import Html, data_block, join, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.tiles import palette, tiles
@@ -24,6 +24,7 @@ PARTS = (
     ("left-float", "Stays float"),
     ("error", "Error by depth"),
     ("histograms", "Ranges"),
+    ("time", "Time by layer"),
     ("placement", "Placement"),
     ("verification", "In the runtime"),
     ("circumstances", "Circumstances"),
@@ -97,6 +98,7 @@ def _main(report: Report) -> Html:
         "left-float": sections.left_float(report),
         "error": _depth(report),
         "histograms": _histograms(report),
+        "time": times.time_table(report),
         "placement": sections.placement(report, classes),
         "verification": sections.verification(report),
         "circumstances": sections.circumstances(report),

@@ -187,6 +187,7 @@ class Shown:
             yield Text(f"tuned: {tuning_of(report)}")
         yield from _titled("Stays float", _float_table(report, narrow, self.rows))
         yield from _titled("Worst layers", _error_table(report, narrow, self.rows))
+        yield from _titled("Slowest layers", _time_table(report, narrow, self.rows))
         if report.verification is not None:
             yield from _titled("In the runtime", _pairs(report.verification.rows()))
         for each in report.findings or ():
@@ -302,6 +303,25 @@ def _front_table(found: "Allocated") -> Table:
         for index, each in ((index, found.front[index]) for index in shown)
     ]
     return _table(("cost", "dB", "layers", ""), rows, numbers=(1,))
+
+
+def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
+    found = report.verification
+    if found is None or not found.times:
+        return None
+    rows = [
+        (
+            short(each.name),
+            "" if each.float_seconds is None else time_of(each.float_seconds),
+            "" if each.seconds is None else time_of(each.seconds),
+            ratio(each.float_seconds / each.seconds) if each.float_seconds and each.seconds else "",
+            short(" + ".join(each.kernels[:2]), 60),
+        )
+        for each in found.times[:limit]
+    ]
+    if narrow:
+        return _table(("layer", "float", "quantized"), [row[:3] for row in rows], numbers=(1, 2))
+    return _table(("layer", "float", "quantized", "speed", "kernels"), rows, numbers=(1, 2, 3))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

@@ -2,7 +2,9 @@
 
 A runtime can crash, hang or eat all memory; here it takes only itself down. CHILD.py is the program of one runtime,
 with a class File(path, options) that has `inputs` (names), `run(feeds) -> [(name, array), ..]` and
-`executed() -> [{"name", "op", "low", "why"}, ..]`. Nothing of scalepoint or torch is imported.
+`executed() -> [{"name", "op", "low", "why"}, ..]`; where the runtime tells the time of nodes, with the option "profile"
+`profiled() -> [{"name", "op", "seconds"}, ..]`, medians of the runs but the first. Nothing of scalepoint or
+torch is imported.
 
 A request is a line of JSON on stdin, its answer a line of JSON on stdout; tensors travel in .npz files, or, where a
 file is called again and again, as .npz frames in the same pipes.
@@ -73,6 +75,19 @@ def benchmark(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO)
     _answer(pipe, {"quartiles": quarters, "repeats": len(taken[0])})
 
 
+def profile(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """Seconds of every node of several files, run in turns, by the runtime's own profiler."""
+    feeds = _given(request["inputs"])
+    files = [kind(path, {**request["options"], "profile": True}) for path in request["paths"]]
+    given = [_by_name(file.inputs, feeds) for file in files]
+    deadline, runs = time.monotonic() + request["seconds"], 0
+    while runs <= request["fewest"] or (runs <= request["most"] and time.monotonic() < deadline):
+        for file, feed in zip(files, given, strict=True):
+            file.run(feed)
+        runs += 1
+    _answer(pipe, {"nodes": [file.profiled() for file in files], "repeats": runs - 1})
+
+
 def serve(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
     """One file, called until nobody asks any more."""
     file = kind(request["path"], request["options"])
@@ -113,6 +128,7 @@ def _answer(pipe: BinaryIO, answer: dict[str, Any]) -> None:
 TASKS: dict[str, Callable[[Callable[..., Any], dict[str, Any], BinaryIO], None]] = {
     "run": run,
     "benchmark": benchmark,
+    "profile": profile,
     "serve": serve,
 }
 

@@ -40,6 +40,7 @@ class Runtime:
     formats: tuple[str, ...]
     summary: str = ""
     variants: tuple[Variant, ...] = field(default=(), hash=False)
+    profiles: bool = False  # option "profile" of the child, and `profiled()`: the time of every node
     shows_codes: bool = False  # option "expose" of the child: the codes at every quantizer are outputs too
 
     def __post_init__(self) -> None:

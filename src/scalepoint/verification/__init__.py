@@ -8,9 +8,11 @@ from scalepoint.runtimes import Status
 if TYPE_CHECKING:
     from scalepoint.verification.agreement import Agreement
     from scalepoint.verification.layers import LayerAgreement, LayerVerification, verify_layers
+    from scalepoint.verification.profiling import profile
     from scalepoint.verification.result import Benchmark, Departure, Verification
     from scalepoint.verification.runner import RuntimeModel
     from scalepoint.verification.running import verify
+    from scalepoint.verification.times import LayerTime
     from scalepoint.verification.timing import benchmark
 
 __all__ = [
@@ -18,11 +20,13 @@ __all__ = [
     "Benchmark",
     "Departure",
     "LayerAgreement",
+    "LayerTime",
     "LayerVerification",
     "RuntimeModel",
     "Status",
     "Verification",
     "benchmark",
+    "profile",
     "verify",
     "verify_layers",
 ]
@@ -32,10 +36,12 @@ _HOMES = {
     "Benchmark": "result",
     "Departure": "result",
     "LayerAgreement": "layers",
+    "LayerTime": "times",
     "LayerVerification": "layers",
     "RuntimeModel": "runner",
     "Verification": "result",
     "benchmark": "timing",
+    "profile": "profiling",
     "verify": "running",
     "verify_layers": "layers",
 }

@@ -12,6 +12,7 @@ from scalepoint.errors import VerificationError
 from scalepoint.plain import plain
 from scalepoint.runtimes import Status
 from scalepoint.verification.agreement import Agreement, worst
+from scalepoint.verification.times import LayerTime, because
 from scalepoint.words import decibel, plural, ratio, share_of, size_of
 
 BOUND_DB = 20.0
@@ -89,6 +90,7 @@ class Verification:
     exact: tuple[Agreement, ...] = ()  # weight-only: with activations that the runtime does not round
     made_for: Mapping[str, str] = field(default_factory=dict)  # target and its options, as the file says
     warning: str = ""
+    times: tuple[LayerTime, ...] = ()  # by layer, the slowest first, beside the float file
 
     @property
     def sqnr(self) -> float:
@@ -146,6 +148,9 @@ class Verification:
             rows.append(("size", f"{size_of(self.size)}, {share_of(self.size / self.float_size)} of the float file"))
         if self.latency:
             rows.append(("speed", str(self.latency)))
+        if why := because(self.times):
+            is_slower = self.latency is not None and self.latency.ratio < 1
+            rows.append(("slower because of" if is_slower else "loses time in", why))
         return rows
 
     def __str__(self) -> str:

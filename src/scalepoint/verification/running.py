@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx, nn
 
-from scalepoint.errors import ScalepointWarning, StoreError
+from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
 from scalepoint.formats import About, Writing
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.record import has_record, record_of
@@ -19,8 +20,10 @@ from scalepoint.runtimes.process import Exchange, ask, exchange, precision
 from scalepoint.verification.agreement import Agreement, agreements
 from scalepoint.verification.departure import departure, foreseen
 from scalepoint.verification.files import about_file, existing, format_of
+from scalepoint.verification.profiling import layer_names, profile
 from scalepoint.verification.result import BOUND_DB, Benchmark, Departure, Verification
 from scalepoint.verification.simulation import feeds_of, simulate
+from scalepoint.verification.times import LayerTime
 from scalepoint.verification.timing import benchmark, blamed, plain_file
 
 Feeds = Mapping[str, np.ndarray]
@@ -70,6 +73,7 @@ def verify(
     if float_path is not None:
         speed = _speed(run, float_path, float_model, given, feeds)
         found = replace(found, float_size=about_file(float_path, chosen).size, latency=speed)
+        found = replace(found, times=_times(run, float_path, feeds, model))
     low, fallbacks = precision(executed)
     counts = dict(Counter(each["op"] for each in executed))
     return replace(found, executed=counts, low_precision=low, fallbacks=fallbacks)
@@ -84,6 +88,16 @@ def _speed(
         return benchmark(float_path, run.path, feeds, **limits)
     with plain_file(float_model, format_of(run.path, run.runtime), Writing(inputs, names=tuple(feeds))) as plain:
         return benchmark(float_path, run.path, feeds, plain_path=plain, **limits)
+
+
+def _times(run: "_Run", float_path: str | Path, feeds: Feeds, model: nn.Module) -> tuple[LayerTime, ...]:
+    """By layer, where the runtime tells; a profiler that fails is no fault of the file."""
+    if not run.runtime.profiles:
+        return ()
+    limits: dict[str, Any] = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory}
+    with suppress(VerificationError):
+        return profile(float_path, run.path, feeds, names=layer_names(model), **limits)
+    return ()
 
 
 def runtime_of(model: nn.Module, runtime: str | Runtime | None) -> Runtime:

@@ -20,5 +20,6 @@ ONNXRUNTIME = Runtime(
         Variant("unoptimized", {"optimize": False}),
         Variant("exact", {"session": {"session.qdq_matmulnbits_accuracy_level": "1"}}, rounds_activations),
     ),
+    profiles=True,
     shows_codes=True,
 )

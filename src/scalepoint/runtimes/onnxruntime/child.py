@@ -1,5 +1,7 @@
 """A file in ONNX Runtime, on the CPU; started by `scalepoint.runtimes`, of which nothing is imported."""
 
+import json
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,17 @@ LOW = frozenset(
 FLOAT = frozenset(("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "ConvTranspose"))
 PASSED = ("DequantizeLinear", "Transpose", "Cast")  # from a weight to the product
 BLOCKS = (16, 32, 64, 128, 256)
+KERNEL = "_kernel_time"  # ends the names of what the profiler tells of nodes
 LEVELS = ort.GraphOptimizationLevel
 
 
 class File:
-    """options: threads (0: it chooses), optimize, session (entries of its configuration), expose (the codes)."""
+    """options: threads (0: it chooses), optimize, session (entries of its configuration), expose (codes), profile."""
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.path, self.options = path, options
         level = LEVELS.ORT_ENABLE_ALL if options.get("optimize", True) else LEVELS.ORT_DISABLE_ALL
+        self.folder = tempfile.TemporaryDirectory(prefix="scalepoint-") if options.get("profile") else None
         self.session = self._session(_exposed(path) if options.get("expose") else path, level)
         self.inputs = [each.name for each in self.session.get_inputs()]
         self.outputs = [each.name for each in self.session.get_outputs()]
@@ -49,6 +53,24 @@ class File:
             self._session(self.path, LEVELS.ORT_ENABLE_EXTENDED, entries, compiled)
             return _nodes(compiled)
 
+    def profiled(self) -> list[dict[str, Any]]:
+        """What its profiler wrote: the time of every kernel in every run."""
+        taken: dict[tuple[str, str, str], list[float]] = {}
+        for event in json.loads(Path(self.session.end_profiling()).read_text()):
+            if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
+                told = event["args"]
+                key = (
+                    str(told.get("node_index", "")),
+                    event["name"].removesuffix(KERNEL),
+                    str(told.get("op_name", "")),
+                )
+                taken.setdefault(key, []).append(event["dur"] / 1e6)
+        made = _made_by(self.path)
+        return [
+            {"name": _named(name, made), "op": op, "seconds": statistics.median(times[1:] or times)}
+            for (_, name, op), times in taken.items()
+        ]
+
     def _session(self, model: str | bytes, level: Any, entries: dict[str, str] | None = None, written: str = "") -> Any:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.options.get("threads", 1)
@@ -57,6 +79,8 @@ class File:
         options.graph_optimization_level = level
         if written:
             options.optimized_model_filepath = written
+        elif self.folder is not None:
+            options.enable_profiling, options.profile_file_prefix = True, f"{self.folder.name}/profile"
         if isinstance(model, bytes):  # then it does not know where the data files lie
             folder = str(Path(self.path).parent)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
@@ -75,6 +99,20 @@ def _exposed(path: str) -> bytes:
             model.graph.output.append(onnx.helper.make_empty_tensor_value_info(node.output[0]))
     data: bytes = model.SerializeToString()
     return data
+
+
+def _made_by(path: str) -> dict[str, str]:
+    """A tensor of the file -> the node that gives it."""
+    import onnx  # noqa: PLC0415
+
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    return {name: node.name for node in nodes for name in node.output}
+
+
+def _named(name: str, made: dict[str, str]) -> str:
+    """A node of the compiled graph as the file calls it: blocked layouts are named after the tensor that they give."""
+    name = name.removeprefix("fused ")
+    return made.get(name.removesuffix("_nchwc"), name)
 
 
 def _nodes(path: str) -> list[dict[str, Any]]:

@@ -10,4 +10,5 @@ OPENVINO = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("onnx",),
     summary="OpenVINO on CPUs",
+    profiles=True,
 )

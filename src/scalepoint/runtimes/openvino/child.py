@@ -1,5 +1,6 @@
 """A file in OpenVINO, on the CPU; started by `scalepoint.runtimes`, of which nothing is imported."""
 
+import statistics
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,32 @@ INT8 = ("_i8", "_u8")
 
 
 class File:
-    """options: threads (0: OpenVINO chooses)."""
+    """options: threads (0: OpenVINO chooses), profile."""
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         settings = {"INFERENCE_NUM_THREADS": options["threads"]} if options.get("threads") else {}
+        settings |= {"PERF_COUNT": "YES"} if options.get("profile") else {}
         self.compiled = openvino.Core().compile_model(path, "CPU", settings)
         self.inputs = [each.get_any_name() for each in self.compiled.inputs]
         self.outputs = [_name(each, place) for place, each in enumerate(self.compiled.outputs)]
 
+        self.request = self.compiled.create_infer_request()
+        self.profiles = bool(options.get("profile"))
+        self.taken: dict[tuple[str, str], list[float]] = {}
+
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-        result = self.compiled(feeds)
+        result = self.request.infer(feeds)
+        for node in self.request.profiling_info if self.profiles else ():
+            if node.status == openvino.ProfilingInfo.Status.EXECUTED:
+                key = (node.node_name, f"{node.node_type} {node.exec_type}")
+                self.taken.setdefault(key, []).append(node.real_time.total_seconds())
         return [(name, result[place]) for place, name in enumerate(self.outputs)]
+
+    def profiled(self) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "op": op, "seconds": statistics.median(times[1:] or times)}
+            for (name, op), times in self.taken.items()
+        ]
 
     def executed(self) -> list[dict[str, Any]]:
         return [_node(op) for op in self.compiled.get_runtime_model().get_ops()]

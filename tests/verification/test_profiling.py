@@ -1,0 +1,123 @@
+"""Where the time goes: rows of layers, by the runtime's own profiler; and how they are told."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint import export
+from scalepoint.errors import VerificationError
+from scalepoint.quantize import quantize
+from scalepoint.runtimes import find_runtime
+from scalepoint.verification import LayerTime, profile, verify
+from scalepoint.verification.profiling import by_layer, layer_names, scope_of
+from scalepoint.verification.times import because, losers, totals
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("profiled")
+    body = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).eval()
+    x = torch.randn(1, 3, 32, 32)
+    quantized = quantize(model, x, forward_loop=[x], target="onnxruntime", freeze_weights=True)
+    export(quantized, folder / "m.onnx", x, float_path=folder / "float.onnx")
+    return folder, quantized, x
+
+
+def test_every_layer_has_its_time_and_kernel_in_both_files(made):
+    folder, quantized, _ = made
+    rows = {row.name: row for row in profile(folder / "float.onnx", folder / "m.onnx", names=layer_names(quantized))}
+    for name in ("0", "2"):
+        assert rows[name].kernels[0] == "QLinearConv"
+        assert rows[name].float_kernels[0] == "Conv"  # in a blocked layout, under the name of a tensor
+        assert rows[name].seconds > 0
+        assert rows[name].float_seconds > 0
+    assert "QGemm" in rows["6"].kernels
+    assert rows["input_quant"].is_conversion
+    assert rows["input_quant"].float_seconds is None
+
+
+def test_the_slowest_come_first(made):
+    folder, _, _ = made
+    times = [row.seconds or 0.0 for row in profile(folder / "float.onnx", folder / "m.onnx")]
+    assert times == sorted(times, reverse=True)
+
+
+def test_verify_profiles_what_it_times(made):
+    folder, quantized, x = made
+    found = verify(folder / "m.onnx", quantized, x, float_path=folder / "float.onnx")
+    assert {"0", "2", "6"} <= {row.name for row in found.times}
+    assert verify(folder / "m.onnx", quantized, x).times == ()
+
+
+def test_openvino_tells_its_primitives(made):
+    pytest.importorskip("openvino")
+    folder, _, _ = made
+    rows = profile(folder / "float.onnx", folder / "m.onnx", runtime="openvino")
+    assert any("Convolution" in kernel for row in rows for kernel in row.kernels)
+    assert all((row.seconds or 0) >= 0 for row in rows)
+
+
+def test_a_runtime_that_does_not_tell_is_refused(made):
+    folder, _, _ = made
+    mute = replace(find_runtime("onnxruntime"), profiles=False)
+    with pytest.raises(VerificationError, match="does not tell the time of its nodes"):
+        profile(folder / "float.onnx", folder / "m.onnx", runtime=mute)
+
+
+def test_a_file_that_does_not_run_is_told(made, tmp_path):
+    folder, _, _ = made
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    with pytest.raises(VerificationError, match="could not profile"):
+        profile(folder / "float.onnx", tmp_path / "broken.onnx", {"input": made[2].numpy()})
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("layer1.conv/Conv", "layer1.conv"),
+        ("layer1.conv/MatMul/MatMulAddFusion", "layer1.conv"),
+        ("attention/MatMul/MatMulScaleFusion/", "attention"),
+        ("/layer1/conv/Conv", "layer1/conv"),
+        ("SkipLayerNormalization", "SkipLayerNormalization"),
+        ("", "Gather"),
+        ("node_12", "node_12"),
+        ("Transpose_token_7", "Transpose"),
+        ("layer1.conv/Conv_token_3", "layer1.conv"),
+    ],
+)
+def test_a_node_belongs_to_what_its_name_begins_with(name, scope):
+    assert scope_of(name, "Gather") == scope
+
+
+def test_nodes_of_a_layer_are_added_up_and_named_by_the_slowest():
+    nodes = [{"name": "a/Add", "op": "Add", "seconds": 1.0}, {"name": "a/MatMul", "op": "MatMul", "seconds": 3.0}]
+    (row,) = by_layer(nodes, [{"name": "a/MatMul", "op": "QGemm", "seconds": 2.0}], {"a": "layer.a"})
+    assert row == LayerTime("layer.a", 2.0, 4.0, ("QGemm",), ("MatMul", "Add"))
+
+
+ROWS = (
+    LayerTime("slow", 3.0, 1.0, ("QLinearConv",), ("Conv",)),
+    LayerTime("fast", 1.0, 4.0, ("QLinearConv",), ("Conv",)),
+    LayerTime("x_quant", 1.0, None, ("QuantizeLinear",)),
+    LayerTime("noise", 1.01, 1.0, ("Softmax",), ("Softmax",)),
+)
+
+
+def test_what_loses_time_is_named_with_its_kernels_and_noise_is_not():
+    assert [row.name for row in losers(ROWS)] == ["slow"]
+    told = because(ROWS)
+    assert told.startswith("slow (QLinearConv 3.0 s, Conv 1.0 s in float)")
+    assert "conversions between float and integers, 16.6% of its time" in told
+    assert "noise" not in told
+    assert totals(ROWS) == (6.0, 6.01)
+
+
+def test_nothing_is_told_where_nothing_is_lost():
+    assert because(ROWS[1:2]) == ""
+    assert because(()) == ""
