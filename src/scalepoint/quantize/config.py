@@ -259,7 +259,8 @@ class QuantConfig(Config):
     """How the tensors of a model are quantized. What is None is the target's choice.
 
     `migrate` names rewrites of the float weights before calibration, which leave what the model computes as it is:
-    "smooth", "equalize", "absorb", "awq", "rotate", in the order given.
+    "smooth", "equalize", "absorb", "awq", "rotate", in the order given. With `speed_first` what int8 would make slower
+    stays float, where the target knows the times of its kernels.
     """
 
     activation: Tensors = None
@@ -268,6 +269,7 @@ class QuantConfig(Config):
     smooth_quant: SmoothQuantConfig = SmoothQuantConfig()
     migrate: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    speed_first: bool = False
 
     @field_validator("migrate")
     @classmethod

@@ -118,6 +118,11 @@ def _out_sizes(part: nn.Module, source: Shape, kernel: Shape) -> list[int]:
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rows]
 
 
+def output_pixels(part: nn.Module | None, source: Shape, weight: Shape) -> int:
+    """How many positions a convolution has in its output, all pictures of the batch together."""
+    return 0 if part is None else source[0] * prod(_out_sizes(part, source, weight[2:]))
+
+
 def _attention(part: nn.Module | None, shapes: Sequence[Shape | None]) -> int | None:
     """q k^T and p v. Where it is written out the key comes transposed, and the value is the last operand."""
     known = [shape for shape in shapes if shape is not None and len(shape) > 1]

@@ -50,7 +50,8 @@ def _row(decision: Decision) -> CoverageRow:
     inputs = {describe(spec) for _, _, spec in decision.points}
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
     whose = (decision.is_asked, decision.is_meant)
-    return CoverageRow(site.name, kind, decision.state, ", ".join(words), decision.reason, 0, macs, *whose)
+    told = (site.name, kind, decision.state, ", ".join(words), decision.reason, 0, macs, *whose)
+    return CoverageRow(*told, saves=decision.saves)
 
 
 def _operands(site: Site, kind: str) -> list[fx.Node]:

@@ -17,6 +17,7 @@ from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import coverage_rows, other_rows
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.parts import can_fold, kind_of_part
+from scalepoint.quantize.pays import leave_what_loses
 from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, follow_readers, left_of, sites_of
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
@@ -82,6 +83,8 @@ def decisions_for(
     left = left_of(model, sites)
     check_overrides(sites, left, config)
     decisions = [(decide_table if is_table(site) else decide)(site, config, target) for site in sites]
+    if target is not None and config.speed_first:
+        leave_what_loses(model, decisions, target)
     share_codes(decisions)
     if target is not None and target.follows_readers:
         follow_readers(decisions)

@@ -81,6 +81,7 @@ class Decision:
     reason: str = ""
     is_asked: bool = False  # whether the config wants it float
     is_meant: bool = False  # whether the target runs its kind in float
+    saves: float | None = None  # seconds that float wins, where it stays float for speed
 
 
 def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Site]:

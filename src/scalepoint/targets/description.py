@@ -59,6 +59,8 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "what stays float", " or ".join(map(dtype_name, target.float_dtypes))
     if target.domains:
         yield "operators beyond ONNX's", ", ".join(target.domains)
+    if target.kernels:
+        yield "where int8 pays", f"by the table of measured kernels {target.kernels}, with speed_first"
     yield "file format", target.format
     yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():

@@ -147,5 +147,6 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         bias="int32",
         spellings=SPELLINGS,
         runtime="onnxruntime",
+        kernels="onnxruntime-vnni" if chosen == "vnni" else None,
         options={"cpu": chosen},
     )

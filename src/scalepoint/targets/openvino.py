@@ -41,4 +41,5 @@ def openvino_target(cpu: str = "auto") -> Target:
         bias="float",
         spellings=(),
         runtime="openvino",
+        kernels=None,
     )

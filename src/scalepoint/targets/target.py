@@ -127,6 +127,7 @@ class Target:
     spellings: tuple[Spelling, ...] = ()  # operations that its files write in other words
     format: str = "onnx"  # of its files: a key of scalepoint.formats
     runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
+    kernels: str | None = None  # its table of measured kernels, which tells where int8 pays
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 
     def __post_init__(self) -> None:

@@ -1,0 +1,140 @@
+"""The table of kernel times that decides where int8 pays: src/scalepoint/targets/measured/onnxruntime-vnni.json.
+
+Layers of many shapes stand side by side in one network a picture size, each between two 1x1 convolutions; the float and
+the int8 file are profiled in turns by ONNX Runtime itself, one thread, batch 1, medians. Run on a CPU with VNNI:
+
+    python bench/kernels.py
+"""
+
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import scalepoint
+from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.targets.cpu import instruction_set
+from scalepoint.verification import profile
+from scalepoint.verification.profiling import layer_names
+
+TABLE = Path(__file__).parent.parent / "src" / "scalepoint" / "targets" / "measured" / "onnxruntime-vnni.json"
+PIXELS = (4, 8, 16, 32, 64, 112)
+BETWEEN = 8  # channels around a layer
+SECONDS = 12.0
+
+
+class Between(nn.Module):
+    """A layer whose neighbours are quantized too, so that its own kernel alone is measured."""
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        super().__init__()
+        self.before, self.layer = nn.Conv2d(BETWEEN, layer.in_channels, 1), layer
+        self.after = nn.Conv2d(layer.out_channels, BETWEEN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(torch.relu(self.layer(torch.relu(self.before(x)))))
+        return y
+
+
+class Layers(nn.Module):
+    """All layers of one picture size, an add, a pool and a linear layer."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__()
+        widths = [each for each in (8, 16, 32, 64, 128, 256) if each * pixels <= 4096]
+        dense = [nn.Conv2d(each, each, 3, padding=1) for each in widths if each <= 128]
+        dense += [nn.Conv2d(each, each, 5, padding=2) for each in widths if each <= 32]
+        points = [nn.Conv2d(each, 2 * each, 1) for each in widths] + [
+            nn.Conv2d(4 * each, each, 1) for each in widths[:4]
+        ]
+        depth = [nn.Conv2d(each, each, k, padding=k // 2, groups=each) for each in widths for k in (3, 5)]
+        self.branches = nn.ModuleList(map(Between, (*dense, *points, *depth)))
+        self.stems = nn.ModuleList(nn.Conv2d(3, each, 3, padding=1) for each in (8, 16, 32, 64) if pixels >= 16)
+        self.one, self.two = nn.Conv2d(BETWEEN, 64, 1), nn.Conv2d(BETWEEN, 64, 1)
+
+    def forward(self, x: Tensor, picture: Tensor) -> list[Tensor]:
+        made = [branch(x) for branch in self.branches] + [torch.relu(stem(picture)) for stem in self.stems]
+        return [*made, torch.relu(self.one(x) + self.two(x))]
+
+
+class Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((16, 16), (64, 64), (64, 10), (256, 64), (400, 120), (256, 256), (512, 1024), (1024, 256))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in sizes)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x[:, : layer.in_features]) for layer in self.layers]  # type: ignore[misc, index]
+
+
+def profiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    config = QuantConfig(speed_first=False)
+    quantized = quantize(model, inputs, config, forward_loop=[inputs], target="onnxruntime", freeze_weights=True)
+    with tempfile.TemporaryDirectory() as text:
+        plain, own = Path(text) / "float.onnx", Path(text) / "m.onnx"
+        scalepoint.export(quantized, own, inputs, float_path=plain)
+        feeds = dict(zip(("x", "picture"), (each.numpy() for each in inputs), strict=False))
+        rows = profile(plain, own, feeds, names=layer_names(quantized), seconds=SECONDS)
+    return {row.name: row for row in rows}
+
+
+def micro(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e6, 2)
+
+
+def of_convolution(layer: nn.Conv2d, pixels: int, row: Any) -> dict[str, Any]:
+    shape = {"in": layer.in_channels, "out": layer.out_channels, "kernel": layer.kernel_size[0], "groups": layer.groups}
+    return {
+        "kind": "conv",
+        **shape,
+        "pixels": pixels * pixels,
+        "float": micro(row.float_seconds),
+        "int8": micro(row.seconds),
+    }
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    if instruction_set() != "vnni":
+        raise SystemExit("this table is of CPUs with VNNI, and this one has none")
+    table: list[dict[str, Any]] = []
+    for pixels in PIXELS:
+        model = Layers(pixels).eval()
+        inputs = (torch.randn(1, BETWEEN, pixels, pixels), torch.randn(1, 3, pixels, pixels))
+        rows = profiled(model, inputs)
+        layers = {f"branches.{i}.layer": each.layer for i, each in enumerate(model.branches)}
+        layers |= {f"stems.{i}": each for i, each in enumerate(model.stems)}
+        table += [of_convolution(layer, pixels, rows[name]) for name, layer in layers.items() if name in rows]  # type: ignore[arg-type]
+        for name, row in rows.items():
+            kind = {("QuantizeLinear",): "quantize", ("DequantizeLinear",): "dequantize"}.get(row.kernels)
+            channels = {"x_quant": BETWEEN, "picture_quant": 3}.get(name, BETWEEN)
+            if kind and (name in ("x_quant", "picture_quant") or name.endswith(".after_quant")):
+                table.append({"kind": kind, "elements": channels * pixels * pixels, "int8": micro(row.seconds)})
+        add = next((row for row in rows.values() if "QLinearAdd" in row.kernels), None)
+        if add is not None:
+            table.append({"kind": "add", "elements": 64 * pixels * pixels, "int8": micro(add.seconds)})
+        print(f"{pixels} pixels: {len(table)} rows", file=sys.stderr)
+    for rows_in in (1, 16, 128):
+        linears = Linears().eval()
+        found = profiled(linears, (torch.randn(rows_in, 1024),))
+        for index, layer in enumerate(linears.layers):
+            row = found.get(f"layers.{index}")
+            if row is not None:
+                shape = {"in": layer.in_features, "out": layer.out_features, "pixels": rows_in}
+                table.append({"kind": "linear", **shape, "float": micro(row.float_seconds), "int8": micro(row.seconds)})
+    TABLE.parent.mkdir(exist_ok=True)
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
+    TABLE.write_text(f"[\n{lines}\n]\n")
+    print(f"{len(table)} rows written to {TABLE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

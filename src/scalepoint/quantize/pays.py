@@ -1,0 +1,205 @@
+"""Does it pay? What int8 would make slower stays float: each layer has two prices, and so has every border.
+
+    least  sum of price(layer, how) + sum of price(tensor): to quantize what is read as int8, to dequantize what is not
+
+Two labels with prices on borders are a minimum cut: exact, in one pass over the graph. Prices are predicted from the
+target's table of measured kernels, for the shapes of the example inputs; without those nothing is left out.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, prod
+
+from torch import fx
+
+from scalepoint.covered import State
+from scalepoint.graph import Operation
+from scalepoint.patterns import Point, kind_of
+from scalepoint.quantize.cost import batch_share, output_pixels, shape_of
+from scalepoint.quantize.parts import kind_of_part, weight_shape
+from scalepoint.quantize.placement import Decision
+from scalepoint.targets import Target
+from scalepoint.targets.kernels import Kernels, Shape, kernels
+from scalepoint.words import time_of
+
+SMALLEST = 15e-6  # seconds of all products: below, the call itself weighs more than any layer
+LEAST_GAIN = 0.03  # of the predicted time: less is within what a prediction can tell
+INT8, FLOAT = 0, 1  # the two ends of the cut
+NOTHING = 1e-12  # seconds
+DEQUANTIZED = 2e-9  # seconds a weight, at each run, where a runtime fuses float over stored codes
+LAYOUT = 2.0  # passes over a tensor at a border: integer kernels have channels last, float ones in blocks
+
+
+def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], target: Target) -> None:
+    """Make float of what the target's table says is faster so, borders counted; in place."""
+    if target.kernels is None:
+        return
+    table = kernels(target.kernels)
+    free = _priced(model, decisions, table, target)
+    forced = _priced(model, decisions, table, target, kept=decisions)
+    if free is None or forced is None or sum(before for before, _ in free.prices.values()) < SMALLEST:
+        return
+    (least, left), (most, _) = free.solved(), forced.solved()
+    if len(left) == len(free.decisions):  # nothing wins: then the largest weight at least is made small, as was asked
+        heaviest = max(left, key=lambda each: prod(weight_shape(each.site.part)) if each.site.role else 0)
+        held = _priced(model, decisions, table, target, kept=[heaviest])
+        least, left = (most, []) if held is None else held.solved()
+    if most - least < LEAST_GAIN * most:
+        return
+    for decision in left:
+        before, after = free.prices[id(decision)]
+        decision.points, decision.weight, decision.state = [], None, State.FLOAT
+        decision.is_meant, decision.saves = True, after - before
+        decision.reason = _why(before, after)
+
+
+def _why(before: float, after: float) -> str:
+    if after > before:
+        return f"faster in float: {time_of(before)}, in int8 {time_of(after)}, as such kernels were measured"
+    return "what stands around it is faster in float, and conversions would cost more than int8 wins"
+
+
+@dataclass
+class _Cut:
+    """Edges with capacities; 0 and 1 are the ends."""
+
+    edges: list[dict[int, float]] = field(default_factory=lambda: [{}, {}])
+
+    def node(self) -> int:
+        self.edges.append({})
+        return len(self.edges) - 1
+
+    def edge(self, source: int, end: int, price: float) -> None:
+        """Paid when `source` is int8 and `end` is float."""
+        if source != end and price > 0:
+            self.edges[source][end] = self.edges[source].get(end, 0.0) + price
+            self.edges[end].setdefault(source, 0.0)
+
+    def solve(self) -> tuple[float, set[int]]:
+        """The least sum of edges that are cut, and what is float then; of equal cuts that with the least float."""
+        paid = 0.0
+        while True:
+            before = {INT8: INT8}
+            pending = deque([INT8])
+            while pending and FLOAT not in before:
+                node = pending.popleft()
+                for end, room in self.edges[node].items():
+                    if room > NOTHING and end not in before:
+                        before[end] = node
+                        pending.append(end)
+            if FLOAT not in before:
+                return paid, self._reaching_float()
+            path, node = [], FLOAT
+            while node != INT8:
+                path.append((before[node], node))
+                node = before[node]
+            least = min(self.edges[one][two] for one, two in path)
+            paid += least
+            for one, two in path:
+                self.edges[one][two] -= least
+                self.edges[two][one] += least
+
+    def _reaching_float(self) -> set[int]:
+        found, pending = {FLOAT}, [FLOAT]
+        while pending:
+            end = pending.pop()
+            for node in self.edges[end]:
+                if node not in found and self.edges[node][end] > NOTHING:
+                    found.add(node)
+                    pending.append(node)
+        return found
+
+
+@dataclass
+class _Priced:
+    """The graph as a cut: a variable for each layer that may be either, and for what only moves values."""
+
+    cut: _Cut
+    variables: dict[int, int]  # id of a decision -> its node in the cut
+    prices: dict[int, tuple[float, float]]  # id of a decision -> seconds in float, in int8
+    decisions: dict[int, Decision]
+
+    def solved(self) -> tuple[float, list[Decision]]:
+        """The least sum, and what is float then."""
+        paid, in_float = self.cut.solve()
+        return paid, [self.decisions[key] for key, node in self.variables.items() if node in in_float]
+
+
+def _priced(
+    model: fx.GraphModule,
+    decisions: Sequence[Decision],
+    table: Kernels,
+    target: Target,
+    kept: Sequence[Decision] = (),
+) -> _Priced | None:
+    """The prices of all that is to be quantized, of which some is kept in int8; None where a shape is not known."""
+    held = set(map(id, kept))
+    cut, share = _Cut(), batch_share(model)
+    priced = _Priced(cut, {}, {}, {})
+    gives: dict[fx.Node, int] = {}  # what a tensor is on
+    takes: dict[fx.Node, int] = {}
+    fused: list[
+        tuple[fx.Node, fx.Node, float]
+    ] = []  # products whose ReLU makes them float where a float reader follows
+    for decision in decisions:
+        if decision.state != State.QUANTIZED or not decision.points:
+            continue
+        price = _price(decision, table, share)
+        if price is None:
+            return None
+        node = priced.variables[id(decision)] = takes[decision.site.node] = cut.node()
+        priced.prices[id(decision)], priced.decisions[id(decision)] = price, decision
+        cut.edge(INT8, node, inf if id(decision) in held else price[0])
+        cut.edge(node, FLOAT, price[1])
+        if any(point == Point.OUTPUT for point, _, _ in decision.points):
+            gives[decision.site.node] = node
+        elif "relu" in map(kind_of_part, decision.site.fused.parts.values()):
+            price_of_float = prod(weight_shape(decision.site.part)) * DEQUANTIZED
+            fused += [(decision.site.node, user, price_of_float) for user in decision.site.node.users]
+    for node in model.graph.nodes:
+        if kind_of(node) in target.shares and node not in takes and node.op != "placeholder":
+            gives[node] = takes[node] = cut.node()
+    for tensor, user, cost in fused:
+        cut.edge(takes[tensor], takes.get(user, FLOAT), cost)
+    _price_borders(model, cut, gives, takes, table, share)
+    return priced
+
+
+def _price_borders(
+    model: fx.GraphModule, cut: _Cut, gives: dict[fx.Node, int], takes: dict[fx.Node, int], table: Kernels, share: float
+) -> None:
+    for tensor in model.graph.nodes:
+        readers = [user for user in tensor.users if user.op != "output" or tensor in gives]
+        shape = shape_of(tensor)
+        if shape is None or not readers or (tensor not in gives and not any(user in takes for user in readers)):
+            continue
+        elements = int(LAYOUT * prod(shape) * share)
+        own = gives.get(tensor, FLOAT)
+        copy = cut.node()  # the codes of the tensor: made once for all that read them
+        cut.edge(copy, own, table.move("quantize", elements))
+        for user in readers:
+            end = takes.get(user, FLOAT)
+            cut.edge(end, copy, inf if end != FLOAT else 0.0)
+            cut.edge(own, end, table.move("dequantize", elements) if own != FLOAT else 0.0)
+
+
+def _price(decision: Decision, table: Kernels, share: float) -> tuple[float, float] | None:
+    """Seconds in float and in int8; None where the shapes are not known."""
+    site = decision.site
+    source, made = shape_of(site.operands[0][1]) if site.operands else None, shape_of(site.node)
+    if source is None or made is None:
+        return None
+    if site.role is None:
+        cost = table.move("add", int(prod(made) * share))
+        return cost, cost
+    weight = weight_shape(site.part)
+    if site.kind == "linear":
+        turned = isinstance(site.part, Operation) and site.part.has_input_first
+        inputs, outputs = weight if turned else weight[::-1]
+        return table.product(Shape("linear", inputs, outputs, max(1, int(prod(source[:-1]) * share))))
+    if site.kind != "conv" or len(weight) != 4:
+        return None
+    groups = max(1, source[1] // weight[1])
+    pixels = max(1, int(output_pixels(site.part, source, weight) * share))
+    return table.product(Shape("conv", source[1], weight[0], pixels, max(weight[2:]), groups))

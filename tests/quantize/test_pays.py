@@ -1,0 +1,210 @@
+"""Where int8 does not pay: prices of layers and borders, the least sum, and what the coverage says of it."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint import transform
+from scalepoint.covered import State
+from scalepoint.quantize import QuantConfig, coverage, insert_qdq, load, quantize, save
+from scalepoint.quantize.pays import FLOAT, INT8, _Cut
+from scalepoint.targets import onnxruntime_target
+from scalepoint.targets.kernels import Kernels, Shape, kernels
+
+VNNI = onnxruntime_target("vnni")
+FIRST = QuantConfig(speed_first=True)
+
+
+class Net(nn.Module):
+    """A stem of three channels, which int8 kernels are bad at, and convolutions that they are good at."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, 1, 1)
+        self.wide = nn.Conv2d(16, 128, 3, 2, 1)
+        self.deep = nn.Conv2d(128, 128, 3, 1, 1)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.deep(torch.relu(self.wide(torch.relu(self.stem(x))))))
+        return self.head(x.mean((2, 3)))
+
+
+def inserted(model, x, config=FIRST, target=VNNI):
+    result = transform(model.eval(), x, target=target)
+    return coverage(insert_qdq(result.model, result.matches, config)).operations
+
+
+X = torch.randn(2, 3, 64, 64)
+
+
+def test_a_stem_that_int8_makes_slower_stays_float_with_the_time_that_saves():
+    rows = {row.name: row for row in inserted(Net(), X)}
+    assert rows["stem"].precision == "float"
+    assert rows["stem"].is_for_speed
+    assert rows["stem"].saves > 0
+    assert rows["stem"].reason.startswith("faster in float: ")
+    assert rows["wide"].state == rows["deep"].state == State.QUANTIZED
+
+
+def test_the_summary_tells_how_much_that_saves():
+    result = transform(Net().eval(), X, target=VNNI)
+    told = coverage(insert_qdq(result.model, result.matches, FIRST)).summary()
+    assert "left float for speed, which saves " in told
+
+
+@pytest.mark.parametrize("config", [None, QuantConfig(speed_first=False)], ids=["unsaid", "false"])
+def test_everything_is_quantized_where_speed_is_not_asked_for(config):
+    assert all(row.state == State.QUANTIZED for row in inserted(Net(), X, config))
+
+
+def test_a_target_without_a_table_leaves_nothing_out():
+    assert all(row.state == State.QUANTIZED for row in inserted(Net(), X, target=onnxruntime_target("avx2")))
+
+
+def test_without_shapes_nothing_is_left_out():
+    assert all(row.state == State.QUANTIZED for row in inserted(Net(), None))
+
+
+def test_a_network_too_small_to_tell_is_left_as_it_is():
+    tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    assert all(row.state == State.QUANTIZED for row in inserted(tiny, torch.randn(2, 3, 8, 8)))
+
+
+def test_what_strict_asks_for_is_not_broken_by_speed():
+    result = transform(Net().eval(), X, target=VNNI)
+    insert_qdq(result.model, result.matches, FIRST, strict=True)
+
+
+def test_saved_and_loaded_the_same_layers_are_float(tmp_path):
+    torch.manual_seed(0)
+    model = Net().eval()
+    quantized = quantize(model, X, FIRST, forward_loop=[X], target=VNNI, freeze_weights=True)
+    save(quantized, tmp_path / "m")
+    loaded = load(tmp_path / "m", model, X, target=VNNI)
+    assert coverage(loaded) == coverage(quantized)
+    with torch.no_grad():
+        assert torch.equal(loaded(X), quantized(X))
+
+
+def test_prices_do_not_depend_on_how_a_batch_of_one_is_captured():
+    one, two = (inserted(Net(), torch.randn(n, 3, 64, 64)) for n in (1, 2))
+    assert one[0].saves == pytest.approx(
+        two[0].saves / 2, rel=0.35
+    )  # the rate of a kernel varies a little with its size
+
+
+def test_a_product_with_a_relu_is_not_int8_before_a_float_reader():
+    class Mixed(nn.Module):
+        """The second layer is too small for int8, and a runtime fuses the ReLU before it into a float product."""
+
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Conv2d(16, 64, 3)
+            self.one, self.two = nn.Linear(64, 512), nn.Linear(512, 2)
+
+        def forward(self, x):
+            x = torch.relu(self.body(x)).mean((2, 3))
+            return self.two(torch.relu(self.one(x)))
+
+    rows = {row.name: row.precision for row in inserted(Mixed(), torch.randn(2, 16, 32, 32))}
+    assert not (rows["one"] != "float" and rows["two"] == "float")
+
+
+def test_where_nothing_wins_the_largest_weight_is_quantized_all_the_same():
+    model = nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * 15 * 15, 10))
+    rows = {row.name: row for row in inserted(model, torch.randn(2, 3, 64, 64))}
+    assert rows["0"].precision == "float"
+    assert rows["4"].state == State.QUANTIZED
+
+
+def chain(*prices, border=1.0, quantize_input=0.5):
+    """Layers in a row, each (float, int8), with one price for every border."""
+    cut = _Cut()
+    nodes = [cut.node() for _ in prices]
+    for node, (before, after) in zip(nodes, prices, strict=True):
+        cut.edge(INT8, node, before)
+        cut.edge(node, FLOAT, after)
+    for one, two in pairwise(nodes):
+        cut.edge(one, two, border)
+        cut.edge(two, one, border)
+    cut.edge(nodes[0], FLOAT, quantize_input)
+    paid, in_float = cut.solve()
+    return paid, [node in in_float for node in nodes]
+
+
+def test_a_layer_that_loses_less_than_its_borders_cost_stays_int8():
+    assert chain((5.0, 1.0), (1.0, 2.0), (5.0, 1.0)) == (4.5, [False, False, False])
+
+
+def test_a_layer_that_loses_more_than_its_borders_cost_becomes_float():
+    assert chain((5.0, 1.0), (1.0, 9.0), (5.0, 1.0)) == (5.5, [False, True, False])
+
+
+def test_a_stretch_that_wins_less_than_its_borders_cost_is_float_whole():
+    assert chain((1.0, 3.0), (1.0, 0.8), (1.0, 3.0)) == (3.0, [True, True, True])
+
+
+def test_of_equal_prices_int8_is_taken():
+    assert chain((1.0, 1.0), quantize_input=0.0) == (1.0, [False])
+
+
+def test_a_cut_is_the_least_of_all_assignments():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        prices = [tuple(pair) for pair in torch.rand(6, 2, generator=generator).tolist()]
+        border = float(torch.rand((), generator=generator))
+        paid, _ = chain(*prices, border=border, quantize_input=0.3)
+        sums = []
+        for bits in range(2**6):
+            is_float = [bool(bits >> i & 1) for i in range(6)]
+            total = sum(pair[0] if each else pair[1] for pair, each in zip(prices, is_float, strict=True))
+            total += border * sum(one != two for one, two in pairwise(is_float))
+            sums.append(total + (0.0 if is_float[0] else 0.3))
+        assert paid == pytest.approx(min(sums))
+
+
+TABLE = Kernels(
+    [
+        {"kind": "conv", "in": 32, "out": 32, "kernel": 3, "groups": 1, "pixels": 256, "float": 100.0, "int8": 40.0},
+        {"kind": "conv", "in": 64, "out": 64, "kernel": 1, "groups": 1, "pixels": 256, "float": 30.0, "int8": 10.0},
+        {"kind": "conv", "in": 16, "out": 16, "kernel": 3, "groups": 16, "pixels": 256, "float": 5.0, "int8": 9.0},
+        {"kind": "quantize", "elements": 1000, "int8": 4.0},
+    ]
+)
+
+
+def test_a_measured_shape_has_its_measured_time():
+    assert TABLE.product(Shape("conv", 32, 32, 256, 3)) == pytest.approx((100e-6, 40e-6))
+
+
+def test_time_grows_with_the_work_and_families_are_told_apart():
+    before, after = TABLE.product(Shape("conv", 32, 32, 512, 3))
+    assert (before, after) == pytest.approx((200e-6, 80e-6))
+    assert TABLE.product(Shape("conv", 16, 16, 256, 3, 16)) == pytest.approx((5e-6, 9e-6))
+    assert TABLE.product(Shape("conv", 3, 16, 256, 3)) is None  # no stem in this table
+    assert TABLE.product(Shape("linear", 8, 8, 1)) is None
+
+
+def test_moving_values_costs_by_their_number_and_a_call():
+    assert TABLE.move("quantize", 2000) == pytest.approx(9e-6)
+    assert TABLE.move("dequantize", 2000) == TABLE.move("quantize", 2000)  # which stands for all conversions
+    assert TABLE.move("quantize", 10) == pytest.approx(2e-6)
+
+
+def test_the_table_of_the_target_is_whole_and_says_what_was_measured():
+    table = kernels(VNNI.kernels)
+    assert {"dense", "pointwise", "depthwise", "stem", "linear"} == set(table.products)
+    assert {"quantize", "add"} <= set(table.moves)
+    before, after = table.product(Shape("conv", 64, 64, 1024, 3))
+    assert after < before  # int8 wins where it multiplies much
+    before, after = table.product(Shape("conv", 3, 16, 4096, 3))
+    assert after > before  # and loses on three channels
+
+
+def test_another_table_changes_the_answer():
+    none = replace(VNNI, kernels=None)
+    assert all(row.state == State.QUANTIZED for row in inserted(Net(), X, target=none))
