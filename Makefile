@@ -63,6 +63,8 @@ bench: architectures
 	-$(BIN)/python bench/coverage.py
 	-$(BIN)/python bench/qat.py
 	-$(BIN)/python bench/ptq_time.py
+	-$(BIN)/python bench/spellings.py
+	-$(BIN)/python bench/small_cnns.py
 	-$(BIN)/python bench/accuracy.py
 	-$(BIN)/python bench/accuracy.py --runtime
 	-$(BIN)/python bench/tuning.py

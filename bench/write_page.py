@@ -156,6 +156,32 @@ def tuning_table(path: Path, models: tuple[str, ...] = ()) -> str:
     return markdown(["network", "", "how", score, "dB", "CPU s", "limits"], rows)
 
 
+def small_table(path: Path) -> str:
+    """Small networks: all in int8, and what wins alone."""
+    rows: Rows = [
+        [
+            row["name"],
+            f"{row['parameters']:,}",
+            str(row["size"]),
+            f"{row['everything']:.2f}",
+            marked(f"{row['speed']:.2f}", row["holds"]),
+            f"{row['smaller']:.2f}",
+            f"{row['left']} of {row['layers']}",
+        ]
+        for row in json.loads(path.read_text())
+    ]
+    columns = [
+        "network",
+        "parameters",
+        "pixels",
+        "speed, all in int8",
+        "speed first",
+        "smaller",
+        "left float for speed",
+    ]
+    return markdown(columns, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
@@ -163,6 +189,8 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "qat": ("qat", table),
     "ptq_time": ("ptq_time", plain_table),
     "calibration_time": ("calibration_time", table),
+    "spellings": ("spellings", table),
+    "small_cnns": ("small_cnns", small_table),
     "accuracy": ("accuracy", accuracy_table),
     "accuracy-runtime": ("accuracy-runtime", accuracy_table),
     "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
