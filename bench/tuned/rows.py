@@ -9,8 +9,9 @@ from typing import Literal
 
 from rich.table import Table
 
-NEAREST, AWQ, GPTQ, GPTQ_INTERCEPT, BALANCED = "nearest", "awq", "gptq", "gptq + intercept", "balanced"
-WAYS = (NEAREST, AWQ, GPTQ, GPTQ_INTERCEPT, BALANCED)
+NEAREST, AWQ, GPTQ, GPTQ_INTERCEPT = "nearest", "awq", "gptq", "gptq + intercept"
+BALANCED, BEST = "balanced", "best"
+WAYS = (NEAREST, AWQ, GPTQ, GPTQ_INTERCEPT, BALANCED, BEST)
 Measure = Literal["score", "decibels", "seconds"]
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scalepoint.deployment.accuracy import tuning_for
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning import TuneConfig, tune
-from tuned.rows import AWQ, BALANCED, GPTQ, GPTQ_INTERCEPT, NEAREST, Kept, Limit, Row
+from tuned.rows import AWQ, BALANCED, BEST, GPTQ, GPTQ_INTERCEPT, NEAREST, Kept, Limit, Row
 
 COMPARED = 20_000_000  # values of the float outputs that are kept, to tell dB by
 STEPS = {
@@ -20,8 +21,8 @@ STEPS = {
     AWQ: None,
     GPTQ: TuneConfig(steps=("scale", "gptq")),
     GPTQ_INTERCEPT: TuneConfig(steps=("intercept", "scale", "gptq")),
-    BALANCED: TuneConfig(),
 }
+PRESETS = (BALANCED, BEST)  # as deploy's accuracy= has them
 MIGRATIONS = {AWQ: ("awq",)}
 Inputs = Tensor | dict[str, Tensor]
 
@@ -65,7 +66,7 @@ def prepared(subject: Subject, precision: str, how: str) -> tuple[nn.Module, flo
     start = time.process_time()
     settings = config(precision, subject.ends).model_copy(update={"migrate": MIGRATIONS.get(how, ())})
     model = quantize(subject.model, subject.calibration[0], settings, forward_loop=subject.calibration, progress=False)
-    steps = STEPS[how]
+    steps = tuning_for(model, how, has_data=True) if how in PRESETS else STEPS[how]
     if steps is not None:
         tune(model, subject.calibration, steps, progress=False)
     return model, time.process_time() - start
@@ -124,7 +125,7 @@ def rows(subject: Subject, kept: Kept) -> Iterator[Row]:
         found, level = judged(subject, model, plain)
         reached, apart = score(subject, found.marks), error(subject, found.marks, plain.marks)
         row = Row(subject.name, precision, how, reached, apart, level, seconds, subject.is_perplexity)
-        if how == BALANCED:
+        if how in PRESETS:
             row = with_limits(row, subject.limits[precision], list(kept.rows.values()))
         kept.add(row)
         yield row

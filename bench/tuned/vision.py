@@ -16,7 +16,7 @@ import lite0 as lite0_network
 import resnet8 as resnet8_network
 from pictures import labels, pictures
 from tuned import vit as vit_network
-from tuned.rows import BALANCED, GPTQ_INTERCEPT, NEAREST, Limit
+from tuned.rows import BALANCED, BEST, GPTQ_INTERCEPT, NEAREST, Limit
 from tuned.subject import Subject, right
 
 BATCH, CALIBRATION = 64, 256
@@ -37,10 +37,12 @@ def resnet8() -> Subject:
         "W4A8": (Limit("score", 81.6),),
         "W3A8": (Limit("score", 79.0),),
         "W4A4": (Limit("score", 78.0),),
+        "W8A8": (Limit("decibels", 0.0, NEAREST),),
     }
     judging = partial(zipped, pictures("test_batch"), labels())
     calibration = pictures("data_batch_1", CALIBRATION).split(BATCH)
-    return Subject("ResNet-8", resnet8_network.trained().eval(), calibration, judging, right, limits)
+    network, ways = resnet8_network.trained().eval(), (NEAREST, GPTQ_INTERCEPT, BALANCED, BEST)
+    return Subject("ResNet-8", network, calibration, judging, right, limits, ways=ways)
 
 
 def vit() -> Subject:
