@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, shown
 from scalepoint.graph.blame import user_line, user_module
 from scalepoint.graph.dry_run import dry_run
+from scalepoint.graph.program import program_of
 
 DATA_DEPENDENT = ("data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked")
 RUNGS = ((False, True), (True, True), (False, False), (True, False))  # (strict, dynamic)
@@ -48,6 +49,21 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyna
     if fixed and not is_wide:
         return min(fixed, key=lambda program: len(fixed_batch(program)))
     raise _explained(model, args, kwargs, first) from first
+
+
+def export_graph(
+    model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
+) -> ExportedProgram:
+    """The program of a graph that was captured: noted in one run, else by the ladder."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(_contiguous, (args, kwargs))
+    wide = widened(*given) if dynamic else given
+    try:
+        with quiet():
+            program = program_of(model, *wide, lambda value: (_dimensions(value) or ()) if dynamic else ())
+    except Exception:  # a run without values raises every kind; the ladder says what is wrong, where something is
+        return export(model, args, kwargs, dynamic)
+    is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (given, wide)), strict=True))
+    return export(model, args, kwargs, dynamic) if is_wide and fixed_batch(program) else program
 
 
 def _contiguous(value: Any) -> Any:

@@ -40,9 +40,11 @@ def stored_form(
 def float_form(model: fx.GraphModule) -> fx.GraphModule:
     """A copy without quantizers."""
     plain = _replaced(_twin(model).eval(), FloatWeight)
-    for module in plain.modules():
-        if isinstance(module, QuantStub):
-            module.enabled = False
+    for node in list(plain.graph.nodes):
+        if node.op == "call_module" and isinstance(plain.get_submodule(str(node.target)), QuantStub):
+            node.replace_all_uses_with(node.args[0])
+            plain.graph.erase_node(node)
+    plain.recompile()
     return use_single(plain) if needs_single(model) else plain
 
 

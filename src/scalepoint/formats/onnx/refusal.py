@@ -55,7 +55,8 @@ def _node(said: str, graph: fx.Graph) -> fx.Node | None:
 
 
 def _operation(node: fx.Node | None) -> str:
-    return "" if node is None else str(node.target).rpartition(".")[0]
+    """As it was written, before it was taken apart."""
+    return "" if node is None else str(node.meta.get("written", node.target)).rpartition(".")[0]
 
 
 def _place(node: fx.Node) -> str:

@@ -20,8 +20,7 @@ from scalepoint.formats.onnx.rewrites import prepared, rewritten
 from scalepoint.formats.onnx.saving import save_graph
 from scalepoint.formats.onnx.single import single_inputs
 from scalepoint.formats.onnx.stored import Stored
-from scalepoint.graph.export import export as export_program
-from scalepoint.graph.export import quiet
+from scalepoint.graph.export import export_graph, quiet
 from scalepoint.numerics import dtype_name
 from scalepoint.targets.target import Spelling
 
@@ -73,7 +72,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     exported: ExportedProgram | None = None
     try:
         with torch.no_grad():
-            exported = export_program(prepared(model), *form.inputs, form.dynamic)
+            exported = export_graph(prepared(model), *form.inputs, form.dynamic)
         with quiet():
             program = torch.onnx.export(
                 rewritten(exported),
