@@ -51,7 +51,7 @@ def rows(title: str, model: nn.Module, side: int, repeats: int) -> list[Row]:
     ]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--architectures", action="store_true", help="also nets of timm")
     parser.add_argument("--repeats", type=int, default=3)
@@ -67,7 +67,7 @@ def main() -> None:
     for each in made:
         found += rows(*each, options.repeats)
         Console().print(*(f"{row.name} {row.ratio:.2f} ({row.note})" for row in found[-2:]), sep="\n")
-    report("export beside capture, CPU seconds", found, OUT / "bench_export_time.json")
+    return 0 if report("export beside capture, CPU seconds", found, OUT / "export_time.json") else 1
 
 
 def _size(name: str) -> dict[str, int]:
@@ -75,4 +75,4 @@ def _size(name: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
