@@ -39,7 +39,7 @@ class Solver:
 
     @property
     def _wants_products(self) -> bool:
-        return any(name != INTERCEPT for name in self.steps)
+        return any(isinstance(find_step(name), LayerStep) for name in self.steps if name != INTERCEPT)
 
     def _shifted(self, use: Use, shape: Shape, name: str) -> TunedLayer | None:
         """The bias takes up what the means lack; codes stay."""
