@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from scalepoint.errors import CoverageError
-from scalepoint.words import count, one_line, share_of, time_of
+from scalepoint.words import count, one_line, printed, share_of, time_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -130,12 +130,7 @@ class Coverage:
         return table
 
     def __str__(self) -> str:
-        from rich.console import Console  # noqa: PLC0415
-
-        console = Console(width=None)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        return printed(self.table())
 
     def to_list(self) -> list[dict[str, Any]]:
         """Plain values, for JSON."""

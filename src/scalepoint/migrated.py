@@ -6,12 +6,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from scalepoint.plain import plain
-from scalepoint.words import one_line
+from scalepoint.words import one_line, printed
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,7 @@ class MigrationReport:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=None)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        return printed(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(self)

@@ -1,8 +1,22 @@
 """Numbers and names as a person reads them; the same wherever they are shown: terminal, page, command line, errors."""
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 LONGEST = 96
+
+
+def printed(shown: "RenderableType") -> str:
+    """What a terminal would show, as text."""
+    from rich.console import Console  # noqa: PLC0415  # only what is printed pays for it
+
+    console = Console(width=None)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
 
 
 def visible(text: object) -> str:

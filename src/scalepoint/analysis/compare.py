@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import fx, nn
@@ -29,7 +28,7 @@ from scalepoint.patterns import kind_of
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.twins import driven
-from scalepoint.words import one_line
+from scalepoint.words import one_line, printed
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,7 @@ class Comparison:
         return one_line(f"{len(self.rows)} layers, {self.batches} batches: {text}")
 
     def __str__(self) -> str:
-        console = Console(width=None)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        return printed(self.table())
 
     def to_list(self) -> list[dict[str, Any]]:
         """Plain values, for JSON: a level that is not finite (no error at all, no signal) is None."""

@@ -7,12 +7,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from scalepoint.plain import plain
-from scalepoint.words import one_line
+from scalepoint.words import one_line, printed
 
 ENOUGH = 4  # rows an unknown, below which solutions fit noise
 
@@ -98,10 +97,7 @@ class TuneReport:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=None)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        return printed(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(self)

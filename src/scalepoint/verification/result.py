@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from scalepoint.errors import VerificationError
@@ -13,7 +12,7 @@ from scalepoint.plain import plain
 from scalepoint.runtimes import Status
 from scalepoint.verification.agreement import Agreement, worst
 from scalepoint.verification.times import LayerTime, because
-from scalepoint.words import decibel, plural, ratio, share_of, size_of
+from scalepoint.words import decibel, plural, printed, ratio, share_of, size_of
 
 BOUND_DB = 20.0
 SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
@@ -154,10 +153,7 @@ class Verification:
         return rows
 
     def __str__(self) -> str:
-        console = Console()
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        return printed(self.table())
 
     def to_dict(self) -> dict[str, Any]:
         return {**plain(self), **plain({"sqnr": self.sqnr, "holds": self.holds})}
