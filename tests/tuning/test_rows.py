@@ -33,8 +33,7 @@ def test_rows_times_weight_are_the_output(name):
     disable_fake_quant(model)
     weighted = next(each for each in model.modules() if isinstance(each, QuantizedWeighted))
     geometry = geometry_of(weighted)
-    samples, each = geometry.positions(x)
-    rows = geometry.rows(x, torch.arange(samples * each))
+    rows = geometry.rows(x, torch.arange(geometry.count(x.shape)))
     weight = geometry.by_group(weighted.canonical(weighted.weight))
     found = torch.einsum("rgn,gon->rgo", rows, weight).flatten(1)
     with torch.no_grad():

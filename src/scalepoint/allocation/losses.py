@@ -7,7 +7,7 @@ chosen by GPTQ, as tuning will do it; the descent after that lowers all widths a
 are left to the descent by GPTQ, so that they get it here, too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -18,14 +18,15 @@ from scalepoint.quantize.record import record_of
 from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
-from scalepoint.tuning.moments import Moments, Sums
+from scalepoint.tuning.collect import Collector, Use
+from scalepoint.tuning.moments import Moments
 from scalepoint.tuning.problem import Problem, Shape
-from scalepoint.tuning.rows import Geometry, chosen_rows, geometry_of, uniform
+from scalepoint.tuning.rows import Geometry, geometry_of
 from scalepoint.tuning.steps import find_step
 from scalepoint.tuning.walk import Walk
 
 SOLVER = ("scale", "gptq")
-ROWS, HOLDOUT, FEW_SAMPLES, CHUNK = 8_192, 0.1, 10, 4096
+ROWS, HOLDOUT = 8_192, 0.1
 MEMORY = 2_000_000_000
 WITHOUT = 4.0  # a bit is worth 6 dB where nothing could be measured
 
@@ -49,7 +50,8 @@ def losses_of(
     names = record_of(model).names
     found: dict[str, Losses] = {}
     levels: dict[str, float] = {}
-    layers = {node for node in model.graph.nodes if names.get(node.name) in specs and walk.layer(node) is not None}
+    collector = Collector(walk, ROWS, HOLDOUT, names, against_itself=True)
+    layers = {use.node: use for use in collector.uses if names.get(use.node.name) in specs}
     try:
         walk.read(model, data, max_batches=max_batches, skip_nan=skip_nan, progress=progress)
         with phase("measuring widths", total=len(layers), unit="layers", show=progress) as running:
@@ -57,7 +59,7 @@ def losses_of(
                 name = names.get(node.name, "")
                 if node in layers:
                     if name not in found:
-                        found[name], levels[name] = _Layer(walk, node, steps).losses(specs[name])
+                        found[name], levels[name] = _Layer(collector, layers[node], steps).losses(specs[name])
                     running.advance()
                 walk.advance(node)
     finally:
@@ -68,21 +70,19 @@ def losses_of(
 class _Layer:
     """One layer where the walk stands."""
 
-    def __init__(self, walk: Walk, node: fx.Node, steps: Sequence[str] | None) -> None:
-        found = walk.layer(node)
-        assert found is not None  # noqa: S101  # only such nodes are asked for
-        self.walk, self.node, self.steps = walk, node, steps
-        self.place, self.live = found
+    def __init__(self, collector: Collector, use: Use, steps: Sequence[str] | None) -> None:
+        self.collector, self.use, self.steps = collector, use, steps
+        self.live = use.layer
 
     def losses(self, specs: Sequence[QuantizationSpec]) -> tuple[Losses, float]:
         layers = {spec: _with_spec(self.live, spec) for spec in specs}
         own = self.live.weight_quant.spec
         geometry = geometry_of(self.live)
-        seen = None if geometry is None else self._seen(geometry)
-        if geometry is None or seen is None:
+        shape = None if geometry is None else Shape(self.live, geometry)
+        fit, judge = (None, None) if shape is None else self.collector.moments(self.use, shape)
+        if geometry is None or shape is None or fit is None or judge is None:
             return {spec: WITHOUT ** (own.n_bits - spec.n_bits) for spec in specs}, 1.0
-        fit, judge = seen
-        weight = Shape(self.live, geometry).weight()
+        weight = shape.weight()
         now = _nearest(self.live, geometry, judge)
         found = {spec: self._loss(layer, geometry, weight, fit, judge) for spec, layer in layers.items()}
         energy = float(judge.wanted.sum())
@@ -98,7 +98,7 @@ class _Layer:
         shape = Shape(layer, geometry)
         now, codes = shape.start(weight), shape.codes()
         problem = Problem(
-            name=self.place, weight=weight, codes=codes, fit=fit, judge=judge,
+            name=self.use.place, weight=weight, codes=codes, fit=fit, judge=judge,
             has_own_scales=shape.has_own_scales, has_intercept=True,
         )  # fmt: skip
         whole = float(judge.wanted.sum())
@@ -106,31 +106,6 @@ class _Layer:
             now = find_step(step).run(problem, now) if step else now
             least = min(least, problem.error(now) * whole)
         return least
-
-    def _seen(self, geometry: Geometry) -> tuple[Moments, Moments] | None:
-        """Moments of nine tenths of the rows and of the rest, of the quantized stream against itself."""
-        counts = [geometry.positions(noisy) for _, noisy in self.walk.inputs(self.node, self.place)]
-        total, samples = sum(a * b for a, b in counts), sum(a for a, _ in counts)
-        share = min(1.0, ROWS / max(total, 1))
-        weight = Shape(self.live, geometry).weight().to(torch.float32)
-        sums, before = (Sums(), Sums()), 0
-        for (count, each), (_, noisy) in zip(counts, self.walk.inputs(self.node, self.place), strict=True):
-            places = chosen_rows(before, count, each, share)
-            numbers = before * each + places
-            is_held = uniform(numbers // each if samples >= FEW_SAMPLES else numbers, salt=1) < HOLDOUT
-            for taken, chosen in zip(sums, (places[~is_held], places[is_held]), strict=True):
-                for part in _chunks(chosen):
-                    rows = geometry.rows(noisy, part)
-                    taken.add(rows, torch.einsum("rgn,gon->rgo", rows, weight))
-            before += count
-        fit, judge = sums[0].moments(), sums[1].moments()
-        first, second = fit or judge, judge or fit
-        return None if first is None or second is None else (first, second)
-
-
-def _chunks(chosen: Tensor) -> Iterator[Tensor]:
-    for start in range(0, len(chosen), CHUNK):
-        yield chosen[start : start + CHUNK]
 
 
 def _with_spec(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeighted:

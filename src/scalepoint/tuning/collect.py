@@ -44,6 +44,7 @@ class Collector:
     rows: int
     holdout: float
     names: dict[str, str]
+    against_itself: bool = False  # the outputs should be those of the float weight in the quantized stream
     uses: list[Use] = field(default_factory=list)
     _open: dict[int, tuple[Sums, Sums]] = field(default_factory=dict)  # of weights with uses to come
     _shifts: dict[int, tuple[Residuals, Residuals]] = field(default_factory=dict)
@@ -63,9 +64,9 @@ class Collector:
 
     def residuals(self, use: Use, shape: Shape) -> tuple[Residuals, Residuals]:
         """What a bias can take up, of the rows that are fitted and of those that judge; no products are made."""
-        key = id(use.layer.weight_quant)
-        sums, weight = self._shifts.pop(key, (Residuals(), Residuals())), shape.weight().to(torch.float32)
-        values = shape.start(shape.weight()).values.to(torch.float32)
+        key, float_weight = id(use.layer.weight_quant), shape.weight()
+        sums, weight = self._shifts.pop(key, (Residuals(), Residuals())), float_weight.to(torch.float32)
+        values = shape.start(float_weight).values.to(torch.float32)
         for held, exact, noisy, drift in self._parts(use, shape):
             wanted = torch.einsum("rgn,gon->rgo", exact, weight)
             wanted = wanted if drift is None else wanted + drift
@@ -91,7 +92,7 @@ class Collector:
         first, second = (each.moments() for each in _both(sums))
         start = 0
         for other, each in together:
-            part = slice(start, start + each.weight().shape[1])
+            part = slice(start, start + each.size[1])
             start = part.stop
             self._shared[id(other.layer)] = first and first.of(part), second and second.of(part)
         return self._shared.pop(id(use.layer))
@@ -115,13 +116,16 @@ class Collector:
     def _parts(self, use: Use, shape: Shape) -> Iterator[tuple[bool, Tensor, Tensor, Tensor | None]]:
         """Rows in both streams and what the other side lacks at their outputs, and whether they judge."""
         geometry, walk = shape.geometry, self.walk
-        counts = [geometry.positions(exact) for exact, _ in walk.inputs(use.node, use.place)]
-        total = sum(a * b for a, b in counts)
-        share = min(1.0, enough(self.rows, geometry.groups, shape.weight().shape[-1]) / max(total, 1))
-        other, before, first = other_side(walk, use), 0, 0
-        is_by_sample, outputs = sum(walk.samples) >= FEW_SAMPLES, shape.weight().shape[1]
-        for index, (exact, noisy) in enumerate(walk.inputs(use.node, use.place)):
-            count, samples = counts[index][0] * counts[index][1], walk.samples[index]
+        counts = [
+            geometry.count(walk.input(use.node, use.place, each, noisy=False).shape) for each in range(walk.count)
+        ]
+        groups, outputs, size = shape.size
+        share = min(1.0, enough(self.rows, groups, size) / max(sum(counts), 1))
+        other, before, first = None if self.against_itself else other_side(walk, use), 0, 0
+        is_by_sample = sum(walk.samples) >= FEW_SAMPLES
+        for index, count in enumerate(counts):
+            noisy, samples = walk.input(use.node, use.place, index, noisy=True), walk.samples[index]
+            exact = noisy if self.against_itself else walk.input(use.node, use.place, index, noisy=False)
             places = chosen_rows(before, count, 1, share)
             numbers = before + places
             if is_by_sample and samples and count % samples == 0:

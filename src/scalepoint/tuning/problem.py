@@ -121,6 +121,12 @@ class Shape:
         weight, _ = self.layer.folded()
         return self.geometry.by_group(self.layer.canonical(weight).detach().to(torch.float64))
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Groups, outputs of each, unknowns of an output."""
+        found = self.geometry.by_group(self.layer.canonical(self.layer.weight))
+        return found.shape[0], found.shape[1], found.shape[2]
+
     def start(self, weight: Tensor) -> Solution:
         """What is deployed now."""
         codes = self.layer.deployed().codes
@@ -140,7 +146,7 @@ class Shape:
         """The columns whose products the kernel adds in pairs: neighbours along (positions, channels), and within each
         position where channels are odd."""
         channels = int(self.layer.deployed().codes.shape[1])
-        size = self.weight().shape[-1]
+        size = self.size[2]
         positions = size // channels
         along = torch.arange(size).view(channels, positions).T.reshape(-1)  # as the kernel has them
         rows = [_neighbours(along)]

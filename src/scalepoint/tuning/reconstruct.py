@@ -85,6 +85,17 @@ class Variables(ABC):
         return 0.0
 
 
+class ByAdam(Variables):
+    """Variables that an optimizer moves."""
+
+    optimizer: torch.optim.Optimizer
+
+    def move(self, gradients: Sequence[Tensor | None], progress: float) -> None:
+        for value, gradient in zip(self.parameters(), gradients, strict=True):
+            value.grad = gradient
+        self.optimizer.step()
+
+
 def reconstruct(work: Work, variables: Variables) -> None:
     """Move the variables; the modules end with the best hardened ones, or as they were."""
     best, least = states_of(work.modules), work.judge.now(work.piece)

@@ -31,12 +31,9 @@ class Geometry:
     dilation: tuple[int, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
 
-    def positions(self, x: Tensor) -> tuple[int, int]:
-        """How many samples a batch holds, and rows a sample."""
-        if self.kind == "linear":
-            return (1, 1) if x.ndim == 1 else (int(x.shape[0]), prod(map(int, x.shape[1:-1])))
-        samples, *outputs = self._outputs(x.shape)
-        return samples, prod(outputs)
+    def count(self, shape: torch.Size) -> int:
+        """How many rows an input of this shape has."""
+        return prod(map(int, shape[:-1])) if self.kind == "linear" else prod(self._outputs(shape))
 
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Rows (r, groups, n) at these places among all of the batch, in float32."""

@@ -19,7 +19,7 @@ class Shelf:
     """Values by key; what is no plain tensor stays in memory as it is."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.held, self.most = limit, 0, 0
+        self.limit, self.held = limit, 0
         self.values: dict[Any, Any] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._count = 0
@@ -36,7 +36,6 @@ class Shelf:
             value = value.moved(on_disk) if isinstance(value, _Codes) else on_disk
         else:
             self.held += size
-            self.most = max(self.most, self.held)
         self.values[key] = value
 
     def get(self, key: Any) -> Any:

@@ -55,9 +55,8 @@ class Solver:
         errors = (before, min(before, after), fit.error(), fit.error(fit.mean if is_better else None))
         count = fit.count + (judge.count if judge is not fit else 0)
         step = INTERCEPT if is_better else ""
-        size = shape.weight().shape[-1]
         seconds = time.perf_counter() - start
-        return TunedLayer(name, use.layer.kind, count, size, *errors, 0.0, step, "", seconds)
+        return TunedLayer(name, use.layer.kind, count, shape.size[2], *errors, 0.0, step, "", seconds)
 
     def _chosen(self, use: Use, shape: Shape, name: str) -> TunedLayer | None:
         """The best solution on held-out rows, or what there was when nothing is better."""

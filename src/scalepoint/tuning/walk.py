@@ -81,10 +81,7 @@ class Walk:
     def inputs(self, node: fx.Node, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """What reaches the layer of a node, batch by batch, in both streams; nothing is advanced."""
         for index in range(self.count):
-            yield (
-                self._reached(self._exact, self.plain, node, name, index, noisy=False),
-                self._reached(self._noisy, self.live, node, name, index, noisy=True),
-            )
+            yield self.input(node, name, index, noisy=False), self.input(node, name, index, noisy=True)
 
     def advance(self, node: fx.Node) -> None:
         """Run a node on all batches in both streams."""
@@ -162,9 +159,9 @@ class Walk:
         with _environment(runner, {each: self.value(each, index, noisy=noisy) for each in node.all_input_nodes}):
             return runner.run_node(node)
 
-    def _reached(
-        self, runner: fx.Interpreter, owner: fx.GraphModule, node: fx.Node, name: str, index: int, *, noisy: bool
-    ) -> Tensor:
+    def input(self, node: fx.Node, name: str, index: int, *, noisy: bool) -> Tensor:
+        """What reaches the layer of a node in one batch of one stream."""
+        runner, owner = (self._noisy, self.live) if noisy else (self._exact, self.plain)
         seen: list[Tensor] = []
 
         def stop(module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.reconstruct import Variables, Weight, Work, entered, reconstruct
+from scalepoint.tuning.reconstruct import ByAdam, Weight, Work, entered, reconstruct
 from scalepoint.tuning.steps.registry import register
 
 TRAVEL, WEIGHT, WARM = 10.0, 1e-2, 0.2  # the rate is such that a choice can go so far
@@ -29,7 +29,7 @@ def ada_round(work: Work) -> None:
         reconstruct(work, Soft(layers, TRAVEL / work.iterations))
 
 
-class Soft(Variables):
+class Soft(ByAdam):
     """Soft choices between floor and ceiling."""
 
     def __init__(self, layers: Sequence[Weight], rate: float) -> None:
@@ -63,11 +63,6 @@ class Soft(Variables):
         beta = LAST + (FIRST - LAST) * (1 - (progress - WARM) / (1 - WARM))
         parts = [(1 - (2 * _share(each) - 1).abs().pow(beta)).sum() for each in self.choices]
         return WEIGHT * torch.stack(parts).sum() / self.count
-
-    def move(self, gradients: Sequence[Tensor | None], progress: float) -> None:
-        for value, gradient in zip(self.parameters(), gradients, strict=True):
-            value.grad = gradient
-        self.optimizer.step()
 
     def harden(self) -> None:
         for index, layer in enumerate(self.layers):

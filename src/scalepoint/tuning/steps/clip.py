@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scalepoint.numerics import QParams
 from scalepoint.quantize.stubs import QuantStub
-from scalepoint.tuning.reconstruct import Variables, Weight, Work, entered, reconstruct
+from scalepoint.tuning.reconstruct import ByAdam, Weight, Work, entered, reconstruct
 from scalepoint.tuning.steps.registry import register
 
 RATES = {"clip": 2e-3, "end_to_end": 2e-4}
@@ -41,7 +41,7 @@ def _learn(work: Work, rate: float) -> None:
         reconstruct(work, Scales(layers, stubs, rate))
 
 
-class Scales(Variables):
+class Scales(ByAdam):
     """Scales as powers, so that they stay positive."""
 
     def __init__(self, layers: Sequence[Weight], stubs: Sequence[QuantStub], rate: float) -> None:
@@ -75,11 +75,6 @@ class Scales(Variables):
             yield
         finally:
             stub._buffers["scale"] = kept
-
-    def move(self, gradients: Sequence[Tensor | None], progress: float) -> None:
-        for value, gradient in zip(self.parameters(), gradients, strict=True):
-            value.grad = gradient
-        self.optimizer.step()
 
     def harden(self) -> None:
         for index, layer in enumerate(self.layers):
