@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from scalepoint.analysis import compare
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, disable_fake_quant, quantize
@@ -131,3 +132,39 @@ def test_a_step_over_pieces_of_ones_own(net, data):
 
     tuned(net, data, (*CLOSED, "look"))
     assert sum(map(len, asked)) == 4
+
+
+class Again(nn.Module):
+    """One quantizer stands before and after a flatten, here with layers between the two."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.three(torch.relu(self.two(torch.relu(self.one(x)))))
+
+
+def test_a_quantizer_that_stands_elsewhere_too_is_left():
+    torch.manual_seed(0)
+    data = [torch.randn(16, 8) for _ in range(4)]
+    model = quantize(Again().eval(), data[0], THREE, forward_loop=data, progress=False)
+    first, *_, last = (node for node in model.graph.nodes if isinstance(_module(model, node), QuantStub))
+    last.target = first.target  # one quantizer at two places, in two pieces
+    model.recompile()
+    before = _module(model, first).scale.clone()
+    asked = []
+
+    @register("stubs", over="piece")
+    def stubs(work):
+        asked.extend(work.stubs())
+
+    tune(
+        model, data, TuneConfig(steps=(*CLOSED, "ranges", "clip", "stubs"), unit="layer", iterations=3), progress=False
+    )
+    assert asked
+    assert torch.equal(_module(model, first).scale, before)
+
+
+def _module(model, node):
+    return model.get_submodule(node.target) if node.op == "call_module" else None

@@ -16,6 +16,7 @@ from scalepoint.spec import PerChannelGranularity, QuantizationSpec
 from scalepoint.spec.pair_safe import pair_sums
 from scalepoint.targets import onnxruntime_target
 from scalepoint.tuning import TuneConfig, register, tune
+from scalepoint.tuning.checkpoint import Checkpoint
 from scalepoint.tuning.solve import Solver
 from scalepoint.verification import verify
 from tests.models import settled
@@ -216,6 +217,63 @@ class Twice(nn.Module):
 
     def forward(self, x):
         return self.shared(F.relu(self.shared(x)))
+
+
+class Shared(nn.Module):
+    """Readers of one value, and a weight that multiplies at two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.tied = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = F.relu(self.tied(x))
+        return self.tied(F.relu(self.q(x) * self.k(x)))
+
+
+@pytest.mark.parametrize("steps", [("intercept",), TuneConfig().steps], ids=["intercept", "all"])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_what_layers_share_is_there_again_on_resume(tmp_path, steps, after, monkeypatch):
+    torch.manual_seed(0)
+    mix = torch.randn(16, 16)
+    data = [torch.randn(16, 16) @ mix for _ in range(4)]
+    config = TuneConfig(unit="layer", steps=steps)
+
+    def made():
+        torch.manual_seed(1)
+        return quantize(Shared().eval(), data[0], FOUR, forward_loop=data, progress=False)
+
+    whole, model = made(), made()
+    rows = tune(whole, data, config, progress=False).layers
+    kept, keep = [], Checkpoint.keep
+
+    def killed(self, name, states, done):
+        keep(self, name, states, done)
+        kept.append(name)
+        if len(kept) == after:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "keep", killed)
+        with pytest.raises(Killed):
+            tune(made(), data, config, folder=tmp_path, progress=False)
+    again = tune(model, data, config, folder=tmp_path, resume=True, progress=False).layers
+    assert [row.rows for row in again] == [row.rows for row in rows]
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_a_bias_still_fits_into_int32():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 4)).eval()
+    with torch.no_grad():
+        net[0].weight[0] *= 1e-3
+        net[0].bias[0] = 1e4
+    data = [torch.randn(16, 32) for _ in range(8)]
+    model = quantize(net, data[0], None, forward_loop=data, target=onnxruntime_target(cpu="vnni"), progress=False)
+    layer = next(each for each in model.modules() if isinstance(each, QuantizedWeighted))
+    assert float(layer.weight_quant.scale[0].detach()) == pytest.approx(float(layer.least_scale()[0].detach()))  # it was raised
+    tune(model, data, progress=False)
+    assert float(layer.deployed().bias.detach().abs().max()) < 2**31
 
 
 @pytest.mark.parametrize("steps", [("intercept",), TuneConfig().steps], ids=["intercept", "all"])

@@ -286,12 +286,14 @@ class QuantizedWeighted(Stateful):
         """
         with torch.no_grad():
             weight, _ = self.folded()
-            floors = [floor for each in self.sharing if (floor := each._least_scale()) is not None]
-            least = torch.stack(floors).amax(0) if floors and self.weight_quant.fits_channels else None
-            self.weight_quant.freeze(self.canonical(weight), least)
+            self.weight_quant.freeze(self.canonical(weight), self.least_scale())
 
-    def _least_scale(self) -> Tensor | None:
-        """Of each channel: what keeps its bias within int32."""
+    def least_scale(self) -> Tensor | None:
+        """Of each channel of the weight: what keeps the biases of all that multiply by it within int32."""
+        floors = [floor for each in self.sharing if (floor := each._own_least()) is not None]
+        return torch.stack(floors).amax(0) if floors and self.weight_quant.fits_channels else None
+
+    def _own_least(self) -> Tensor | None:
         stub, bias = self.input_stub, self._shifted(self.folded()[1])
         return None if bias is None or stub is None else bias.abs() / (stub.scale * LARGEST_BIAS)
 

@@ -6,7 +6,7 @@ Layers that read one value (q, k, v) share one pass over it; a weight that is us
 all of them, and is solved at the last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -57,6 +57,12 @@ class Collector:
     def uses_of(self, layer: QuantizedWeighted) -> list[fx.Node]:
         """Where the layer's weight multiplies, in graph order."""
         return [use.node for use in self.uses if use.layer.weight_quant is layer.weight_quant]
+
+    def is_awaited(self, use: Use, nodes: Collection[fx.Node]) -> bool:
+        """Whether layers outside of these nodes need what is seen at this use."""
+        shape = geometry_of(use.layer)
+        readers = [] if shape is None else [other.node for other, _ in self._readers(use, Shape(use.layer, shape))]
+        return any(node not in nodes for node in (*self.uses_of(use.layer), *readers))
 
     def is_held(self, numbers: Tensor) -> Tensor:
         """Which samples judge."""

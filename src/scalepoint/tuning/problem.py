@@ -185,15 +185,26 @@ class Shape:
         return isinstance(granularity, PerChannelGranularity | PerBlockGranularity) and not is_shared and is_free
 
     def apply(self, solution: Solution) -> None:
-        """Make a solution what the layer deploys."""
+        """Make a solution what the layer deploys; an output whose bias would not fit stays as it is."""
         quant = self.layer.weight_quant
-        codes = self.layer.deployed().codes
+        codes, solution = self.layer.deployed().codes, self._fitting(solution)
         stored = self.geometry.as_stored((solution.codes + self._zero()).to(torch.float32), codes)
         scale = None
         if self.has_own_scales:
             own = quant.qparams_for(codes).scale
             scale = QParams(solution.scale.reshape(own.shape).to(torch.float32))
         self.layer.choose(stored, scale)
+
+    def _fitting(self, solution: Solution) -> Solution:
+        """Scales below what keeps a bias within int32 go back, with their codes."""
+        least = self.layer.least_scale()
+        if least is None or not self.has_own_scales or least.numel() != solution.scale.numel():
+            return solution
+        floor = least.detach().to(solution.scale.dtype).reshape(solution.scale.shape)
+        start = self.start(solution.target)
+        is_low = (solution.scale < floor) & (solution.scale < start.scale)
+        codes = torch.where(is_low, start.codes.to(solution.codes.dtype), solution.codes)
+        return Solution(solution.target, codes, torch.where(is_low, start.scale.to(floor.dtype), solution.scale))
 
 
 def _neighbours(columns: Tensor) -> Tensor:

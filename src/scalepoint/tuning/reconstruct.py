@@ -51,9 +51,10 @@ class Work:
         return list(found.values())
 
     def stubs(self) -> list[QuantStub]:
-        """The activation quantizers with one scale that stays."""
-        found = [module for module in self.modules.values() if isinstance(module, QuantStub)]
-        return [stub for stub in found if is_static(stub)]
+        """The activation quantizers with one scale that stays, and that stand nowhere else."""
+        found = [module for module in self.modules.values() if isinstance(module, QuantStub) and is_static(module)]
+        inside = set(self.piece.nodes)
+        return [stub for stub in found if inside.issuperset(self.walk.stub_nodes[id(stub)])]
 
 
 def is_static(stub: QuantStub) -> bool:

@@ -37,6 +37,13 @@ class Solver:
             self.left[name] = "no rows reached it"
         return row
 
+    def look(self, use: Use) -> None:
+        """Only see what a layer to come needs of this use, as `solve` does before it chooses."""
+        geometry = geometry_of(use.layer)
+        if geometry is not None:
+            collect = self.collector.moments if self._wants_products else self.collector.residuals
+            collect(use, Shape(use.layer, geometry))
+
     @property
     def _wants_products(self) -> bool:
         return any(isinstance(find_step(name), LayerStep) for name in self.steps if name != INTERCEPT)

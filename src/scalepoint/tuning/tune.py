@@ -16,11 +16,13 @@ from pydantic import BeforeValidator, Field
 from torch import fx, nn
 
 from scalepoint.errors import ConfigError
+from scalepoint.numerics import QParams
 from scalepoint.progress import phase
 from scalepoint.quantize.calibrate import OnNan, freeze
 from scalepoint.quantize.config import Config
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.record import record_of
+from scalepoint.quantize.stubs import QuantStub
 from scalepoint.tuning.checkpoint import Checkpoint, Done, mark_of
 from scalepoint.tuning.collect import Collector, Use
 from scalepoint.tuning.judge import Judge
@@ -33,6 +35,7 @@ from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, s
 from scalepoint.tuning.walk import Walk
 
 CLEAR_GAIN = 0.9  # what the error of a piece must fall to before a range of 8 bits leaves min-max
+Proposal = tuple[str, QuantStub, QParams]  # an activation quantizer under its name, and other parameters
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -121,21 +124,24 @@ class _Tuning:
         found = [find_step(name) for name in self.config.steps if name != INTERCEPT]
         self.piece_steps = [step for step in found if isinstance(step, PieceStep)]
         self.stub_steps = [step for step in found if isinstance(step, StubStep)]
+        self.uses = {use.node: use for use in self.collector.uses}
+
+    def _name(self, node: fx.Node) -> str:
+        return self.names.get(node.name, str(node.target))
 
     def run(self, progress: bool | None) -> None:
         """All pieces; then the whole net at once, where a step asks for that."""
         at_end = [step for step in self.piece_steps if step.over == "model"]
         if at_end:
             self.walk.hold(self.walk.places)
-        layers = {use.node for use in self.collector.uses}
-        pieces = cut(self.walk.graph, self.walk.same, layers.__contains__, self.config.unit)
-        with phase("tuning", total=len(layers), unit="layers", show=progress) as running:
+        pieces = cut(self.walk.graph, self.walk.same, self.uses.__contains__, self.config.unit)
+        with phase("tuning", total=len(self.uses), unit="layers", show=progress) as running:
             for index, piece in enumerate(pieces):
                 self._finish(f"{index:04}", piece, [step for step in self.piece_steps if step.over == "piece"])
-                running.advance(len(layers.intersection(piece.nodes)))
+                running.advance(len(self.uses.keys() & set(piece.nodes)))
         if at_end:
             with phase("tuning the whole net", show=progress):
-                (whole,) = cut(self.walk.graph, self.walk.same, layers.__contains__, "model")
+                (whole,) = cut(self.walk.graph, self.walk.same, self.uses.__contains__, "model")
                 self._finish("all", whole, at_end, is_solved=True)
 
     def _finish(self, name: str, piece: Piece, steps: list[PieceStep], *, is_solved: bool = False) -> None:
@@ -157,28 +163,32 @@ class _Tuning:
         self.pieces += [done.piece] if done.piece is not None else []
 
     def _pass(self, piece: Piece) -> None:
+        """Go past a piece that is finished; what layers after it share with it is seen again."""
+        inside = set(piece.nodes)
         for node in piece.nodes:
-            self.walk.advance(node)
-            self.passed.add(node)
+            if node in self.uses and self.collector.is_awaited(self.uses[node], inside):
+                self.solver.look(self.uses[node])
+            self._advance(node)
+
+    def _advance(self, node: fx.Node) -> None:
+        self.walk.advance(node)
+        self.passed.add(node)
 
     def _chosen(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> Done:
         start, first = time.perf_counter(), states_of(modules)
-        self.walk.hold(piece.entries)
-        uses = {use.node: use for use in self.collector.uses}
+        entries = [node for node in piece.entries if node not in self.walk.held]
+        self.walk.hold(entries)
         rows: list[tuple[Use, TunedLayer]] = []
-        wider: list[tuple[fx.Node, Any]] = []
-        known = dict(self.left)
+        wider: list[Proposal] = []
         self.solver.left = {}
         for node in piece.nodes:
             wider += self._ranged(node)
-            if node in uses:
-                row = self.solver.solve(uses[node], self.names.get(node.name, str(node.target)))
-                rows += [] if row is None else [(uses[node], row)]
-            self.walk.advance(node)
-            self.passed.add(node)
-        left = {name: why for name, why in self.solver.left.items() if name not in known}
+            if node in self.uses:
+                row = self.solver.solve(self.uses[node], self._name(node))
+                rows += [] if row is None else [(self.uses[node], row)]
+            self._advance(node)
         layers = tuple(row.name for _, row in rows)
-        done = Done(None, tuple(row for _, row in rows), left)
+        done = Done(None, tuple(row for _, row in rows), self.solver.left)
         if rows:
             before, after, how = self._judged(piece, modules, first)
             done = done if how == "as solved" else replace(done, rows=tuple(_undone(row, how) for row in done.rows))
@@ -186,17 +196,14 @@ class _Tuning:
             after = self.judge.now(piece)
             seconds = time.perf_counter() - start
             done = replace(done, piece=TunedPiece(layers, before, after, how, notes, seconds))
-        self.walk.release([node for node in piece.entries if node not in self._always()], self.passed)
+        self.walk.release(entries, self.passed)
         return done
-
-    def _always(self) -> list[fx.Node]:
-        return self.walk.places if any(step.over == "model" for step in self.piece_steps) else []
 
     def _again(self, piece: Piece, modules: Mapping[str, nn.Module], steps: list[PieceStep]) -> Done:
         """Steps over the whole net, after all its pieces."""
         start, before = time.perf_counter(), self.judge.now(piece)
         names = {row.name for row in self.rows}
-        uses = [use for use in self.collector.uses if self.names.get(use.node.name, str(use.node.target)) in names]
+        uses = [use for use in self.collector.uses if self._name(use.node) in names]
         notes = self._reconstructed(piece, modules, uses, steps, [], before)
         after = self.judge.now(piece)
         seconds = time.perf_counter() - start
@@ -204,29 +211,27 @@ class _Tuning:
 
     def _modules(self, piece: Piece) -> dict[str, nn.Module]:
         """What may change in a piece, by its name in the model."""
-        uses = {use.node: use for use in self.collector.uses}
         found: dict[str, nn.Module] = {}
         for node in piece.nodes:
             stub = self.walk.stub(node)
             if stub is not None:
                 found[str(node.target)] = stub
-            elif node in uses:
-                found |= {self.walk.names[id(each)]: each for each in uses[node].layer.sharing}
+            elif node in self.uses:
+                found |= {self.walk.names[id(each)]: each for each in self.uses[node].layer.sharing}
         return found
 
-    def _ranged(self, node: fx.Node) -> list[tuple[fx.Node, Any]]:
+    def _ranged(self, node: fx.Node) -> list[Proposal]:
         """Another range for the activation quantizer of a node: taken below 8 bits, else proposed."""
         stub = self.walk.stub(node)
-        is_alone = stub is not None and sum(self.walk.stub(each) is stub for each in self.walk.graph.nodes) == 1
-        if stub is None or not is_alone or not is_static(stub):
+        if stub is None or len(self.walk.stub_nodes[id(stub)]) > 1 or not is_static(stub):
             return []
-        found: list[tuple[fx.Node, Any]] = []
+        found: list[Proposal] = []
         for step in self.stub_steps:
             qparams = step.run(self.walk, node, stub)
             if qparams is not None and stub.spec.n_bits < 8:
                 stub.take(qparams)
             elif qparams is not None:
-                found.append((node, qparams))
+                found.append((self._name(node), stub, qparams))
         return found
 
     def _judged(self, piece: Piece, modules: Mapping[str, nn.Module], first: States) -> tuple[float, float, str]:
@@ -254,22 +259,20 @@ class _Tuning:
         modules: Mapping[str, nn.Module],
         uses: list[Use],
         steps: list[PieceStep],
-        wider: list[tuple[fx.Node, Any]],
+        wider: list[Proposal],
         error: float,
     ) -> str:
         """The steps over a piece, each kept only when it ends better."""
         said: list[str] = []
         inside = set(piece.nodes)
         own = [use for use in uses if all(node in inside for node in self.collector.uses_of(use.layer))]
-        for node, qparams in wider:
+        for name, stub, qparams in wider:
             start = states_of(modules)
-            stub = self.walk.stub(node)
-            assert stub is not None  # noqa: S101  # proposed for one
             stub.take(qparams)
             tried = self.judge.tried(piece)
             if tried < CLEAR_GAIN * error:
                 error = tried
-                said.append(f"range of {self.names.get(node.name, node.name)}")
+                said.append(f"range of {name}")
                 self.walk.rerun(piece)
             else:
                 restore(modules, start)

@@ -38,6 +38,10 @@ class Walk:
         self.places = [node for node in model.graph.nodes if node.op == "placeholder"]
         self.same = self._same()
         self.held: set[fx.Node] = set()
+        self.stub_nodes: dict[int, list[fx.Node]] = {}  # where each activation quantizer stands
+        for node in model.graph.nodes:
+            if (stub := self.stub(node)) is not None:
+                self.stub_nodes.setdefault(id(stub), []).append(node)
 
     @property
     def count(self) -> int:
