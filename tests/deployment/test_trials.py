@@ -10,9 +10,8 @@ import scalepoint
 from scalepoint.allocation import AS_IT_IS, Row, Width, Widths
 from scalepoint.deployment.raising import next_step
 from scalepoint.deployment.ranges import RANGES, other_ranges
-from scalepoint.deployment.trials import Bar, Step, Trial, best_of
+from scalepoint.deployment.trials import Bar, Trial, best_of
 from scalepoint.errors import UsageError
-from scalepoint.plain import plain
 from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, TensorQuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report
@@ -178,10 +177,6 @@ class TestRaising:
     def test_the_better_of_the_plain_files_is_raised(self):
         step = next_step([trial(90.0), trial(95.0)], self.FOUR, Bar(100.0, 1.0))
         assert step.start == 1
-
-    def test_a_step_survives_json(self):
-        step = next_step([trial(98.0)], self.FOUR, Bar(100.0, 1.0))
-        assert Step.from_dict(plain(step.to_dict())) == step
 
 
 def test_the_cheapest_file_that_holds_is_kept_and_the_best_where_none_does():

@@ -4,9 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
 
-from pydantic import TypeAdapter
 from torch import fx
 
 from scalepoint.errors import UsageError
@@ -84,14 +82,6 @@ class Step:
     start: int | None = None
     chosen: Mapping[str, str] | None = None
     cost: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "config": self.config.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        raised = TypeAdapter(tuple[Raised, ...]).validate_python(saved["raised"])
-        return cls(QuantConfig.from_dict(saved["config"]), raised, saved["start"], saved["chosen"], saved["cost"])
 
 
 def best_of(trials: Sequence[Trial], bar: Bar) -> Trial:
