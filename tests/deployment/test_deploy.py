@@ -6,6 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import scalepoint
 from scalepoint import DeployConfig
@@ -80,6 +81,18 @@ def test_batches_with_nan_can_be_left_out(model, data, tmp_path):
     with pytest.warns(ScalepointWarning, match="1 batches hold NaN or infinity"):
         done = scalepoint.deploy(model, data[0], holed, output=tmp_path, smoke=True, on_nan="skip", progress=False)
     assert done.verification.holds
+
+
+def test_data_of_unknown_length_will_do(model, data, tmp_path):
+    """A loader has a length by its type, and an error where its dataset has none."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(data[0])
+
+    loader = DataLoader(Stream(), batch_size=4)
+    done = scalepoint.deploy(model, data[0], loader, output=tmp_path, accuracy="fast", smoke=True, progress=False)
+    assert done.tuned.layers
 
 
 def test_a_smoke_run_leaves_away_what_only_measures(model, data, tmp_path, monkeypatch):

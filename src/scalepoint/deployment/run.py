@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from scalepoint.files import digest, replace_file
 from scalepoint.formats import find_format
 from scalepoint.progress import phase, say
 from scalepoint.quantize import QuantConfig, save
+from scalepoint.quantize.feeding import length_of
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import Target
 from scalepoint.version import __version__
@@ -86,7 +87,7 @@ class Run:
     @property
     def has_data(self) -> bool:
         """Whether it can be read (again): weights alone need none, and an iterator gives it once."""
-        return not isinstance(self.data, Iterator) and not (isinstance(self.data, Sized) and not len(self.data))
+        return not isinstance(self.data, Iterator) and length_of(self.data) != 0
 
     def example(self) -> list[Any]:
         """The example as one batch of data."""

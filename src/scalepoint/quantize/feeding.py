@@ -50,7 +50,7 @@ def feed(
     """Run the data through the model, without gradients. An error tells which batch it was; no call at all is one."""
     check_data(data)
     fed = Fed()
-    with phase(what, total=_length(data, max_batches), show=progress) as running:
+    with phase(what, total=length_of(data, max_batches), show=progress) as running:
         inside = _Calls(fed, max_batches, running)
         handles = [model.register_forward_pre_hook(inside.entered), model.register_forward_hook(inside.left)]
         try:
@@ -209,7 +209,8 @@ def _described(batch: Any) -> str:
     return shown(batch)
 
 
-def _length(data: Any, max_batches: int | None) -> int | None:
+def length_of(data: Any, max_batches: int | None = None) -> int | None:
+    """How many batches there are; None where that shows only when they are read."""
     try:
         length = None if callable(data) else len(data)
     except TypeError:
