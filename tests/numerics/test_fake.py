@@ -487,6 +487,23 @@ def test_a_learned_scale_gets_the_gradient_of_lsq(row, compiling, monkeypatch):
     np.testing.assert_allclose(x.grad.numpy()[inside], upstream.numpy()[inside], rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [500, 4 * PIECE])
+def test_the_gradient_of_a_learned_scale_can_be_differentiated_again(size):
+    """L = sum y^2 / 2: dL/ds = sum y d, with d = dy/ds and dd/ds = t / s inside the range, so the second is
+    sum d^2 + y t / s."""
+    grid = grid_of("int8", "symmetric")
+    x, scale = (randn(size) * 3).requires_grad_(), torch.tensor(0.05, requires_grad=True)
+    y = fake_quantize(x, QParams(scale, torch.tensor(0, dtype=torch.int32), None), grid)
+    (slope,) = torch.autograd.grad(y.square().sum() / 2, scale, create_graph=True)
+    (curve,) = torch.autograd.grad(slope, scale)
+
+    t = x.detach().double() / 0.05
+    inside = t.round() == t.round().clamp(-128, 127)
+    d = torch.where(inside, t.round() - t, t.round().clamp(-128, 127))
+    expected = d.square().sum() + (y.detach().double() * t * inside / 0.05).sum()
+    torch.testing.assert_close(curve.double(), expected, rtol=1e-4, atol=0.0)
+
+
 @pytest.mark.parametrize("row", LEARNED.values(), ids=LEARNED.keys())
 def test_a_learned_scale_changes_no_value_and_sums_its_gradient_over_the_block(row):
     grid = grid_of(*row)

@@ -46,8 +46,8 @@ def test_the_gradients_are_the_same(dtype, name, zero, learns):
 
 def test_a_byte_an_element_is_kept_in_a_training_net(monkeypatch):
     packed = []
-    original = kept._packed
-    monkeypatch.setattr(kept, "_packed", lambda *given: packed.append(original(*given)) or packed[-1])
+    original = kept._Mark.packed
+    monkeypatch.setattr(kept._Mark, "packed", lambda *given: packed.append(original(*given)) or packed[-1])
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
     x = torch.randn(2, 3, 12, 12)
     config = QuantConfig(activation=TensorQuantConfig(symmetric=False))
@@ -68,6 +68,96 @@ def test_a_scale_that_changes_before_backward_does_no_harm():
     scale.mul_(3)
     z.sum().backward()
     torch.testing.assert_close(weight.grad, y.detach().sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)
+
+
+def test_a_quantized_tensor_that_is_written_to_is_kept_as_it_is():
+    x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    y, _ = quantized(x)
+    y.add_(0.011)  # no multiple of the scale any more
+    with keeping(y):
+        z = F.linear(y, weight)
+    z.sum().backward()
+    torch.testing.assert_close(weight.grad, y.detach().sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)
+
+
+def test_codes_are_those_of_the_forward_pass():
+    x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    y, _ = quantized(x)
+    before = y.detach().clone()
+    with keeping(y):
+        z = F.linear(y, weight)
+    y.detach().add_(1)
+    z.sum().backward()
+    torch.testing.assert_close(weight.grad, before.sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)
+
+
+def test_any_other_tensor_that_is_written_to_before_backward_is_an_error():
+    x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    y, _ = quantized(x)
+    with keeping(y):
+        z = F.linear(y, weight)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="written to in place"):
+        z.sum().backward()
+
+
+def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
+    packed, original = [], kept._Mark.packed
+    monkeypatch.setattr(kept._Mark, "packed", lambda *given: packed.append(original(*given)) or packed[-1])
+    x = torch.randn(64, 32, requires_grad=True)
+    weights = [torch.randn(16, 32, requires_grad=True) for _ in range(3)]
+    y, _ = quantized(x)
+    total = torch.zeros(())
+    for weight in weights:
+        with keeping(y):
+            total = total + F.linear(y, weight).sum()
+    assert len(packed) == 3
+    assert all(each.codes is packed[0].codes for each in packed)
+    total.backward()
+    for weight in weights:
+        torch.testing.assert_close(weight.grad, y.detach().sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)
+
+
+def test_a_square_weight_is_not_taken_for_its_transpose():
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    with keeping(None, weight, weight.detach):
+        z = F.linear(x, weight, torch.zeros(8))
+    z.backward(torch.eye(8)[:5])
+    assert torch.equal(x.grad, weight.detach()[:5])
+
+
+def test_a_second_derivative_is_the_same():
+    found = []
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+        y, _ = quantized(x)
+        if keeps:
+            with keeping(y):
+                z = F.linear(y, weight)
+        else:
+            z = F.linear(y, weight)
+        (slope,) = torch.autograd.grad(z.square().sum(), weight, create_graph=True)
+        slope.square().sum().backward()
+        found.append((x.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_under_torch_func_and_where_hooks_are_forbidden_nothing_is_changed():
+    weight = torch.randn(16, 32)
+
+    def loss(x):
+        y, _ = quantized(x)
+        with keeping(y, weight, lambda: weight):
+            return F.linear(y, weight).square().sum()
+
+    x = torch.randn(64, 32, requires_grad=True)
+    loss(x).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach()), x.grad)
+    torch.testing.assert_close(torch.vmap(loss)(x.detach()[None]), loss(x.detach())[None])
+    with torch.autograd.graph.disable_saved_tensors_hooks("forbidden"):
+        loss(x)
 
 
 def test_other_tensors_are_kept_as_they_are():
@@ -92,3 +182,19 @@ def test_with_activation_checkpointing_the_gradients_are_the_same():
         z.square().mean().backward()
         found.append((x.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo asks every input for it
+def test_a_compiled_layer_that_reads_a_quantized_tensor_gives_the_same_gradients():
+    def layer(y, weight):
+        with keeping(y, weight, weight.detach):
+            return F.linear(y, weight).square().mean()
+
+    found = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+        run(quantized(x)[0], weight).backward()
+        found.append((x.grad, weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

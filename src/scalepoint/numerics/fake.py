@@ -133,6 +133,9 @@ class _LearnedScale(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         steps, fmt = ctx.steps, ctx.fmt
+        if torch.is_grad_enabled():  # to be differentiated again: the formula as a whole
+            of_x, slope = _slopes(x, grad, scale, steps, fmt)
+            return of_x, slope.sum_to_size(scale.shape), None, None
         of_x, slopes = torch.empty_like(grad), []
         for own, part, target, by in _rows(x, grad, of_x, steps):  # in cache, and nothing as large as x is made
             found, slope = _slopes(own, part, by.scale, by, fmt)

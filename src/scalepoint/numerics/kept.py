@@ -4,9 +4,10 @@
     a quantized weight is made again from the weight, which is there anyway
 
 `straight_through` marks its result with the scale; a layer computes `with keeping(x, weight, make)`. Where something
-else decides what is kept (activation checkpointing, offloading), nothing is changed.
+else decides what is kept (activation checkpointing, offloading, torch.func), nothing is changed.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -31,44 +32,63 @@ class _Made(NamedTuple):
     make: Callable[[], Tensor]
 
 
+class _Plain(NamedTuple):
+    """Any other tensor; where there are hooks torch does not look whether it was written to since."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Mark:
+    """How a tensor was made, and its codes, which all layers that read it share."""
+
+    def __init__(self, y: Tensor, scale: Tensor, low: Tensor) -> None:
+        self.scale, self.low, self.version = scale, low, y._version
+        self.known: Callable[[], Tensor | None] = lambda: None
+
+    def packed(self, y: Tensor) -> _Codes:
+        codes = self.known()
+        if codes is None:
+            codes = torch.div(y.to(torch.float32), self.scale).round_().sub_(self.low).to(torch.uint8)
+            self.known = weakref.ref(codes)
+        return _Codes(codes, self.scale, self.low, y.dtype)
+
+
 def mark(y: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """Remember with a result how it was made, where a byte can hold its codes."""
     if not fmt.is_float and steps.shift is None and steps.is_uniform and fmt.bits <= 8:
         low = torch.as_tensor(steps.low, dtype=torch.float32, device=y.device)
-        setattr(y, _MARK, (steps.scale.detach().reshape(()).clone(), low.detach().reshape(()).clone()))
+        setattr(y, _MARK, _Mark(y, steps.scale.detach().reshape(()).clone(), low.detach().reshape(()).clone()))
     return y
 
 
 @contextmanager
 def keeping(x: Tensor | None, weight: Tensor | None = None, make: Callable[[], Tensor] | None = None) -> Iterator[None]:
     """Inside, what backward needs of x is kept as codes, and what it needs of the weight is made by `make`."""
-    steps = getattr(x, _MARK, None)
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_taken():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_taken():
         yield
         return
-    packed: list[_Codes] = []
+    marked: _Mark | None = getattr(x, _MARK, None)
+    if marked is not None and x is not None and x._version != marked.version:
+        marked = None  # it was written to
+    if marked is None and make is None:
+        yield
+        return
     of_x, of_weight = _place(x), _place(weight)  # no tensors: autograd keeps this function
 
     def pack(tensor: Tensor) -> Any:
         place = _place(tensor)
-        if steps is not None and place == of_x:
-            if not packed:
-                packed.append(_packed(tensor.detach(), *steps))
-            return packed[0]
-        return _Made(make) if make is not None and place == of_weight else tensor
+        if marked is not None and place == of_x:
+            return marked.packed(tensor.detach())
+        return _Made(make) if make is not None and place == of_weight else _Plain(tensor, tensor._version)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
         yield
 
 
 def _place(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What tells a tensor from others while it is alive."""
-    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.dtype)
-
-
-def _packed(y: Tensor, scale: Tensor, low: Tensor) -> _Codes:
-    codes = torch.div(y.to(torch.float32), scale).round_().sub_(low)
-    return _Codes(codes.to(torch.uint8), scale, low, y.dtype)
+    """What tells a tensor from others while it is alive, and from its transpose."""
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _unpacked(kept: Any) -> Tensor:
@@ -77,10 +97,17 @@ def _unpacked(kept: Any) -> Tensor:
     if isinstance(kept, _Made):
         with torch.no_grad():
             return kept.make()
-    found: Tensor = kept
-    return found
+    found: _Plain = kept
+    if found.tensor._version != found.version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(found.tensor.shape)} was written to in place before backward, which needs it as "
+            "the layer read it"
+        )
+    return found.tensor
 
 
 def _is_taken() -> bool:
-    """Whether somebody else has a say in what is kept."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """Whether somebody else has a say in what is kept, or nobody may have one."""
+    autograd: Any = torch._C._autograd
+    is_free = autograd._saved_tensors_hooks_is_enabled() and not torch._C._are_functorch_transforms_active()
+    return not is_free or autograd._top_saved_tensors_default_hooks(True) is not None
