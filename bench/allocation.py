@@ -5,7 +5,7 @@
 
 Weights per channel, tuned (balanced); activations 8 bits by min-max. Pictures that calibrate are never judged. Rows of
 one network differ only in the widths of the weights. +- is the standard error of the difference to float; `expected` is
-what the allocation believed of the output, in dB, and `dB` what it came to on other pictures.
+what the allocation believed of the output, in dB, and `dB` what it came to on the pictures that judge.
 """
 
 import argparse
@@ -19,18 +19,17 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
 from measure import publish
 from scalepoint import Budget, transform
 from scalepoint.allocation import Widths, measure_widths
-from scalepoint.analysis import compare
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.targets import find_target
 from scalepoint.tuning import tune
-from tuning import Subject, lite0, resnet8, right
+from tuned.subject import Plain, Subject, error, judged, score
+from tuned.vision import lite0, resnet8
 
 TARGET = find_target("reference")
 CONFIG = QuantConfig(
@@ -68,7 +67,7 @@ class Measured:
 
     subject: Subject
     widths: Widths
-    plain: Tensor
+    plain: Plain
 
     def sums(self, chosen: Mapping[str, str], unit: str) -> tuple[float, float]:
         """Error and cost of an allocation."""
@@ -84,26 +83,25 @@ class Measured:
         model = quantize(subject.model, data[0], config, forward_loop=data, target=TARGET, progress=False)
         tune(model, data, progress=False)
         seconds = time.process_time() - start
-        found = right(subject, model)
-        apart = (found.float() - self.plain.float()).numpy()
-        level = compare(subject.model, model, [next(subject.judging())[0]], progress=False).outputs[0].sqnr_db
-        error, bits = self.sums(chosen, "bits")
+        found, level = judged(subject, model, self.plain)
+        assert level is not None
+        noise, bits = self.sums(chosen, "bits")
         row = Row(
-            subject.name, how, bits, self.sums(chosen, "size")[1], 100 * float(found.float().mean()),
-            100 * float(apart.std()) / math.sqrt(len(apart)), -10 * math.log10(error), level, seconds, limit,
+            subject.name, how, bits, self.sums(chosen, "size")[1], score(subject, found.marks),
+            error(subject, found.marks, self.plain.marks), -10 * math.log10(noise), level, seconds, limit,
         )  # fmt: skip
         print(row, flush=True)
         return row
 
 
-def judged(subject: Subject) -> Iterator[Row]:
+def rows_of(subject: Subject) -> Iterator[Row]:
     """Uniform, the two-ends rule, and allocations: at 4.5 bits, and at the size that the two ends cost."""
-    plain = right(subject, subject.model)
+    plain, _ = judged(subject, subject.model)
     start = time.process_time()
     result = transform(subject.model, subject.calibration[0], target=TARGET)
     widths = measure_widths(result, CONFIG, TARGET, ("int4", "int8"), subject.calibration, progress=False)
     seconds = time.process_time() - start
-    yield Row(subject.name, "float", 32, 1.0, 100 * float(plain.float().mean()), 0.0, math.inf, math.inf, 0.0)
+    yield Row(subject.name, "float", 32, 1.0, score(subject, plain.marks), 0.0, math.inf, math.inf, 0.0)
     measured = Measured(subject, widths, plain)
     names = [row.name for row in widths.rows]
     four = dict.fromkeys(names, "int4")
@@ -138,7 +136,7 @@ def main() -> None:
     jobs: dict[str, Callable[[], Subject]] = {"ResNet-8": resnet8}
     if given.photographs:
         jobs["EfficientNet-Lite0"] = partial(lite0, given.photographs)
-    rows = [row for name, make in jobs.items() if given.only in name for row in judged(make())]
+    rows = [row for name, make in jobs.items() if given.only in name for row in rows_of(make())]
     sys.exit(not publish(shown(rows), rows, Path("out") / "allocation.json"))
 
 
