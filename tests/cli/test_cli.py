@@ -485,6 +485,15 @@ def test_forty_columns_no_colour_ascii(call, here, monkeypatch) -> None:
         assert all(len(line) <= 40 for line in (out + err).splitlines())
 
 
+def test_on_a_narrow_screen_the_lines_of_a_row_stand_below_its_name(call, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = call("targets")
+    first, *lines = out[: out.index("openvino")].splitlines()
+    assert first == "onnxruntime"
+    assert len(lines) > 3  # one of them goes on in the next line
+    assert all(line.startswith("  ") for line in lines)
+
+
 def test_names_of_any_kind_are_shown_inert_in_any_locale(here) -> None:
     names = "héad", "\N{PILE OF POO}", "\u202etxet"
     lines = [f"net.add_module({name!r}, nn.Linear(16, 16))" for name in names[:2]]

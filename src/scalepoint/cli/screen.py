@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -92,7 +93,7 @@ class Listing:
                 yield Text(row[0], style="bold", overflow="fold")
                 for name, cell in zip(self.columns[1:], row[1:], strict=True):
                     if cell:
-                        yield Text(f"  {name}: {cell}", overflow="fold")
+                        yield Padding(Text(f"{name}: {cell}", overflow="fold"), (0, 0, 0, 2), expand=False)
             return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for index, name in enumerate(self.columns):
