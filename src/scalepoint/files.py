@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,17 +20,48 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
         write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        _flush(temporary)
         os.replace(temporary, path)
         with suppress(OSError):  # the file is there and whole; only a power cut now could take it back
-            _flush_folder(path.parent)
+            _flush(path.parent)
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror or error}. What was there before is untouched"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder under a temporary name beside `path`; then it stands there, whole.
+
+    What stood there before is moved away first and put back when the last step fails.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    old = path.with_name(f"{TEMPORARY}{os.getpid()}-old-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        write(temporary)
+        for each in (*temporary.rglob("*"), temporary):
+            _flush(each)
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
+        with suppress(OSError):
+            _flush(path.parent)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}. What was there before is untouched"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
@@ -47,9 +79,9 @@ def _write_bytes(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _flush_folder(folder: Path) -> None:
-    """Without this a rename may be lost when the power goes."""
-    handle = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Without this a file, or a rename in a folder, may be lost when the power goes."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

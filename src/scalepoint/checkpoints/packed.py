@@ -1,0 +1,93 @@
+"""A quantized checkpoint as values: what every format of language models is written from.
+
+    codes (out, in)   scale (out, blocks)   zero_point (out, blocks)      w = (codes - zero_point) scale
+
+A format packs these; it never rounds anything itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from scalepoint.checkpoints.source import Source
+from scalepoint.errors import ExportError
+from scalepoint.numerics import format_of
+from scalepoint.spec import QuantizationSpec
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One quantized weight. Integer codes have the sign of their type (int4: -8..7 as int8, uint4: 0..15 as uint8);
+    float8 and float4 codes are their values as float8. Blocks lie along the second axis."""
+
+    codes: Tensor
+    scale: Tensor  # float32 (out, blocks), one column for a scale a row; already rounded to what the format stores
+    spec: QuantizationSpec
+    zero_point: Tensor | None = None  # int32, of unsigned integers; None: 0 for all
+    activation: QuantizationSpec | None = None  # how its input is quantized; None: not at all
+    activation_scale: Tensor | None = None  # of a static one; None: dynamic, a scale a token
+    outer_scale: Tensor | None = None  # of two-level formats (NVFP4): scale = stored e4m3 scale times this
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        if self.scale.ndim != 2 or self.scale.shape[0] != rows or columns % self.scale.shape[1]:
+            raise ExportError(f"scales of shape {tuple(self.scale.shape)} for codes of shape {(rows, columns)}")
+        if self.zero_point is not None and self.zero_point.shape != self.scale.shape:
+            raise ExportError(
+                f"zero points of shape {tuple(self.zero_point.shape)}, scales of {tuple(self.scale.shape)}"
+            )
+
+    @property
+    def bits(self) -> int:
+        return format_of(self.spec.dtype).bits
+
+    @property
+    def is_float(self) -> bool:
+        return format_of(self.spec.dtype).is_float
+
+    @property
+    def block(self) -> int:
+        """Columns that share a scale."""
+        return int(self.codes.shape[1] // self.scale.shape[1])
+
+    @property
+    def has_block(self) -> bool:
+        return self.scale.shape[1] > 1
+
+    def unsigned(self) -> tuple[Tensor, Tensor]:
+        """Codes from 0 and zero points that fit them, as int32: what most packed layouts store."""
+        low = int(format_of(self.spec.dtype).low)
+        zero = torch.zeros_like(self.scale, dtype=torch.int32) if self.zero_point is None else self.zero_point
+        return self.codes.to(torch.int32) - low, zero.to(torch.int32) - low
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What the codes stand for."""
+        wide = self.codes.to(torch.float32).reshape(*self.scale.shape, self.block)
+        if self.zero_point is not None:
+            wide = wide - self.zero_point.to(torch.float32)[..., None]
+        return (wide * self.scale[..., None]).reshape(self.codes.shape).to(dtype)
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """A source, and what became of its tensors; both mappings may read lazily.
+
+    A tensor that is in neither is stored as the source has it. `packed` has the names of the source, all 2-D weights
+    (out, in) whatever the source's layer keeps.
+    """
+
+    source: Source
+    packed: Mapping[str, Packed]
+    changed: Mapping[str, Tensor] = field(default_factory=dict)  # float tensors that migrations or tuning changed
+
+    def tensor(self, name: str) -> Tensor:
+        """A float tensor as it is to be stored."""
+        return self.changed[name] if name in self.changed else self.source.tensor(name)
+
+    @property
+    def floats(self) -> list[str]:
+        """What stays float, in the order of the source; then what the source has not."""
+        kept = [name for name in self.source.tensors if name not in self.packed]
+        return kept + [name for name in self.changed if name not in self.source.tensors]

@@ -1,0 +1,183 @@
+"""A folder as transformers writes it, read a tensor at a time: config.json, safetensors in any number of shards.
+
+open  config and the headers of all shards; every shard must be there and whole
+read  one tensor, of its own memory; nothing of the folder stays mapped
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from scalepoint.documents import parse_json
+from scalepoint.errors import DocumentError, StoreError, nearest
+from scalepoint.files import digest
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+LARGEST_INDEX = 64_000_000
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies, and what it is."""
+
+    shard: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class Source:
+    """The checkpoint of a language model in a folder."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
+        self.folder, self.config, self.tensors = folder, config, tensors
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """Look at everything but the weights; StoreError names what is missing or broken."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise StoreError(f"{folder}: no such folder. A checkpoint is a folder with {CONFIG} and safetensors files")
+        config = _json(folder / CONFIG)
+        found: dict[str, Stored] = {}
+        for shard, names in _shards(folder).items():
+            tensors = _header(shard)
+            if missing := sorted(set(names or ()) - tensors.keys()):
+                raise StoreError(
+                    f"{shard.name} lacks {missing[0]} ({len(missing)} in all), which {INDEX} looks for there"
+                )
+            found |= {name: tensors[name] for name in (names or tensors)}
+        return cls(folder, config, found)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in self.tensors.values())
+
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        """What is copied beside the weights as it is."""
+        return [path for name in TOKENIZER if (path := self.folder / name).is_file()]
+
+    @cached_property
+    def mark(self) -> str:
+        """A checksum of the config and of all weights."""
+        shards = sorted({each.shard for each in self.tensors.values()})
+        seen = hashlib.sha256(json.dumps(dict(self.config), sort_keys=True).encode())
+        for shard in shards:
+            seen.update(f"{shard.name} {digest(shard)}".encode())
+        return seen.hexdigest()
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor in memory of its own, in its type or in another."""
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise StoreError(f"{self.folder} has no tensor {name!r}: {nearest(name, self.tensors)}")
+        try:
+            with safe_open(stored.shard, framework="pt") as file:
+                return file.get_tensor(name).to(dtype or stored.dtype, copy=True)  # type: ignore[no-any-return]
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"{stored.shard}: {name} cannot be read: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(path.read_text(), LARGEST_INDEX)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}. A checkpoint folder has a {path.name}") from error
+    except (UnicodeDecodeError, DocumentError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise StoreError(f"{path} is no JSON object")
+    return found
+
+
+def _shards(folder: Path) -> dict[Path, list[str] | None]:
+    """Every shard, and what is looked for in it: None for all that it has."""
+    if (folder / INDEX).is_file():
+        places = _json(folder / INDEX).get("weight_map")
+        if not (isinstance(places, dict) and places and all(isinstance(each, str) for each in places.values())):
+            raise StoreError(f"{folder / INDEX} has no weight_map of names to files")
+        found: dict[Path, list[str] | None] = {}
+        for name, file in sorted(places.items()):
+            if Path(file).name != file:
+                raise StoreError(f"{folder / INDEX}: {file!r} is not the name of a file in the folder")
+            listed = found.setdefault(folder / file, [])
+            assert listed is not None  # noqa: S101  # made here
+            listed.append(name)
+        return found
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: None}
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    hint = (
+        f" It has {others[0]}: save it as safetensors first (save_pretrained), pickles are never read."
+        if others
+        else ""
+    )
+    raise StoreError(f"{folder} has neither {SINGLE} nor {INDEX}.{hint}")
+
+
+def _header(shard: Path) -> dict[str, Stored]:
+    """What a shard holds; its length is checked against its header."""
+    try:
+        with safe_open(shard, framework="pt") as file:
+            names: Iterable[str] = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
+            return {
+                name: Stored(shard, _dtype(each.get_dtype(), name, shard), tuple(each.get_shape()))
+                for name, each in slices.items()
+            }
+    except FileNotFoundError:
+        raise StoreError(f"{shard} is missing: the index names it") from None
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{shard} is damaged or incomplete: {error}. Fetch it again") from error
+
+
+def _dtype(name: str, tensor: str, shard: Path) -> torch.dtype:
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise StoreError(
+            f"{shard.name}: {tensor} is of type {name}: scalepoint reads {', '.join(_DTYPES)}; a checkpoint that is "
+            "quantized already cannot be quantized again"
+        ) from None

@@ -1,0 +1,30 @@
+"""A format of language models as a declaration: what it can hold, and how a quantized checkpoint is written as it.
+
+    CheckpointFormat("gguf", ".gguf", write=write, check=check, scale_dtype=torch.float16)
+
+`check(source, weight, activation)` refuses before any work what the format cannot hold; `write(checkpoint, path)` puts
+it there whole or not at all, a tensor at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scalepoint.checkpoints import QuantizedCheckpoint, Source
+from scalepoint.spec import QuantizationSpec
+
+Check = Callable[[Source, QuantizationSpec | None, QuantizationSpec | None], None]
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """One format of language models."""
+
+    name: str
+    suffix: str  # of the file; "": it is a folder
+    write: Callable[[QuantizedCheckpoint, Path], None]
+    check: Check  # (source, weight, activation): TargetError or ExportError with the way out
+    scale_dtype: torch.dtype = torch.float32  # what it stores scales in: they are rounded before codes are chosen
+    summary: str = ""

@@ -1,0 +1,35 @@
+"""Quantized checkpoints as values."""
+
+import pytest
+import torch
+
+from scalepoint.checkpoints import Packed
+from scalepoint.errors import ExportError
+from scalepoint.spec import QuantizationSpec
+
+INT4 = QuantizationSpec(dtype="int4", granularity={"type": "per_block", "block_size": 4, "axis": 1})
+UINT4 = INT4.replace(dtype=torch.uint4, qscheme="asymmetric")
+
+
+def test_values_are_codes_times_the_scale_of_their_block():
+    codes = torch.tensor([[-8, 7, 1, 0, 2, 2, 2, 2]], dtype=torch.int8)
+    packed = Packed(codes, torch.tensor([[0.5, 2.0]]), INT4)
+    assert packed.values().tolist() == [[-4.0, 3.5, 0.5, 0.0, 4.0, 4.0, 4.0, 4.0]]
+    assert (packed.bits, packed.block, packed.has_block) == (4, 4, True)
+
+
+def test_unsigned_codes_and_zero_points_stand_for_the_same():
+    codes = torch.tensor([[-8, 7, 1, 0]], dtype=torch.int8)
+    up, zero = Packed(codes, torch.tensor([[0.5]]), INT4).unsigned()
+    assert up.tolist() == [[0, 15, 9, 8]]
+    assert zero.tolist() == [[8]]
+    asymmetric = Packed(torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), torch.tensor([[0.5]]), UINT4, zero.int())
+    assert asymmetric.values().tolist() == [[-4.0, 3.5, 0.5, 0.0]]
+    assert asymmetric.unsigned()[1].tolist() == [[8]]
+
+
+def test_scales_must_fit_the_codes():
+    with pytest.raises(ExportError, match="scales of shape"):
+        Packed(torch.zeros(2, 8, dtype=torch.int8), torch.ones(2, 3), INT4)
+    with pytest.raises(ExportError, match="zero points of shape"):
+        Packed(torch.zeros(2, 8, dtype=torch.int8), torch.ones(2, 2), INT4, torch.zeros(2, 1, dtype=torch.int32))
