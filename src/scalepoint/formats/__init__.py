@@ -1,7 +1,19 @@
 """File formats, one room each: how a quantized model is written for the runtimes that read it."""
 
+from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.export import export
 from scalepoint.formats.format import About, FileFormat, FileInput, Writing
-from scalepoint.formats.registry import find_format, list_formats
+from scalepoint.formats.registry import find_checkpoint_format, find_format, list_checkpoint_formats, list_formats
 
-__all__ = ["About", "FileFormat", "FileInput", "Writing", "export", "find_format", "list_formats"]
+__all__ = [
+    "About",
+    "CheckpointFormat",
+    "FileFormat",
+    "FileInput",
+    "Writing",
+    "export",
+    "find_checkpoint_format",
+    "find_format",
+    "list_checkpoint_formats",
+    "list_formats",
+]

@@ -26,5 +26,7 @@ class CheckpointFormat:
     suffix: str  # of the file; "": it is a folder
     write: Callable[[QuantizedCheckpoint, Path], None]
     check: Check  # (source, weight, activation): TargetError or ExportError with the way out
-    scale_dtype: torch.dtype = torch.float32  # what it stores scales in: they are rounded before codes are chosen
+    # What it stores scales in: they are rounded to it before codes are chosen. None: the type of the source's weight.
+    scale_dtype: torch.dtype | None = torch.float32
     summary: str = ""
+    holds: Callable[[Source, str], bool] = lambda source, name: True  # whether it can hold this weight quantized

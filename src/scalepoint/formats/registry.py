@@ -1,11 +1,20 @@
-"""The formats by name: our own, and those that other packages bring through the entry point "scalepoint.formats"."""
+"""The formats by name: our own, and those that other packages bring through the entry points "scalepoint.formats" (of
+models) and "scalepoint.checkpoint_formats" (of language models)."""
 
 from scalepoint.errors import UsageError
 from scalepoint.extensions import Extensions
+from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.format import FileFormat
 from scalepoint.formats.onnx import ONNX
+from scalepoint.formats.packed import COMPRESSED_TENSORS
 
 _ALL = Extensions(FileFormat, "scalepoint.formats", (ONNX,), UsageError)
+_OF_CHECKPOINTS = Extensions(
+    CheckpointFormat,
+    "scalepoint.checkpoint_formats",
+    (COMPRESSED_TENSORS,),
+    UsageError,
+)
 
 
 def list_formats() -> list[str]:
@@ -16,3 +25,13 @@ def list_formats() -> list[str]:
 def find_format(name: str | FileFormat) -> FileFormat:
     """A format from itself or from its name."""
     return _ALL.find(name)
+
+
+def list_checkpoint_formats() -> list[str]:
+    """The names of the formats of language models, ours first."""
+    return _OF_CHECKPOINTS.names()
+
+
+def find_checkpoint_format(name: str | CheckpointFormat) -> CheckpointFormat:
+    """A format of language models from itself or from its name."""
+    return _OF_CHECKPOINTS.find(name)
