@@ -1,9 +1,13 @@
-"""The table of kernel times that decides where int8 pays: src/scalepoint/targets/measured/onnxruntime-vnni.json.
+"""The tables of kernel times that decide where int8 pays: src/scalepoint/targets/measured/onnxruntime-*.json.
 
 Layers of many shapes stand side by side in one network a picture size, each between two 1x1 convolutions; the float and
-the int8 file are profiled in turns by ONNX Runtime itself, one thread, batch 1, medians. Run on a CPU with VNNI:
+the int8 file are profiled in turns by ONNX Runtime itself, one thread, batch 1, medians. It makes the table of the
+kernels that this runtime takes, which one product tells: those without VNNI add in pairs that saturate.
 
     python bench/kernels.py
+
+ONNX Runtime has no switch for its instruction set. Where no CPU without VNNI was at hand, a copy of it whose test for
+AVX-512 always fails took the AVX2 kernels on one with VNNI.
 """
 
 import json
@@ -13,16 +17,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime as ort
 import torch
+from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 import scalepoint
 from scalepoint.quantize import QuantConfig, quantize
-from scalepoint.targets.cpu import instruction_set
+from scalepoint.targets import Target, onnxruntime_target
 from scalepoint.verification import profile
 from scalepoint.verification.profiling import layer_names
 
-TABLE = Path(__file__).parent.parent / "src" / "scalepoint" / "targets" / "measured" / "onnxruntime-vnni.json"
+TABLES = Path(__file__).parent.parent / "src" / "scalepoint" / "targets" / "measured"
 PIXELS = (4, 8, 16, 32, 64, 112)
 BETWEEN = 8  # channels around a layer
 SECONDS = 12.0
@@ -72,9 +79,20 @@ class Linears(nn.Module):
         return [layer(x[:, : layer.in_features]) for layer in self.layers]  # type: ignore[misc, index]
 
 
-def profiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+def kernels_here() -> str:
+    """Which int8 kernels this runtime takes on this machine: 255 x 127 added in pairs is more than 16 bits hold."""
+    a, y = helper.make_tensor_value_info("a", 2, [4, 64]), helper.make_tensor_value_info("y", 6, [4, 16])
+    b = numpy_helper.from_array(np.full((64, 16), 127, np.int8), "b")
+    graph = helper.make_graph([helper.make_node("MatMulInteger", ["a", "b"], ["y"])], "product", [a], [y], [b])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    found = session.run(None, {"a": np.full((4, 64), 255, np.uint8)})[0]
+    return "vnni" if (found == 255 * 127 * 64).all() else "avx2"
+
+
+def profiled(model: nn.Module, inputs: tuple[Tensor, ...], target: Target) -> dict[str, Any]:
     config = QuantConfig(speed_first=False)
-    quantized = quantize(model, inputs, config, forward_loop=[inputs], target="onnxruntime", freeze_weights=True)
+    quantized = quantize(model, inputs, config, forward_loop=[inputs], target=target, freeze_weights=True)
     with tempfile.TemporaryDirectory() as text:
         plain, own = Path(text) / "float.onnx", Path(text) / "m.onnx"
         scalepoint.export(quantized, own, inputs, float_path=plain)
@@ -102,13 +120,13 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    if instruction_set() != "vnni":
-        raise SystemExit("this table is of CPUs with VNNI, and this one has none")
+    cpu = kernels_here()
+    target, path = onnxruntime_target(cpu), TABLES / f"onnxruntime-{cpu}.json"
     table: list[dict[str, Any]] = []
     for pixels in PIXELS:
         model = Layers(pixels).eval()
         inputs = (torch.randn(1, BETWEEN, pixels, pixels), torch.randn(1, 3, pixels, pixels))
-        rows = profiled(model, inputs)
+        rows = profiled(model, inputs, target)
         layers = {f"branches.{i}.layer": each.layer for i, each in enumerate(model.branches)}
         layers |= {f"stems.{i}": each for i, each in enumerate(model.stems)}
         table += [of_convolution(layer, pixels, rows[name]) for name, layer in layers.items() if name in rows]  # type: ignore[arg-type]
@@ -123,16 +141,16 @@ def main() -> int:
         print(f"{pixels} pixels: {len(table)} rows", file=sys.stderr)
     for rows_in in (1, 16, 128):
         linears = Linears().eval()
-        found = profiled(linears, (torch.randn(rows_in, 1024),))
+        found = profiled(linears, (torch.randn(rows_in, 1024),), target)
         for index, layer in enumerate(linears.layers):
             row = found.get(f"layers.{index}")
             if row is not None:
                 shape = {"in": layer.in_features, "out": layer.out_features, "pixels": rows_in}
                 table.append({"kind": "linear", **shape, "float": micro(row.float_seconds), "int8": micro(row.seconds)})
-    TABLE.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
-    TABLE.write_text(f"[\n{lines}\n]\n")
-    print(f"{len(table)} rows written to {TABLE}")
+    path.write_text(f"[\n{lines}\n]\n")
+    print(f"{len(table)} rows written to {path}")
     return 0
 
 

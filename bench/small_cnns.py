@@ -1,7 +1,8 @@
 """Ten small CNNs (10 thousand to 2 million parameters, 32 to 96 pixels): no deployed file is slower than its float one.
 
-Each is quantized for ONNX Runtime twice: with all that can be, and with what wins alone (speed_first=True). Both files
-and the float one are timed in turns in one process, one thread, CPU time, medians.
+Each is quantized for ONNX Runtime twice: with all that can be, and with what wins alone, as deploy does. Both files
+and the float one are timed in turns in one process, one thread, CPU time, medians. The rows are of the kernels that the
+runtime takes here, with VNNI or without.
 
     python bench/small_cnns.py [name ..]
 """
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 
 import scalepoint
 from files import arrays, size_of, speeds
+from kernels import kernels_here
 from measure import publish
 from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq
+from scalepoint.targets import Target, onnxruntime_target
 
 OUT = Path(__file__).parent.parent / "out"
 
@@ -189,7 +192,7 @@ class Row:
         return self.speed >= 0.98  # two in a hundred are noise
 
 
-def measured(name: str) -> Row:
+def measured(name: str, target: Target) -> Row:
     torch.manual_seed(0)
     make, pixels = NETS[name]
     model, data = settled(make()), [torch.randn(4, 3, pixels, pixels) for _ in range(2)]
@@ -199,7 +202,7 @@ def measured(name: str) -> Row:
         paths = [folder / "float.onnx"]
         made = {}
         for first in (False, True):
-            result = scalepoint.transform(model, one, target="onnxruntime")
+            result = scalepoint.transform(model, one, target=target)
             made[first] = insert_qdq(result.model, result.matches, QuantConfig(speed_first=first), copy=False)
             calibrate(made[first], data, freeze_weights=True, progress=False)
             paths.append(folder / f"{len(paths)}.onnx")
@@ -214,8 +217,9 @@ def measured(name: str) -> Row:
 def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows = [measured(name) for name in sys.argv[1:] or NETS]
-    table = Table(title="Small CNNs in ONNX Runtime, batch 1, against the float file")
+    cpu = kernels_here()
+    rows = [measured(name, onnxruntime_target(cpu)) for name in sys.argv[1:] or NETS]
+    table = Table(title=f"Small CNNs in ONNX Runtime, {cpu}, batch 1, against the float file")
     for column in (
         "network",
         "parameters",
@@ -231,7 +235,7 @@ def main() -> int:
         style = None if row.holds else "bold red"
         left = f"{row.left} of {row.layers}"
         table.add_row(row.name, f"{row.parameters:,}", str(row.size), *speeds_, left, style=style)
-    return 0 if publish(table, rows, OUT / "small_cnns.json") else 1
+    return 0 if publish(table, rows, OUT / f"small_cnns-{cpu}.json") else 1
 
 
 if __name__ == "__main__":

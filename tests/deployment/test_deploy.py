@@ -11,13 +11,41 @@ from torch.utils.data import DataLoader, IterableDataset
 import scalepoint
 from scalepoint import DeployConfig
 from scalepoint.deployment import story
+from scalepoint.deployment.settings import with_speed
 from scalepoint.errors import ConfigError, DocumentError, NonFiniteError, ScalepointWarning, TargetError, UsageError
 from scalepoint.formats.onnx import saving
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
+from scalepoint.targets import onnxruntime_target
 from scalepoint.verification import RuntimeModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+UNSAID, ALL, FAST = QuantConfig(), QuantConfig(speed_first=False), QuantConfig(speed_first=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "strict", "has_budget", "expected"),
+    [
+        pytest.param(UNSAID, False, False, True, id="unsaid"),
+        pytest.param(UNSAID, True, False, False, id="strict asks for all"),
+        pytest.param(UNSAID, False, True, False, id="a budget says what layers get"),
+        pytest.param(ALL, False, False, False, id="said"),
+        pytest.param(FAST, True, True, True, id="said against both"),
+    ],
+)
+def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(config, strict, has_budget, expected):
+    assert with_speed(config, is_strict=strict, has_budget=has_budget).speed_first is expected
+
+
+@pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])
+def test_deploy_names_what_it_leaves_float_for_speed(model, data, tmp_path, config):
+    vnni = onnxruntime_target("vnni")
+    done = scalepoint.deploy(model, data[0], data, target=vnni, config=config, output=tmp_path, smoke=True)
+    left = [row for row in done.report.coverage.operations if row.is_for_speed]
+    assert bool(left) == (config is None)
+    assert all(f"{row.name} " in str(done) and row.reason for row in left)
 
 
 class TestDeploy:
@@ -35,7 +63,8 @@ class TestDeploy:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         model.train()
         folder = tmp_path_factory.mktemp("deployed")
-        done = scalepoint.deploy(model, data[0][:1], data, output=folder, evaluate=evaluate)
+        everything = QuantConfig(speed_first=False)
+        done = scalepoint.deploy(model, data[0][:1], data, config=everything, output=folder, evaluate=evaluate)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert all(module.training for module in model.modules())
         model.eval()

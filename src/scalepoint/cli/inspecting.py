@@ -43,9 +43,12 @@ def inspect(
 
 
 def preview(settings: Any, finder: Finder, command: str, example: Any = None, *, json: bool) -> int:
-    """Capture and coverage only; nothing is written."""
+    """Capture and coverage only, as deploy has it; nothing is written."""
+    from scalepoint.deployment.settings import with_speed
+
     model, inputs, _ = model_and_data(settings, finder, example)
-    found = public("inspect")(model, inputs, target=settings.target, config=settings.quantization, leave=settings.leave)
+    config = with_speed(settings.quantization, is_strict=settings.strict, has_budget=settings.budget is not None)
+    found = public("inspect")(model, inputs, target=settings.target, config=config, leave=settings.leave)
     if settings.strict:
         found.check()
     if command == "deploy" and found.is_empty:  # what the run would refuse

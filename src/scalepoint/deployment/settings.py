@@ -27,6 +27,14 @@ Choices = Annotated[tuple[str, ...], BeforeValidator(_parts), AfterValidator(che
 Budgeted = Annotated[Budget | None, BeforeValidator(lambda value: None if value is None else Budget.build(value))]
 
 
+def with_speed(config: QuantConfig, *, is_strict: bool, has_budget: bool) -> QuantConfig:
+    """What deploy makes of a config that does not say `speed_first`: what int8 makes slower stays float, unless all is
+    to be quantized (strict) or a budget says what every layer gets."""
+    if config.speed_first is not None:
+        return config
+    return config.model_copy(update={"speed_first": not is_strict and not has_budget})
+
+
 class DeployConfig(Config):
     """What to deploy, for what, and how well it must do."""
 

@@ -25,6 +25,7 @@ from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.result import Deployment
 from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
 from scalepoint.deployment.scoring import judged, runs_in_runtime
+from scalepoint.deployment.settings import with_speed
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
 from scalepoint.errors import UsageError
 from scalepoint.formats import export
@@ -82,7 +83,8 @@ def deploy(
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
-    found, folder, wanted = find_target(target), Path(output or "out"), QuantConfig.build(config)
+    found, folder = find_target(target), Path(output or "out")
+    wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     found.check_float_dtype(float_dtype)
     check_output(folder, force=force, resume=resume)
     with Journal.opened(folder, resume=resume) as journal:

@@ -260,7 +260,8 @@ class QuantConfig(Config):
 
     `migrate` names rewrites of the float weights before calibration, which leave what the model computes as it is:
     "smooth", "equalize", "absorb", "awq", "rotate", in the order given. With `speed_first` what int8 would make slower
-    stays float, where the target knows the times of its kernels.
+    stays float, where the target knows the times of its kernels: so it is in deploy unless this says False, and not in
+    the single steps unless it says True.
     """
 
     activation: Tensors = None
@@ -269,7 +270,7 @@ class QuantConfig(Config):
     smooth_quant: SmoothQuantConfig = SmoothQuantConfig()
     migrate: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
-    speed_first: bool = False
+    speed_first: bool | None = None
 
     @field_validator("migrate")
     @classmethod

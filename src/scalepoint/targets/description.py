@@ -60,7 +60,7 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     if target.domains:
         yield "operators beyond ONNX's", ", ".join(target.domains)
     if target.kernels:
-        yield "where int8 pays", f"by the table of measured kernels {target.kernels}, with speed_first"
+        yield "where int8 pays", f"by the table of measured kernels {target.kernels}; deploy leaves the rest float"
     yield "file format", target.format
     yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():

@@ -147,6 +147,6 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         bias="int32",
         spellings=SPELLINGS,
         runtime="onnxruntime",
-        kernels="onnxruntime-vnni" if chosen == "vnni" else None,
+        kernels=f"onnxruntime-{chosen}",
         options={"cpu": chosen},
     )
