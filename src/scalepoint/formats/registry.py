@@ -5,6 +5,7 @@ from scalepoint.errors import UsageError
 from scalepoint.extensions import Extensions
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.format import FileFormat
+from scalepoint.formats.genai import ORT_GENAI
 from scalepoint.formats.onnx import ONNX
 from scalepoint.formats.packed import COMPRESSED_TENSORS
 
@@ -12,7 +13,7 @@ _ALL = Extensions(FileFormat, "scalepoint.formats", (ONNX,), UsageError)
 _OF_CHECKPOINTS = Extensions(
     CheckpointFormat,
     "scalepoint.checkpoint_formats",
-    (COMPRESSED_TENSORS,),
+    (COMPRESSED_TENSORS, ORT_GENAI),
     UsageError,
 )
 

@@ -2,11 +2,12 @@
 
 from scalepoint.errors import UsageError
 from scalepoint.extensions import Extensions
+from scalepoint.runtimes.genai import ORT_GENAI
 from scalepoint.runtimes.onnxruntime import ONNXRUNTIME
 from scalepoint.runtimes.openvino import OPENVINO
 from scalepoint.runtimes.runtime import Runtime
 
-_ALL = Extensions(Runtime, "scalepoint.runtimes", (ONNXRUNTIME, OPENVINO), UsageError)
+_ALL = Extensions(Runtime, "scalepoint.runtimes", (ONNXRUNTIME, OPENVINO, ORT_GENAI), UsageError)
 
 
 def list_runtimes() -> list[str]:

@@ -1,0 +1,17 @@
+"""ONNX Runtime GenAI on CPUs: it generates; logits of a whole text come from ONNX Runtime, which it stands on."""
+
+from pathlib import Path
+
+from scalepoint.runtimes.runtime import Runtime, Variant
+
+ORT_GENAI = Runtime(
+    name="ort-genai",
+    package="onnxruntime_genai",
+    child=Path(__file__).with_name("child.py"),
+    formats=("ort-genai",),
+    summary="ONNX Runtime GenAI on CPUs",
+    variants=(
+        Variant("unoptimized", {"optimize": False}),
+        Variant("exact", {"exact": True}),
+    ),
+)

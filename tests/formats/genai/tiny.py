@@ -1,0 +1,199 @@
+"""Tiny models of every family with random weights, as folders; rounded to nearest; and their files in ONNX Runtime."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.numerics import format_of
+from scalepoint.spec import QuantizationSpec
+
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+SPARSE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 1.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama, biases, llama3 angles": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "llama, yarn angles": ("LlamaConfig", {"rope_parameters": YARN}),
+    "mistral, window": ("MistralConfig", {"sliding_window": 5}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "phi": ("PhiConfig", {"num_attention_heads": 2, "num_key_value_heads": 2}),
+    "phi3": ("Phi3Config", {}),
+    "phi3, long angles": ("Phi3Config", {"rope_parameters": LONG, "original_max_position_embeddings": 32}),
+    "gemma": ("GemmaConfig", {"head_dim": 32}),
+    "gemma2": ("Gemma2Config", {"head_dim": 32, "query_pre_attn_scalar": 24, **WINDOWED}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "query_pre_attn_scalar": 24, **WINDOWED}),
+    "olmo": ("OlmoConfig", {"clip_qkv": 0.5}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", WINDOWED),
+    "gpt2": ("GPT2Config", {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.25, "num_attention_heads": 1}),
+    "gpt_neox, one after another": (
+        "GPTNeoXConfig",
+        {"use_parallel_residual": False, "rotary_pct": 1.0, "num_attention_heads": 2},
+    ),
+    "qwen2_moe": ("Qwen2MoeConfig", {**SPARSE, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**SPARSE, "norm_topk_prob": True, "head_dim": 32}),
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def make(name: str, folder: Path) -> torch.nn.Module:
+    """A model with weights of a size that lets every part count, saved as transformers does."""
+    kind, further = FAMILIES[name]
+    base = {key: value for key, value in BASE.items() if not (kind == "GPT2Config" and key in _LONG_NAMES)}
+    config = getattr(transformers, kind)(**{**base, **further})
+    config._attn_implementation = "eager"  # it has soft caps
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if value.ndim > 1:
+                value.normal_(std=0.3 if "embed" in key or "wte" in key else 0.15)
+            else:
+                value.add_(torch.randn_like(value) * 0.1)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return model
+
+
+_LONG_NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def int_spec(bits: int, block: int = 32, *, is_symmetric: bool = True) -> QuantizationSpec:
+    dtype, scheme = (f"int{bits}", "symmetric") if is_symmetric else (f"uint{bits}", "asymmetric")
+    granularity = {"type": "per_block", "block_size": block, "axis": 1} if block else {"type": "per_channel", "axis": 0}
+    return QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity)
+
+
+def nearest(weight: Tensor, spec: QuantizationSpec) -> Packed:
+    """Rounded to nearest, a scale a block (or a row)."""
+    kind = format_of(spec.dtype)
+    size = getattr(spec.granularity, "block_size", None) or weight.shape[1]
+    blocks = weight.float().reshape(weight.shape[0], -1, size)
+    if kind.low < 0:
+        scale = (blocks.abs().amax(-1) / -kind.low).clamp(min=1e-6)
+        codes, zero = (blocks / scale[..., None]).round(), None
+    else:
+        low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
+        scale = ((high - low) / kind.high).clamp(min=1e-6)
+        zero = (-low / scale).round().to(torch.int32)
+        codes = (blocks / scale[..., None]).round() + zero[..., None]
+    codes = codes.clamp(kind.low, kind.high).reshape(weight.shape)
+    return Packed(codes.to(torch.int8 if kind.low < 0 else torch.uint8), scale, spec, zero)
+
+
+def quantized(
+    folder: Path, spec: QuantizationSpec, keep: tuple[str, ...] = ("norm", "wpe", ".gate.weight", "ln_")
+) -> QuantizedCheckpoint:
+    """Every matrix of a folder to nearest, (out, in) whatever the folder keeps; those with a part of `keep` stay."""
+    source = Source.open(folder)
+    packed = {}
+    for name, stored in source.tensors.items():
+        if len(stored.shape) == 2 and not any(part in name for part in keep):
+            weight = source.tensor(name)
+            is_turned = source.model_type == "gpt2" and ".h." in name
+            packed[name] = nearest(weight.T if is_turned else weight, spec)
+    return QuantizedCheckpoint(source, packed)
+
+
+def simulate(checkpoint: QuantizedCheckpoint, folder: Path) -> torch.nn.Module:
+    """The model of transformers with what the codes stand for as its weights, loaded as any folder is."""
+    from safetensors.torch import save_file
+
+    is_gpt2 = checkpoint.source.model_type == "gpt2"
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.floats}
+    for name, packed in checkpoint.packed.items():
+        values = packed.values()
+        tensors[name] = (values.T if is_gpt2 and ".h." in name else values).contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((checkpoint.source.folder / "config.json").read_bytes())
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+class OrtModel:
+    """The graph of a folder in plain ONNX Runtime; level 1 computes MatMulNBits in float."""
+
+    def __init__(self, folder: Path, level: int = 1) -> None:
+        import onnx
+        import onnxruntime as ort
+
+        model = onnx.load(folder / "model.onnx", load_external_data=False)
+        for node in model.graph.node:
+            for attribute in node.attribute:
+                if attribute.name == "accuracy_level":
+                    attribute.i = level
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        self.session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        self.inputs = {each.name: each.shape for each in self.session.get_inputs()}
+
+    def __call__(
+        self, words: np.ndarray, past: dict[str, np.ndarray] | None = None
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Logits, and the keys and values that go in next time."""
+        batch, count = words.shape
+        seen = 0 if past is None else next(iter(past.values())).shape[2]
+        feeds = {"input_ids": words, "attention_mask": np.ones((batch, seen + count), np.int64), **(past or {})}
+        if "position_ids" in self.inputs:
+            feeds["position_ids"] = np.tile(np.arange(seen, seen + count), (batch, 1))
+        for name, shape in self.inputs.items():
+            if name not in feeds:
+                feeds[name] = np.zeros((batch, shape[1], 0, shape[3]), np.float32)
+        names = [each.name for each in self.session.get_outputs()]
+        found = dict(zip(names, self.session.run(None, feeds), strict=True))
+        logits = found.pop("logits")
+        return logits, {name.replace("present", "past_key_values"): value for name, value in found.items()}
+
+
+def decibels(wanted: np.ndarray, got: np.ndarray) -> float:
+    return float(10 * np.log10((wanted**2).sum() / max(((wanted - got) ** 2).sum(), 1e-30)))
