@@ -7,13 +7,13 @@ from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.format import FileFormat
 from scalepoint.formats.genai import ORT_GENAI
 from scalepoint.formats.onnx import ONNX
-from scalepoint.formats.packed import COMPRESSED_TENSORS
+from scalepoint.formats.packed import AWQ, COMPRESSED_TENSORS, GPTQ
 
 _ALL = Extensions(FileFormat, "scalepoint.formats", (ONNX,), UsageError)
 _OF_CHECKPOINTS = Extensions(
     CheckpointFormat,
     "scalepoint.checkpoint_formats",
-    (COMPRESSED_TENSORS, ORT_GENAI),
+    (COMPRESSED_TENSORS, GPTQ, AWQ, ORT_GENAI),
     UsageError,
 )
 

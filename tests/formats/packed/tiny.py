@@ -106,13 +106,18 @@ def quantize(
 ) -> QuantizedCheckpoint:
     """All layers that can be packed but routers, or what `choose` says of each."""
     packed = {}
-    for layer, shape in packable(source).items():
+    for layer in packable(source):
         chosen = (None if layer.endswith("gate") else spec) if choose is None else choose(layer)
         if chosen is not None:
             weight = source.tensor(f"{layer}.weight")
-            weight = weight if weight.shape == shape else weight.T
+            weight = weight.T if is_turned(source, layer) else weight
             packed[f"{layer}.weight"] = nearest(weight, chosen, scale_dtype or weight.dtype, activation)
     return QuantizedCheckpoint(source, packed)
+
+
+def is_turned(source: Source, name: str) -> bool:
+    """Whether the source keeps this matrix as (in, out): GPT-2's Conv1D layers."""
+    return source.model_type == "gpt2" and "transformer.h." in name
 
 
 def loaded(folder: Path) -> transformers.PreTrainedModel:
@@ -127,7 +132,7 @@ def reference(checkpoint: QuantizedCheckpoint, folder: Path) -> transformers.Pre
     tensors = {name: source.tensor(name) for name in source.tensors}
     for name, packed in checkpoint.packed.items():
         values = packed.values(source.tensors[name].dtype)
-        tensors[name] = (values if values.shape == source.tensors[name].shape else values.T).contiguous()
+        tensors[name] = (values.T if is_turned(source, name) else values).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return loaded(folder)
 

@@ -1,5 +1,7 @@
 """Folders of packed weights for language models: compressed-tensors, gptq, awq."""
 
+from scalepoint.formats.packed.awq import AWQ
 from scalepoint.formats.packed.compressed import COMPRESSED_TENSORS
+from scalepoint.formats.packed.gptq import GPTQ
 
-__all__ = ["COMPRESSED_TENSORS"]
+__all__ = ["AWQ", "COMPRESSED_TENSORS", "GPTQ"]

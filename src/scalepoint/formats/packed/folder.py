@@ -16,8 +16,8 @@ from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.files import replace_folder
 from scalepoint.formats.packed.shards import ENTRY, Shards
-from scalepoint.numerics import dtype_name
-from scalepoint.spec import PerBlockGranularity, QuantizationSpec
+from scalepoint.numerics import QuantizationFormulation, dtype_name, format_of
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 
 WEIGHT = ".weight"
 PARTS = 6  # of one packed weight at most
@@ -157,6 +157,32 @@ def block_of(weight: QuantizationSpec) -> int | None:
             "PerBlockGranularity(axis=1, block_size=128)"
         )
     return size
+
+
+def check_integers(
+    weight: QuantizationSpec | None, activation: QuantizationSpec | None, name: str, bits: tuple[int, ...]
+) -> QuantizationSpec:
+    """Weights of these widths alone, with blocks or a scale a row."""
+    if weight is None:
+        raise TargetError(f"{name} stores quantized weights: give a spec for them")
+    if activation is not None:
+        raise TargetError(
+            f"{name} has float activations, not {dtype_name(activation.dtype)}: leave them away, or use the target "
+            "compressed-tensors"
+        )
+    row = format_of(weight.dtype)
+    if row.is_float or row.bits not in bits:
+        raise TargetError(
+            f"{name} has no {row.name} weights: integers of {', '.join(map(str, bits))} bits it has; others are in "
+            "compressed-tensors"
+        )
+    if weight.qformulation != QuantizationFormulation.ZP:
+        raise TargetError(f"{name} has zero points, not {weight.qformulation}: use qformulation='zp'")
+    granularity = weight.granularity
+    is_row = isinstance(granularity, PerChannelGranularity) and granularity.axis in (None, 0, -2)
+    if block_of(weight) is None and not is_row:
+        raise TargetError(f"{name} has blocks along the inputs or a scale a row, not {granularity}")
+    return weight
 
 
 def check_blocks(source: Source, block: int | None) -> None:
