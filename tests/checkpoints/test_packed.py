@@ -28,6 +28,16 @@ def test_unsigned_codes_and_zero_points_stand_for_the_same():
     assert asymmetric.unsigned()[1].tolist() == [[8]]
 
 
+def test_minval_is_what_the_lowest_code_stands_for():
+    scale, minval = torch.tensor([[0.5]]), torch.tensor([[-3.0]])
+    above = Packed(torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), scale, UINT4, minval=minval)
+    assert above.values().tolist() == [[-3.0, 4.5, 1.5, 1.0]]
+    signed = Packed(torch.tensor([[-8, 7, 1, 0]], dtype=torch.int8), scale, INT4, minval=minval)
+    assert torch.equal(signed.values(), above.values())
+    with pytest.raises(ExportError, match="in place of zero points"):
+        Packed(above.codes, scale, UINT4, torch.zeros(1, 1, dtype=torch.int32), minval=minval)
+
+
 def test_scales_must_fit_the_codes():
     with pytest.raises(ExportError, match="scales of shape"):
         Packed(torch.zeros(2, 8, dtype=torch.int8), torch.ones(2, 3), INT4)

@@ -1,6 +1,7 @@
 """A quantized checkpoint as values: what every format of language models is written from.
 
     codes (out, in)   scale (out, blocks)   zero_point (out, blocks)      w = (codes - zero_point) scale
+                                            or minval (out, blocks)       w = (codes - lowest code) scale + minval
 
 A format packs these; it never rounds anything itself.
 """
@@ -29,6 +30,7 @@ class Packed:
     activation: QuantizationSpec | None = None  # how its input is quantized; None: not at all
     activation_scale: Tensor | None = None  # of a static one; None: dynamic, a scale a token
     outer_scale: Tensor | None = None  # of two-level formats (NVFP4): scale = stored e4m3 scale times this
+    minval: Tensor | None = None  # float32, what the lowest code stands for; in place of zero points
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -38,6 +40,8 @@ class Packed:
             raise ExportError(
                 f"zero points of shape {tuple(self.zero_point.shape)}, scales of {tuple(self.scale.shape)}"
             )
+        if self.minval is not None and (self.minval.shape != self.scale.shape or self.zero_point is not None):
+            raise ExportError("minval stands in place of zero points, one for each scale")
 
     @property
     def bits(self) -> int:
@@ -65,6 +69,9 @@ class Packed:
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the codes stand for."""
         wide = self.codes.to(torch.float32).reshape(*self.scale.shape, self.block)
+        if self.minval is not None:
+            above = wide - format_of(self.spec.dtype).low
+            return (above * self.scale[..., None] + self.minval[..., None]).reshape(self.codes.shape).to(dtype)
         if self.zero_point is not None:
             wide = wide - self.zero_point.to(torch.float32)[..., None]
         return (wide * self.scale[..., None]).reshape(self.codes.shape).to(dtype)

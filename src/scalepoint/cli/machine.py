@@ -123,6 +123,8 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
         *(_package(name, is_needed=True) for name in NEEDED),
         _package("onnxruntime", "runs target onnxruntime", is_needed=True),
         _package("openvino", "runs files in OpenVINO (optional)"),
+        _package("gguf", "writes GGUF files (optional)"),
+        _llamacpp(),
         _package("tensorrt", "optional: `scalepoint check` applies its rules without it"),
         _package("PIL", "reads folders of pictures (optional)"),
         _instructions(),
@@ -161,6 +163,17 @@ def _package(name: str, note: str = "", is_needed: bool = False) -> Line:
         return Line(distribution, "ok", version(distribution), is_needed=is_needed)
     except PackageNotFoundError:
         return Line(distribution, "ok", "version unknown", is_needed=is_needed)
+
+
+def _llamacpp() -> Line:
+    """No Python package: a library in a folder."""
+    from scalepoint.runtimes.llamacpp import LLAMACPP
+    from scalepoint.runtimes.llamacpp.child import RELEASE, library
+
+    found = library()
+    if found is None:
+        return Line("llama.cpp", "missing", "runs GGUF files (optional)", LLAMACPP.install)
+    return Line("llama.cpp", "ok", f"{RELEASE} ({found.parent})")
 
 
 def _instructions() -> Line:

@@ -6,6 +6,7 @@ from scalepoint.extensions import Extensions
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.format import FileFormat
 from scalepoint.formats.genai import ORT_GENAI
+from scalepoint.formats.gguf import GGUF
 from scalepoint.formats.onnx import ONNX
 from scalepoint.formats.packed import AWQ, COMPRESSED_TENSORS, GPTQ
 
@@ -13,7 +14,7 @@ _ALL = Extensions(FileFormat, "scalepoint.formats", (ONNX,), UsageError)
 _OF_CHECKPOINTS = Extensions(
     CheckpointFormat,
     "scalepoint.checkpoint_formats",
-    (COMPRESSED_TENSORS, GPTQ, AWQ, ORT_GENAI),
+    (COMPRESSED_TENSORS, GPTQ, AWQ, ORT_GENAI, GGUF),
     UsageError,
 )
 

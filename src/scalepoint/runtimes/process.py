@@ -72,7 +72,8 @@ def ask(runtime: Runtime, request: Mapping[str, Any], *, seconds: float = SECOND
 
 
 def missing(runtime: Runtime) -> Answer:
-    return Answer(Status.UNAVAILABLE, f"{runtime.name} is not installed: pip install {runtime.package}")
+    way_out = runtime.install or f"pip install {runtime.package}"
+    return Answer(Status.UNAVAILABLE, f"{runtime.name} is not installed: {way_out}")
 
 
 def command(runtime: Runtime) -> list[str]:

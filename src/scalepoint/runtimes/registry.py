@@ -3,11 +3,12 @@
 from scalepoint.errors import UsageError
 from scalepoint.extensions import Extensions
 from scalepoint.runtimes.genai import ORT_GENAI
+from scalepoint.runtimes.llamacpp import LLAMACPP
 from scalepoint.runtimes.onnxruntime import ONNXRUNTIME
 from scalepoint.runtimes.openvino import OPENVINO
 from scalepoint.runtimes.runtime import Runtime
 
-_ALL = Extensions(Runtime, "scalepoint.runtimes", (ONNXRUNTIME, OPENVINO, ORT_GENAI), UsageError)
+_ALL = Extensions(Runtime, "scalepoint.runtimes", (ONNXRUNTIME, OPENVINO, ORT_GENAI, LLAMACPP), UsageError)
 
 
 def list_runtimes() -> list[str]:

@@ -42,6 +42,8 @@ class Runtime:
     variants: tuple[Variant, ...] = field(default=(), hash=False)
     profiles: bool = False  # option "profile" of the child, and `profiled()`: the time of every node
     shows_codes: bool = False  # option "expose" of the child: the codes at every quantizer are outputs too
+    found: Callable[[], bool] | None = None  # whether it is here, of a runtime that is no Python package
+    install: str = ""  # how it gets here, where pip does not bring it
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
@@ -58,6 +60,8 @@ class Runtime:
     @property
     def is_here(self) -> bool:
         """Whether its package is installed; nothing is imported."""
+        if self.found is not None:
+            return self.found()
         try:
             return find_spec(self.package) is not None
         except (ImportError, ValueError):

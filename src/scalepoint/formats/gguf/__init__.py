@@ -1,0 +1,19 @@
+"""GGUF, the files of llama.cpp: our own codes and scales in its block types, with the tokenizer and all metadata."""
+
+import torch
+
+from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.formats.gguf.kinds import planned, snapped
+from scalepoint.formats.gguf.writing import check, holds, write
+
+GGUF = CheckpointFormat(
+    name="gguf",
+    suffix=".gguf",
+    write=write,
+    check=check,
+    scale_dtype=torch.float16,
+    holds=holds,
+    summary="GGUF, for llama.cpp and what is built on it",
+)
+
+__all__ = ["GGUF", "planned", "snapped"]

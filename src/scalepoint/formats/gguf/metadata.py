@@ -1,0 +1,162 @@
+"""What a GGUF file tells of the model: sizes, attention, rope, norms, experts; and the factors of scaled ropes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalepoint.errors import ExportError
+from scalepoint.formats.gguf.architectures import Architecture, Config, head_size, heads_of, needed
+
+ROPES = ("default", "linear", "yarn", "llama3", "longrope", "su")
+YARN = {  # of the config: of the writer
+    "extrapolation_factor": "ext_factor",
+    "attention_factor": "attn_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+
+
+def add_metadata(writer: Any, config: Config, architecture: Architecture) -> None:
+    """Sizes and everything that the arithmetic needs, as llama.cpp reads it."""
+    heads, size = heads_of(config), head_size(config)
+    hidden = int(needed(config, "hidden_size", "n_embd"))
+    writer.add_block_count(blocks_of(config))
+    writer.add_context_length(context_of(config))
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden))
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(int(config.get("num_key_value_heads") or heads))
+    writer.add_vocab_size(int(needed(config, "vocab_size")))
+    if "head_dim" in config:
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+    _add_norms(writer, config, architecture)
+    _add_attention(writer, config, architecture)
+    _add_rope(writer, config, architecture)
+    _add_experts(writer, config)
+
+
+def blocks_of(config: Config) -> int:
+    return int(needed(config, "num_hidden_layers", "n_layer"))
+
+
+def context_of(config: Config) -> int:
+    """As many tokens as the model sees alike everywhere: Mistral's window is not known to llama.cpp."""
+    length = int(needed(config, "max_position_embeddings", "n_positions", "n_ctx"))
+    window = config.get("sliding_window") if config.get("model_type") in ("mistral", "mixtral", "phi3") else None
+    return min(length, int(window)) if window else length
+
+
+def rope_of(config: Config) -> Mapping[str, Any]:
+    """The rope of full attention, in the spelling of transformers 5 or before."""
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = dict(given.get("full_attention") or given)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPES:
+        raise ExportError(f"rope of type {kind!r}: a GGUF file can tell {', '.join(ROPES)}")
+    theta = given.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
+    part = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
+    original = given.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return {
+        **given,
+        "rope_type": kind,
+        "rope_theta": float(theta),
+        "partial_rotary_factor": float(part),
+        "original_max_position_embeddings": int(original or needed(config, "max_position_embeddings")),
+    }
+
+
+def _add_norms(writer: Any, config: Config, architecture: Architecture) -> None:
+    if architecture.has_layer_norm:
+        writer.add_layer_norm_eps(float(config.get("layer_norm_eps") or config.get("layer_norm_epsilon") or 1e-5))
+    else:
+        writer.add_layer_norm_rms_eps(float(needed(config, "rms_norm_eps")))
+
+
+def _add_attention(writer: Any, config: Config, architecture: Architecture) -> None:
+    if config.get("clip_qkv") is not None:
+        writer.add_clamp_kqv(float(config["clip_qkv"]))
+    if architecture.name == "GPTNEOX":
+        writer.add_parallel_residual(bool(config.get("use_parallel_residual", True)))
+    if architecture.name == "PHI3":
+        writer.add_sliding_window(0)
+    if architecture.name in ("GEMMA2", "GEMMA3") and config.get("sliding_window"):
+        writer.add_sliding_window(int(config["sliding_window"]))
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(float(config["attn_logit_softcapping"]))
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(float(config["final_logit_softcapping"]))
+
+
+def _add_rope(writer: Any, config: Config, architecture: Architecture) -> None:
+    from gguf import RopeScalingType  # noqa: PLC0415  # an extra
+
+    if architecture.name == "GPT2":
+        return
+    rope = rope_of(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if architecture.says_rope:
+        writer.add_rope_dimension_count(rotated(config))
+    near = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if local := near.get("rope_theta") or config.get("rope_local_base_freq"):
+        writer.add_rope_freq_base_swa(float(local))
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType[rope["rope_type"].upper()])
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    if rope["rope_type"] in ("longrope", "su") or architecture.name == "PHI3":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] in ("longrope", "su"):
+        writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_attn_factors(_longer(config, rope))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for key, name in YARN.items():
+            if rope.get(key) is not None:
+                getattr(writer, f"add_rope_scaling_yarn_{name}")(float(rope[key]))
+
+
+def rotated(config: Config) -> int:
+    """Columns of a head that rope turns."""
+    return int(rope_of(config)["partial_rotary_factor"] * head_size(config))
+
+
+def _longer(config: Config, rope: Mapping[str, Any]) -> float:
+    """How much longrope scales attention."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    original = rope["original_max_position_embeddings"]
+    times = int(needed(config, "max_position_embeddings")) / original
+    return math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0
+
+
+def _add_experts(writer: Any, config: Config) -> None:
+    count = config.get("num_local_experts") or config.get("num_experts")
+    if count is None:
+        return
+    writer.add_expert_count(int(count))
+    writer.add_expert_used_count(int(needed(config, "num_experts_per_tok")))
+    if config.get("moe_intermediate_size") is not None:
+        writer.add_expert_feed_forward_length(int(config["moe_intermediate_size"]))
+    if config.get("shared_expert_intermediate_size") is not None:
+        writer.add_expert_shared_feed_forward_length(int(config["shared_expert_intermediate_size"]))
+
+
+def rope_factors(config: Config) -> dict[str, Tensor]:
+    """Tensors that scaled ropes bring: by how much every frequency is divided."""
+    if config.get("model_type") == "gpt2":
+        return {}
+    rope = rope_of(config)
+    if rope["rope_type"] in ("longrope", "su"):
+        return {f"rope_factors_{key}.weight": torch.tensor(rope[f"{key}_factor"]).float() for key in ("long", "short")}
+    if rope["rope_type"] != "llama3":
+        return {}
+    size, factor = head_size(config), float(rope["factor"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    turns = rope["original_max_position_embeddings"] / (
+        2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    )
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return {"rope_freqs.weight": 1 / ((1 - smooth) / factor + smooth)}

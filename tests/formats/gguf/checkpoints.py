@@ -1,0 +1,157 @@
+"""Tiny language models in folders, quantized to the nearest codes, and the simulation of the result."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.formats.gguf import snapped
+from scalepoint.numerics import format_of
+from scalepoint.spec import ExtendedQuantizationSpec
+
+WORDS = 320
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 128, "bos_token_id": 0,
+    "eos_token_id": 0, "pad_token_id": None, "initializer_range": 0.1, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
+GEMMA = {"head_dim": 64, "tie_word_embeddings": True, "query_pre_attn_scalar": 64}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def without(fields, name):
+    return {key: value for key, value in fields.items() if key != name}
+
+
+FAMILIES = {
+    "llama": SIZES,
+    "llama, tied": {**SIZES, "model_type": "llama", "tie_word_embeddings": True},
+    "llama, scaled rope": {**SIZES, "model_type": "llama", "rope_parameters": LLAMA3},
+    "mistral": {**SIZES, "head_dim": 32},
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": SIZES,
+    "qwen3": {**SIZES, "head_dim": 32},
+    "qwen2_moe": {**SIZES, **EXPERTS, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+    "qwen3_moe": {**SIZES, **EXPERTS, "moe_intermediate_size": 256, "head_dim": 64, "norm_topk_prob": True},
+    "gemma": {**SIZES, "head_dim": 64, "tie_word_embeddings": True},
+    "gemma2": {**SIZES, **GEMMA},
+    "gemma3_text": {**SIZES, **GEMMA, "num_hidden_layers": 6, "sliding_window": 16},
+    "phi3": SIZES,
+    "gpt2": {
+        "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": WORDS, "bos_token_id": 0,
+        "eos_token_id": 0, "initializer_range": 0.1,
+    },
+    "gpt_neox": {**without(SIZES, "num_key_value_heads"), "hidden_act": "gelu_new"},
+    "olmo": {**SIZES, "clip_qkv": 2.0},
+    "olmo2": SIZES,
+    "olmoe": {**SIZES, **EXPERTS, "num_key_value_heads": 4},
+}  # fmt: skip
+
+
+def byte_level(folder):
+    """A tokenizer of bytes and a few merges, as GPT-2 cuts text."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=WORDS - 10,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["the cat and the dog and the other cat, that they then had"] * 20, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    about = {"bos_token": "<|end|>", "eos_token": "<|end|>", "add_bos_token": False, "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return made
+
+
+def make(family, folder, *, dtype=torch.float32, **fields):
+    """A checkpoint of random weights, whose norms and biases are not trivial."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    given = {**FAMILIES[family], **fields}
+    config = AutoConfig.for_model(given.pop("model_type", family), **given)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if value.ndim == 1:
+                value.add_(0.1 * torch.randn_like(value))
+            elif "embed" in name or "wte" in name:
+                value.mul_(5 if "gemma" not in family else 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(dtype).save_pretrained(folder)
+    byte_level(folder)
+    return Source.open(folder)
+
+
+def spec_of(dtype, block, **fields):
+    return ExtendedQuantizationSpec(
+        dtype=dtype,
+        granularity={"type": "per_block", "block_size": block, "axis": 1},
+        **{"qscheme": "symmetric", **fields},
+    )
+
+
+def nearest(weight, spec, block):
+    """The nearest codes with scales that GGUF can hold."""
+    row = format_of(spec.dtype)
+    low, high = int(row.low), int(row.high)
+    values = weight.float().reshape(weight.shape[0], -1, block)
+    least, most = values.amin(2).clamp(max=0), values.amax(2).clamp(min=0)
+    if spec.qscheme == "symmetric":
+        scale, _ = snapped(spec, weight.shape[1], torch.maximum(-least, most) / max(high, 1))
+        codes = (values / scale[..., None]).round().clamp(low, high)
+        return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec)
+    if spec.qformulation == "minval":
+        scale, minval = snapped(spec, weight.shape[1], (most - least) / (high - low), least)
+        codes = ((values - minval[..., None]) / scale[..., None]).round().clamp(0, high - low) + low
+        return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec, minval=minval)
+    scale, _ = snapped(spec, weight.shape[1], (most - least) / (high - low))
+    zero = (-least / scale).round().clamp(0, high)
+    codes = (values / scale[..., None] + zero[..., None]).round().clamp(low, high)
+    return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec, zero.int())
+
+
+def quantized(source, spec, block, *, but=("embed", "wte", "wpe", "lm_head", "mlp.gate.", "moe.gate.", "expert_gate")):
+    """Every matrix but those whose names have one of `but`."""
+    packed = {}
+    for name, stored in source.tensors.items():
+        if len(stored.shape) == 2 and not any(each in name for each in but):
+            weight = source.tensor(name, torch.float32)
+            packed[name] = nearest(weight.T.contiguous() if is_turned(source, name) else weight, spec, block)
+    return QuantizedCheckpoint(source, packed)
+
+
+def is_turned(source, name):
+    return source.model_type == "gpt2" and ".c_" in name
+
+
+def simulation(checkpoint, folder):
+    """The transformers model with what the codes stand for, in float32."""
+    source = checkpoint.source
+    state = {name: source.tensor(name, torch.float32) for name in source.tensors}
+    for name, packed in checkpoint.packed.items():
+        state[name] = packed.values().T.contiguous() if is_turned(source, name) else packed.values()
+    shutil.copytree(source.folder, folder)
+    save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def decibels(found, wanted):
+    noise = (found.double() - wanted.double()).square().sum()
+    return float(10 * torch.log10(wanted.double().square().sum() / noise.clamp(min=1e-30)))
+
+
+__all__ = ["FAMILIES", "decibels", "load_file", "make", "nearest", "quantized", "simulation", "spec_of"]
