@@ -231,7 +231,7 @@ def test_a_missing_config_ends_with_2(call) -> None:
 class _Deployed:
     """What deploy would return."""
 
-    def __init__(self, *, status="ok", holds=True, score=None, float_score=None, verified=True) -> None:
+    def __init__(self, *, status="ok", holds=True, score=None, float_score=None, verified=True, speed=1.5) -> None:
         self.path, self.float_path = Path("out/model.onnx"), Path("out/float.onnx")
         self.score, self.float_score = score, float_score
         self.drop = None if score is None else float_score - score
@@ -248,6 +248,7 @@ class _Deployed:
             message="gone",
             sqnr=12.0,
             bound=30.0,
+            latency=SimpleNamespace(ratio=speed),
             to_dict=lambda: about,
         )
         if not verified:
@@ -266,6 +267,8 @@ class _Deployed:
         ({"score": 0.5, "float_score": 0.9}, ["--max-drop", "0.1"], Code.LIMIT),
         ({"score": float("nan"), "float_score": 0.9}, ["--max-drop", "0.1"], Code.LIMIT),
         ({"score": 0.85, "float_score": 0.9}, ["--max-drop", "0.1"], Code.DONE),
+        ({"speed": 1.1}, ["--min-speed", "1.2"], Code.LIMIT),
+        ({"speed": 1.2}, ["--min-speed", "1.2"], Code.DONE),
     ],
 )
 def test_the_result_is_judged_by_the_exit_code(call, here, monkeypatch, made, arguments, code) -> None:

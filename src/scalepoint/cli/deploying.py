@@ -16,11 +16,11 @@ from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import check_names, check_output, check_settings, done_in, finder_of, settings_of
-from scalepoint.words import decibel, value_of
+from scalepoint.words import decibel, ratio, value_of
 
 TOLD = (
-    "data", "evaluate", "accuracy", "max_drop", "max_trials", "budget", "choices", "max_batches", "on_nan", "leave",
-    "strict", "threads",
+    "data", "evaluate", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
+    "leave", "strict", "threads",
 )  # fmt: skip
 
 
@@ -34,6 +34,7 @@ def deploy(
     evaluate: options.Evaluate = None,
     accuracy: options.Accuracy = None,
     max_drop: options.MaxDrop = None,
+    min_speed: options.MinSpeed = None,
     max_trials: options.MaxTrials = None,
     budget: options.Budget = None,
     choices: options.Choices = None,
@@ -128,6 +129,7 @@ class _Run:
             evaluate=evaluate,
             accuracy=settings.accuracy,
             max_drop=settings.max_drop,
+            min_speed=settings.min_speed,
             max_trials=settings.max_trials,
             budget=settings.budget,
             choices=settings.choices,
@@ -158,7 +160,7 @@ class _Run:
         here.to_file(file)
         if len(getattr(done.report, "attempts", ())) > 1 or self.settings.budget is not None:
             file = self.folder / "kept.yaml"
-            kept = {"max_drop": None, "budget": None, "quantization": done.report.config}
+            kept = {"max_drop": None, "min_speed": None, "budget": None, "quantization": done.report.config}
             here.updated(kept).to_file(file)
         trust = ["--trust"] if self.finder.trust else []
         return shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *trust])
@@ -173,7 +175,7 @@ class _Run:
     def _finish(self, done: Any) -> int:
         """Show what was made, and judge it."""
         settings, page = self.settings, self.folder / "report.html"
-        code, why = _judged(done, settings.max_drop, settings.allow_departure)
+        code, why = _judged(done, settings.max_drop, settings.min_speed, settings.allow_departure)
         if self.json:
             result = {
                 "exit_code": int(code),
@@ -198,7 +200,7 @@ class _Run:
         return code
 
 
-def _judged(done: Any, max_drop: float | None, allow_departure: bool) -> tuple[Code, str]:
+def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_departure: bool) -> tuple[Code, str]:
     """The exit code, and why it is not plainly 0."""
     from scalepoint.report import is_within
 
@@ -212,6 +214,10 @@ def _judged(done: Any, max_drop: float | None, allow_departure: bool) -> tuple[C
     if max_drop is not None and drop is not None and not is_within(done.float_score, done.score, max_drop):
         lost = f"loses {value_of(drop)}" if drop == drop else "has a score of NaN"  # noqa: PLR0124  # only NaN differs
         return Code.LIMIT, f"the best file {lost}, more than the {max_drop:g} allowed; it was kept"
+    speed = None if found is None or found.latency is None else found.latency.ratio
+    if min_speed is not None and speed is not None and speed < min_speed:
+        why = f"the fastest file has {ratio(speed)} the speed of the float one, less than {ratio(min_speed)}"
+        return Code.LIMIT, f"{why}; it was kept"
     if found is None:
         return Code.DONE, "not verified: no runtime of this target is known here; the numbers are the simulation's"
     return Code.DONE, ""

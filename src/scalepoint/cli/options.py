@@ -59,7 +59,13 @@ Accuracy = Annotated[
     ),
 ]
 MaxDrop = Annotated[float | None, typer.Option(min=0, help="How far the metric may fall; needs --evaluate.")]
-MaxTrials = Annotated[int | None, typer.Option(min=1, help="Files to try for --max-drop; 6 if not said.")]
+MinSpeed = Annotated[
+    float | None,
+    typer.Option(help="Times the speed of the float file in the runtime: layers that lose time go to float."),
+]
+MaxTrials = Annotated[
+    int | None, typer.Option(min=1, help="Files to try for --max-drop or --min-speed; 6 if not said.")
+]
 Budget = Annotated[
     str | None,
     typer.Option(

@@ -50,6 +50,7 @@ class DeployConfig(Config):
     evaluate: str | None = None  # package.module:function
     accuracy: Literal["fast", "balanced", "best"] | None = None
     max_drop: Annotated[float, Field(ge=0)] | None = None
+    min_speed: Annotated[float, Field(gt=0)] | None = None  # times the float file's, in the runtime
     max_trials: Count = 6
     budget: Budgeted = None  # size: 0.2, bits: 4.5 or speed: 1.8
     choices: Choices = CHOICES  # what a budget may give to a layer

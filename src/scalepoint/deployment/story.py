@@ -19,6 +19,7 @@ from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
 from scalepoint.deployment.journal import Journal, check_output
 from scalepoint.deployment.marks import Watched
+from scalepoint.deployment.pacing import check_pace, next_float
 from scalepoint.deployment.raising import next_step, start_of, unraised
 from scalepoint.deployment.ranges import RANGES, other_ranges
 from scalepoint.deployment.reporting import make_report
@@ -51,6 +52,7 @@ def deploy(
     output: str | Path | None = None,
     evaluate: Callable[[Any], float] | None = None,
     max_drop: float | None = None,
+    min_speed: float | None = None,
     max_trials: int = 6,
     budget: Budget | Mapping[str, float] | str | None = None,
     choices: Sequence[str] = CHOICES,
@@ -73,17 +75,19 @@ def deploy(
     data; weights of fewer than 8 bits get "balanced" unless told. `evaluate(run)` is your metric, higher is better;
     `run` is called as the model is. With `max_drop`, more precision goes where it removes most error for its cost,
     until the score is at most that much below the float model's, then less again; of `max_trials` files at most the
-    cheapest that holds is kept, or the best. `budget` (size=0.2 of the float file, bits=4.5 a weight on average,
-    speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses least. A
-    file that departs from the simulation is an error unless allow_departure=True. on_nan="skip" leaves calibration
-    batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized, where the
-    target runs it. smoke=True goes through all stages fast: two batches, one trial, no float file, no latency, no
-    errors by layer. What a run that did not end has done stays in `output`; resume=True goes on from there, and does
-    again what has changed since. A folder that holds something is refused unless force=True.
+    cheapest that holds is kept, or the best. With `min_speed`, layers that lose time in the runtime go to float, until
+    a file is so many times as fast as the float one. `budget` (size=0.2 of the float file, bits=4.5 a weight on
+    average, speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses
+    least. A file that departs from the simulation is an error unless allow_departure=True. on_nan="skip" leaves
+    calibration batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized,
+    where the target runs it. smoke=True goes through all stages fast: two batches, one trial, no float file, no
+    latency, no errors by layer. What a run that did not end has done stays in `output`; resume=True goes on from there,
+    and does again what has changed since. A folder that holds something is refused unless force=True.
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
     found, folder = find_target(target), Path(output or "out")
+    check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     found.check_float_dtype(float_dtype)
     check_output(folder, force=force, resume=resume)
@@ -94,18 +98,23 @@ def deploy(
             max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
             accuracy=accuracy,
         )  # fmt: skip
-        done = _made(run, wanted, max_drop, 1 if smoke else max_trials, wished, tuple(choices))
+        done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     if done.verification is not None and not allow_departure:
         done.verification.check()
     return done
 
 
 def _made(
-    run: Run, config: QuantConfig, max_drop: float | None, most: int, budget: Budget | None, choices: Sequence[str]
+    run: Run,
+    config: QuantConfig,
+    limits: tuple[float | None, float | None],
+    most: int,
+    budget: Budget | None,
+    choices: Sequence[str],
 ) -> Deployment:
     """The files of the best trial in the output folder, with the report beside them."""
     folder = run.journal.folder.parent
-    bar = Bar(judged(run, run.model), max_drop)
+    bar = Bar(judged(run, run.model), *limits)
     if budget is not None:
         trials, allocation = _budgeted(run, config, budget, choices)
     else:
@@ -120,8 +129,10 @@ def _made(
 
 
 def _search(run: Run, config: QuantConfig, bar: Bar, most: int) -> tuple[list[Trial], Allocated | None]:
-    """File after file, until none that costs less would hold; without `max_drop` that is the first."""
+    """File after file, until none that costs less would hold; without `max_drop` or `min_speed` that is the first."""
     trials, widths = [_attempt(run, 0, Step(config))], None
+    while len(trials) < most and not bar.is_fast(trials[-1].speed) and (step := next_float(trials)) is not None:
+        trials = [*slimmed(trials, bar), _attempt(run, len(trials), step)]
     ranges = other_ranges(config, run.target)
     if len(trials) < most and not bar.holds(trials[0].score) and ranges != config:
         trials = slimmed([*trials, _attempt(run, 1, Step(ranges, (Raised("", RANGES),), 0))], bar)

@@ -17,10 +17,11 @@ from scalepoint.verification import Verification
 
 @dataclass(frozen=True)
 class Bar:
-    """How far a score may fall below the float model's; None: as far as it likes."""
+    """How far a score may fall below the float model's, and how fast a file has to be; None: as it likes."""
 
     float_score: float | None
     max_drop: float | None
+    min_speed: float | None = None
 
     def drop(self, score: float | None) -> float:
         """How far it falls; not a number falls without end."""
@@ -32,6 +33,9 @@ class Bar:
         if self.max_drop is None or self.float_score is None or score is None:
             return True
         return is_within(self.float_score, score, self.max_drop)
+
+    def is_fast(self, speed: float | None) -> bool:
+        return self.min_speed is None or speed is None or speed >= self.min_speed
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,12 @@ class Trial:
         return tuple(each.name for each in self.config.overrides if each.name and each.weight == FLOAT)
 
     @property
+    def speed(self) -> float | None:
+        """Times the float file's; None where it was not measured."""
+        found = self.verification
+        return None if found is None or found.latency is None else found.latency.ratio
+
+    @property
     def rank(self) -> float:
         """Of its score; not a number is worst of all."""
         return -math.inf if self.score is None or math.isnan(self.score) else self.score
@@ -86,7 +96,10 @@ class Step:
 
 def best_of(trials: Sequence[Trial], bar: Bar) -> Trial:
     """The cheapest that holds the bar; where none does, or there is none, the highest score. Of equals the earlier,
-    which raised less."""
+    which raised less. For speed the first that is fast enough, or the fastest."""
+    if bar.min_speed is not None:
+        fast = [trial for trial in trials if bar.is_fast(trial.speed)]
+        return fast[0] if fast else max(trials, key=lambda trial: trial.speed or 0.0)
     holding = [trial for trial in trials if bar.holds(trial.score)]
     if bar.max_drop is None or not holding:
         return max(trials, key=lambda trial: trial.rank)

@@ -17,7 +17,7 @@ from scalepoint.words import SCALE, one_line, plural, short
 
 LONGEST = 1000  # of a warning
 PARTS = (
-    ("accuracy", "Raised for accuracy"),
+    ("accuracy", "Files that were tried"),
     ("allocation", "Precision by layer"),
     ("tuning", "Chosen by the data"),
     ("layers", "Layers"),

@@ -113,12 +113,14 @@ class Raised:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One file of a search for accuracy: what was raised for it, from which other file on, and what it scored."""
+    """One file of a search for accuracy or speed: what was raised for it, from which other file on, and
+    what came of it."""
 
     score: float | None
     raised: tuple[Raised, ...] = ()
     start: int | None = None  # the attempt that it began from
     is_kept: bool = False
+    speed: float | None = None  # times the float file's
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,14 @@ class Report:
     timings: Mapping[str, float] = field(default_factory=dict)  # stage -> seconds
     warnings: tuple[str, ...] = ()
     graph: tuple[GraphNode, ...] = ()
-    attempts: tuple[Attempt, ...] = ()  # all files that were made for max_drop
+    attempts: tuple[Attempt, ...] = ()  # all files that were made for max_drop or min_speed
     max_drop: float | None = None
     reproduction: Reproduction | None = None
     migrated: MigrationReport | None = None  # rewrites of the float weights before calibration
     allocation: Allocated | None = None
     tuning: Tuned | None = None
     findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
+    min_speed: float | None = None
 
     def worst(self, count: int = 3) -> tuple[ReportedLayer, ...]:
         """The layers with the largest error; not a number is worst of all."""

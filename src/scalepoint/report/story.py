@@ -4,10 +4,19 @@ from collections.abc import Sequence
 
 from scalepoint.report.markup import Child, Html, join, name, tag
 from scalepoint.report.model import Attempt, Report
-from scalepoint.report.terminal import bound_of, search_of
-from scalepoint.words import share_of, short, value_of
+from scalepoint.report.terminal import bound_of, pace_of, search_of
+from scalepoint.words import ratio, share_of, short, value_of
 
 LONGEST = 200  # rows
+ACCURACY = (
+    "Steps come in the order of gain per cost. Gain is the noise to signal that is expected to go from the output; "
+    "cost is what is added to the size and to the time, as shares of the float model's. Files go up until one holds, "
+    "then down again; the cheapest that holds is kept."
+)
+SPEED = (
+    "Layers that the runtime's profiler found slower than in the float file go to float; the first file that is fast "
+    "enough is kept, or the fastest."
+)
 
 
 def accuracy(report: Report) -> Html:
@@ -20,19 +29,16 @@ def accuracy(report: Report) -> Html:
         (
             name(each.layer) if each.layer else "all layers",
             each.to,
-            "by the metric" if each.gain is None else value_of(each.gain),
+            ("" if pace_of(report) else "by the metric") if each.gain is None else value_of(each.gain),
             "none" if not each.cost else share_of(each.cost),
         )
         for each in report.raised()
     ]
-    bound = bound_of(report)
+    bound, pace = bound_of(report), pace_of(report)
     words = f"The metric is {bound}: {search_of(report)}." if bound else f"{search_of(report)}."
-    intro = (
-        "Steps come in the order of gain per cost. Gain is the noise to signal that is expected to go from the output; "
-        "cost is what is added to the size and to the time, as shares of the float model's. Files go up until one "
-        "holds, then down again; the cheapest that holds is kept."
-    )
-    tables = [_table(("File", "From", "Score", "Change", "Raised"), tried, (2, 3, 4))]
+    words = f"The file has {pace}: {search_of(report)}." if pace else words
+    intro = SPEED if pace else ACCURACY
+    tables = [_table(("File", "From", "Score", "Change", "Speed", "Raised"), tried, (2, 3, 4, 5))]
     if raised:
         tables.append(_table(("Layer", "Raised to", "Gain", "Cost"), raised[:LONGEST], (2, 3)))
     more = len(raised) - LONGEST
@@ -51,6 +57,7 @@ def _attempt(index: int, each: Attempt, start: float | None) -> tuple[Child, ...
         "" if each.start is None else str(each.start),
         "" if each.score is None else value_of(each.score),
         f"{(each.score or 0.0) - (start or 0.0):+.3g}" if known else "",
+        "" if each.speed is None else ratio(each.speed),
         str(len(each.raised)),
     )
 

@@ -84,7 +84,8 @@ def summary(report: "Report") -> list[str]:
         f"{', in the runtime' if each.runtime_value is not None else ', simulated'})"
         for each in report.accuracy
     ]
-    lines += [f"accuracy: {text}" for text in (bound_of(report), search_of(report)) if text]
+    what = "accuracy" if report.min_speed is None else "speed"
+    lines += [f"{what}: {text}" for text in (bound_of(report), pace_of(report), search_of(report)) if text]
     lines += [
         f"{what}: {text}" for what, text in (("precision", allocation_of(report)), ("tuned", tuning_of(report))) if text
     ]
@@ -106,8 +107,17 @@ def bound_of(report: "Report") -> str:
     return f"{'within' if holds else 'more than'} the {report.max_drop:g} allowed"
 
 
+def pace_of(report: "Report") -> str:
+    """Whether the file is as fast as was asked."""
+    found = report.verification
+    if report.min_speed is None or found is None or found.latency is None:
+        return ""
+    holds = found.latency.ratio >= report.min_speed
+    return f"{'at least' if holds else 'less than'} the {ratio(report.min_speed)} asked for"
+
+
 def search_of(report: "Report") -> str:
-    """What a search for accuracy did, in one sentence."""
+    """What a search for accuracy or speed did, in one sentence."""
     if len(report.attempts) < 2:
         return ""
     raised = [f"{short(each.layer, 40) or 'all layers'} to {each.to}" for each in report.raised()]
@@ -175,7 +185,7 @@ class Shown:
         yield Text(f"{short(report.title)} for {short(report.target)}", style="bold")
         yield Text(verdict(report))
         yield from _titled("", _against(report, narrow))
-        for line in (bound_of(report), search_of(report)):
+        for line in (bound_of(report), pace_of(report), search_of(report)):
             if line:
                 yield Text(f"accuracy: {line}")
         yield Text(report.coverage.summary())
