@@ -7,8 +7,10 @@ from scalepoint.runtimes.llamacpp import LLAMACPP
 from scalepoint.runtimes.onnxruntime import ONNXRUNTIME
 from scalepoint.runtimes.openvino import OPENVINO
 from scalepoint.runtimes.runtime import Runtime
+from scalepoint.runtimes.transformers import TRANSFORMERS
 
-_ALL = Extensions(Runtime, "scalepoint.runtimes", (ONNXRUNTIME, OPENVINO, ORT_GENAI, LLAMACPP), UsageError)
+_OWN = (ONNXRUNTIME, OPENVINO, ORT_GENAI, LLAMACPP, TRANSFORMERS)
+_ALL = Extensions(Runtime, "scalepoint.runtimes", _OWN, UsageError)
 
 
 def list_runtimes() -> list[str]:

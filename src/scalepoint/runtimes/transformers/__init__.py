@@ -1,0 +1,13 @@
+"""transformers on CPUs: it unpacks the weights of a folder and computes in float: a proof of values, not of speed."""
+
+from pathlib import Path
+
+from scalepoint.runtimes.runtime import Runtime
+
+TRANSFORMERS = Runtime(
+    name="transformers",
+    package="transformers",
+    child=Path(__file__).with_name("child.py"),
+    formats=("compressed-tensors", "gptq", "awq"),
+    summary="transformers on CPUs: weights are unpacked to float",
+)
