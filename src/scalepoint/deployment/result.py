@@ -39,5 +39,11 @@ class Deployment:
     def drop(self) -> float | None:
         return None if self.float_score is None or self.score is None else self.float_score - self.score
 
+    def checked(self) -> Self:
+        """Itself, where the file does as the simulation; else an error."""
+        if self.verification is not None:
+            self.verification.check()
+        return self
+
     def __str__(self) -> str:
         return str(self.report)
