@@ -9,6 +9,7 @@ writes in place, sizes that depend on values) is a `NotNotedError`, and the way 
 
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -283,7 +284,7 @@ class _Made:
         """A placeholder for a tensor of the model."""
         name, _ = self.names.setdefault(id(value), (f"constant_{len(self.held)}", True))
         with self.graph.inserting_before(self.places[0] if self.places else None):
-            node = self.graph.placeholder(f"held_{name.replace('.', '_')}")
+            node = self.graph.placeholder("held_" + re.sub(r"\W", "_", name))  # torch writes it as code
         node.meta["val"] = self.notes.fake(value)
         self.held.append((node, value))
         return node

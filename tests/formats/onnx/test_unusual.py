@@ -54,6 +54,12 @@ class Switched(nn.Module):
         return y.abs() if absolute else y
 
 
+def test_a_layer_may_be_called_as_no_variable_can_be(tmp_path):
+    model = nn.Sequential()
+    model.add_module("block1-0", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))  # as RegNet calls its blocks
+    run(model, torch.randn(4, 8), tmp_path)
+
+
 @pytest.mark.parametrize("settings", [{"absolute": False}, {"factor": 2.0, "absolute": True}], ids=str)
 def test_a_keyword_input_that_is_no_tensor_is_a_constant_of_the_file(tmp_path, settings):
     run(Switched(), {"x": torch.randn(4, 8), **settings}, tmp_path)
