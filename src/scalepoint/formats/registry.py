@@ -26,6 +26,8 @@ def list_formats() -> list[str]:
 
 def find_format(name: str | FileFormat) -> FileFormat:
     """A format from itself or from its name."""
+    if name in _OF_CHECKPOINTS.names():
+        raise UsageError(f"{name!r} is a format of language models: deploy_checkpoint writes it, from a folder")
     return _ALL.find(name)
 
 

@@ -15,6 +15,8 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
 
 
 def _mark(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return f"{dtype_name(tensor.dtype)} {list(tensor.shape)} without values"
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()[:16]}"

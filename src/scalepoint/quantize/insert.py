@@ -3,6 +3,7 @@
 import copy as copying
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, fx
 
 from scalepoint.covered import Coverage, CoverageRow
@@ -57,7 +58,7 @@ def insert_qdq(
         coverage.check()
     tree = Tree(quantized)
     _place_stubs(quantized, tree, decisions, frozenset() if chosen is None else chosen.shares)
-    _place_weights(decisions)
+    _place_weights(decisions, torch.float32 if chosen is None else chosen.scale_dtype)
     if chosen is not None and chosen.bias == "int32":
         _round_biases(quantized, decisions)
     sites_here = [decision.site for decision in decisions] if "smooth" in config.migrations else None
@@ -170,7 +171,7 @@ def _add_stub(
     return node
 
 
-def _place_weights(decisions: Sequence[Decision]) -> None:
+def _place_weights(decisions: Sequence[Decision], scale_dtype: torch.dtype) -> None:
     """A quantizer for each weight; one that two groups share has one."""
     made: dict[tuple[int, int, QuantizationSpec], WeightFakeQuantize] = {}
     sharing: dict[int, list[QuantizedWeighted]] = {}
@@ -183,6 +184,7 @@ def _place_weights(decisions: Sequence[Decision]) -> None:
         key = (weight_address(site), id(norm), spec)
         if key not in made:
             made[key] = _quantizer(site, spec)
+            made[key].scale_dtype = scale_dtype
         made[key].consumers.append(site.name)
         weighted = QuantizedWeighted(site.fused.parts[site.role], norm, made[key])
         weighted.sharing = sharing.setdefault(id(made[key]), [])

@@ -301,6 +301,16 @@ class WeightFakeQuantize(Quantizing):
         self.enabled = True
 
     chosen: Tensor | None
+    scale_dtype = torch.float32  # what the target stores its scale in
+
+    def take(self, qparams: QParams) -> None:
+        if self.scale_dtype != torch.float32 and not self.quantizer.grid.format.is_float:
+            info = torch.finfo(self.scale_dtype)
+            scale = (
+                qparams.scale.clamp(info.smallest_normal * info.eps, info.max).to(self.scale_dtype).to(torch.float32)
+            )
+            qparams = qparams._replace(scale=scale)
+        super().take(qparams)
 
     @property
     def frozen(self) -> bool:

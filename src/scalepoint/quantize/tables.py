@@ -40,7 +40,8 @@ def decide_table(site: Site, config: QuantConfig, target: Target | None) -> Deci
         decision.reason = why
         return decision
     target.check(spec, "weight", site.kind, site.name)
-    _check(spec, site.name)
+    if not target.is_language:
+        _check(spec, site.name)
     check_finite(site)
     decision.state, decision.is_meant = State.QUANTIZED, False
     decision.weight = spec.replace(granularity=spec.granularity.resolve(torch.nn.Conv2d))

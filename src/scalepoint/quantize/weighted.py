@@ -207,6 +207,11 @@ class QuantizedWeighted(Stateful):
         with torch.inference_mode(False):
             self.bias_shift = None if shift is None else shift.detach().to(torch.float32).clone()
 
+    def forget(self) -> None:
+        """Let go of chosen codes, and of what is kept between calls."""
+        self.weight_quant.unfreeze()
+        self._kept = None
+
     @property
     def channels(self) -> int:
         """How many values an output has."""

@@ -3,8 +3,8 @@
 A runtime can crash, hang or eat all memory; here it takes only itself down. CHILD.py is the program of one runtime,
 with a class File(path, options) that has `inputs` (names), `run(feeds) -> [(name, array), ..]` and
 `executed() -> [{"name", "op", "low", "why"}, ..]`; where the runtime tells the time of nodes, with the option "profile"
-`profiled() -> [{"name", "op", "seconds"}, ..]`, medians of the runs but the first. Nothing of scalepoint or
-torch is imported.
+`profiled() -> [{"name", "op", "seconds"}, ..]`, medians of the runs but the first; where it runs language models
+`generate(tokens, count) -> {"tokens", "prefill_seconds", "decode_seconds"}`. Nothing of scalepoint is imported.
 
 A request is a line of JSON on stdin, its answer a line of JSON on stdout; tensors travel in .npz files, or, where a
 file is called again and again, as .npz frames in the same pipes.
@@ -88,6 +88,19 @@ def profile(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -
     _answer(pipe, {"nodes": [file.profiled() for file in files], "repeats": runs - 1})
 
 
+def generate(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
+    """The tokens that language models go on with, the likeliest each, of several files in turns; median times."""
+    files = [kind(path, request["options"]) for path in request["paths"]]
+    found: list[list[dict[str, Any]]] = [[] for _ in files]
+    for _ in range(request["repeats"]):
+        for file, answers in zip(files, found, strict=True):
+            answers.append(file.generate(request["tokens"], request["count"]))
+    times = ("prefill_seconds", "decode_seconds")
+    medians = [{name: statistics.median(each[name] for each in answers) for name in times} for answers in found]
+    firsts = [answers[0]["tokens"] for answers in found]
+    _answer(pipe, {"files": [{"tokens": each, **own} for each, own in zip(firsts, medians, strict=True)]})
+
+
 def serve(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
     """One file, called until nobody asks any more."""
     file = kind(request["path"], request["options"])
@@ -130,6 +143,7 @@ TASKS: dict[str, Callable[[Callable[..., Any], dict[str, Any], BinaryIO], None]]
     "benchmark": benchmark,
     "profile": profile,
     "serve": serve,
+    "generate": generate,
 }
 
 

@@ -121,8 +121,11 @@ class Target:
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
     follows_readers: bool = False  # whether what has no weights stays float when all that read it do
     table: QuantizationSpec | None = None  # of embeddings, a scale a row; None: they stay float
+    head: QuantizationSpec | None = None  # of the last layer of a language model; None: it stays float
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
+    scale_dtype: torch.dtype = torch.float32  # in which scales of weights are stored: they are rounded to it
+    is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
     spellings: tuple[Spelling, ...] = ()  # operations that its files write in other words
     format: str = "onnx"  # of its files: a key of scalepoint.formats

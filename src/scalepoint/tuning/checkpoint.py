@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, fx
+from torch import Tensor
 
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ScalepointWarning
 from scalepoint.files import digest, locked, replace_file, replace_text, sweep
-from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.tuning.report import TunedLayer, TunedPiece
 from scalepoint.tuning.state import States
 from scalepoint.tuning.walk import Walk
@@ -68,6 +67,14 @@ class Checkpoint:
                 sweep(folder)
             self.pages = _read(folder / FILE, mark) if resume else self.pages
 
+    @classmethod
+    def reopened(cls, folder: Path) -> "Checkpoint":
+        """What a run that ended has left."""
+        pages = Pages.model_validate(parse_json((folder / FILE).read_text(), LARGEST))
+        found = cls(None, pages.mark, resume=False)
+        found.folder, found.pages = folder, pages
+        return found
+
     def find(self, name: str) -> tuple[States, Done] | None:
         """What was chosen in a piece, when it is there and whole."""
         entry = self.pages.pieces.get(name)
@@ -87,6 +94,16 @@ class Checkpoint:
             states.setdefault(place, {}).update({own: value} if own else {})
         return states, done
 
+    def places(self) -> dict[Path, list[str]]:
+        """The modules whose state is kept, by file."""
+        assert self.folder is not None  # noqa: S101  # asked only of what is in a folder
+        found: dict[Path, list[str]] = {}
+        for entry in self.pages.pieces.values():
+            path = self.folder / Path(entry.file).name
+            with safe_open(path, framework="pt") as file:
+                found[path] = [key.partition("|")[0] for key in file.keys() if key.endswith("|")]  # noqa: SIM118
+        return found
+
     def keep(self, name: str, states: States, done: Done) -> None:
         if self.folder is None:
             return
@@ -101,9 +118,9 @@ class Checkpoint:
         replace_text(self.folder / FILE, json.dumps(self.pages.model_dump(), indent=1) + "\n")
 
 
-def mark_of(model: fx.GraphModule, walk: Walk, config: str) -> str:
-    """Of the calibrated model, the data and the config."""
-    found = hashlib.sha256(json.dumps([fingerprint(model), config]).encode())
+def mark_of(model: object, walk: Walk, config: str) -> str:
+    """Of what tells the calibrated model from others, the data and the config."""
+    found = hashlib.sha256(json.dumps([model, config]).encode())
     for index in range(walk.count):
         for node in walk.places:
             value = walk.value(node, index, noisy=False)

@@ -40,7 +40,7 @@ class Judge:
         return self._error(piece, run)
 
     def _exits(self, piece: Piece) -> list[fx.Node]:
-        return [node for node in piece.exits if node not in self.walk.same]
+        return [node for node in piece.exits if node not in self.walk.same and self.walk.has(node)]
 
     def _error(self, piece: Piece, noisy: Callable[[int], Sequence[Any]]) -> float:
         exits = self._exits(piece)

@@ -7,13 +7,13 @@ One walk over the graph, node after node: no prefix is run twice. The float para
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, Field
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from scalepoint.errors import ConfigError
 from scalepoint.numerics import QParams
@@ -21,8 +21,11 @@ from scalepoint.progress import phase
 from scalepoint.quantize.calibrate import OnNan, freeze
 from scalepoint.quantize.config import Config
 from scalepoint.quantize.feeding import Data
+from scalepoint.quantize.fingerprint import fingerprint
+from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning.checkpoint import Checkpoint, Done, mark_of
 from scalepoint.tuning.collect import Collector, Use
 from scalepoint.tuning.judge import Judge
@@ -48,6 +51,23 @@ def _bytes(value: Any) -> Any:
     return value
 
 
+class Lender(Protocol):
+    """Who has the weights of a model that is larger than memory."""
+
+    @property
+    def mark(self) -> str:
+        """What tells these weights from others."""
+        ...
+
+    def load(self, tensors: Iterable[Tensor]) -> None:
+        """Write the values of parameters into them."""
+        ...
+
+    def drop(self) -> None:
+        """Take the memory of all back."""
+        ...
+
+
 class TuneConfig(Config):
     """How to tune: the steps in their order, what is judged and reconstructed together, rows a layer, the ridge of the
     target (a share of the mean diagonal), the share of samples that judges, iterations of the steps over pieces, memory
@@ -61,11 +81,12 @@ class TuneConfig(Config):
     iterations: Annotated[int, Field(ge=1)] = 200
     memory: Annotated[int, BeforeValidator(_bytes), Field(ge=1_000_000)] = 2_000_000_000
 
-    def check(self) -> None:
+    def check(self, *, is_lent: bool = False) -> None:
+        """Of lent weights nearest codes alone are work enough."""
         for name in self.steps:
             if name != INTERCEPT:
                 find_step(name)
-        if not self.steps:
+        if not self.steps and not is_lent:
             raise ConfigError(f"steps=() tunes nothing: choose from {', '.join(step_names())}")
 
 
@@ -79,23 +100,28 @@ def tune(
     max_batches: int | None = None,
     on_nan: OnNan = "error",
     progress: bool | None = None,
+    lender: Lender | None = None,
 ) -> TuneReport:
     """Choose the codes of all quantized weights of a calibrated model; it is changed, and stays frozen.
 
     `data` is what `calibrate` takes. No layer ends worse than with the nearest codes on held-out rows, and no block on
-    held-out samples. With a `folder` every finished piece is kept there, and resume=True goes on after the last.
+    held-out samples. With a `folder` every finished piece is kept there, and resume=True goes on after the last. With a
+    `lender` weights are here a piece at a time, ranges are observed on the way, and the codes are in the folder alone.
     """
     config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
-    config.check()
+    config.check(is_lent=lender is not None)
     record = record_of(model)
-    freeze(model)
+    if lender is None:
+        freeze(model)
     start = time.perf_counter()
-    walk = Walk(model, memory=config.memory)
+    walk = Walk(model, memory=config.memory, keeps_outputs=lender is None)
     try:
-        walk.read(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
-        mark = "" if folder is None else mark_of(model, walk, config.model_dump_json())
+        if config.steps or walk.stub_nodes:
+            walk.read(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
+        known = fingerprint(model) if lender is None else lender.mark
+        mark = "" if folder is None else mark_of(known, walk, config.model_dump_json())
         kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
-        run = _Tuning(model, walk, config, kept, record.names)
+        run = _Tuning(model, walk, config, kept, record.names, lender)
         run.run(progress)
     finally:
         walk.shelf.close()
@@ -112,6 +138,7 @@ class _Tuning:
     config: TuneConfig
     kept: Checkpoint
     names: dict[str, str]
+    lender: Lender | None = None
     rows: list[TunedLayer] = field(default_factory=list)
     pieces: list[TunedPiece] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
@@ -134,7 +161,8 @@ class _Tuning:
         at_end = [step for step in self.piece_steps if step.over == "model"]
         if at_end:
             self.walk.hold(self.walk.places)
-        pieces = cut(self.walk.graph, self.walk.same, self.uses.__contains__, self.config.unit)
+        is_whole = self.lender is None
+        pieces = cut(self.walk.graph, self.walk.same, self.uses.__contains__, self.config.unit, joins_end=is_whole)
         with phase("tuning", total=len(self.uses), unit="layers", show=progress) as running:
             for index, piece in enumerate(pieces):
                 self._finish(f"{index:04}", piece, [step for step in self.piece_steps if step.over == "piece"])
@@ -147,6 +175,8 @@ class _Tuning:
     def _finish(self, name: str, piece: Piece, steps: list[PieceStep], *, is_solved: bool = False) -> None:
         """One piece: found in the folder, or chosen."""
         modules = self._modules(piece)
+        if self.lender is not None:
+            self._enter(piece, self.lender)
         found = self.kept.find(name)
         if found is not None:
             states, done = found
@@ -155,12 +185,42 @@ class _Tuning:
                 self._pass(piece)
         else:
             done = self._again(piece, modules, steps) if is_solved else self._chosen(piece, modules, steps)
+            if self.lender is not None:
+                _choose_all(modules)
             states = states_of(modules)
             self.kept.keep(name, states, done)
-        restore({place: self.model.get_submodule(place) for place in modules}, states)
+        if self.lender is None:
+            restore({place: self.model.get_submodule(place) for place in modules}, states)
+        else:
+            self._leave(modules, self.lender)
         self.rows += done.rows
         self.left |= done.left
         self.pieces += [done.piece] if done.piece is not None else []
+
+    def _enter(self, piece: Piece, lender: Lender) -> None:
+        """The weights of a piece are here, and its quantizers know their scales."""
+        lender.load(tensor for node in piece.nodes for tensor in self.walk.tensors(node))
+        for node in piece.nodes:
+            for layer in self.walk.quantized(node):
+                layer.freeze()
+
+    def _leave(self, modules: Mapping[str, nn.Module], lender: Lender) -> None:
+        for place in modules:
+            for owner in (self.walk.live, self.walk.plain):
+                layer = owner.get_submodule(place)
+                if isinstance(layer, QuantizedWeighted):
+                    layer.forget()
+        lender.drop()
+
+    def _observe(self, node: fx.Node) -> None:
+        """Find the range of an activation quantizer from the float stream."""
+        stub = self.walk.stub(node)
+        if self.lender is None or stub is None or stub.is_fixed or stub.calculator.is_initialized:
+            return
+        for where in self.walk.stub_nodes[id(stub)]:
+            for index in range(self.walk.count if self.walk.has(where.all_input_nodes[0]) else 0):
+                stub.quantizer(self.walk.value(where.all_input_nodes[0], index, noisy=False))
+        stub.compute_parameters()
 
     def _pass(self, piece: Piece) -> None:
         """Go past a piece that is finished; what layers after it share with it is seen again."""
@@ -182,8 +242,9 @@ class _Tuning:
         wider: list[Proposal] = []
         self.solver.left = {}
         for node in piece.nodes:
+            self._observe(node)
             wider += self._ranged(node)
-            if node in self.uses:
+            if node in self.uses and self.config.steps:
                 row = self.solver.solve(self.uses[node], self._name(node))
                 rows += [] if row is None else [(self.uses[node], row)]
             self._advance(node)
@@ -216,8 +277,9 @@ class _Tuning:
             stub = self.walk.stub(node)
             if stub is not None:
                 found[str(node.target)] = stub
-            elif node in self.uses:
-                found |= {self.walk.names[id(each)]: each for each in self.uses[node].layer.sharing}
+            for layer in self.walk.quantized(node):
+                if layer.kind != TABLE or self.lender is not None:
+                    found |= {self.walk.names[id(each)]: each for each in layer.sharing}
         return found
 
     def _ranged(self, node: fx.Node) -> list[Proposal]:
@@ -282,6 +344,13 @@ class _Tuning:
             self.walk.rerun(piece)
             said.append(f"{step.name} {work.notes.get('gain', '')}".strip())
         return "; ".join(said)
+
+
+def _choose_all(modules: Mapping[str, nn.Module]) -> None:
+    """Codes that nobody chose are the nearest: they are kept too."""
+    for layer in modules.values():
+        if isinstance(layer, QuantizedWeighted) and layer.weight_quant.chosen is None:
+            layer.choose(layer.deployed().codes)
 
 
 def _undone(row: TunedLayer, how: str) -> TunedLayer:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from scalepoint.graph.modules import tensors_of
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.stubs import Quantizing, QuantStub
@@ -28,8 +29,8 @@ class _Reached(BaseException):
 class Walk:
     """The two streams of one model over some batches."""
 
-    def __init__(self, model: fx.GraphModule, *, memory: int) -> None:
-        self.graph = model.graph
+    def __init__(self, model: fx.GraphModule, *, memory: int, keeps_outputs: bool = True) -> None:
+        self.graph, self.keeps_outputs = model.graph, keeps_outputs
         self.plain, self.live = twin(model, quantizing=False), twin(model, quantizing=True)
         self._exact, self._noisy = (fx.Interpreter(each, graph=model.graph) for each in (self.plain, self.live))
         self.names = {id(module): name for name, module in self.live.named_modules()}
@@ -74,6 +75,20 @@ class Walk:
     def module(self, node: fx.Node) -> nn.Module | None:
         return self.live.get_submodule(str(node.target)) if node.op == "call_module" else None
 
+    def tensors(self, node: fx.Node) -> list[Tensor]:
+        """The parameters that a node computes with."""
+        if node.op == "get_attr":
+            place, _, name = str(node.target).rpartition(".")
+            found = getattr(self.live.get_submodule(place), name)
+            return [found] if isinstance(found, Tensor) else []
+        parts = [each for each in (self.module(node), *self.parts(node)) if each is not None]
+        inner = [each for part in parts if isinstance(part, QuantizedWeighted) for each in part.refers.values()]
+        return [tensor for part in (*parts, *inner) if part is not None for tensor in tensors_of(part)]
+
+    def quantized(self, node: fx.Node) -> list[QuantizedWeighted]:
+        """The layers and tables with codes at a node."""
+        return [each for each in self.parts(node) if isinstance(each, QuantizedWeighted) and each.weight_quant.enabled]
+
     def parts(self, node: fx.Node) -> list[nn.Module]:
         """The parts of a group in their order."""
         return list(getattr(self.module(node), "parts", {}).values())
@@ -92,8 +107,9 @@ class Walk:
         if node.op in ("placeholder", "output"):
             return
         stub, is_same = self.stub(node), node in self.same
+        is_unread = not self.keeps_outputs and all(user.op == "output" for user in node.users)
         with torch.no_grad():
-            for index in range(self.count):
+            for index in range(0 if is_unread else self.count):
                 self.shelf.put((False, node, index), self._run(self._exact, node, index, noisy=False))
                 if not is_same:
                     self.shelf.put((True, node, index), self._run(self._noisy, node, index, noisy=True), stub)
@@ -128,9 +144,9 @@ class Walk:
         """What a piece reads."""
         return {node: self.value(node, index, noisy=noisy) for node in piece.entries}
 
-    def run(self, piece: Piece, entries: Mapping[fx.Node, Any]) -> list[Any]:
-        """What the quantized piece gives for these inputs, of each of its exits."""
-        runner, readers = self._noisy, piece.last_reads
+    def run(self, piece: Piece, entries: Mapping[fx.Node, Any], *, noisy: bool = True) -> list[Any]:
+        """What the piece, quantized or not, gives for these inputs, of each of its exits."""
+        runner, readers = self._noisy if noisy else self._exact, piece.last_reads
         with _environment(runner, dict(entries)) as env:
             for node in piece.nodes:
                 env[node] = runner.run_node(node)

@@ -1,0 +1,141 @@
+"""The model of a checkpoint without its weights: transformers' own module tree over hollow parameters.
+
+    config.json -> module tree (only code of the installed transformers) -> parameters by the names of the checkpoint
+
+What the tree computes by itself (rotary frequencies) is there; every parameter must be in the checkpoint, in its shape.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalepoint.checkpoints.hollow import Hollows
+from scalepoint.checkpoints.source import Source
+from scalepoint.errors import CaptureError, StoreError, UsageError
+
+
+@dataclass
+class Weights:
+    """The parameters of a model and where they come from; here while they are asked for."""
+
+    source: Source
+    hollows: Hollows = field(default_factory=Hollows)
+    names: dict[int, str] = field(default_factory=dict)  # address -> name in the checkpoint
+    _here: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def mark(self) -> str:
+        return self.source.mark
+
+    def load(self, tensors: Iterable[Tensor]) -> None:
+        """Read what is not here yet."""
+        for tensor in tensors:
+            place = tensor.data_ptr()
+            if place in self.names and place not in self._here:
+                self.hollows.fill(tensor, self.source.tensor(self.names[place]))
+                self._here[place] = tensor
+
+    def drop(self) -> None:
+        """Give the memory of all back."""
+        for tensor in self._here.values():
+            self.hollows.drop(tensor)
+        self._here.clear()
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Its name in the checkpoint."""
+        return self.names[tensor.data_ptr()]
+
+
+def skeleton(source: Source) -> tuple[nn.Module, Weights]:
+    """The model in eval mode, its weights hollow; an error names what the checkpoint lacks."""
+    model = _tree(source)
+    weights = Weights(source)
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for leaf, own in list(module._parameters.items()):
+            if own is None:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            if id(own) not in made:
+                tensor = weights.hollows.make(own.shape)
+                weights.names[tensor.data_ptr()] = _stored_name(source, name, tuple(own.shape))
+                made[id(own)] = nn.Parameter(tensor, requires_grad=False)
+            module._parameters[leaf] = made[id(own)]
+    _load_buffers(model, source)
+    return model.eval(), weights
+
+
+def head_of(model: nn.Module) -> str | None:
+    """The name of the layer that gives the logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _stored_name(source: Source, name: str, shape: tuple[int, ...]) -> str:
+    stored = source.tensors.get(name)
+    if stored is None:
+        raise StoreError(
+            f"{source.folder} has no {name}, which a {source.model_type!r} model of its config.json needs "
+            f"({len(source.tensors)} tensors there, such as {next(iter(source.tensors), 'none')})"
+        )
+    if stored.shape != shape:
+        raise StoreError(
+            f"{stored.shard.name}: {name} has shape {list(stored.shape)}, by config.json it is {list(shape)}"
+        )
+    return name
+
+
+def _load_buffers(model: nn.Module, source: Source) -> None:
+    """State that is no parameter is small: it is read now."""
+    for name, buffer in model.named_buffers():
+        if name in source.tensors and source.tensors[name].shape == tuple(buffer.shape):
+            buffer.copy_(source.tensor(name))
+
+
+def _tree(source: Source) -> nn.Module:
+    transformers = _library()
+    if "auto_map" in source.config and source.model_type not in transformers.CONFIG_MAPPING:
+        raise CaptureError(
+            f"{source.folder}: config.json asks for code of its own ({source.model_type!r}), which is never run here"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+        config.use_cache = False
+        config._attn_implementation = "sdpa"
+        with _weightless():
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CaptureError(
+            f"{source.folder}: transformers {transformers.__version__} makes no language model of its config.json "
+            f"(model_type {source.model_type!r}): {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def _library() -> Any:
+    try:
+        import transformers  # noqa: PLC0415  # an extra
+    except ImportError:
+        raise UsageError("language models need transformers: pip install 'scalepoint[transformers]'") from None
+    return transformers
+
+
+@contextmanager
+def _weightless() -> Iterator[None]:
+    """Parameters that are registered meanwhile have no memory; buffers are as always."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param if param is None else nn.Parameter(param.to("meta"), requires_grad=False))
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,145 @@
+"""deploy_checkpoint: a language model's folder in, what its runtime reads out; never more than a block in memory.
+
+headers of the shards -> module tree over hollow weights -> graph -> quantizers, as for any model
+walk: load a block -> observe, tune -> keep its codes in a folder -> drop it        (killed: goes on here)
+score: both streams once more on other text -> write the format from the codes -> run it in its runtime
+"""
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from scalepoint.checkpoints import QuantizedCheckpoint
+from scalepoint.checkpoints.skeleton import Weights, head_of, skeleton
+from scalepoint.deployment.accuracy import Accuracy
+from scalepoint.deployment.result import Deployment
+from scalepoint.files import locked
+from scalepoint.language.proof import Proof, prove
+from scalepoint.language.quantized import Codes
+from scalepoint.language.reporting import report_of, write_report
+from scalepoint.language.settings import Asked, asked, with_head
+from scalepoint.language.streams import Scored, scored
+from scalepoint.language.text import Text, sequences
+from scalepoint.progress import phase
+from scalepoint.quantize import QuantConfig, coverage, insert_qdq
+from scalepoint.quantize.stubs import Quantizing
+from scalepoint.targets import Target
+from scalepoint.transformation import transform
+from scalepoint.tuning import TuneReport, tune
+from scalepoint.tuning.checkpoint import Checkpoint
+
+JUDGED = 16  # sequences that are scored, at most
+
+
+def deploy_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    *,
+    target: str | Target,
+    config: QuantConfig | Mapping[str, Any] | None = None,
+    data: Text = None,
+    judge: Text = None,
+    accuracy: Accuracy = "balanced",
+    memory: int | str | None = None,
+    length: int = 512,
+    samples: int = 16,
+    verify: bool = True,
+    resume: bool = False,
+    progress: bool | None = None,
+) -> Deployment:
+    """Quantize the checkpoint in the folder `source` for a runtime of language models, and prove it there.
+
+    `data` calibrates (a text file, a .jsonl, a folder of such, or sequences of tokens), `judge` is other text that
+    perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
+    holds one, and activations up to `memory`. resume=True goes on where a run of the same was killed.
+    """
+    job = asked(source, output, target, config, accuracy, memory)
+    timings: dict[str, float] = {}
+    calibration, judging = _texts(job, data, judge, length, samples)
+    with locked(job.work):
+        with _timed(timings, "capture"), phase("capturing", show=progress):
+            model, weights = quantized_skeleton(job, calibration)
+        with _timed(timings, "tune"):
+            tuned, kept = _tuned(job, model, weights, calibration, resume, progress)
+        scores: Scored | None = None
+        if judging:
+            with _timed(timings, "score"):
+                scores = scored(model, weights, kept, judging, memory=job.tuning.memory, progress=progress)
+        codes = Codes(model, weights, kept)
+        with _timed(timings, "write"), phase(f"writing {job.path}", show=progress):
+            job.format.write(QuantizedCheckpoint(job.source, codes), job.path)
+        proof: Proof | None = None
+        if verify and scores is not None:
+            with _timed(timings, "verify"), phase(f"running it in {job.target.runtime}", show=progress):
+                proof = prove(job, judging, scores)
+        return _finished(job, model, codes, tuned, scores, proof, timings)
+
+
+def _finished(
+    job: Asked,
+    model: fx.GraphModule,
+    codes: Codes,
+    tuned: TuneReport,
+    scores: Scored | None,
+    proof: Proof | None,
+    timings: Mapping[str, float],
+) -> Deployment:
+    report = report_of(job, model, codes, tuned, scores, proof, timings)
+    write_report(report, job)
+    shutil.rmtree(job.work, ignore_errors=True)
+    before, after = (None, None) if scores is None else (scores.float_perplexity, scores.perplexity)
+    after = after if proof is None or proof.perplexity is None else proof.perplexity
+    return Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+
+
+def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:
+    """The graph of the model with its quantizers on, its weights hollow."""
+    tree, weights = skeleton(job.source)
+    config = with_head(job.config, head_of(tree), job.target)
+    example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
+    plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
+    model = insert_qdq(plan.model, plan.matches, config, target=job.target, copy=False).eval()
+    for module in model.modules():
+        if isinstance(module, Quantizing):
+            module.enabled = True
+    return model, weights
+
+
+def _texts(job: Asked, data: Text, judge: Text, length: int, samples: int) -> tuple[list[Tensor], list[Tensor]]:
+    if data is None and not job.tuning.steps:
+        first: list[Tensor] = []
+        return first, [] if judge is None else sequences(judge, job.source, length=length, count=JUDGED, what="text")
+    if judge is not None:
+        first = sequences(data, job.source, length=length, count=samples, what="calibration data")
+        return first, sequences(judge, job.source, length=length, count=JUDGED, what="text to judge by")
+    found = sequences(data, job.source, length=length, count=samples + JUDGED, what="calibration data")
+    cut = min(samples, max(1, len(found) // 2))
+    return found[:cut], found[cut:] or found[:1]
+
+
+def _tuned(
+    job: Asked, model: fx.GraphModule, weights: Weights, data: list[Tensor], resume: bool, progress: bool | None
+) -> tuple[TuneReport, Checkpoint]:
+    report = tune(
+        model,
+        [(each,) for each in data],
+        job.tuning,
+        folder=job.work / "tuning",
+        resume=resume,
+        progress=progress,
+        lender=weights,
+    )
+    return report, Checkpoint.reopened(job.work / "tuning")
+
+
+@contextmanager
+def _timed(timings: dict[str, float], what: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    timings[what] = time.perf_counter() - start

@@ -1,0 +1,109 @@
+"""What deploy_checkpoint was asked for, checked before any work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scalepoint.checkpoints import Source
+from scalepoint.deployment.accuracy import CLOSED, Accuracy, check_accuracy
+from scalepoint.errors import ConfigError, UsageError
+from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.formats.registry import find_checkpoint_format
+from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.config import FLOAT, Override
+from scalepoint.targets import Target, find_target, list_targets
+from scalepoint.tuning import TuneConfig
+
+STEPS = tuple(step for step in CLOSED if step != "intercept")  # most layers have no bias that could take it up
+PRESETS: dict[str, tuple[str, ...]] = {"fast": (), "balanced": STEPS, "best": (*STEPS, "sign_round", "clip")}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All of it."""
+
+    source: Source
+    output: Path
+    target: Target
+    format: CheckpointFormat
+    config: QuantConfig
+    tuning: TuneConfig
+
+    @property
+    def path(self) -> Path:
+        """The file, or the folder, that the runtime reads."""
+        if not self.format.suffix or self.output.suffix == self.format.suffix:
+            return self.output
+        return self.output / f"{self.source.folder.resolve().name}{self.format.suffix}"
+
+    @property
+    def work(self) -> Path:
+        """Where a killed run goes on from."""
+        return self.output.with_name(f".{self.output.name}.work")
+
+
+def asked(
+    source: str | Path,
+    output: str | Path,
+    target: str | Target,
+    config: QuantConfig | Mapping[str, Any] | None,
+    accuracy: Accuracy,
+    memory: int | str | None,
+) -> Asked:
+    """Everything resolved; what cannot be is refused here."""
+    chosen = find_target(target)
+    if not chosen.is_language:
+        raise UsageError(
+            f"target {chosen.name!r} takes models, not checkpoints: choose from "
+            f"{', '.join(list_targets(language=True))}; or load the model and call deploy"
+        )
+    check_accuracy(accuracy)
+    form = find_checkpoint_format(chosen.format)
+    opened = Source.open(source)
+    where = Path(output)
+    if where.resolve() == opened.folder.resolve():
+        raise UsageError(f"{where} is the checkpoint itself: choose another output")
+    if chosen.scale_dtype == torch.bfloat16:
+        chosen = replace(chosen, scale_dtype=_own_dtype(opened))
+    complete = complete_config(QuantConfig.build(config), chosen)
+    activation = complete.spec_for("input", (), ())
+    weight = complete.spec_for("weight", (), ())
+    form.check(
+        opened,
+        chosen.weight if weight is None else None if isinstance(weight, str) else weight,
+        None if isinstance(activation, str) else activation,
+    )
+    steps = PRESETS[accuracy]
+    limits = {} if memory is None else {"memory": memory}
+    return Asked(opened, where, chosen, form, complete, TuneConfig(steps=steps, **limits))
+
+
+def complete_config(config: QuantConfig, target: Target) -> QuantConfig:
+    """The config with what language models want unless it says otherwise: float activations, and embeddings as the
+    target stores them."""
+    if config.migrations:
+        raise ConfigError(
+            f"migrate={list(config.migrations)}: rewrites need the whole model at once; load it and call "
+            "quantize for that"
+        )
+    said = {} if config.activation is not None else {"activation": FLOAT}
+    return config.model_copy(update=said)
+
+
+def with_head(config: QuantConfig, head: str | None, target: Target) -> QuantConfig:
+    """The last layer as the target wants it, unless the config names it."""
+    if head is None or any(each.name == head for each in config.overrides):
+        return config
+    own = Override(name=head, weight=FLOAT if target.head is None else target.head)
+    return config.model_copy(update={"overrides": (own, *config.overrides)})
+
+
+def _own_dtype(source: Source) -> torch.dtype:
+    """What most of the weights are stored in."""
+    sizes: dict[torch.dtype, int] = {}
+    for each in source.tensors.values():
+        sizes[each.dtype] = sizes.get(each.dtype, 0) + each.nbytes
+    return max(sizes, key=sizes.__getitem__) if sizes else torch.float32

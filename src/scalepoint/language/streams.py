@@ -1,0 +1,124 @@
+"""The float and the quantized model over some tokens, block by block: losses and logits of both.
+
+load a piece -> run all sequences through it, in both streams -> drop it -> the next
+at the head: a sequence at a time, so that logits are never all in memory
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from scalepoint.checkpoints.skeleton import Weights
+from scalepoint.errors import CaptureError
+from scalepoint.progress import phase
+from scalepoint.tuning.checkpoint import Checkpoint
+from scalepoint.tuning.pieces import Piece, cut
+from scalepoint.tuning.state import restore
+from scalepoint.tuning.walk import Walk
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Perplexities, and the simulation's logits of the first sequence."""
+
+    float_perplexity: float
+    perplexity: float
+    tokens: int
+    logits: Tensor
+    sqnr_db: float  # of the logits of the quantized stream against those of the float one
+
+
+def perplexity(run: Callable[[Tensor], Tensor], tokens: Sequence[Tensor]) -> float:
+    """exp of the mean loss of every next token; `run` gives the logits (batch, length, vocabulary) of tokens."""
+    total, count = 0.0, 0
+    for each in tokens:
+        own = each if each.ndim == 2 else each[None]
+        loss, number = loss_of(run(own), own)
+        total, count = total + loss, count + number
+    return float(torch.tensor(total / max(count, 1), dtype=torch.float64).exp())
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> tuple[float, int]:
+    """The sum of the losses, and of how many tokens."""
+    flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
+    wanted = tokens[:, 1:].reshape(-1)
+    return float(F.cross_entropy(flat, wanted, reduction="sum")), int(wanted.numel())
+
+
+def scored(
+    model: fx.GraphModule,
+    weights: Weights,
+    kept: Checkpoint,
+    tokens: Sequence[Tensor],
+    *,
+    memory: int,
+    progress: bool | None,
+) -> Scored:
+    """Both models on these tokens; the codes are those in the folder."""
+    walk = Walk(model, memory=memory, keeps_outputs=False)
+    try:
+        for each in tokens:
+            walk.take([each])
+        pieces = cut(walk.graph, walk.same, lambda node: walk.layer(node) is not None, "block", joins_end=False)
+        with phase("scoring", total=len(pieces), unit="blocks", show=progress) as running:
+            for index, piece in enumerate(pieces[:-1]):
+                _enter(walk, weights, kept, piece, f"{index:04}")
+                for node in piece.nodes:
+                    walk.advance(node)
+                _leave(walk, weights, piece)
+                running.advance()
+            _enter(walk, weights, kept, pieces[-1], f"{len(pieces) - 1:04}")
+            found = _at_head(walk, pieces[-1], tokens)
+            _leave(walk, weights, pieces[-1])
+            running.advance()
+        return found
+    finally:
+        walk.shelf.close()
+
+
+def _enter(walk: Walk, weights: Weights, kept: Checkpoint, piece: Piece, name: str) -> None:
+    weights.load(tensor for node in piece.nodes for tensor in walk.tensors(node))
+    found = kept.find(name)
+    if found is not None:
+        states, _ = found
+        restore({place: walk.live.get_submodule(place) for place in states}, states)
+
+
+def _leave(walk: Walk, weights: Weights, piece: Piece) -> None:
+    for node in piece.nodes:
+        for layer in walk.quantized(node):
+            for owner in (walk.live, walk.plain):
+                owner.get_submodule(walk.names[id(layer)]).forget()  # type: ignore[operator]
+    weights.drop()
+
+
+def _at_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Scored:
+    sums, count, noise, signal = [0.0, 0.0], 0, 0.0, 0.0
+    first: Tensor | None = None
+    with torch.no_grad():
+        for index, own in enumerate(tokens):
+            exact, noisy = (
+                _logits(walk.run(piece, walk.entries(piece, index, noisy=side), noisy=side)) for side in (False, True)
+            )
+            for place, logits in enumerate((exact, noisy)):
+                loss, number = loss_of(logits, own)
+                sums[place] += loss
+            count += number
+            noise += float((noisy - exact).double().square().sum())
+            signal += float(exact.double().square().sum())
+            first = noisy.clone() if first is None else first
+    assert first is not None  # noqa: S101  # there is a sequence
+    means = torch.tensor(sums, dtype=torch.float64) / max(count, 1)
+    before, after = (float(each) for each in means.exp())
+    sqnr = float("inf") if not noise else 10 * float(torch.tensor(signal / noise, dtype=torch.float64).log10())
+    return Scored(before, after, count, first, sqnr)
+
+
+def _logits(exits: Sequence[object]) -> Tensor:
+    for value in reversed(exits):
+        if isinstance(value, Tensor) and value.ndim == 3:
+            return value
+    raise CaptureError("the model's last output is no tensor of logits (batch, length, vocabulary)")

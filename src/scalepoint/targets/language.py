@@ -1,0 +1,96 @@
+"""Targets of language models: they are made from a checkpoint's folder, weights first, by `deploy_checkpoint`.
+
+Only linear layers are quantized, at their inputs where activations are asked for; between them everything is float, as
+in the kernels of these runtimes. `head` and `table` say what becomes of the largest matrices, which are looked up and
+multiplied once a token.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from scalepoint.patterns import BASE_PATTERNS, Point
+from scalepoint.patterns.fused import FusedAttention, FusedPool
+from scalepoint.patterns.language import without_points
+from scalepoint.spec import PerBlockGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec.spec import to_dtype
+from scalepoint.targets.target import Accepted, Target
+
+WHY = "language runtimes compute it in float"
+PATTERNS = tuple(
+    without_points(each, WHY) if each.make in (FusedAttention, FusedPool) or Point.OUTPUT in each.qdq_points else each
+    for each in BASE_PATTERNS
+)
+SIGNED = tuple(map(to_dtype, ("int8", "int4", "int3", "int2")))
+UNSIGNED = tuple(map(to_dtype, ("uint8", "uint4", "uint3", "uint2")))
+FIVE = tuple(map(to_dtype, ("int5", "uint5")))
+FLOATS = (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
+TOKENS = Accepted("activation", (torch.int8, torch.uint8, *FLOATS))
+
+
+def _blocks(dtype: str, size: int, scheme: QuantizationScheme = QuantizationScheme.SYMMETRIC) -> QuantizationSpec:
+    granularity = PerBlockGranularity(block_size=size)
+    return QuantizationSpec(
+        dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls="static", range_calculator_cls="mse"
+    )
+
+
+def _weights(dtypes: tuple[torch.dtype, ...], *granularities: str, sizes: tuple[int, ...] = ()) -> Accepted:
+    return Accepted("weight", dtypes, (), granularities, sizes)
+
+
+_BASE = Target(
+    name="compressed-tensors",
+    summary="folders for vLLM and transformers: w4a16, w8a8, fp8, nvfp4",
+    patterns=PATTERNS,
+    activation=QuantizationSpec(dtype="int8", qparam_calculator_cls="dynamic"),
+    weight=_blocks("int4", 128),
+    accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED, *FLOATS), "per_block", "per_channel", "per_tensor")),
+    float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
+    format="compressed-tensors",
+    runtime="transformers",
+    scale_dtype=torch.bfloat16,
+    is_language=True,
+)
+GPTQ = replace(
+    _BASE,
+    name="gptq",
+    summary="folders in the layout of GPTQ: int4, int8 (and 2, 3) in groups, no activations",
+    accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED), "per_block", "per_channel")),
+    format="gptq",
+    scale_dtype=torch.float16,
+)
+AWQ = replace(
+    _BASE,
+    name="awq",
+    summary="folders in the layout of AWQ: 4 bits in groups with zero points, no activations",
+    weight=_blocks("uint4", 128, QuantizationScheme.ASYMMETRIC),
+    accepts=(TOKENS, _weights(tuple(map(to_dtype, ("uint4", "int4"))), "per_block")),
+    format="awq",
+    scale_dtype=torch.float16,
+)
+GGUF = replace(
+    _BASE,
+    name="gguf",
+    summary="one file for llama.cpp: 8, 5 or 4 bits in blocks of 32",
+    weight=_blocks("int4", 32),
+    accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED, *FIVE), "per_block", "per_channel")),
+    table=_blocks("int8", 32),
+    head=_blocks("int8", 32),
+    format="gguf",
+    runtime="llama.cpp",
+    scale_dtype=torch.float16,
+)
+ORT_GENAI = replace(
+    _BASE,
+    name="ort-genai",
+    summary="a folder for ONNX Runtime GenAI: int4 or int8 in blocks, with KV cache",
+    weight=_blocks("int4", 32),
+    accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED), "per_block", sizes=(16, 32, 64, 128, 256))),
+    table=_blocks("int8", 32),
+    head=_blocks("int8", 32),
+    format="ort-genai",
+    runtime="ort-genai",
+    scale_dtype=torch.float32,
+)
+LANGUAGE = (_BASE, GPTQ, AWQ, GGUF, ORT_GENAI)

@@ -1,0 +1,77 @@
+"""A small Llama that learned a little, in a folder as transformers writes it."""
+
+import warnings
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+LINE = "the a cat dog bird sees eats likes finds small big red old and then it runs sleeps . ,"
+UNKNOWN, END = "<unk>", "</s>"
+
+
+def text(count, seed=0):
+    """Sentences with rules that can be learned."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*among):
+        return among[int(torch.randint(len(among), (1,), generator=generator))]
+
+    parts = []
+    for _ in range(count):
+        first, other = pick("cat", "dog", "bird"), pick("cat", "dog", "bird")
+        verb = {"cat": "sees", "dog": "eats", "bird": "finds"}[first]
+        parts.append(f"the {pick('small', 'big', 'red')} {first} {verb} a {pick('old', 'red')} {other} , and then it ")
+        parts.append({"cat": "sleeps", "dog": "runs", "bird": "likes it"}[other] + " . ")
+    return "".join(parts)
+
+
+def train(model, tokens, steps=60):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        starts = torch.randint(len(tokens) - 33, (16,), generator=generator)
+        batch = torch.stack([tokens[start : start + 33] for start in starts])
+        logits = model(batch[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def write_tokenizer(folder):
+    vocabulary = {word: index for index, word in enumerate([UNKNOWN, END, *LINE.split()])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN, eos_token=END)
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """(folder, model): trained, two blocks, its head tied to the embeddings."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = write_tokenizer(folder)
+        model = train(LlamaForCausalLM(config), torch.tensor(tokenizer.encode(text(400))))
+        model.save_pretrained(folder)
+    (folder / "calibration.txt").write_text(text(150, seed=5))
+    (folder / "judge.txt").write_text(text(60, seed=6))
+    return folder, model

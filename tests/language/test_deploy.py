@@ -1,0 +1,194 @@
+"""deploy_checkpoint: block by block, what it says is what the written weights compute, killed runs go on."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+import scalepoint
+from scalepoint import deploy_checkpoint, perplexity
+from scalepoint.errors import CalibrationError, ConfigError, StoreError, UsageError
+from scalepoint.files import replace_folder
+from scalepoint.formats import registry
+from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.language.text import sequences
+from scalepoint.quantize import QuantConfig
+from scalepoint.targets import find_target, list_targets
+from scalepoint.tuning.checkpoint import Checkpoint
+
+FOUR = QuantConfig(weight={"n_bits": 4, "block_size": 32}, activation="float")
+
+
+def write(checkpoint, path):
+    """Every weight as what it stands for: a checkpoint that transformers reads."""
+
+    def fill(folder):
+        tensors = {
+            name: checkpoint.packed[name].values() if name in checkpoint.packed else checkpoint.tensor(name)
+            for name in checkpoint.source.tensors
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(checkpoint.source.folder / "config.json", folder / "config.json")
+
+    replace_folder(path, fill)
+
+
+@pytest.fixture(autouse=True)
+def _values(monkeypatch):
+    """The weights' values in the place of any format: what a format packs is judged with it."""
+    own = {name: CheckpointFormat(name, "", write, lambda *_: None) for name in list_targets(language=True)}
+    monkeypatch.setattr(registry._OF_CHECKPOINTS, "own", own)
+
+
+def deployed(llama, path, target="compressed-tensors", config=FOUR, **more):
+    folder, _ = llama
+    asked = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 24}
+    return deploy_checkpoint(
+        folder, path, target=target, config=config, **{**asked, "verify": False, "progress": False, **more}
+    )
+
+
+def judged(folder, path):
+    """The perplexity of what was written, by transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = LlamaForCausalLM.from_pretrained(path, local_files_only=True).eval()
+    source = scalepoint.checkpoints.Source.open(folder)
+    tokens = sequences(folder / "judge.txt", source, length=32, count=16, what="text")
+    with torch.no_grad():
+        return perplexity(lambda own: model(own).logits, tokens)
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "gguf"])
+def test_the_simulation_is_what_the_written_weights_compute(llama, tmp_path, target):
+    folder, _ = llama
+    done = deployed(llama, tmp_path / "out", target)
+    assert done.score == pytest.approx(judged(folder, tmp_path / "out"), rel=1e-6)
+    assert done.float_score == pytest.approx(judged(folder, folder), rel=1e-6)
+    assert {row.name for row in done.tuned.layers} == {
+        f"model.layers.{block}.{name}_proj"
+        for block in (0, 1)
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    }
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out"]  # nothing is left of the work
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["accuracy"][0]["name"] == "perplexity"
+
+
+def test_tuning_loses_less_than_rounding(llama, tmp_path):
+    config = QuantConfig(weight={"n_bits": 2, "block_size": 32}, activation="float")
+    fast = deployed(llama, tmp_path / "fast", config=config, accuracy="fast")
+    tuned = deployed(llama, tmp_path / "tuned", config=config)
+    assert abs(tuned.score - tuned.float_score) < 0.5 * (fast.score - fast.float_score)
+
+
+def test_static_activations_are_observed_on_the_way(llama, tmp_path):
+    config = QuantConfig(weight={"per_channel": True}, activation={"symmetric": True})
+    done = deployed(llama, tmp_path / "out", config=config)
+    assert done.score == pytest.approx(done.float_score, rel=0.05)
+    assert done.score != done.float_score
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkeypatch):
+    deployed(llama, tmp_path / "whole")
+    kept, keep = [], Checkpoint.keep
+
+    def killed(self, name, states, done):
+        keep(self, name, states, done)
+        kept.append(name)
+        if len(kept) == 2:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "keep", killed)
+        with pytest.raises(Killed):
+            deployed(llama, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is the same run: nothing to warn of
+        deployed(llama, tmp_path / "again", resume=True)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_weights_are_here_one_piece_at_a_time(llama, tmp_path, monkeypatch):
+    from scalepoint.checkpoints.skeleton import Weights
+
+    most, load = [0], Weights.load
+
+    def loading(self, tensors):
+        load(self, tensors)
+        most[0] = max(most[0], sum(each.numel() for each in self._here.values()))
+
+    monkeypatch.setattr(Weights, "load", loading)
+    deployed(llama, tmp_path / "out")
+    block = 3 * 64 * 128 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64
+    assert 0 < most[0] < block
+
+
+def test_without_data_weights_are_rounded_and_nothing_is_scored(llama, tmp_path):
+    done = deployed(llama, tmp_path / "out", data=None, judge=None, accuracy="fast")
+    assert done.score is None
+    written = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    steps = written.reshape(128, 2, 32)
+    assert max(len(block.unique()) for row in steps for block in row) <= 16
+
+
+def test_asking_for_what_cannot_be_is_refused_before_any_work(llama, tmp_path):
+    folder, _ = llama
+    with pytest.raises(CalibrationError, match="accuracy='fast'"):
+        deployed(llama, tmp_path / "out", data=None, judge=None)
+    with pytest.raises(UsageError, match="takes models, not checkpoints"):
+        deployed(llama, tmp_path / "out", "onnxruntime")
+    with pytest.raises(UsageError, match="the checkpoint itself"):
+        deployed(llama, folder)
+    with pytest.raises(ConfigError, match="rewrites need the whole model"):
+        deployed(llama, tmp_path / "out", config=QuantConfig(migrate=("awq",)))
+    with pytest.raises(CalibrationError, match="less than one sequence of 4096"):
+        deployed(llama, tmp_path / "out", length=4096)
+    assert not list(tmp_path.iterdir())
+
+
+def spoiled(folder, tmp_path, **config):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    written = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(written | config))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "says"),
+    [
+        ({"hidden_size": 32}, StoreError, r"has shape \[\d+, \d+\], by config.json it is"),
+        ({"num_hidden_layers": 3}, StoreError, r"has no model\.layers\.2\."),
+        ({"model_type": "nonesuch"}, scalepoint.errors.CaptureError, "nonesuch"),
+        (
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "m.M"}},
+            scalepoint.errors.CaptureError,
+            "never run",
+        ),
+    ],
+    ids=["shapes", "missing", "unknown", "remote code"],
+)
+def test_a_config_that_does_not_fit_the_weights_is_told(llama, tmp_path, config, error, says):
+    folder, _ = llama
+    copy = spoiled(folder, tmp_path, **config)
+    with pytest.raises(error, match=says):
+        deploy_checkpoint(copy, tmp_path / "out", target="gguf", data=[torch.ones(1, 8, dtype=torch.int64)])
+
+
+def test_targets_of_language_models_are_a_list_of_their_own():
+    assert list_targets(language=True) == ["compressed-tensors", "gptq", "awq", "gguf", "ort-genai"]
+    assert "gguf" not in list_targets()
+    assert find_target("gguf").is_language
+    with pytest.raises(UsageError, match="deploy_checkpoint writes it"):
+        scalepoint.formats.find_format("gguf")
