@@ -315,12 +315,14 @@ OF_ONE_COMMAND = {"folder", "path", "first", "second", "name", "shape", "html", 
 
 def test_a_flag_is_a_keyword_is_a_key() -> None:
     from scalepoint.deployment import DeployConfig, deploy
+    from scalepoint.language import deploy_checkpoint
 
     flags = set(inspect.signature(deploying.deploy).parameters)
     keys = set(DeployConfig.model_fields) - {"quantization"}  # as a keyword: config
     keywords = {name for name, each in inspect.signature(deploy).parameters.items() if each.kind == each.KEYWORD_ONLY}
     assert flags - FOR_THE_SCREEN - MODES == keys
-    assert keys - BY_NAME == keywords - {"config", "kwargs", "progress"} - MODES
+    of_folders = set(inspect.signature(deploy_checkpoint).parameters) - {"source", "verify"} - BY_NAME
+    assert keys - BY_NAME == (keywords | of_folders) - {"config", "kwargs", "progress"} - MODES
     assert flags >= MODES
     assert keywords >= MODES
 

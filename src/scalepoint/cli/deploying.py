@@ -11,6 +11,7 @@ import typer
 
 import scalepoint
 from scalepoint.cli import options
+from scalepoint.cli.checkpoints import FolderRun, is_folder
 from scalepoint.cli.ending import Code, interrupted
 from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.naming import Finder, load_evaluate, public
@@ -38,6 +39,10 @@ def deploy(
     max_trials: options.MaxTrials = None,
     budget: options.Budget = None,
     choices: options.Choices = None,
+    judge: options.Judge = None,
+    memory: options.Memory = None,
+    length: options.Length = None,
+    samples: options.Samples = None,
     max_batches: options.MaxBatches = None,
     on_nan: options.OnNan = None,
     leave: options.Leave = None,
@@ -59,12 +64,17 @@ def deploy(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Quantize a model for a target, verify it in its runtime, and write file and report."""
+    """Quantize a model, or the checkpoint of a language model, for a target, verify it in its runtime, and write file
+    and report."""
+    if is_folder(model):
+        return FolderRun(settings_of(context.params), resume, force, quiet, json).go()
     check_names(context.params)
     may_exist = force or dry_run
     if config is None:  # torch takes seconds to load: what can be refused before is
         check_output(Path(output or "out"), force=may_exist, resume=resume)
     settings = settings_of(context.params)
+    if is_folder(settings.model):
+        return FolderRun(settings, resume, force, quiet, json).go()
     finder = finder_of(settings, context.params)
     check_settings(settings, finder)
     check_output(Path(settings.output), force=may_exist, resume=resume)

@@ -9,7 +9,8 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="package.module:name",
-        help="A model, or a class or function without arguments that makes it; it may return (model, example_inputs).",
+        help="A model, or a class or function without arguments that makes it; it may return (model, example_inputs). "
+        "Or the folder of a language model's checkpoint.",
         show_default=False,
     ),
 ]
@@ -29,7 +30,8 @@ Data = Annotated[
         "--data",
         "-d",
         help="Data: a .npz or .safetensors file (samples along the first axis), a folder of pictures with --size, "
-        "--mean and --std, or package.module:function that returns batches.",
+        "--mean and --std, or package.module:function that returns batches. For language models a text file, a .jsonl, "
+        "or a folder of such.",
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples a batch, for files and pictures; 8 if not said.")]
@@ -76,6 +78,15 @@ Budget = Annotated[
 Choices = Annotated[
     str | None, typer.Option(help="Formats of weights that --budget may give; int4,int8,float if not said.")
 ]
+Judge = Annotated[
+    str | None,
+    typer.Option(help="Language models: text that perplexity is measured on; the end of --data if not said."),
+]
+Memory = Annotated[
+    str | None, typer.Option(help="Language models: for activations between blocks, as 2GB; what is beyond is on disk.")
+]
+Length = Annotated[int | None, typer.Option(min=2, help="Language models: tokens in a sequence; 512 if not said.")]
+Samples = Annotated[int | None, typer.Option(min=1, help="Language models: sequences that calibrate; 16 if not said.")]
 Strict = Annotated[bool | None, typer.Option("--strict", help="A layer that stays float unasked is an error.")]
 AllowDeparture = Annotated[
     bool | None, typer.Option("--allow-departure", help="Accept a file that departs from the simulation.")

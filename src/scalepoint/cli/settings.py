@@ -70,6 +70,8 @@ def check_settings(settings: Any, finder: Finder, *, needs_data: bool = True) ->
 def check_target(name: str) -> None:
     from scalepoint.targets import list_targets
 
+    if name in list_targets(language=True):
+        raise usage(f"target {name!r} takes the folder of a language model's checkpoint, not the name of a model")
     if name not in list_targets():
         raise usage(f"no target {name!r}: {nearest(name, list_targets())}")
 

@@ -31,6 +31,7 @@ from scalepoint.report import (
 )
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
+from scalepoint.tuning import TuneReport
 from scalepoint.version import __version__
 
 WORST = 4
@@ -65,7 +66,7 @@ def make_report(
         max_drop=bar.max_drop,
         min_speed=bar.min_speed,
         allocation=allocation,
-        tuning=_tuned(best),
+        tuning=tuned(best.tuned),
         reproduction=reproduction(run, best),
         migrated=record_of(best.model).migrated,
     )
@@ -96,9 +97,8 @@ def _findings(run: Run, best: Trial) -> tuple[str, ...] | None:
     return tuple(map(str, check(best.path, run.target.name, version=version)))
 
 
-def _tuned(best: Trial) -> Tuned | None:
+def tuned(found: TuneReport | None) -> Tuned | None:
     """What tuning did, as the report shows it."""
-    found = best.tuned
     if found is None:
         return None
     layers = tuple(

@@ -54,6 +54,10 @@ class DeployConfig(Config):
     max_trials: Count = 6
     budget: Budgeted = None  # size: 0.2, bits: 4.5 or speed: 1.8
     choices: Choices = CHOICES  # what a budget may give to a layer
+    judge: str | None = None  # of language models: text that perplexity is measured on
+    memory: int | str | None = None  # of language models: for activations, as 2GB
+    length: Annotated[int, Field(ge=2)] = 512  # of language models: tokens in a sequence
+    samples: Count = 16  # of language models: sequences that calibrate
     max_batches: Count | None = None
     on_nan: Literal["error", "skip"] = "error"
     leave: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """The written file in its runtime: the same logits as the simulation, its perplexity, how it goes on, how fast."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ from torch import Tensor
 from scalepoint.errors import VerificationError
 from scalepoint.language.settings import Asked
 from scalepoint.language.streams import Scored, perplexity
-from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import Status, ask
+from scalepoint.runtimes import Runtime, find_runtime
+from scalepoint.runtimes.process import Answer, Status, all_memory, ask
 from scalepoint.runtimes.serving import Served
 
 PROMPT = 32  # tokens of the text that the model goes on from
 NEW = 50
+LARGEST_FLOAT = 4_000_000_000
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Proof:
     tokens: tuple[int, ...] = ()
     prefill: float | None = None  # tokens a second
     decode: float | None = None
+    float_tokens: tuple[int, ...] = ()  # how the float model goes on
 
 
 def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
@@ -49,15 +52,31 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
             served.close()
     except VerificationError as error:
         return Proof(runtime.name, Status.FAILED.value, str(error), prompt=prompt)
-    options = {"threads": torch.get_num_threads()}
-    request: dict[str, Any] = {"task": "generate", "paths": [str(job.path)], "options": options}
-    answer = ask(runtime, {**request, "tokens": list(prompt), "count": NEW, "repeats": 1})
+    answer = _goes_on(runtime, job.path, prompt)
     if answer.status != Status.OK or answer.data is None:
         return Proof(runtime.name, answer.status.value, answer.message, sqnr, loss, prompt)
     found = answer.data["files"][0]
     new = tuple(found["tokens"])
     speeds = len(prompt) / max(found["prefill_seconds"], 1e-9), len(new) / max(found["decode_seconds"], 1e-9)
-    return Proof(runtime.name, Status.OK.value, "", sqnr, loss, prompt, new, *speeds)
+    return Proof(runtime.name, Status.OK.value, "", sqnr, loss, prompt, new, *speeds, _float(job, prompt))
+
+
+def _goes_on(runtime: Runtime, path: Path, prompt: tuple[int, ...]) -> Answer:
+    request: dict[str, Any] = {
+        "task": "generate",
+        "paths": [str(path)],
+        "options": {"threads": torch.get_num_threads()},
+    }
+    return ask(runtime, {**request, "tokens": list(prompt), "count": NEW, "repeats": 1})
+
+
+def _float(job: Asked, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """How the float model goes on, where it is small enough to be loaded whole."""
+    runtime = find_runtime("transformers")
+    if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, all_memory() // 4):
+        return ()
+    answer = _goes_on(runtime, job.source.folder, prompt)
+    return () if answer.data is None else tuple(answer.data["files"][0]["tokens"])
 
 
 def _logits(served: Served, tokens: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from scalepoint.report.chosen import Allocated, AllocatedLayer, ChosenCodes, FrontPoint, Tuned
 from scalepoint.report.folder import write
 from scalepoint.report.html import to_html
+from scalepoint.report.language import Language
 from scalepoint.report.model import (
     Attempt,
     GraphNode,
@@ -23,6 +24,7 @@ __all__ = [
     "FrontPoint",
     "GraphNode",
     "Histogram",
+    "Language",
     "Metric",
     "Raised",
     "Report",

@@ -9,7 +9,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-from scalepoint.report import charts, precision, sections, story, times
+from scalepoint.report import charts, language, precision, sections, story, times
 from scalepoint.report.markup import Html, data_block, join, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.tiles import palette, tiles
@@ -18,6 +18,7 @@ from scalepoint.words import SCALE, one_line, plural, short
 LONGEST = 1000  # of a warning
 PARTS = (
     ("accuracy", "Files that were tried"),
+    ("language", "As a language model"),
     ("allocation", "Precision by layer"),
     ("tuning", "Chosen by the data"),
     ("layers", "Layers"),
@@ -92,6 +93,7 @@ def _main(report: Report) -> Html:
     classes = palette(report)
     drawn = {
         "accuracy": story.accuracy(report),
+        "language": language.section(report),
         "allocation": precision.allocation(report),
         "tuning": precision.tuning(report),
         "layers": sections.layer_table(report, classes),

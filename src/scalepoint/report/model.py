@@ -20,6 +20,7 @@ from scalepoint.migrated import MigrationReport
 from scalepoint.plain import plain
 from scalepoint.report import advice, terminal
 from scalepoint.report.chosen import Allocated, Tuned
+from scalepoint.report.language import Language
 from scalepoint.verification.result import Verification
 
 SCHEMA = 1
@@ -156,6 +157,7 @@ class Report:
     migrated: MigrationReport | None = None  # rewrites of the float weights before calibration
     allocation: Allocated | None = None
     tuning: Tuned | None = None
+    language: Language | None = None  # what only language models have
     findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
     min_speed: float | None = None
 

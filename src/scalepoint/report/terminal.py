@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from scalepoint.report import language
 from scalepoint.words import (
     change_of,
     decibel,
@@ -45,6 +46,8 @@ def low_share(shares: dict[str, float] | None) -> float | None:
 
 def verdict(report: "Report") -> str:
     found = report.verification
+    if report.language is not None:
+        return language.verdict(report.language)
     if found is None:
         checked = checked_of(report)
         return f"Not verified in a runtime: all numbers are of the simulation.{checked and ' ' + checked}"
@@ -84,6 +87,7 @@ def summary(report: "Report") -> list[str]:
         f"{', in the runtime' if each.runtime_value is not None else ', simulated'})"
         for each in report.accuracy
     ]
+    lines += [] if report.language is None else language.lines(report.language)
     what = "accuracy" if report.min_speed is None else "speed"
     lines += [f"{what}: {text}" for text in (bound_of(report), pace_of(report), search_of(report)) if text]
     lines += [

@@ -1,0 +1,103 @@
+"""deploy of a language model: a checkpoint's folder in the place of a model's name."""
+
+# ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import scalepoint
+from scalepoint.cli.ending import Code, interrupted, usage
+from scalepoint.cli.naming import public
+from scalepoint.cli.screen import say, show, show_json
+
+CONFIG = "config.json"
+NOT_HERE = ("evaluate", "max_drop", "budget", "leave", "strict", "float_dtype", "size", "mean", "std")
+
+
+def is_folder(name: str | None) -> bool:
+    """Whether a model's name is the folder of a checkpoint."""
+    return bool(name) and Path(str(name)).is_dir()
+
+
+@dataclass(frozen=True)
+class FolderRun:
+    """One run: the settings, and how to talk."""
+
+    settings: Any
+    resume: bool
+    force: bool
+    quiet: bool
+    json: bool
+
+    @property
+    def output(self) -> Path:
+        return Path(self.settings.output)
+
+    @property
+    def work(self) -> Path:
+        return self.output.with_name(f".{self.output.name}.work")
+
+    def check(self) -> None:
+        """What can be refused before torch is loaded."""
+        from scalepoint.targets import find_target, list_targets
+
+        if not find_target(self.settings.target).is_language:
+            raise usage(
+                f"{self.settings.model} is a folder, the checkpoint of a language model: --target is one of "
+                f"{', '.join(list_targets(language=True))}, not {self.settings.target!r}"
+            )
+        given = [name for name in NOT_HERE if getattr(self.settings, name)]
+        if given:
+            raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
+        if self.force or self.resume:
+            return
+        if self.work.exists():
+            raise usage(f"{self.output} has an unfinished run: go on with --resume, or begin anew with --force")
+        if self.output.exists() and any(self.output.iterdir() if self.output.is_dir() else [self.output]):
+            raise usage(f"{self.output} is not empty: choose another with -o, or overwrite it with --force")
+
+    def go(self) -> int:
+        self.check()
+        settings = self.settings
+        if not self.quiet:
+            say(f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.output}")
+        try:
+            done = public("deploy_checkpoint")(
+                settings.model,
+                self.output,
+                target=settings.target,
+                config=settings.quantization,
+                data=settings.data,
+                judge=settings.judge,
+                accuracy=settings.accuracy or "balanced",
+                memory=settings.memory,
+                length=settings.length,
+                samples=settings.samples,
+                resume=self.resume,
+                progress=not self.quiet,
+            )
+        except KeyboardInterrupt:
+            return interrupted("finished blocks are kept; the same command with --resume goes on from there")
+        return self._finish(done)
+
+    def _finish(self, done: Any) -> int:
+        found = done.report.language
+        is_run = found.status == "ok"
+        code = Code.DONE if is_run else Code.UNVERIFIED
+        if self.json:
+            result = {
+                "exit_code": int(code),
+                "version": scalepoint.__version__,
+                "target": self.settings.target,
+                "path": done.path,
+                "float_score": done.float_score,
+                "score": done.score,
+                "summary": done.report.summary(),
+                "coverage": done.coverage.to_list(),
+            }
+            show_json("deploy", result)
+        else:
+            show(*done.report.summary(), f"written: {done.path}")
+        if not is_run:
+            say(f"not verified: {found.runtime}: {found.message or 'no text to judge by'}", style="yellow")
+        return code

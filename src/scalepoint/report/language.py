@@ -1,0 +1,89 @@
+"""What became of a language model: plain data of the report, its lines in the terminal, its section of the page."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalepoint.report.markup import Html, join, tag
+from scalepoint.words import decibel, one_line, ratio, short, size_of
+
+if TYPE_CHECKING:
+    from scalepoint.report.model import Report
+
+LONGEST = 2000
+
+
+@dataclass(frozen=True)
+class Language:
+    """One deployed language model; None is what was not measured."""
+
+    bits: float  # a weight on average, scales and what stays float counted
+    size: int  # bytes of what was written
+    float_size: int  # bytes of the checkpoint
+    tokens: int = 0  # that perplexity was measured on
+    logits_db: float | None = None  # of the simulation against the float model
+    runtime: str = ""
+    status: str = ""  # how the run in the runtime ended; "": it was not asked
+    message: str = ""
+    agreement_db: float | None = None  # of the runtime's logits against the simulation's
+    prefill: float | None = None  # tokens a second
+    decode: float | None = None
+    prompt: str = ""
+    written: str = ""  # how it goes on from the prompt
+    float_written: str = ""  # how the float model does
+
+    @property
+    def smaller(self) -> float:
+        return self.float_size / max(self.size, 1)
+
+
+def verdict(found: Language) -> str:
+    """One sentence."""
+    if not found.status:
+        return "Not run in a runtime: all numbers are of the simulation."
+    if found.status != "ok":
+        return f"Not verified: {found.runtime}: {found.status}. {one_line(found.message)}".strip()
+    agreement = (
+        "" if found.agreement_db is None else f", its logits {decibel(found.agreement_db)} dB from the simulation"
+    )
+    return f"Verified: {found.runtime} runs it{agreement}."
+
+
+def lines(found: Language) -> list[str]:
+    """One thing each."""
+    sizes = f"{size_of(found.float_size)} -> {size_of(found.size)} ({ratio(found.smaller)} smaller)"
+    said = [f"size: {sizes}, {found.bits:.2f} bits a weight"]
+    if found.logits_db is not None:
+        said.append(f"logits: {decibel(found.logits_db)} dB from the float model's, {found.tokens} tokens judged")
+    if found.prefill is not None and found.decode is not None:
+        said.append(f"speed: {found.prefill:.0f} tokens a second read, {found.decode:.0f} written, in {found.runtime}")
+    if found.written:
+        said.append(f"it goes on: {short(found.prompt, 60)} ... {short(found.written, 100)}")
+    return said
+
+
+def section(report: "Report") -> Html:
+    """Sizes, speed, and what both models write."""
+    found = report.language
+    if found is None:
+        return Html()
+    rows = [
+        ("bits a weight", f"{found.bits:.2f}"),
+        ("size", f"{size_of(found.float_size)} -> {size_of(found.size)}, {ratio(found.smaller)} smaller"),
+        ("judged on", f"{found.tokens} tokens" if found.tokens else "nothing"),
+        ("logits against float", _db(found.logits_db)),
+        (f"{short(found.runtime) or 'the runtime'} against the simulation", _db(found.agreement_db)),
+        ("reads, tokens a second", _number(found.prefill)),
+        ("writes, tokens a second", _number(found.decode)),
+    ]
+    table = tag("table", *(tag("tr", tag("th", what, scope="row"), tag("td", value)) for what, value in rows if value))
+    texts = (("prompt", found.prompt), ("quantized", found.written), ("float", found.float_written))
+    told = [join((tag("h3", what), tag("pre", short(text, LONGEST)))) for what, text in texts if text]
+    return join((tag("div", table, class_="card"), *told))
+
+
+def _db(value: float | None) -> str:
+    return "" if value is None else f"{decibel(value)} dB"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
