@@ -352,6 +352,7 @@ MODULES = {
     "deployment": "the whole road in one call",
     "transformation": "a model as one graph of fused groups",
     "allocation": "a precision for every layer under a budget",
+    "language": "language models, from a checkpoint's folder",
     "tuning": "codes, scales and biases chosen by data",
     "quantize": "where quantizers go, how they get their ranges, training, saving",
     "formats": "the files that runtimes read: ONNX",

@@ -9,7 +9,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-from scalepoint.report import charts, language, precision, sections, story, times
+from scalepoint.report import charts, precision, sections, story, times, written
 from scalepoint.report.markup import Html, data_block, join, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.tiles import palette, tiles
@@ -93,7 +93,7 @@ def _main(report: Report) -> Html:
     classes = palette(report)
     drawn = {
         "accuracy": story.accuracy(report),
-        "language": language.section(report),
+        "language": written.section(report),
         "allocation": precision.allocation(report),
         "tuning": precision.tuning(report),
         "layers": sections.layer_table(report, classes),
