@@ -78,7 +78,7 @@ GGUF = replace(
     table=_blocks("int8", 32),
     head=_blocks("int8", 32),
     format="gguf",
-    runtime="llama.cpp",
+    runtime="llamacpp",
     scale_dtype=torch.float16,
 )
 ORT_GENAI = replace(
