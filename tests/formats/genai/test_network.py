@@ -56,6 +56,19 @@ def test_words_one_by_one_give_what_they_give_at_once(written, name):
     assert decibels(at_once, np.concatenate(found, 1)) > 110
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "olmoe"])
+def test_only_the_last_word_of_every_text_has_logits(written, name):
+    found = written(name)
+    model, words = OrtModel(found.folder, is_whole=False), WORDS.numpy()
+    got, _ = model(words)
+    assert got.shape == (2, 1, 96)
+    assert decibels(found.wanted[:, -1:], got) > 110
+    mask = np.ones_like(words)
+    mask[1, 15:] = 0  # a shorter text, filled up at its end
+    got, _ = model(words, mask=mask)
+    assert decibels(found.wanted[[0, 1], [23, 14]], got[:, 0]) > 110
+
+
 @pytest.mark.parametrize(
     ("bits", "block", "is_symmetric"),
     [(8, 32, True), (8, 0, True), (4, 16, False), (4, 32, False), (2, 32, True)],

@@ -159,14 +159,17 @@ def simulate(checkpoint: QuantizedCheckpoint, folder: Path) -> torch.nn.Module:
 
 
 class OrtModel:
-    """The graph of a folder in plain ONNX Runtime; level 1 computes MatMulNBits in float."""
+    """The graph of a folder in plain ONNX Runtime; level 1 computes MatMulNBits in float, whole gives all logits."""
 
-    def __init__(self, folder: Path, level: int = 1) -> None:
+    def __init__(self, folder: Path, level: int = 1, *, is_whole: bool = True) -> None:
         import onnx
         import onnxruntime as ort
 
         model = onnx.load(folder / "model.onnx", load_external_data=False)
         for node in model.graph.node:
+            if is_whole and node.output[0] == "last":
+                node.op_type = "Identity"
+                del node.input[1:], node.attribute[:]
             for attribute in node.attribute:
                 if attribute.name == "accuracy_level":
                     attribute.i = level
@@ -178,12 +181,16 @@ class OrtModel:
         self.inputs = {each.name: each.shape for each in self.session.get_inputs()}
 
     def __call__(
-        self, words: np.ndarray, past: dict[str, np.ndarray] | None = None
+        self, words: np.ndarray, past: dict[str, np.ndarray] | None = None, mask: np.ndarray | None = None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Logits, and the keys and values that go in next time."""
         batch, count = words.shape
         seen = 0 if past is None else next(iter(past.values())).shape[2]
-        feeds = {"input_ids": words, "attention_mask": np.ones((batch, seen + count), np.int64), **(past or {})}
+        feeds = {
+            "input_ids": words,
+            "attention_mask": np.ones((batch, seen + count), np.int64) if mask is None else mask,
+            **(past or {}),
+        }
         if "position_ids" in self.inputs:
             feeds["position_ids"] = np.tile(np.arange(seen, seen + count), (batch, 1))
         for name, shape in self.inputs.items():

@@ -10,6 +10,7 @@ from scalepoint.formats.genai.graph import MICROSOFT, Graph
 from scalepoint.formats.genai.layout import matrix
 from scalepoint.formats.genai.rotary import Rotary
 
+LAST = "last"  # the node that leaves the last word of every text
 PAST, PRESENT = "past_key_values.{block}.{part}", "present.{block}.{part}"
 
 
@@ -27,7 +28,7 @@ class Network:
         value = self._embed()
         for index, block in enumerate(self.decoder.blocks):
             value = self._block(value, index, block)
-        self._head(self.norm(value, self.decoder.names.norm))
+        self._head(self.norm(self._last(value), self.decoder.names.norm))
 
     def _lengths(self) -> tuple[str, str]:
         graph = self.graph
@@ -182,8 +183,8 @@ class Network:
     def gated(self, value: str, parts: dict[str, str], label: str) -> str:
         """down(act(gate(x)) up(x)), or down(act(up(x))) where there is no gate."""
         graph, is_transposed = self.graph, self.decoder.is_transposed
-        if "gate_up" in parts:
-            both = graph.linear(value, parts["gate_up"])
+        both = self._gate_and_up(value, parts, label)
+        if both is not None:
             gate, up = graph.node_of("Split", [both], [f"{label}.gate", f"{label}.up"], axis=-1, num_outputs=2)
             made = graph.node("Mul", [self.act(gate), up], name=label)
         elif "gate" in parts:
@@ -194,6 +195,12 @@ class Network:
             made = self.act(graph.linear(value, parts["up"], is_transposed=is_transposed))
         return graph.linear(made, parts["down"], is_transposed=is_transposed)
 
+    def _gate_and_up(self, value: str, parts: dict[str, str], label: str) -> str | None:
+        """Both in one product, where they are or can be one."""
+        if "gate_up" in parts:
+            return self.graph.linear(value, parts["gate_up"])
+        return self.graph.stack(value, [parts["gate"], parts["up"]], f"{label}.gate_up") if "gate" in parts else None
+
     def act(self, value: str) -> str:
         graph, kind = self.graph, self.decoder.activation
         if kind == "silu":
@@ -201,6 +208,18 @@ class Network:
         if kind == "relu":
             return graph.node("Relu", [value])
         return graph.node("FastGelu" if kind == "gelu_tanh" else "Gelu", [value], domain=MICROSOFT)
+
+    def _last(self, value: str) -> str:
+        """The last word of every text: logits of the others are not asked for, and take much time and most memory."""
+        graph = self.graph
+        count = graph.node("Gather", [graph.node("Shape", ["input_ids"]), graph.constant(1)], axis=0)
+        count = graph.node("Cast", [count], to=6)
+        seen = graph.node("Sub", [self.lengths[1], count])
+        zero, one = graph.constant(0, "int32"), graph.constant(1, "int32")
+        place = graph.node("Max", [graph.node("Sub", [self.lengths[0], seen]), zero])
+        place = graph.node("Min", [place, graph.node("Sub", [count, one])])
+        place = graph.node("Cast", [graph.node("Reshape", [place, graph.constant([-1, 1, 1])])], to=7)
+        return graph.node("GatherND", [value, place], name=LAST, batch_dims=1)
 
     def _head(self, value: str) -> None:
         graph, decoder = self.graph, self.decoder

@@ -76,7 +76,7 @@ def _interface(decoder: Decoder) -> tuple[list[Any], list[Any]]:
     inputs.append(helper.make_tensor_value_info("attention_mask", TensorProto.INT64, total))
     if decoder.names.positions:
         inputs.append(helper.make_tensor_value_info("position_ids", TensorProto.INT64, words))
-    logits: list[str | int] = [*words, decoder.vocabulary]
+    logits: list[str | int] = ["batch_size", "logits_length", decoder.vocabulary]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, logits)]
     for block in range(len(decoder.blocks)):
         for part in ("key", "value"):

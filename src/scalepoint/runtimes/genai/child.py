@@ -14,6 +14,7 @@ import onnxruntime as ort
 
 LOW = frozenset(("MatMulNBits", "QMoE", "GatherBlockQuantized"))
 LEVELS = ort.GraphOptimizationLevel
+LAST = "/last"  # the node that leaves the last word of every text
 IN_FLOAT = 1  # accuracy_level of MatMulNBits and QMoE: activations are not rounded
 
 
@@ -69,7 +70,7 @@ class File:
             for each in self.folder.iterdir():
                 if each.name != name and each.is_file():
                     os.link(each, Path(other) / each.name)
-            (Path(other) / name).write_bytes(_exact(self.folder / name))
+            (Path(other) / name).write_bytes(_graph(self.folder / name, is_exact=True))
             yield other
 
     def executed(self) -> list[dict[str, Any]]:
@@ -96,21 +97,22 @@ class File:
         options.log_severity_level = 3
         is_optimized = self.options.get("optimize", True)
         options.graph_optimization_level = LEVELS.ORT_ENABLE_ALL if is_optimized else LEVELS.ORT_DISABLE_ALL
-        path: str | bytes = str(self.folder / self.config["filename"])
-        if self.options.get("exact"):
-            path = _exact(Path(str(path)))
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self.folder))
-        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        graph = _graph(self.folder / self.config["filename"], is_exact=bool(self.options.get("exact")), is_whole=True)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self.folder))
+        return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-def _exact(path: Path) -> bytes:
-    """The graph with kernels that leave activations float."""
+def _graph(path: Path, *, is_exact: bool, is_whole: bool = False) -> bytes:
+    """The graph; with kernels that leave activations float, or with the logits of all words and not of the last."""
     import onnx  # noqa: PLC0415
 
     model = onnx.load(path, load_external_data=False)
     for node in model.graph.node:
+        if is_whole and node.name == LAST:
+            node.op_type = "Identity"
+            del node.input[1:], node.attribute[:]
         for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
+            if is_exact and attribute.name == "accuracy_level":
                 attribute.i = IN_FLOAT
     data: bytes = model.SerializeToString()
     return data
