@@ -72,6 +72,7 @@ bench: architectures
 	-$(BIN)/python bench/tuning_cost.py
 	-$(BIN)/python bench/deployed.py
 	-$(BIN)/python bench/weight_only.py
+	-$(BIN)/python bench/genai.py
 	$(BIN)/python bench/write_page.py
 
 docs: $(STAMP)

@@ -34,6 +34,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {
     "rope_type": "longrope",
@@ -61,7 +62,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "query_pre_attn_scalar": 24, **WINDOWED}),
     "olmo": ("OlmoConfig", {"clip_qkv": 0.5}),
     "olmo2": ("Olmo2Config", {}),
-    "olmo3": ("Olmo3Config", WINDOWED),
+    "olmo3, two kinds of angles": (
+        "Olmo3Config",
+        {**WINDOWED, "rope_parameters": {"sliding_attention": PLAIN, "full_attention": YARN}},
+    ),
     "gpt2": ("GPT2Config", {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}),
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.25, "num_attention_heads": 1}),
     "gpt_neox, one after another": (

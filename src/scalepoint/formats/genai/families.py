@@ -76,10 +76,8 @@ def _plain(config: Config, kind: str, parts: Mapping[str, str], **further: Any) 
 
 
 def _blocks(config: Config, head: int) -> tuple[Block, ...]:
-    count, window = int(config["num_hidden_layers"]), config.get("sliding_window")
-    if "use_sliding_window" in config and not config["use_sliding_window"]:
-        window = None
-    kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * count
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types") or [_kind(config, index) for index in range(int(config["num_hidden_layers"]))]
     base = {"sliding_attention": config.get("rope_local_base_freq")}
     return tuple(
         Block(
@@ -89,6 +87,19 @@ def _blocks(config: Config, head: int) -> tuple[Block, ...]:
         )
         for index, kind in enumerate(kinds)
     )
+
+
+def _kind(config: Config, index: int) -> str:
+    """Whether a block has the window, where an older config leaves it to the code."""
+    family = str(config["model_type"])
+    every = {"gemma2": 2, "gemma3_text": int(config.get("sliding_window_pattern") or 6), "olmo3": 4}
+    if family in every:
+        has_window = (index + 1) % every[family] != 0
+    elif family.startswith("qwen"):
+        has_window = index >= int(config.get("max_window_layers") or 0)
+    else:
+        has_window = True
+    return "sliding_attention" if has_window else "full_attention"
 
 
 def _has_experts(config: Config, index: int) -> bool:

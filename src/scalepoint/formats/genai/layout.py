@@ -20,6 +20,7 @@ from scalepoint.spec import QuantizationScheme, QuantizationSpec
 WIDTHS = (2, 4, 8)
 BLOCKS = (16, 32, 64, 128, 256)
 USUAL = 128  # the fastest, where there is a choice
+AT_ONCE = 4_000_000  # codes that are packed at a time
 Array = np.ndarray
 
 
@@ -76,18 +77,24 @@ def matrix(packed: Packed, block: int = 0) -> Matrix:
     bits, block = width_of(packed.spec), min(block or BLOCKS[-1], block_of(packed))
     half = 2 ** (bits - 1)
     lift = half if format_of(packed.spec.dtype).low < 0 else 0
-    codes, scales = packed.codes.to(torch.int16) + lift, packed.scale.float()
+    scales = packed.scale.float()
     zeros = torch.zeros_like(scales, dtype=torch.int32) if packed.zero_point is None else packed.zero_point
     zeros = zeros + lift
     is_middle = packed.spec.qscheme != QuantizationScheme.ASYMMETRIC and bool((zeros == half).all())
-    columns = codes.shape[1]
+    rows, columns = packed.codes.shape
     blocks = -(-columns // block)
     spread = torch.arange(blocks) * block // packed.block
     scales, zeros = scales[:, spread], zeros[:, spread]
-    if missing := blocks * block - columns:
-        codes = torch.cat((codes, zeros[:, -1:].to(codes.dtype).expand(-1, missing)), 1)
+    codes = np.empty((rows, blocks, block * bits // 8), np.uint8)
+    missing = blocks * block - columns
+    for start in range(0, rows, step := max(1, AT_ONCE // columns)):
+        part = slice(start, start + step)
+        piece = packed.codes[part].view(torch.uint8) + lift  # codes below zero wrap around to where they belong
+        if missing:
+            piece = torch.cat((piece, zeros[part, -1:].to(torch.uint8).expand(-1, missing)), 1)
+        codes[part] = _together(piece.reshape(-1, blocks, block).numpy(), bits)
     return Matrix(
-        _together(codes.reshape(-1, blocks, block).to(torch.uint8).numpy(), bits),
+        codes,
         scales.contiguous().numpy(),
         None if is_middle else _together(zeros.to(torch.uint8).numpy(), bits),
         bits,

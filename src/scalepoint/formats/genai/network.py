@@ -1,6 +1,6 @@
 """A decoder as a graph: words to logits, with the keys and values of earlier words going in and out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,6 +21,7 @@ class Network:
     graph: Graph
     decoder: Decoder
     lengths: tuple[str, str] = ("", "")  # of every text, less one; of the longest
+    rotaries: list[Rotary] = field(default_factory=list)  # those with tables
 
     def write(self) -> None:
         """All of it: from input_ids to logits."""
@@ -167,11 +168,11 @@ class Network:
         return self.decoder.head * (self.decoder.heads if part == "q" else self.decoder.groups)
 
     def _tables(self, rotary: Rotary) -> list[str]:
-        label = f"rotary.{rotary.base:g}"
-        if f"{label}.cos" not in self.graph.store.tensors:
+        if rotary not in self.rotaries:
             for part, table in zip(("cos", "sin"), rotary.tables(self.decoder.context), strict=True):
-                self.graph.store.add(f"{label}.{part}", table.numpy())
-        return [f"{label}.cos", f"{label}.sin"]
+                self.graph.store.add(f"rotary.{len(self.rotaries)}.{part}", table.numpy())
+            self.rotaries.append(rotary)
+        return [f"rotary.{self.rotaries.index(rotary)}.{part}" for part in ("cos", "sin")]
 
     def _mlp(self, value: str, index: int, block: Block) -> str:
         if block.has_experts:

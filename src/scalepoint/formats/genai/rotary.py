@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scalepoint.errors import TargetError
 
+UNSCALED = ("gemma3_text", "olmo3")  # layers with a window keep their angles, where a config has one scaling for all
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -93,7 +94,8 @@ def rotary_of(config: Mapping[str, Any], head: int, layers: str = "", base: floa
     """From a config of any version of transformers; `layers` names a kind of layer that may have angles of its own."""
     found = config.get("rope_parameters") or {}
     found = found.get(layers, found) if layers else found
-    about = {**(config.get("rope_scaling") or {}), **found}
+    is_plain = layers == "sliding_attention" and config.get("model_type") in UNSCALED
+    about = {**((not is_plain and config.get("rope_scaling")) or {}), **found}
     kind = about.get("rope_type") or about.get("type") or "default"
     if kind not in KINDS:
         raise TargetError(

@@ -87,7 +87,8 @@ class File:
             if each.name == "position_ids":
                 feeds[each.name] = np.tile(np.arange(count, dtype=np.int64), (batch, 1))
             elif each.name not in feeds:
-                feeds[each.name] = np.zeros((batch, each.shape[1], 0, each.shape[3]), np.float32)
+                sizes = batch, self.config["num_key_value_heads"], 0, self.config["head_size"]
+                feeds[each.name] = np.zeros(sizes, np.float32)
         return feeds
 
     def _session(self) -> Any:

@@ -1,0 +1,189 @@
+"""SmolLM2-135M for ONNX Runtime GenAI: our folder beside that of its own builder, tokens a second and perplexity.
+
+One thread, CPU time, the folders in turns in one process. Ours is rounded to nearest here (accuracy comes from tuning),
+so the rows show the graph and its kernels. Then the greedy text beside that of torch with the same weights.
+Needs onnxruntime-genai and transformers.
+"""
+
+import json
+import runpy
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.formats.genai import ORT_GENAI
+from scalepoint.runtimes import find_runtime
+from scalepoint.spec import QuantizationSpec
+from smollm import folder as smollm
+from tuned.text import parts
+
+OUT = Path(__file__).parent.parent / "out"
+WORK = OUT / "genai"
+PROMPT, TOKENS, ROUNDS = 128, 32, 15
+WIDTHS = ((4, 32), (4, 64), (8, 32))
+BUILDER = {"int4 blocks of 32": (), "int4 blocks of 64": ("--extra_options", "int4_block_size=64")}
+LEAST = 1.0  # of ours against the builder's with the same blocks
+TEXT = "The capital of France is"
+
+
+@dataclass
+class Result:
+    name: str
+    bytes: int
+    prefill: float  # tokens a second
+    decode: float
+    prefill_ratio: float  # against the builder's folder with blocks of 32
+    decode_ratio: float
+    perplexity: float
+
+
+def nearest(weight: Tensor, bits: int, block: int) -> Packed:
+    """Rounded to nearest around zero, a scale a block."""
+    granularity = {"type": "per_block", "block_size": block, "axis": 1}
+    spec = QuantizationSpec(dtype=f"int{bits}", granularity=granularity)
+    half = 2 ** (bits - 1)
+    blocks = weight.float().reshape(weight.shape[0], -1, block)
+    largest = torch.take_along_dim(blocks, blocks.abs().argmax(-1, keepdim=True), -1)
+    scale = -largest / half  # of either sign: the largest value is -half exactly
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    codes = (blocks / scale).round().clamp(-half, half - 1)
+    return Packed(codes.reshape(weight.shape).to(torch.int8), scale[..., 0], spec)
+
+
+def quantized(source: Source, bits: int, block: int) -> QuantizedCheckpoint:
+    matrices = [name for name, stored in source.tensors.items() if len(stored.shape) == 2]
+    return QuantizedCheckpoint(source, {name: nearest(source.tensor(name), bits, block) for name in matrices})
+
+
+def built(name: str, options: tuple[str, ...]) -> Path:
+    """A folder of onnxruntime-genai's own builder, made once."""
+    made = WORK / f"builder {name}"
+    if not (made / "genai_config.json").exists():
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(smollm()), "-o", str(made)]
+        subprocess.run([*command, "-p", "int4", "-e", "cpu", *options], check=True, capture_output=True)
+    return made
+
+
+def runtime() -> Any:
+    """Imported late: only a run needs it."""
+    try:
+        return import_module("onnxruntime_genai")
+    except ImportError:
+        sys.exit("onnxruntime-genai is not installed: pip install -c constraints.txt onnxruntime-genai")
+
+
+def speeds(folders: dict[str, Path], tokens: list[int]) -> dict[str, tuple[list[float], list[float]]]:
+    """CPU seconds a token of the prompt and of the text, in turns."""
+    one = json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": 1}}}})
+    models = {}
+    for name, path in folders.items():
+        config = runtime().Config(str(path))
+        config.overlay(one)
+        models[name] = runtime().Model(config)
+    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in folders}
+    for turn in range(ROUNDS + 1):
+        for name, model in models.items():
+            prompt, text = generation(model, tokens)
+            if turn:
+                taken[name][0].append(prompt)
+                taken[name][1].append(text)
+    return taken
+
+
+def generation(model: Any, tokens: list[int]) -> tuple[float, float]:
+    params = runtime().GeneratorParams(model)
+    total = len(tokens) + TOKENS
+    params.set_search_options(do_sample=False, max_length=total, min_length=total)
+    generator = runtime().Generator(model, params)
+    start = time.process_time()
+    generator.append_tokens(np.asarray(tokens, np.int32))
+    generator.generate_next_token()
+    middle = time.process_time()
+    while not generator.is_done():
+        generator.generate_next_token()
+    return (middle - start) / len(tokens), (time.process_time() - middle) / (TOKENS - 1)
+
+
+def perplexity(path: Path, rows: Tensor) -> float:
+    """Of the file in ONNX Runtime, activations rounded as it does."""
+    file = runpy.run_path(str(find_runtime("ort-genai").child))["File"](str(path), {})
+    losses = []
+    for row in rows:
+        [(_, logits)] = file.run({"input_ids": row[None, :-1].numpy()})
+        losses.append(torch.nn.functional.cross_entropy(torch.from_numpy(logits[0]), row[1:]).item())
+    return float(np.exp(np.mean(losses)))
+
+
+def texts(path: Path, checkpoint: QuantizedCheckpoint, tokens: list[int]) -> dict[str, int]:
+    """How many of 50 greedy tokens are those of torch with the same weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.source.folder, dtype=torch.float32).eval()
+    state = {name: packed.values() for name, packed in checkpoint.packed.items()}
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    with torch.no_grad():
+        wanted = model.generate(torch.tensor([tokens]), max_new_tokens=50, min_new_tokens=50, do_sample=False)
+    kind = runpy.run_path(str(find_runtime("ort-genai").child))["File"]
+    found = {}
+    for name, options in (("activations float", {"exact": True}), ("activations int8", {})):
+        made = kind(str(path), options).generate(tokens, 50)["tokens"]
+        pairs = zip(made, wanted[0, len(tokens) :].tolist(), strict=True)
+        found[name] = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), 50)
+    return found
+
+
+def main() -> None:
+    source, console = Source.open(smollm()), Console()
+    tokenizer = Tokenizer.from_file(str(smollm() / "tokenizer.json"))
+    judged = torch.tensor(tokenizer.encode(parts()["judge"]).ids[: 12 * 257]).view(12, 257)
+    folders = {f"builder, {name}": built(name, options) for name, options in BUILDER.items()}
+    for bits, block in WIDTHS:
+        path = WORK / f"ours int{bits} {block}"
+        ORT_GENAI.write(quantized(source, bits, block), path)
+        folders[f"ours, int{bits} blocks of {block}"] = path
+    taken = speeds(folders, judged.flatten()[:PROMPT].tolist())
+    first = taken[next(iter(folders))]
+    results = []
+    for name, path in folders.items():
+        prompt, text = taken[name]
+        results.append(
+            Result(
+                name,
+                sum(each.stat().st_size for each in path.glob("model.onnx*")),
+                1 / statistics.median(prompt),
+                1 / statistics.median(text),
+                statistics.median(other / own for other, own in zip(first[0], prompt, strict=True)),
+                statistics.median(other / own for other, own in zip(first[1], text, strict=True)),
+                perplexity(path, judged),
+            )
+        )
+    same = texts(WORK / "ours int4 32", quantized(source, 4, 32), tokenizer.encode(TEXT).ids)
+    table = Table("folder", "MB", "prefill tokens/s", "decode tokens/s", "against the builder", "perplexity")
+    for each in results:
+        ratios = f"{each.prefill_ratio:.2f} / {each.decode_ratio:.2f}"
+        speed = f"{each.prefill:.0f}", f"{each.decode:.1f}"
+        table.add_row(each.name, f"{each.bytes / 1e6:.1f}", *speed, ratios, f"{each.perplexity:.2f}")
+    console.print(table)
+    console.print(f"greedy tokens equal to those of torch with the same weights, of 50: {same}")
+    OUT.mkdir(exist_ok=True)
+    found = {"rows": [asdict(each) for each in results], "equal_tokens": same, "prompt": PROMPT, "tokens": TOKENS}
+    (OUT / "genai.json").write_text(json.dumps(found, indent=2))
+    ours = next(each for each in results if each.name == "ours, int4 blocks of 32")
+    sys.exit(ours.prefill_ratio < LEAST or ours.decode_ratio < LEAST)
+
+
+if __name__ == "__main__":
+    main()
