@@ -11,7 +11,17 @@ from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
-from tests.formats.packed.tiny import FAMILIES, SIZES, loaded, logits_of, make, nearest, quantize, reference
+from tests.formats.packed.tiny import (
+    FAMILIES,
+    SIZES,
+    loaded,
+    logits_of,
+    make,
+    nearest,
+    quantize,
+    reference,
+    round_float4,
+)
 
 FORMAT = find_checkpoint_format("compressed-tensors")
 ROWS = {"type": "per_channel", "axis": 0}
@@ -179,6 +189,31 @@ def test_quantized_inputs_run_as_simulated(tmp_path, name):
     logits = logits_of(loaded(tmp_path / "out"))
     torch.testing.assert_close(logits, logits_of(simulated), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(logits, float_logits, rtol=1e-5, atol=1e-6)  # inputs are really rounded
+
+
+@needs_loader
+def test_float4_inputs_of_nvfp4_run_as_simulated(tmp_path):
+    activation = QuantizationSpec(
+        dtype="float4_e2m1fn",
+        scale_dtype="float8_e4m3fn",
+        granularity={"type": "per_token_block", "block_size": 16},
+        qparam_calculator_cls="dynamic",
+    )
+    source = make("llama", tmp_path / "in")
+    FORMAT.check(source, SPECS["nvfp4"], activation)
+    outer = torch.tensor(2.0**-9)
+    checkpoint = quantize(source, SPECS["nvfp4"], activation)
+    packed = {name: replace(each, activation_scale=outer) for name, each in checkpoint.packed.items()}
+    FORMAT.write(replace(checkpoint, packed=packed), tmp_path / "out")
+    model, layer = loaded(tmp_path / "out"), "model.layers.1.mlp.down_proj"
+    logits_of(model)  # unpacks
+    x = torch.randn(1, 8, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    blocks = x.float().unflatten(-1, (-1, 16))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 6 / outer).to(torch.float8_e4m3fn).float() * outer
+    rounded = (round_float4(blocks / scale) * scale).flatten(-2)
+    wanted = rounded @ packed[f"{layer}.weight"].values().T
+    with torch.no_grad():
+        torch.testing.assert_close(model.get_submodule(layer)(x).float(), wanted, rtol=1e-2, atol=2e-3)
 
 
 def test_tokenizer_and_generation_config_come_along(tmp_path):

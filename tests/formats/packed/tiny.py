@@ -91,9 +91,9 @@ def nearest(
 
 
 def round_float4(values: Tensor) -> Tensor:
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    nearest = grid[(values.abs()[..., None] - grid).abs().argmin(-1)]
-    return nearest * values.sign()
+    """To nearest, ties to the even of two: those whose last bit is 0 come first."""
+    grid = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0])
+    return grid[(values.abs()[..., None] - grid).abs().argmin(-1)] * values.sign()
 
 
 def quantize(
