@@ -72,3 +72,28 @@ def test_it_generates_what_the_simulation_does(tmp_path, name):
     assert len(rounded) == 50
     assert np.max(rounded) < 96
     assert sorted(each.name for each in tmp_path.iterdir()) == ["float", "out", "simulated"]
+
+
+@pytest.mark.skipif(not RUNTIME.is_here, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_texts_of_several_lengths_go_on_as_each_alone_does(tmp_path, name):
+    import onnxruntime_genai
+
+    make(name, tmp_path / "float")
+    FORMAT.write(quantized(tmp_path / "float", int_spec(4)), tmp_path / "out")
+    model = onnxruntime_genai.Model(str(tmp_path / "out"))
+
+    def generate(words: np.ndarray) -> list[list[int]]:
+        params = onnxruntime_genai.GeneratorParams(model)
+        params.set_search_options(max_length=18, min_length=18, batch_size=len(words))
+        generator = onnxruntime_genai.Generator(model, params)
+        generator.append_tokens(words.astype(np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [[int(token) for token in generator.get_sequence(row)] for row in range(len(words))]
+
+    both = WORDS.numpy().repeat(2, 0)
+    both[1, 6:] = 2  # filled up at its end
+    long, short = generate(both)
+    assert long == generate(both[:1])[0]
+    assert short[10:] == generate(both[1:, :6])[0][6:14]

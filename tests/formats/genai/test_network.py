@@ -99,6 +99,22 @@ def test_layers_that_stay_float_and_mixed_widths(tmp_path, name):
     assert decibels(wanted, got) > (30 if wide else 110)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+def test_what_stays_float_takes_16_bits_as_in_the_checkpoint(tmp_path, name, dtype):
+    make(name, tmp_path / "float").to(dtype).save_pretrained(tmp_path / "half")
+    sizes = []
+    for each in ("float", "half"):
+        checkpoint = quantized(tmp_path / each, int_spec(4), ("norm", "ln_", "wpe", "wte", "embed", "query_key_value"))
+        ORT_GENAI.write(checkpoint, tmp_path / "out")
+        sizes.append((tmp_path / "out" / "model.onnx.data").stat().st_size)
+    with torch.no_grad():
+        wanted = simulate(checkpoint, tmp_path / "simulated")(WORDS).logits.numpy()
+    got, _ = OrtModel(tmp_path / "out")(WORDS.numpy())
+    assert decibels(wanted, got) > 110
+    assert sizes[0] - sizes[1] >= 96 * 64 * 2  # of the embedding at least
+
+
 def test_changed_tensors_and_new_biases_are_what_is_written(tmp_path):
     make("qwen2", tmp_path / "float")
     checkpoint = quantized(tmp_path / "float", int_spec(4))

@@ -11,9 +11,10 @@ from torch import Tensor
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint
 from scalepoint.errors import ExportError, nearest
 from scalepoint.formats.genai.layout import Matrix, matrix, stacked
-from scalepoint.formats.genai.store import Store
+from scalepoint.formats.genai.store import Store, array_of
 
 MICROSOFT = "com.microsoft"
+FLOAT = 1  # as ONNX numbers types
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: the fast kernels
 PREFIXES = ("", "model.", "transformer.")  # with which a folder may name the same tensor
 
@@ -88,7 +89,20 @@ class Graph:
         """An initializer of a float tensor, or of what was made of it."""
         if tensor in self.store.tensors:
             return tensor
-        return self.store.add(tensor, (self.values(tensor) if values is None else values).contiguous().numpy())
+        return self.store.add(tensor, array_of(self.values(tensor) if values is None else values))
+
+    def table(self, layer: str, rows: Tensor | None = None) -> str:
+        """An initializer of a float matrix, in 16 bits where the checkpoint has it in 16 bits."""
+        name = f"{layer}.weight"
+        if name not in self.store.tensors:
+            found = self.checkpoint.tensor(self.name_of(name))
+            found = found if found.dtype in (torch.float16, torch.bfloat16) else found.float()
+            self.store.add(name, array_of(found if rows is None else found[rows]))
+        return name
+
+    def widened(self, value: str, table: str) -> str:
+        """What comes from a table, or the table itself, in float32."""
+        return value if self.store.tensors[table].data_type == FLOAT else self.node("Cast", [value], to=FLOAT)
 
     def is_packed(self, layer: str) -> bool:
         name = f"{layer}.weight"
@@ -152,13 +166,10 @@ class Graph:
         return torch.zeros(self.packed(layer).codes.shape[0])
 
     def _float_linear(self, value: str, layer: str, rows: Tensor | None, name: str, is_transposed: bool = False) -> str:
-        weight = self.values(f"{layer}.weight")
-        if rows is not None:
-            weight = weight[rows]
-        bias = self.bias([layer], rows)
+        bias, table = self.bias([layer], rows), self.table(layer, rows)
         made = self.node(
             "FusedMatMul",
-            [value, self.floats(f"{layer}.weight", weight)],
+            [value, self.widened(table, table)],
             name=f"{layer}.product" if bias is not None or not name else name,
             domain=MICROSOFT,
             transB=int(not is_transposed),

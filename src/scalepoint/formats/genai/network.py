@@ -51,7 +51,8 @@ class Network:
         """Rows of a table: only those that are read are dequantized."""
         graph = self.graph
         if not graph.is_packed(layer):
-            return graph.node("Gather", [graph.floats(f"{layer}.weight"), indices], name=f"{layer}.rows", axis=0)
+            table = graph.table(layer)
+            return graph.widened(graph.node("Gather", [table, indices], name=f"{layer}.rows", axis=0), table)
         kept = graph.keep(layer, matrix(graph.packed(layer)))
         blocks = -(-kept.columns // kept.block)
         codes, *others = kept.names

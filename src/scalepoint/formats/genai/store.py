@@ -6,9 +6,19 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
+from ml_dtypes import bfloat16
+from torch import Tensor
 
 SMALL = 1024  # bytes up to which a tensor lies in the graph itself
 ALIGNED = 4096  # where tensors begin, so that they can be mapped
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+    """A tensor for numpy, which knows bfloat16 by another package."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(bfloat16)
+    return tensor.contiguous().numpy()
 
 
 class Store:
@@ -44,7 +54,7 @@ class Store:
             self._file.write(b"\0" * (-self._file.tell() % ALIGNED))
             _refer(tensor, self.path.name, self._file.tell(), size)
             for piece in pieces:
-                self._file.write(np.ascontiguousarray(piece).data)
+                self._file.write(np.ascontiguousarray(piece).view(np.uint8).data)
         self.tensors[name] = tensor
         return name
 
