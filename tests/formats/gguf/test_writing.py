@@ -14,6 +14,7 @@ from scalepoint.formats.registry import find_checkpoint_format, list_checkpoint_
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask, exchange
 from tests.formats.gguf.checkpoints import FAMILIES, SIZES, decibels, make, quantized, simulation, spec_of
+from tests.formats.gguf.test_kinds import CASES
 
 gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
 LLAMACPP = find_runtime("llamacpp")
@@ -33,11 +34,10 @@ def contents(path):
     return fields, values, {each.name: each.tensor_type.name for each in reader.tensors}
 
 
-def logits(path, tokens):
-    """With keys and values of earlier tokens in float32; it keeps them in float16 unless told."""
+def logits(path, tokens, **options):
     with exchange({"input_ids": tokens.numpy()}) as files:
-        options = {"threads": 1, "cache": "f32"}
-        answer = ask(LLAMACPP, {"task": "run", "path": str(path), "options": options, **files.files})
+        request = {"task": "run", "path": str(path), "options": {"threads": 1, **options}}
+        answer = ask(LLAMACPP, {**request, **files.files})
         assert answer.status == "ok", answer.message
         return torch.from_numpy(files.outputs(answer)["logits"])
 
@@ -116,14 +116,28 @@ def test_every_architecture_is_written_and_its_codes_read_back(family, tmp_path)
 
 @needs_llamacpp
 @pytest.mark.parametrize("family", FAMILIES)
-def test_llamacpp_computes_what_transformers_does(family, tmp_path):
-    """Of float weights; its GELU is a table of float16."""
-    checkpoint = QuantizedCheckpoint(make(family, tmp_path / "m"), {})
+def test_llamacpp_computes_with_our_codes_what_the_simulation_does(family, tmp_path):
+    """With the weights as what they stand for; its GELU is a table of float16."""
+    checkpoint = quantized(make(family, tmp_path / "m"), INT4, 32)
     GGUF.write(checkpoint, tmp_path / "m.gguf")
     with torch.no_grad():
         wanted = simulation(checkpoint, tmp_path / "s")(TOKENS).logits
     has_table = "gelu" in str(checkpoint.source.config)
-    assert decibels(logits(tmp_path / "m.gguf", TOKENS), wanted) > (65 if has_table else 110)
+    assert decibels(logits(tmp_path / "m.gguf", TOKENS, exact=True), wanted) > (60 if has_table else 105)
+
+
+@needs_llamacpp
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][3] == 512])
+def test_llamacpp_reads_super_blocks_as_we_mean_them(case, tmp_path):
+    kind, spec, block, _ = CASES[case]
+    checkpoint = quantized(make("llama", tmp_path / "m"), spec, min(block, 256))
+    GGUF.write(checkpoint, tmp_path / "m.gguf")
+    _, _, types = contents(tmp_path / "m.gguf")
+    assert types["blk.0.ffn_up.weight"] == kind
+    with torch.no_grad():
+        wanted = simulation(checkpoint, tmp_path / "s")(TOKENS).logits
+    assert decibels(logits(tmp_path / "m.gguf", TOKENS, exact=True), wanted) > 100
+    assert decibels(logits(tmp_path / "m.gguf", TOKENS), wanted) > 20
 
 
 def rounded(module, inputs):
@@ -137,12 +151,12 @@ def rounded(module, inputs):
 @needs_llamacpp
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_llamacpp_runs_our_codes(family, dtype, tmp_path):
+def test_the_kernels_of_llamacpp_round_inputs_to_8_bits(family, dtype, tmp_path):
     """It rounds the inputs of quantized layers to 8 bits: a simulation that does so too agrees far better, up to
     inputs that lie between two codes."""
     checkpoint = quantized(make(family, tmp_path / "m"), spec_of(dtype, 32), 32)
     GGUF.write(checkpoint, tmp_path / "m.gguf")
-    found = logits(tmp_path / "m.gguf", TOKENS)
+    found = logits(tmp_path / "m.gguf", TOKENS, cache="f32")
     model = simulation(checkpoint, tmp_path / "s")
     with torch.no_grad():
         plain = decibels(found, model(TOKENS).logits)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from scalepoint.checkpoints import QuantizedCheckpoint
+from scalepoint.checkpoints import QuantizedCheckpoint, Source
 from scalepoint.errors import VerificationError
 from scalepoint.formats.gguf import GGUF
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.llamacpp.child import DEFAULT, PLACE, File, library, quantize
+from scalepoint.runtimes.llamacpp.child import DEFAULT, PLACE, File, Llama, library
 from scalepoint.runtimes.process import Status, ask
 from scalepoint.runtimes.serving import Served
-from tests.formats.gguf.checkpoints import make, simulation
+from tests.formats.gguf.checkpoints import make, quantized, simulation, spec_of
 
 LLAMACPP = find_runtime("llamacpp")
 needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
@@ -53,10 +53,15 @@ def test_rows_of_tokens_give_logits_for_every_token(written):
 
 
 @needs_llamacpp
-def test_it_generates_what_transformers_does(written):
+@pytest.mark.parametrize("dtype", [None, "int8", "int4"])
+def test_it_generates_what_the_simulation_does(written, dtype, tmp_path):
     path, model = written
+    if dtype is not None:
+        checkpoint = quantized(Source.open(path.parent / "m"), spec_of(dtype, 32), 32)
+        path, model = tmp_path / "m.gguf", simulation(checkpoint, tmp_path / "s")
+        GGUF.write(checkpoint, path)
     given = [5, 80, 123, 7]
-    found = File(str(path), {"threads": 1, "cache": "f32"}).generate(given, 50)
+    found = File(str(path), {"threads": 1, "exact": True}).generate(given, 50)
     wanted = model.generate(
         torch.tensor([given]), max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0
     )
@@ -79,7 +84,7 @@ def test_a_file_that_it_cannot_read_is_told_in_its_words(tmp_path):
 @needs_llamacpp
 def test_its_own_quantizer_can_be_run_beside_ours(written, tmp_path):
     path, _ = written
-    quantize(str(path), str(tmp_path / "q.gguf"), "Q4_0")
+    Llama().quantize(str(path), str(tmp_path / "q.gguf"), "Q4_0")
     assert (tmp_path / "q.gguf").stat().st_size < 0.4 * path.stat().st_size
     (_, found), *_ = File(str(tmp_path / "q.gguf"), {"threads": 1}).run({"input_ids": np.array([[1, 2, 3]])})
     assert found.shape == (1, 3, 320)

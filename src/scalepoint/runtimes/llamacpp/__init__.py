@@ -4,7 +4,7 @@ import platform
 from pathlib import Path
 
 from scalepoint.runtimes.llamacpp.child import DEFAULT, PACKAGES, PLACE, library
-from scalepoint.runtimes.runtime import Runtime
+from scalepoint.runtimes.runtime import Runtime, Variant
 
 PACKAGE = f"@node-llama-cpp/{PACKAGES.get(platform.machine(), 'linux-x64')}@3.22"
 
@@ -19,6 +19,7 @@ LLAMACPP = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("gguf",),
     summary="llama.cpp on CPUs",
+    variants=(Variant("exact", {"exact": True}),),
     found=is_here,
     install=f"npm install --prefix {DEFAULT} {PACKAGE} (or another folder, named by {PLACE})",
 )

@@ -8,6 +8,7 @@ The structures of that interface have the layout of one release: another one is 
 import ctypes
 import os
 import platform
+import tempfile
 import time
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
@@ -21,7 +22,7 @@ PLACE = "SCALEPOINT_LLAMACPP"
 DEFAULT = Path.home() / ".cache" / "scalepoint" / "llamacpp"
 PACKAGES = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}  # of npm: @node-llama-cpp/...
 F32, F16 = 0, 1  # of ggml
-KINDS = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
+KINDS = {"F32": 0, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
 
 
 def library() -> Path | None:
@@ -122,12 +123,23 @@ class Llama:
         if level == 4 and text.strip() and not self.complaint:
             self.complaint = text.decode(errors="replace").strip()
 
+    def quantize(self, source: str, path: str, kind: str) -> None:
+        """llama.cpp's own: of a float file to a kind, or back."""
+        settings = self.calls.llama_model_quantize_default_params()
+        settings.threads, settings.kind, settings.again = 1, KINDS[kind], kind == "F32"
+        if self.calls.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(settings)):
+            raise self.fail(f"cannot turn {source} into {kind}")
+
     def fail(self, what: str) -> SystemExit:
         return SystemExit(f"llama.cpp {what}{': ' + self.complaint if self.complaint else ''}")
 
 
 class File:
-    """options: threads (0: all cores), context (tokens; 0: as many as are given), cache ("f16" or "f32"), exact."""
+    """options: threads (0: all cores), cache ("f16" or "f32"), exact.
+
+    Its kernels round the inputs of layers with quantized weights to 8 bits. "exact" lets it write the weights as what
+    they stand for first, in float32: then inputs stay float, and so do keys and values.
+    """
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.inputs, self.options = ["input_ids"], options
@@ -135,8 +147,12 @@ class File:
         self.calls = self.llama.calls
         settings = self.calls.llama_model_default_params()
         settings.gpu_layers = 0
-        settings.repack = not options.get("plain", False)
-        self.model = self.calls.llama_model_load_from_file(path.encode(), settings)
+        with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
+            loaded = path
+            if options.get("exact"):
+                loaded = f"{folder}/exact.gguf"
+                self.llama.quantize(path, loaded, "F32")
+            self.model = self.calls.llama_model_load_from_file(loaded.encode(), settings)
         if not self.model:
             raise self.llama.fail(f"refuses {path}")
         self.words: int = self.calls.llama_vocab_n_tokens(self.calls.llama_model_get_vocab(self.model))
@@ -185,11 +201,12 @@ class File:
             self.calls.llama_free(self.context)
         settings = self.calls.llama_context_default_params()
         threads = self.options.get("threads") or os.cpu_count() or 1
-        settings.context = settings.batch = max(length, self.options.get("context", 0))
+        settings.context = settings.batch = length
         settings.micro_batch = min(512, settings.batch)
         settings.threads = settings.threads_batch = threads
         settings.flash = 0
-        settings.type_k = settings.type_v = F32 if self.options.get("cache", "f16") == "f32" else F16
+        is_wide = self.options.get("exact") or self.options.get("cache") == "f32"
+        settings.type_k = settings.type_v = F32 if is_wide else F16
         settings.full_window, settings.no_perf = True, True
         self.context, self.length = self.calls.llama_init_from_model(self.model, settings), length
         if not self.context:
@@ -214,12 +231,3 @@ class File:
         for index in range(skipped, count):
             row = self.calls.llama_get_logits_ith(self.context, index)
             logits[index - skipped] = np.ctypeslib.as_array(row, (self.words,))
-
-
-def quantize(source: str, path: str, kind: str, *, pure: bool = False) -> None:
-    """llama.cpp's own quantization of a float file."""
-    llama = Llama()
-    settings = llama.calls.llama_model_quantize_default_params()
-    settings.threads, settings.kind, settings.pure = 1, KINDS[kind], pure
-    if llama.calls.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(settings)):
-        raise llama.fail(f"cannot quantize {source} to {kind}")
