@@ -8,7 +8,7 @@ import scalepoint
 from scalepoint import Budget
 from scalepoint.deployment import allocating, story
 from scalepoint.deployment import run as runs
-from scalepoint.errors import ConfigError, UsageError
+from scalepoint.errors import ConfigError, ScalepointWarning, UsageError
 from scalepoint.quantize import QuantConfig, TensorQuantConfig
 from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.report import Report
@@ -82,6 +82,13 @@ def test_a_budget_of_size_holds_for_the_file(net, data, tmp_path):
     assert share <= 0.25
     assert done.allocation.reached == pytest.approx(share)
     assert len(done.trials) == 1
+
+
+def test_a_file_that_stays_too_large_is_kept_with_a_warning(net, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(story, "SIZES", 1)
+    with pytest.warns(ScalepointWarning, match=r"budget: 0\.3 of the float file's size is missed.*has 0\.\d+ of it"):
+        done = deployed(net, data, tmp_path, budget="size=0.3")
+    assert done.path.stat().st_size > 0.3 * done.float_path.stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Each step is a public function of its own; this file calls them in order. Around
 that a run that did not end goes on where it was (`journal.py`); `run.py` holds what the steps share.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,9 @@ from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
 from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import with_speed
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
-from scalepoint.errors import UsageError
+from scalepoint.errors import ScalepointWarning, UsageError
 from scalepoint.formats import export
+from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.report import Allocated, Raised, write
@@ -159,6 +161,13 @@ def _budgeted(
         widths = corrected(widths, chosen, size, whole)
         if size <= budget.limit * whole:
             break
+    else:
+        message = (
+            f"budget: {budget.limit:g} of the float file's size is missed. The last of {SIZES} files has "
+            f"{size / whole:.3g} of it and is kept; {widths.rest_size / whole:.3g} are no weights. Allow more, or "
+            "fewer bits in choices="
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
     return [trial], allocated(widths, chosen.chosen, budget.unit, budget)
 
 
