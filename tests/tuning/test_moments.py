@@ -52,6 +52,40 @@ def test_the_error_is_that_of_the_outputs():
     torch.testing.assert_close(moments.error(values), shifted, rtol=1e-3, atol=1e-4)
 
 
+def test_rows_count_by_their_weights():
+    exact, noisy = rows()
+    weight, counts = torch.randn(2, 4, 5, dtype=torch.float64), torch.rand(400) + 0.1
+    y, sums = outputs(exact, weight), Sums()
+    for part in (slice(0, 150), slice(150, 400)):
+        sums.add(noisy[part], y[part], counts[part])
+    moments, share = sums.moments(), (counts.double() / counts.double().sum())[:, None, None]
+    z, y = noisy.double(), y.double()
+    cz, cy = z - (z * share).sum(0), y - (y * share).sum(0)
+    torch.testing.assert_close(moments.mean, (z * share).sum(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moments.noisy, torch.einsum("rgn,rgm->gnm", cz * share, cz), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(moments.cross, torch.einsum("rgo,rgm->gom", cy * share, cz), rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_bias_the_means_are_part_of_the_error():
+    exact, noisy = rows()
+    weight = torch.randn(2, 4, 5, dtype=torch.float64)
+    values, sums = weight + 0.05, Sums()
+    sums.add(noisy, outputs(exact, weight))
+    raw = sums.moments().raw()
+    y, found = (torch.einsum("rgn,gon->rgo", x.double(), w) for x, w in ((exact, weight), (noisy, values)))
+    torch.testing.assert_close(raw.error(values), (y - found).square().mean(0), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(raw.near(weight).error(values), raw.error(values), rtol=1e-3, atol=1e-4)
+    assert not raw.mismatch(values).any()
+
+
+def test_rows_of_zeros_are_none():
+    sums = Sums()
+    sums.add(torch.zeros(5, 1, 3), torch.zeros(5, 1, 2))
+    assert sums.moments() is None
+    sums.add(torch.ones(2, 1, 3), torch.ones(2, 1, 2))
+    assert sums.moments().count == 2
+
+
 def test_nothing_seen_is_no_moments():
     sums = Sums()
     sums.add(torch.zeros(0, 1, 3), torch.zeros(0, 1, 2))

@@ -74,7 +74,7 @@ def test_rounding_beats_the_nearest_codes(case, name):
 
 def objective(problem, solution):
     apart = solution.values - solution.target
-    return float(torch.einsum("gon,gnm,gom->", apart, problem.damped(), apart))
+    return float(torch.einsum("gon,gnm,gom->", apart, problem.damped().double(), apart))
 
 
 def test_descent_never_raises_its_own_objective():

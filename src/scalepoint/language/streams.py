@@ -62,7 +62,7 @@ def scored(
     try:
         for each in tokens:
             walk.take([each])
-        pieces = cut(walk.graph, walk.same, lambda node: walk.layer(node) is not None, "block", joins_end=False)
+        pieces = cut(walk.graph, walk.same, lambda node: walk.layer(node) is not None, "block")
         with phase("scoring", total=len(pieces), unit="blocks", show=progress) as running:
             for index, piece in enumerate(pieces[:-1]):
                 _enter(walk, weights, kept, piece, f"{index:04}")

@@ -18,6 +18,7 @@ from scalepoint.graph import Operation
 from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning.moments import Moments, Residuals, Sums
+from scalepoint.tuning.normed import is_normed, row_weights
 from scalepoint.tuning.problem import Shape
 from scalepoint.tuning.rows import Geometry, chosen_rows, enough, geometry_of, uniform
 from scalepoint.tuning.walk import Walk
@@ -34,6 +35,19 @@ class Use:
     node: fx.Node
     place: str
     layer: QuantizedWeighted
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the other side of an add lacks at every row, and what it is there where a norm reads the sum."""
+
+    drift: Tensor | None
+    side: Tensor | None
+
+    def of(self, wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the layer's outputs should be at these rows, and what the rows count."""
+        weights = None if self.side is None else row_weights((wanted + self.side[rows]).flatten(1)).view(-1)
+        return (wanted if self.drift is None else wanted + self.drift[rows]), weights
 
 
 @dataclass
@@ -73,10 +87,8 @@ class Collector:
         key, float_weight = id(use.layer.weight_quant), shape.weight()
         sums, weight = self._shifts.pop(key, (Residuals(), Residuals())), float_weight.to(torch.float32)
         values = shape.start(float_weight).values.to(torch.float32)
-        for held, exact, noisy, drift in self._parts(use, shape):
-            wanted = torch.einsum("rgn,gon->rgo", exact, weight)
-            wanted = wanted if drift is None else wanted + drift
-            sums[held].add(torch.einsum("rgn,gon->rgo", noisy, values), wanted)
+        for held, noisy, wanted, weights in self._parts(use, shape, weight):
+            sums[held].add(torch.einsum("rgn,gon->rgo", noisy, values), wanted, weights)
         if use.node is not self.uses_of(use.layer)[-1]:
             self._shifts[key] = sums
         return _both(sums)
@@ -90,9 +102,8 @@ class Collector:
         weight = torch.cat([each.weight() for _, each in together], 1).to(torch.float32)
         key = id(use.layer.weight_quant)
         sums = self._open.pop(key, (Sums(), Sums()))
-        for held, exact, noisy, drift in self._parts(use, shape):
-            wanted = torch.einsum("rgn,gon->rgo", exact, weight)
-            sums[held].add(noisy, wanted if drift is None else wanted + drift)
+        for held, noisy, wanted, weights in self._parts(use, shape, weight):
+            sums[held].add(noisy, wanted, weights)
         if use.node is not self.uses_of(use.layer)[-1]:
             self._open[key] = sums
         first, second = (each.moments() for each in _both(sums))
@@ -106,37 +117,44 @@ class Collector:
     def _readers(self, use: Use, shape: Shape) -> list[tuple[Use, Shape]]:
         """The use, and those to come that read the same value in the same way."""
         found = [(use, shape)]
-        if self._is_alone(use) or other_side(self.walk, use) is not None:
+        if self._is_alone(use) or self._is_added(use):
             return found
         for other in self.uses[self.uses.index(use) + 1 :]:
             geometry = geometry_of(other.layer)
             is_like = geometry == shape.geometry and other.node.all_input_nodes == use.node.all_input_nodes
-            is_solved = is_like and not self._is_alone(other) and other_side(self.walk, other) is None
+            is_solved = is_like and not self._is_alone(other) and not self._is_added(other)
             if geometry is not None and is_solved and not why_not(other, geometry):
                 found.append((other, Shape(other.layer, geometry)))
         return found
 
+    def _is_added(self, use: Use) -> bool:
+        """Whether what its outputs should be, or what its rows count, depends on what it is added to."""
+        return other_side(self.walk, use) is not None or normed_side(self.walk, use) is not None
+
     def _is_alone(self, use: Use) -> bool:
         return len(self.uses_of(use.layer)) > 1 or not self.walk.is_first_part(use.node, use.layer)
 
-    def _parts(self, use: Use, shape: Shape) -> Iterator[tuple[bool, Tensor, Tensor, Tensor | None]]:
-        """Rows in both streams and what the other side lacks at their outputs, and whether they judge."""
+    def _parts(self, use: Use, shape: Shape, weight: Tensor) -> Iterator[tuple[bool, Tensor, Tensor, Tensor | None]]:
+        """Whether rows judge, the rows in the quantized stream, what the outputs should be, and what each row counts.
+
+        `weight` may be of several layers that read the same.
+        """
         geometry, walk = shape.geometry, self.walk
-        counts = [
-            geometry.count(walk.input(use.node, use.place, each, noisy=False).shape) for each in range(walk.count)
-        ]
-        groups, outputs, size = shape.size
+        shapes = [walk.input(use.node, use.place, each, noisy=True).shape for each in range(walk.count)]
+        counts = [geometry.count(each) for each in shapes]
+        is_paired = not self.against_itself and self._is_paired(use, shapes)
+        groups, _, size = shape.size
         share = min(1.0, enough(self.rows, groups, size) / max(sum(counts), 1))
-        other, before, first = None if self.against_itself else other_side(walk, use), 0, 0
+        before, first = 0, 0
         is_by_sample = sum(walk.samples) >= FEW_SAMPLES
         for index, count in enumerate(counts):
             noisy, samples = walk.input(use.node, use.place, index, noisy=True), walk.samples[index]
-            exact = noisy if self.against_itself else walk.input(use.node, use.place, index, noisy=False)
+            exact = walk.input(use.node, use.place, index, noisy=False) if is_paired else noisy
             places = chosen_rows(before, count, 1, share)
             numbers = before + places
             if is_by_sample and samples and count % samples == 0:
                 numbers = first + places // (count // samples)
-            drift = self._drift(other, index)
+            beside = self._beside(use, shape, index, count) if is_paired or self.against_itself else Beside(None, None)
             held = self.is_held(numbers)
             for is_held in (False, True):
                 chosen = places[held == is_held]
@@ -144,15 +162,33 @@ class Collector:
                     part = chosen[start : start + CHUNK]
                     pair = geometry.rows(exact, part), geometry.rows(noisy, part)
                     self._check(use, pair)
-                    lacking = None if drift is None else geometry.outputs(drift, part, count, outputs)
-                    yield is_held, *pair, lacking
+                    wanted = torch.einsum("rgn,gon->rgo", pair[0], weight)
+                    yield is_held, pair[1], *beside.of(wanted, part)
             before, first = before + count, first + samples
 
-    def _drift(self, other: fx.Node | None, index: int) -> Tensor | None:
-        if other is None:
-            return None
-        exact, noisy = (self.walk.value(other, index, noisy=side) for side in (False, True))
-        return exact - noisy if isinstance(exact, Tensor) else None
+    def _is_paired(self, use: Use, shapes: Sequence[torch.Size]) -> bool:
+        """Whether the rows of both streams are those of one another: an expert may be sent others when its router is
+        quantized. Then its outputs should be those of the float weight for the rows that it gets."""
+        walk = self.walk
+        return all(walk.input(use.node, use.place, n, noisy=False).shape == each for n, each in enumerate(shapes))
+
+    def _beside(self, use: Use, shape: Shape, index: int, count: int) -> "Beside":
+        """What the layer is added to in one batch."""
+        walk, geometry, outputs = self.walk, shape.geometry, shape.size[1]
+
+        def rows(value: Any) -> Tensor | None:
+            return geometry.outputs(value, torch.arange(count), count, outputs) if isinstance(value, Tensor) else None
+
+        other, stream = None if self.against_itself else other_side(walk, use), normed_side(walk, use)
+        drift = None
+        if other is not None and isinstance(exact := walk.value(other, index, noisy=False), Tensor):
+            found = walk.value(other, index, noisy=True)
+            drift = rows(exact - found) if found.shape == exact.shape else None
+        side = None if stream is None else rows(walk.value(stream, index, noisy=False))
+        bias = use.layer.folded()[1]
+        if side is not None and bias is not None:
+            side = side + bias.detach().reshape(side.shape[1:])
+        return Beside(drift, side)
 
     def _check(self, use: Use, pair: Sequence[Tensor]) -> None:
         if not all(bool(rows.sum().isfinite()) or bool(rows.isfinite().all()) for rows in pair):
@@ -177,20 +213,34 @@ def why_not(use: Use, geometry: Geometry | None) -> str:
 
 def other_side(walk: Walk, use: Use) -> fx.Node | None:
     """The other operand of the add that a layer feeds, when both streams have it already and it is not one in both."""
-    found = _in_own_group(walk, use) or _after(walk, use.node)
+    found, _ = _added(walk, use)
     if found is None or found in walk.same or not walk.has(found):
         return None
     return found
 
 
-def _in_own_group(walk: Walk, use: Use) -> fx.Node | None:
+def normed_side(walk: Walk, use: Use) -> fx.Node | None:
+    """The other operand of the add that a layer feeds, when it is at hand and a norm reads the sum."""
+    found, total = _added(walk, use)
+    if found is None or total is None or not walk.has(found) or not is_normed(walk, total):
+        return None
+    return found
+
+
+def _added(walk: Walk, use: Use) -> tuple[fx.Node | None, fx.Node | None]:
+    """The other operand, and the sum."""
+    return _in_own_group(walk, use) or _after(walk, use.node) or (None, None)
+
+
+def _in_own_group(walk: Walk, use: Use) -> tuple[fx.Node, fx.Node] | None:
     parts = walk.parts(use.node)
     is_added = len(parts) > 1 and parts[0] is use.layer and _is_add(parts[1])
     inputs = use.node.args
-    return inputs[1] if is_added and len(inputs) == 2 and isinstance(inputs[1], fx.Node) else None
+    is_found = is_added and len(inputs) == 2 and isinstance(inputs[1], fx.Node)
+    return (inputs[1], use.node) if is_found else None  # type: ignore[return-value]  # a node, as just seen
 
 
-def _after(walk: Walk, node: fx.Node) -> fx.Node | None:
+def _after(walk: Walk, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if len(walk.parts(node)) != 1 or len(node.users) != 1:
         return None
     user = next(iter(node.users))
@@ -203,7 +253,7 @@ def _after(walk: Walk, node: fx.Node) -> fx.Node | None:
     operands = [each for each in user.args if isinstance(each, fx.Node)]
     if not _is_add(first) or len(operands) != 2 or len(user.all_input_nodes) != 2 or node not in operands:
         return None
-    return next(each for each in operands if each is not node)
+    return next(each for each in operands if each is not node), user
 
 
 def _is_add(part: Any) -> bool:

@@ -1,18 +1,21 @@
 """How far a piece of the quantized net is from the float net where it ends, on held-out samples.
 
-    error = mean over the exits of  |noisy - exact|^2 / |exact - mean|^2
+    error = mean over the exits of  |noisy - exact|^2 / |exact - mean|^2      or, where a norm reads an exit,
+            mean over its rows of   |noisy - exact|^2 / |exact|^2
 
 A layer's own error is no guarantee: what counts is what the rest of the net gets to see.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from scalepoint.tuning.collect import FEW_SAMPLES, Collector
+from scalepoint.tuning.normed import is_normed, row_weights
 from scalepoint.tuning.pieces import Piece
 from scalepoint.tuning.walk import Walk
 
@@ -44,30 +47,56 @@ class Judge:
 
     def _error(self, piece: Piece, noisy: Callable[[int], Sequence[Any]]) -> float:
         exits = self._exits(piece)
-        apart, energy, sums = ([0.0] * len(exits) for _ in range(3))
-        counts = [0] * len(exits)
+        sums = [_Errors(is_normed(self.walk, node)) for node in exits]
         with torch.no_grad():
             for index in range(self.walk.count):
-                for place, (node, found) in enumerate(zip(exits, noisy(index), strict=True)):
+                if not self._judges(index):
+                    continue
+                for total, node, found in zip(sums, exits, noisy(index), strict=True):
                     exact = self.walk.value(node, index, noisy=False)
-                    if not isinstance(exact, Tensor) or not exact.is_floating_point():
-                        continue
-                    rows, other = (self.part(value, index, held=True).double() for value in (exact, found))
-                    apart[place] += float((rows - other).square().sum())
-                    energy[place] += float(rows.square().sum())
-                    sums[place] += float(rows.sum())
-                    counts[place] += rows.numel()
-        wholes = [e - s * s / n for e, s, n in zip(energy, sums, counts, strict=True) if n]
-        errors = [
-            a / max(w, 1e-30) for a, w in zip((a for a, n in zip(apart, counts, strict=True) if n), wholes, strict=True)
-        ]
+                    if isinstance(exact, Tensor) and exact.is_floating_point():
+                        total.add(self.part(exact, index, held=True), self.part(found, index, held=True))
+        errors = [each.error() for each in sums if each.count]
         return sum(errors) / len(errors) if errors else 0.0
+
+    @cached_property
+    def _masks(self) -> list[Tensor] | None:
+        """Which samples of every batch judge; None where none can be told from the others."""
+        if sum(self.walk.samples) < FEW_SAMPLES:
+            return None
+        held = self.collector.is_held(torch.arange(sum(self.walk.samples)))
+        return list(torch.split(held, self.walk.samples)) if bool(held.any()) else None
+
+    def _judges(self, index: int) -> bool:
+        """Whether a batch has samples that judge."""
+        return self._masks is None or bool(self._masks[index].any())
 
     def part(self, value: Tensor, index: int, *, held: bool) -> Tensor:
         """The held-out samples of a batch, or the others; all of a tensor that has no samples, or of few."""
         samples = self.walk.samples[index]
-        if value.ndim == 0 or sum(self.walk.samples) < FEW_SAMPLES or not samples or value.shape[0] % samples:
+        if value.ndim == 0 or self._masks is None or not samples or value.shape[0] % samples:
             return value
-        first = sum(self.walk.samples[:index])
-        mask = self.collector.is_held(torch.arange(first, first + samples)) == held
-        return value.reshape(samples, -1)[mask]
+        mask = self._masks[index] == held
+        return value if bool(mask.all()) else value.reshape(samples, -1, *value.shape[1:])[mask].flatten(0, 1)
+
+
+class _Errors:
+    """Of one exit, while batches are added up."""
+
+    def __init__(self, by_row: bool) -> None:
+        self.by_row, self.count = by_row, 0
+        self.apart = self.energy = self.sum = 0.0
+
+    def add(self, exact: Tensor, found: Tensor) -> None:
+        if exact.shape != found.shape:  # rows that the data picks need not be the same in both streams
+            return
+        if self.by_row:
+            root = row_weights(exact).sqrt_()
+            exact, found = exact * root, found * root
+        self.apart += float((exact - found).square_().sum(dtype=torch.float64))
+        self.energy += float(exact.square().sum(dtype=torch.float64))
+        self.sum += 0.0 if self.by_row else float(exact.sum(dtype=torch.float64))
+        self.count += exact.numel()
+
+    def error(self) -> float:
+        return self.apart / max(self.energy - self.sum**2 / self.count, 1e-30)

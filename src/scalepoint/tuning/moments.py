@@ -4,25 +4,30 @@
     H = cov(x~, x~),  P = cov(y, x~),  m~ = E[x~],  E[y],  var(y)                          x~ the quantized stream
     error of V x~ + shift against y  =  var(y) - 2 <P, V> + <V H, V> + (mean mismatch)^2
 
-Products of a batch are made in float32 around the mean of the first batch, and added up in float64.
+Products of a batch are made in float32 around the mean of the first batch, and added up in float64. Rows may have
+weights: then all of these are weighted means.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+SQUARE = 256  # columns of H that are made together
 
 
 @dataclass(frozen=True)
 class Moments:
     """Of the rows of one layer; (groups, n), (groups, n, n), of the outputs (groups, outputs) and (.., outputs, n)."""
 
-    count: int
+    count: int  # of rows that are not zeros alone
     mean: Tensor  # of the quantized stream
     noisy: Tensor  # H
     cross: Tensor  # P
     mean_wanted: Tensor
     wanted: Tensor  # the variance of y
+    made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # from H alone: layers share it
 
     @property
     def size(self) -> int:
@@ -36,9 +41,28 @@ class Moments:
         found = (self.wanted - 2 * (self.cross * values).sum(-1) + own).clamp(min=0)
         return found if mismatch is None else found + mismatch.square()
 
+    def near(self, weight: Tensor) -> "Near":
+        """Errors of values near a weight."""
+        return Near(self, weight)
+
     def mismatch(self, values: Tensor) -> Tensor:
         """What the mean of each output lacks: E[y] - V m~."""
         return self.mean_wanted - torch.einsum("gon,gn->go", values, self.mean)
+
+    def raw(self) -> "Moments":
+        """Around zero instead of the means: where no bias takes up what the means lack, they are part of the error."""
+        if "raw" not in self.made:
+            self.made["raw"] = self.noisy + torch.einsum("gn,gm->gnm", self.mean, self.mean), {}
+        noisy, made = self.made["raw"]
+        return Moments(
+            self.count,
+            torch.zeros_like(self.mean),
+            noisy,
+            self.cross + torch.einsum("go,gn->gon", self.mean_wanted, self.mean),
+            torch.zeros_like(self.mean_wanted),
+            self.wanted + self.mean_wanted.square(),
+            made,
+        )
 
     def of(self, outputs: slice) -> "Moments":
         """Those of some of the outputs: layers that read one value share the rest."""
@@ -50,14 +74,41 @@ class Moments:
         )
 
 
+class Near:
+    """Errors of values near one weight W, in float32 without loss: what all of them share is taken out.
+
+    E(V) = E(W) + 2 <W H - P, D> + <D H, D>,  D = V - W
+    """
+
+    def __init__(self, moments: Moments, weight: Tensor) -> None:
+        self.weight, self.hessian = weight, single(moments)
+        self.slope = weight.to(torch.float32) @ self.hessian - moments.cross.to(torch.float32)
+        own = ((self.slope.to(torch.float64) - moments.cross) * weight).sum(-1)
+        self.base = (moments.wanted + own).clamp(min=0)
+
+    def error(self, values: Tensor, outputs: slice = slice(None)) -> Tensor:
+        """The mean squared error of each output, or of some, a bias taking up the means."""
+        off = (values - self.weight[:, outputs]).to(torch.float32)
+        more = (off * (2 * self.slope[:, outputs] + off @ self.hessian)).sum(-1, dtype=torch.float64)
+        return (self.base[:, outputs] + more).clamp(min=0)
+
+
+def single(moments: Moments) -> Tensor:
+    """H in float32, made once."""
+    if "single" not in moments.made:
+        moments.made["single"] = moments.noisy.to(torch.float32)
+    found: Tensor = moments.made["single"]
+    return found
+
+
 class Sums:
     """Moments while they are added up."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.total = 0, 0.0
         self.around: tuple[Tensor, Tensor] | None = None
 
-    def add(self, noisy: Tensor, wanted: Tensor) -> None:
+    def add(self, noisy: Tensor, wanted: Tensor, weight: Tensor | None = None) -> None:
         """Rows (r, groups, n) of the quantized stream, and what the outputs should be, (r, groups, outputs)."""
         if not noisy.shape[0]:
             return
@@ -68,58 +119,70 @@ class Sums:
             self.products = _zeros(groups, size, size), _zeros(groups, outputs, size)
             self.energy = _zeros(groups, outputs)
         z, y = noisy - self.around[0], wanted - self.around[1]
-        self.sums[0].add_(z.sum(0))
-        self.sums[1].add_(y.sum(0))
-        by_group = z.transpose(0, 1)
-        self.products[0].add_(by_group.mT @ by_group)
+        weighted = z if weight is None else z * weight[:, None, None]
+        self.sums[0].add_(weighted.sum(0))
+        self.sums[1].add_((y if weight is None else y * weight[:, None, None]).sum(0))
+        by_group = weighted.transpose(0, 1)
+        _add_square(self.products[0], z.transpose(0, 1), by_group)
         self.products[1].add_(y.transpose(0, 1).mT @ by_group)
-        self.energy.add_(y.square().sum(0))
-        self.count += noisy.shape[0]
+        squares = y.square_()
+        self.energy.add_((squares if weight is None else squares * weight[:, None, None]).sum(0))
+        self.count += int(noisy.flatten(1).any(1).sum())
+        self.total += noisy.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
 
     def moments(self) -> Moments | None:
-        """None when nothing was seen."""
-        if self.around is None:
+        """None when nothing was seen, or only zeros."""
+        if self.around is None or not self.count:
             return None
-        z, y = self.sums[0] / self.count, self.sums[1] / self.count
+        z, y = self.sums[0] / self.total, self.sums[1] / self.total
+        upper = self.products[0].triu()
         return Moments(
             self.count,
             z + self.around[0].to(torch.float64),
-            self.products[0] / self.count - torch.einsum("gn,gm->gnm", z, z),
-            self.products[1] / self.count - torch.einsum("go,gn->gon", y, z),
+            (upper + upper.triu(1).mT) / self.total - torch.einsum("gn,gm->gnm", z, z),
+            self.products[1] / self.total - torch.einsum("go,gn->gon", y, z),
             y + self.around[1].to(torch.float64),
-            (self.energy / self.count - y.square()).clamp(min=0),
+            (self.energy / self.total - y.square()).clamp(min=0),
         )
+
+
+def _add_square(into: Tensor, one: Tensor, other: Tensor) -> None:
+    """One' times other, which is symmetric, from its diagonal to the right."""
+    for start in range(0, into.shape[-1], SQUARE):
+        rows = slice(start, start + SQUARE)
+        into[:, rows, start:].add_(one[..., rows].mT @ other[..., start:])
 
 
 class Residuals:
     """What a bias alone can take up: the mean of y - V x~ at the codes as they are, and its energy. No products."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.total = 0, 0.0
         self.sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def add(self, found: Tensor, wanted: Tensor) -> None:
+    def add(self, found: Tensor, wanted: Tensor, weight: Tensor | None = None) -> None:
         """Outputs (r, groups, outputs) as they are, and as they should be."""
         if not found.shape[0]:
             return
-        apart = wanted - found
-        parts = apart.sum(0), apart.square().sum(0), wanted.sum(0), wanted.square().sum(0)
+        apart, counted = wanted - found, 1.0 if weight is None else weight[:, None, None]
+        parts = tuple((each * counted).sum(0) for each in (apart, apart.square(), wanted, wanted.square()))
         if self.sums is None:
             self.sums = tuple(torch.zeros_like(each, dtype=torch.float64) for each in parts)  # type: ignore[assignment]
         assert self.sums is not None  # noqa: S101  # just made
         for total, part in zip(self.sums, parts, strict=True):
             total.add_(part)
         self.count += found.shape[0]
+        self.total += found.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
 
     @property
     def mean(self) -> Tensor:
         assert self.sums is not None  # noqa: S101  # asked only where rows were seen
-        return self.sums[0] / self.count
+        return self.sums[0] / self.total
 
     def error(self, shift: Tensor | None = None) -> float:
         """The squared error of the outputs over their energy, after a shift of the bias."""
         assert self.sums is not None  # noqa: S101  # as above
-        apart, square, wanted, energy = (each / self.count for each in self.sums)
+        apart, square, wanted, energy = (each / self.total for each in self.sums)
         whole = float((energy - wanted.square()).clamp(min=0).sum())
         left = square if shift is None else square - 2 * shift * apart + shift.square()
         return float(left.clamp(min=0).sum()) / whole if whole > 0 else 0.0

@@ -7,7 +7,7 @@
 Values that are the same in both streams (masks, positions) may pass a cut: nothing is lost by them.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,16 +27,8 @@ class Piece:
     last_reads: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # node -> values it reads last
 
 
-def cut(
-    graph: fx.Graph,
-    same: Collection[fx.Node],
-    has_layer: Callable[[fx.Node], bool],
-    unit: Unit,
-    *,
-    joins_end: bool = True,
-) -> list[Piece]:
-    """All nodes but the placeholders and the output, in pieces. What comes after the last layer belongs to the last
-    piece, unless joins_end=False."""
+def cut(graph: fx.Graph, same: Collection[fx.Node], has_layer: Callable[[fx.Node], bool], unit: Unit) -> list[Piece]:
+    """All nodes but the placeholders and the output, in pieces; the last may have no layer."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     parts: list[list[fx.Node]] = [[]]
     layers, going = 0, set[fx.Node]()
@@ -51,13 +43,7 @@ def cut(
         if ends:
             parts.append([])
             layers = 0
-    return [_piece(part) for part in (_joined(parts, has_layer) if joins_end else parts) if part]
-
-
-def _joined(parts: list[list[fx.Node]], has_layer: Callable[[fx.Node], bool]) -> Iterable[list[fx.Node]]:
-    if len(parts) > 1 and not any(map(has_layer, parts[-1])):
-        parts = [*parts[:-2], parts[-2] + parts[-1]]
-    return parts
+    return [_piece(part) for part in parts if part]
 
 
 def _piece(nodes: list[fx.Node]) -> Piece:

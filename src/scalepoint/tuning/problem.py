@@ -11,7 +11,7 @@ from scalepoint.numerics import Format, QParams, round_to_float
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
 from scalepoint.spec.pair_safe import LARGEST_SUM
-from scalepoint.tuning.moments import Moments
+from scalepoint.tuning.moments import Moments, Near, single
 from scalepoint.tuning.rows import Geometry
 
 Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
@@ -84,6 +84,13 @@ class Problem:
     has_intercept: bool
     ridge: Ridge = "auto"
     notes: dict[str, Any] = field(default_factory=dict)  # what a step did, for the report
+    _near: dict[int, Near] = field(default_factory=dict)
+
+    def near(self, moments: Moments) -> Near:
+        """Errors of values near the float weight, what they share made once."""
+        if id(moments) not in self._near:
+            self._near[id(moments)] = moments.near(self.weight)
+        return self._near[id(moments)]
 
     def nearest(self, target: Tensor, scale: Tensor) -> Tensor:
         return self.codes.nearest(target / spread(scale, target.shape[-1]))
@@ -96,13 +103,20 @@ class Problem:
         if self.has_intercept:
             mismatch = mismatch - self.fit.mismatch(values)
         whole = float(seen.wanted.sum())
-        return float(seen.error(values, mismatch).sum()) / whole if whole > 0 else 0.0
+        return float((self.near(seen).error(values) + mismatch.square()).sum()) / whole if whole > 0 else 0.0
 
     def damped(self, least: float = 0.01) -> Tensor:
-        """H with a diagonal that grows with unknowns per row: rounding, too, fits noise when rows are few."""
-        share = least + self.fit.size / max(self.fit.count, 1)
-        mean = self.fit.noisy.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
-        return self.fit.noisy + torch.diag_embed((share * mean)[:, None].expand(-1, self.fit.size))
+        """H with a diagonal that grows with unknowns per row: rounding, too, fits noise when rows are few. In float32,
+        which is enough for a matrix so far from singular."""
+        return with_ridge(single(self.fit), least + self.fit.size / max(self.fit.count, 1))
+
+
+def with_ridge(hessian: Tensor, share: float) -> Tensor:
+    """H with a share of its mean diagonal added to the diagonal."""
+    mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
+    found = hessian.clone()
+    found.diagonal(dim1=-2, dim2=-1).add_(share * mean[:, None])
+    return found
 
 
 def spread(scale: Tensor, size: int) -> Tensor:

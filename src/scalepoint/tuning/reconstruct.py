@@ -1,6 +1,7 @@
 """Blocks by gradients: variables of the quantized layers of a piece, so that it ends where the float piece ends.
 
     loss = sum over exits |piece(x~) - exact|^2 / |exact|^2 + penalty      x~ with a share of its elements exact (QDrop)
+           (of an exit that a norm reads: the mean over its rows)
 
 One loop for all: what the variables are, and how they move, is the step's business. A few times on the way they are
 hardened and judged on held-out samples; the best of them stay.
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.tuning.collect import Use
 from scalepoint.tuning.judge import Judge
+from scalepoint.tuning.normed import is_normed, row_weights
 from scalepoint.tuning.pieces import Piece
 from scalepoint.tuning.problem import Shape, Solution, spread
 from scalepoint.tuning.rows import geometry_of, uniform
@@ -137,8 +139,14 @@ def _loss(work: Work, index: int, step: int) -> Tensor:
         if node in walk.same or not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         exact = judge.part(walk.value(node, index, noisy=False), index, held=False)
-        apart = judge.part(value, index, held=False) - exact
-        loss = loss + apart.square().sum() / exact.square().sum().clamp(min=1e-30)
+        found_part = judge.part(value, index, held=False)
+        if found_part.shape != exact.shape:  # rows that the data picks
+            continue
+        apart = found_part - exact
+        if is_normed(walk, node):
+            loss = loss + (apart.square() * row_weights(exact)).mean()
+        else:
+            loss = loss + apart.square().sum() / exact.square().sum().clamp(min=1e-30)
     return loss
 
 
@@ -147,7 +155,8 @@ def _mixed(noisy: Mapping[fx.Node, Any], exact: Mapping[fx.Node, Any], share: fl
     generator = torch.Generator().manual_seed(step)
     found = dict(noisy)
     for node, value in noisy.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and exact[node] is not value:
+        is_pair = isinstance(value, Tensor) and value.is_floating_point() and exact[node] is not value
+        if is_pair and exact[node].shape == value.shape:
             found[node] = torch.where(torch.rand(value.shape, generator=generator) < share, exact[node], value)
     return found
 

@@ -12,6 +12,10 @@ from scalepoint.tuning.problem import Problem, Ridge, Shape, Solution, noted
 from scalepoint.tuning.report import TunedLayer
 from scalepoint.tuning.rows import geometry_of
 from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
+from scalepoint.tuning.walk import Walk
+
+LAST = 2  # steps that are always judged
+FEWEST = 8  # rows below which nothing is chosen by them
 
 
 @dataclass
@@ -33,8 +37,8 @@ class Solver:
         shape = Shape(use.layer, geometry)
         row = self._chosen(use, shape, name) if self._wants_products else self._shifted(use, shape, name)
         is_last = use.node is self.collector.uses_of(use.layer)[-1]
-        if row is None and is_last:
-            self.left[name] = "no rows reached it"
+        if row is None and is_last and name not in self.left:
+            self.left[name] = "no rows reached it: it is rounded to nearest; data that does would choose"
         return row
 
     def look(self, use: Use) -> None:
@@ -50,6 +54,9 @@ class Solver:
 
     def _shifted(self, use: Use, shape: Shape, name: str) -> TunedLayer | None:
         """The bias takes up what the means lack; codes stay."""
+        if not takes_bias(self.collector.walk, use):
+            self.left[name] = "it has no bias, and floats go in"
+            return None
         start = time.perf_counter()
         fit, judge = self.collector.residuals(use, shape)
         if not fit.count or use.node is not self.collector.uses_of(use.layer)[-1]:
@@ -73,7 +80,12 @@ class Solver:
         uses = self.collector.uses_of(use.layer)
         if fit is None or judge is None or use.node is not uses[-1]:
             return None
-        first, has_bias = shape.start(weight), INTERCEPT in self.steps
+        if fit.count < FEWEST:
+            self.left[name] = f"only {fit.count} rows reached it: it is rounded to nearest; more data would choose"
+            return None
+        first, has_bias = shape.start(weight), INTERCEPT in self.steps and takes_bias(self.collector.walk, use)
+        if not has_bias:
+            fit, judge = fit.raw(), fit.raw() if judge is fit else judge.raw()
         problem = Problem(name, weight, shape.codes(), fit, judge, shape.has_own_scales, has_bias, self.ridge)
         if len(uses) > 1:
             problem.notes["uses"] = len(uses)
@@ -92,16 +104,31 @@ class Solver:
         return TunedLayer(name, use.layer.kind, seen, fit.size, *errors, moved, step, notes, seconds)
 
     def best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str]:
-        """The solution that is best on held-out rows; "" as its step when that is the first."""
-        best, step, least = first, "", plain.error(first)
+        """The best on held-out rows of the start, the last two steps, and, where these are no better, the others; ""
+        as its step when that is the first."""
+        tried: list[tuple[Solution, str]] = [(first, INTERCEPT)] if problem.has_intercept else []
         now = first
         for name in self.steps:
             found = None if name == INTERCEPT else find_step(name)
-            now = found.run(problem, now) if isinstance(found, LayerStep) else now
-            error = problem.error(now)
+            if isinstance(found, LayerStep):
+                now = found.run(problem, now)
+                tried.append((now, name))
+        best, step, least = first, "", plain.error(first)
+        for place, (solution, name) in enumerate(reversed(tried)):
+            if place >= LAST and step:
+                break
+            error = problem.error(solution)
             if error < least:
-                best, step, least = now, name, error
+                best, step, least = solution, name, error
         return best, step
+
+
+def takes_bias(walk: Walk, use: Use) -> bool:
+    """Whether a shift of the bias costs nothing: it has one, or its kernel adds one to its integers anyway. A layer of
+    floats without a bias is left without."""
+    layer, source = use.layer, use.node.all_input_nodes[0]
+    has_own = layer.bias is not None or layer.norm is not None
+    return has_own or not walk.is_first_part(use.node, layer) or walk.stub(source) is not None
 
 
 def _shift(fit: Moments, judge: Moments, best: Solution) -> Tensor:

@@ -161,13 +161,16 @@ class _Tuning:
         at_end = [step for step in self.piece_steps if step.over == "model"]
         if at_end:
             self.walk.hold(self.walk.places)
-        is_whole = self.lender is None
-        pieces = cut(self.walk.graph, self.walk.same, self.uses.__contains__, self.config.unit, joins_end=is_whole)
+        pieces = cut(self.walk.graph, self.walk.same, self.uses.__contains__, self.config.unit)
+        is_read = self.lender is not None or bool(self.uses.keys() & set(pieces[-1].nodes))
+        tail = [] if is_read else [pieces.pop()]  # nothing that is tuned reads it
         with phase("tuning", total=len(self.uses), unit="layers", show=progress) as running:
             for index, piece in enumerate(pieces):
                 self._finish(f"{index:04}", piece, [step for step in self.piece_steps if step.over == "piece"])
                 running.advance(len(self.uses.keys() & set(piece.nodes)))
         if at_end:
+            for piece in tail:
+                self._pass(piece)
             with phase("tuning the whole net", show=progress):
                 (whole,) = cut(self.walk.graph, self.walk.same, self.uses.__contains__, "model")
                 self._finish("all", whole, at_end, is_solved=True)

@@ -14,64 +14,77 @@ from torch import Tensor
 from scalepoint.tuning.problem import Codes, Problem, Solution, spread
 from scalepoint.tuning.steps.registry import register
 
-SWEEPS = 4
-BLOCK = 64
+SWEEPS = 2
+BLOCK = 32
 
 
 @register("descend")
 def descend(problem: Problem, solution: Solution) -> Solution:
     """The solution after a few sweeps; it stops when no code moves."""
-    hessian = problem.damped().to(torch.float32)
-    target, codes = solution.target.to(torch.float32), solution.codes.to(torch.float32).clone()
-    scale = solution.scale.to(torch.float32).clone()
-    grid = replace(problem.codes, low=problem.codes.low.to(torch.float32), high=problem.codes.high.to(torch.float32))
+    if "damped" not in problem.fit.made:
+        problem.fit.made["damped"] = problem.damped()
+    state = _Descent(problem, solution, problem.fit.made["damped"])
     for sweep in range(SWEEPS):
-        steps = spread(scale, codes.shape[-1]).expand_as(codes)
-        moved = _sweep(codes, steps, target, hessian, grid)
+        moved = state.sweep()
         if problem.has_own_scales:
-            scale = _refit(codes, scale, target, hessian)
+            state.refit(is_last=sweep + 1 == SWEEPS)
         problem.notes["sweeps"] = sweep + 1
         if not moved:
             break
-    return Solution(solution.target, codes.to(torch.float64), scale.to(torch.float64))
+    return Solution(solution.target, state.codes.mT.to(torch.float64).contiguous(), state.scale.to(torch.float64))
 
 
-def _sweep(codes: Tensor, steps: Tensor, target: Tensor, hessian: Tensor, grid: Codes) -> int:
-    """All codes once, in place; how many moved."""
-    slope = (codes * steps - target) @ hessian
-    size, moved = codes.shape[-1], 0
-    for start in range(0, size, BLOCK):
-        end = min(start + BLOCK, size)
-        changes = torch.zeros_like(codes[..., start:end])
-        local, own = slope[..., start:end].clone(), hessian[:, start:end, start:end]
-        for column in range(end - start):
-            place = start + column
-            curve = own[:, None, column, column] * steps[..., place]
-            wanted = codes[..., place] - local[..., column] / curve.clamp(min=1e-30)
-            wanted = grid.rounded(wanted.clamp(*grid.limits(codes, place)))
-            change = (wanted - codes[..., place]) * steps[..., place]
-            moved += int((change != 0).sum())
-            codes[..., place] = wanted
-            changes[..., column] = change
-            local += change[..., None] * own[:, None, column]
-        slope += changes @ hessian[:, start:end]
-    return moved
+class _Descent:
+    """Codes (groups, n, outputs), so that a column lies in one piece, and their slope R, kept up to date."""
 
+    def __init__(self, problem: Problem, solution: Solution, hessian: Tensor) -> None:
+        self.hessian, self.scale = hessian, solution.scale.to(torch.float32)
+        self.codes = solution.codes.mT.to(torch.float32).contiguous()
+        codes = problem.codes
+        self.grid: Codes = replace(codes, low=codes.low.to(torch.float32), high=codes.high.to(torch.float32))
+        target = solution.target.mT.to(torch.float32)
+        self.slope = hessian @ (self.codes * self._steps() - target)
 
-def _refit(codes: Tensor, scale: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-    """The best scale of each output given its codes; block after block where it has several."""
-    size, blocks = codes.shape[-1], scale.shape[-1]
-    width = size // blocks
-    slope = (codes * spread(scale, size) - target) @ hessian
-    new = scale.clone()
-    for block in range(blocks):
-        part = slice(block * width, (block + 1) * width)
-        own = codes[..., part]
-        turned = own @ hessian[:, part, part]
-        curve = (turned * own).sum(-1)
-        change = torch.where(curve > 0, -(own * slope[..., part]).sum(-1) / curve.clamp(min=1e-30), 0.0)
-        change = torch.where(new[..., block] + change > 0.1 * new[..., block], change, 0.0)
-        new[..., block] += change
-        if block + 1 < blocks:
-            slope += change[..., None] * (own @ hessian[:, part])
-    return new
+    def _steps(self) -> Tensor:
+        """The scale of every code."""
+        return spread(self.scale, self.codes.shape[1]).mT.expand_as(self.codes)
+
+    def _limits(self, column: int) -> tuple[Tensor, Tensor]:
+        return self.grid.limits(self.codes.mT, column)
+
+    def sweep(self) -> int:
+        """All codes once; how many moved."""
+        size, moved, steps = self.codes.shape[1], 0, self._steps()
+        curves = self.hessian.diagonal(dim1=-2, dim2=-1)
+        for start in range(0, size, BLOCK):
+            end = min(start + BLOCK, size)
+            changes = torch.zeros_like(self.codes[:, start:end])
+            local, own = self.slope[:, start:end].clone(), self.hessian[:, start:end, start:end]
+            for column in range(end - start):
+                place = start + column
+                step, code = steps[:, place], self.codes[:, place]
+                curve = (step * curves[:, place, None]).clamp_(min=1e-30)
+                wanted = self.grid.rounded((code - local[:, column] / curve).clamp_(*self._limits(place)))
+                change = (wanted - code).mul_(step)
+                self.codes[:, place] = wanted
+                changes[:, column] = change
+                local[:, column + 1 :].baddbmm_(own[:, column + 1 :, column, None], change[:, None])
+            moved += int(torch.count_nonzero(changes))
+            self.slope += self.hessian[:, :, start:end] @ changes
+        return moved
+
+    def refit(self, *, is_last: bool) -> None:
+        """The best scale of each output given its codes; block after block where it has several."""
+        blocks = self.scale.shape[-1]
+        width = self.codes.shape[1] // blocks
+        new = self.scale.clone()
+        for block in range(blocks):
+            part = slice(block * width, (block + 1) * width)
+            own, before = self.codes[:, part], new[..., block]
+            curve = (own * (self.hessian[:, part, part] @ own)).sum(1)
+            change = torch.where(curve > 0, -(own * self.slope[:, part]).sum(1) / curve.clamp(min=1e-30), 0.0)
+            change = torch.where(before + change > 0.1 * before, change, 0.0)
+            new[..., block] = before + change
+            if block + 1 < blocks or not is_last:
+                self.slope += self.hessian[:, :, part] @ (own * change[:, None])
+        self.scale = new

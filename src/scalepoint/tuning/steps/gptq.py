@@ -15,7 +15,7 @@ from torch import Tensor
 from scalepoint.tuning.problem import Codes, Problem, Solution, spread
 from scalepoint.tuning.steps.registry import register
 
-BLOCK = 64
+BLOCK = 32
 RUNGS = 4
 
 
@@ -25,51 +25,68 @@ def gptq(problem: Problem, solution: Solution) -> Solution:
     if problem.codes.partners is not None:
         problem.notes["pairs"] = "rounding left to descent"
         return Solution(solution.target, problem.nearest(solution.target, solution.scale), solution.scale)
-    factor, order = _factor(problem)
+    factor, order, share = _factor(problem)
     if factor is None:
         problem.notes["damping"] = "none helps: left to descent"
         return solution
-    size = problem.fit.size
-    steps = spread(solution.scale, size).expand_as(solution.target)
-    by = order[:, None, :].expand_as(solution.target)
-    weight, scale = solution.target.gather(-1, by).to(torch.float32), steps.gather(-1, by).to(torch.float32)
-    ends = (end.expand_as(solution.target).gather(-1, by) for end in (problem.codes.low, problem.codes.high))
-    low, high = (end.to(torch.float32) for end in ends)
+    problem.notes["damping"] = share
+    steps = spread(solution.scale, problem.fit.size)
+    values = (solution.target, steps, problem.codes.low, problem.codes.high)
+    weight, scale, low, high = (_columns(each.expand_as(solution.target), order) for each in values)
     grid = replace(problem.codes, low=low, high=high)
-    codes = _swept(weight, scale, grid, factor.to(torch.float32)).to(torch.float64)
-    return Solution(solution.target, torch.empty_like(codes).scatter_(-1, by, codes), solution.scale)
+    codes = _swept(weight, scale, grid, factor).to(torch.float64).mT
+    by = order[:, None, :].expand_as(codes)
+    return Solution(solution.target, torch.empty_like(solution.target).scatter_(-1, by, codes), solution.scale)
 
 
-def _factor(problem: Problem) -> tuple[Tensor | None, Tensor]:
-    """The upper factor of the inverse, columns in the order of their diagonal."""
-    order = problem.fit.noisy.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-    for rung in range(RUNGS):
-        share = 0.01 * 10.0**rung
-        damped = problem.damped(share)
-        ordered = damped.gather(-1, order[:, None, :].expand_as(damped)).gather(-2, order[:, :, None].expand_as(damped))
-        lower, failed = torch.linalg.cholesky_ex(ordered)
-        if not bool(failed.any()):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not bool(failed.any()) and bool(upper.isfinite().all()):
-                problem.notes["damping"] = share
-                return upper, order
-    return None, order
+def _columns(values: Tensor, order: Tensor) -> Tensor:
+    """(groups, n, outputs) in the order of the columns, so that a column lies in one piece."""
+    by = order[:, :, None].expand_as(values.mT)
+    return values.mT.to(torch.float32).gather(1, by)
+
+
+def _factor(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
+    """The upper factor of the inverse, columns in the order of their diagonal; and the damping. Made once for layers
+    with the same inputs."""
+    made = problem.fit.made
+    if "gptq" not in made:
+        order = problem.fit.noisy.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
+        made["gptq"] = (None, order, 0.0)
+        for rung in range(RUNGS):
+            share = 0.01 * 10.0**rung
+            upper = _upper(problem.damped(share), order.flip(-1))
+            if upper is not None:
+                made["gptq"] = upper, order, share
+                break
+    found: tuple[Tensor | None, Tensor, float] = made["gptq"]
+    return found
+
+
+def _upper(hessian: Tensor, backwards: Tensor) -> Tensor | None:
+    """U of H^-1 = U'U from the factor of H with its columns backwards, whose inverse it is."""
+    by = backwards[:, None, :].expand_as(hessian)
+    turned = hessian.gather(-1, by).gather(-2, backwards[:, :, None].expand_as(hessian))
+    lower, failed = torch.linalg.cholesky_ex(turned)
+    if bool(failed.any()):
+        return None
+    ones = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
+    upper = torch.linalg.solve_triangular(lower, ones, upper=False).flip(-1, -2)
+    return upper if bool(upper.isfinite().all()) else None
 
 
 def _swept(weight: Tensor, scale: Tensor, grid: Codes, factor: Tensor) -> Tensor:
-    """Codes, in blocks of columns: within a block one by one, beyond it by one product."""
+    """Codes (groups, n, outputs), in blocks of columns: within a block one by one, beyond it by one product."""
     codes = torch.empty_like(weight)
-    size = weight.shape[-1]
+    size = weight.shape[1]
     for start in range(0, size, BLOCK):
         end = min(start + BLOCK, size)
-        errors = torch.empty_like(weight[..., start:end])
+        errors = torch.empty_like(weight[:, start:end])
         for column in range(start, end):
-            step = scale[..., column]
-            low, high = grid.low[..., column], grid.high[..., column]
-            code = grid.rounded((weight[..., column] / step).clamp(low, high))
-            codes[..., column] = code
-            error = (weight[..., column] - code * step) / factor[:, None, column, column]
-            errors[..., column - start] = error
-            weight[..., column + 1 : end] -= error[..., None] * factor[:, None, column, column + 1 : end]
-        weight[..., end:] -= errors @ factor[:, start:end, end:]
+            step, value = scale[:, column], weight[:, column]
+            code = grid.rounded((value / step).clamp_(grid.low[:, column], grid.high[:, column]))
+            codes[:, column] = code
+            error = (value - code * step).div_(factor[:, column, column, None])
+            errors[:, column - start] = error
+            weight[:, column + 1 : end].baddbmm_(factor[:, column, column + 1 : end, None], error[:, None], alpha=-1)
+        weight[:, end:] -= factor[:, start:end, end:].mT @ errors
     return codes

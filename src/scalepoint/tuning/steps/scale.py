@@ -5,13 +5,16 @@
 Weighted by how much an input matters: plain squared error clips weights that carry the signal.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Problem, Solution
+from scalepoint.tuning.problem import Codes, Problem, Solution
 from scalepoint.tuning.steps.registry import register
 
-SHRINKAGES = tuple(1.05 - 0.025 * step for step in range(27))  # 1.05 .. 0.4 of the calibrated scale
+COARSE = tuple(1.05 - 0.05 * step for step in range(14))  # 1.05 .. 0.4 of the calibrated scale
+FINE = 0.025
 
 
 @register("scale")
@@ -19,18 +22,35 @@ def scale(problem: Problem, solution: Solution) -> Solution:
     """The solution with searched scales and the nearest codes."""
     if not problem.has_own_scales:
         return solution
-    importance = problem.fit.noisy.diagonal(dim1=-2, dim2=-1).clamp(min=0)[:, None, :]
-    best = solution.scale
-    least = _cost(problem, solution.target, best, importance)
-    for factor in SHRINKAGES:
-        tried = solution.scale * factor
-        cost = _cost(problem, solution.target, tried, importance)
-        better = cost < least
-        best, least = torch.where(better, tried, best), torch.where(better, cost, least)
+    importance = problem.fit.noisy.diagonal(dim1=-2, dim2=-1).clamp(min=0)[:, None, :].to(torch.float32)
+    search = _Search(solution.target.to(torch.float32), importance, problem.codes, solution.scale.to(torch.float32))
+    first = search.least.clone()
+    for factor in COARSE:
+        search.look(search.start * factor)
+    coarse = search.best.clone()
+    for factor in (1 - FINE, 1 + FINE):
+        search.look(coarse * factor)
+    best = torch.where(search.least < first, search.best.to(torch.float64), solution.scale)
     return Solution(solution.target, problem.nearest(solution.target, best), best)
 
 
-def _cost(problem: Problem, target: Tensor, scales: Tensor, importance: Tensor) -> Tensor:
-    found = Solution(target, problem.nearest(target, scales), scales)
-    cost = (target - found.values).square() * importance
-    return cost.reshape(*scales.shape, -1).sum(-1)
+class _Search:
+    """The best scale of each block so far."""
+
+    def __init__(self, target: Tensor, importance: Tensor, codes: Codes, start: Tensor) -> None:
+        blocks = (*start.shape, -1)
+        self.target, self.importance = target.reshape(blocks), importance.expand_as(target).reshape(blocks)
+        self.codes, self.start, self.shape = codes, start, target.shape
+        self.codes = replace(codes, low=codes.low.to(torch.float32), high=codes.high.to(torch.float32))
+        self.best, self.least = start.clone(), self.cost(start)
+
+    def cost(self, scales: Tensor) -> Tensor:
+        steps = scales[..., None]
+        codes = self.codes.nearest((self.target / steps).view(self.shape)).view_as(self.target)
+        return codes.mul_(steps).sub_(self.target).square_().mul_(self.importance).sum(-1)
+
+    def look(self, scales: Tensor) -> None:
+        cost = self.cost(scales)
+        is_better = cost < self.least
+        self.best = torch.where(is_better, scales, self.best)
+        self.least = torch.where(is_better, cost, self.least)

@@ -1,19 +1,23 @@
 """Target: the weight that gives the float outputs for the inputs that the quantized net really has.
 
-    W* = (P + lam W) (H + lam I)^-1          P = cov(W x + d, x~)
+    W* = W + (P - W H) (H + lam I)^-1          P = cov(W x + d, x~)
 
 The exact form of asymmetric calibration (GPTAQ, Qronos); with d, what the other side of a residual add lacks, it makes
 good that, too. What limits it is overfitting: the ridge lam is chosen on the held-out rows among 0.01 .. 10 of the mean
-diagonal and "no change", before anything is rounded. Where none are held out it is 0.3 + 2 n/N.
+diagonal and "no change", before anything is rounded, from 0.3 on to the side that is better. Where none are held out it
+is 0.3 + 2 n/N.
 """
 
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Problem, Solution
+from scalepoint.tuning.moments import single
+from scalepoint.tuning.problem import Problem, Solution, with_ridge
 from scalepoint.tuning.steps.registry import register
 
 LADDER = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+FIRST = 3
+OUTPUTS = 128
 
 
 @register("target")
@@ -23,29 +27,41 @@ def target(problem: Problem, solution: Solution) -> Solution:
     if seen.count < 2 * seen.size:
         problem.notes["ridge"] = "none: fewer than two rows an unknown"
         return solution
-    mean = seen.noisy.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
-    if problem.ridge != "auto" or problem.judge is seen:
-        share = 0.3 + 2 * seen.size / seen.count if isinstance(problem.ridge, str) else problem.ridge
-        problem.notes["ridge"] = share
-        best = _ridged(problem, weight, share * mean)
-        return Solution(best, problem.nearest(best, solution.scale), solution.scale)
-    least, best, ridge = _judged(problem, weight), weight, 0.0
-    for share in LADDER:
-        found = _ridged(problem, weight, share * mean)
-        error = _judged(problem, found)
-        if error < least:
-            least, best, ridge = error, found, share
-    problem.notes["ridge"] = ridge or "none"
+    share: float | None = None if problem.ridge == "auto" else float(problem.ridge)
+    if share is None:
+        share = _chosen(problem) if problem.judge is not seen else 0.3 + 2 * seen.size / seen.count
+    found = None if share is None else _ridged(problem, share)
+    problem.notes["ridge"] = "none" if found is None else share
+    best = weight if found is None else found
     return Solution(best, problem.nearest(best, solution.scale), solution.scale)
 
 
-def _ridged(problem: Problem, weight: Tensor, lam: Tensor) -> Tensor:
+def _chosen(problem: Problem) -> float | None:
+    """The ridge that is best on held-out rows; None where no change is. Some outputs are enough to tell by."""
+    judge = problem.near(problem.judge)
+    some = slice(None, None, max(1, problem.weight.shape[1] // OUTPUTS))
+    least = float(judge.base[:, some].sum())
+    ridge: float | None = None
+    for rungs in (LADDER[FIRST:], LADDER[FIRST - 1 :: -1]):
+        for share in rungs:
+            found = _ridged(problem, share, some)
+            error = float("inf") if found is None else float(judge.error(found, some).sum())
+            if error >= least:
+                break
+            least, ridge = error, share
+        if ridge is not None and ridge > LADDER[FIRST]:
+            break
+    return ridge
+
+
+def _ridged(problem: Problem, share: float, outputs: slice = slice(None)) -> Tensor | None:
+    """None where the moments allow no factor; layers with the same inputs share it."""
     seen = problem.fit
-    diagonal = torch.diag_embed(lam[:, None].expand(-1, seen.size))
-    right = seen.cross + lam[:, None, None] * weight
-    found: Tensor = torch.linalg.solve(seen.noisy + diagonal, right, left=False)
-    return found
-
-
-def _judged(problem: Problem, values: Tensor) -> float:
-    return float(problem.judge.error(values).sum())
+    if share not in seen.made:
+        factor, failed = torch.linalg.cholesky_ex(with_ridge(single(seen), share))
+        seen.made[share] = None if bool(failed.any()) else factor
+    factor = seen.made[share]
+    if factor is None:
+        return None
+    change = torch.cholesky_solve(problem.near(seen).slope[:, outputs].mT, factor).mT
+    return problem.weight[:, outputs] - change.to(torch.float64)

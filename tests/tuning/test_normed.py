@@ -1,0 +1,128 @@
+"""Streams that norms read: a row of a hundred times the size of the others counts as one row."""
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
+from scalepoint.tuning import TuneConfig, tune
+from scalepoint.tuning.collect import Collector, normed_side
+from scalepoint.tuning.judge import Judge
+from scalepoint.tuning.normed import is_normed, row_weights
+from scalepoint.tuning.pieces import cut
+from scalepoint.tuning.walk import Walk
+from tests.tuning.test_collect import shape_of, use_of, walked
+
+ALONE = QuantConfig(activation="float", weight=TensorQuantConfig(n_bits=3, per_channel=True))
+WIDE = 16
+
+
+class Written(nn.Module):
+    """An RMS norm as transformers write it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDE))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Stream(nn.Module):
+    """x + f(norm(x)), and what reads it."""
+
+    def __init__(self, norm=lambda: nn.RMSNorm(WIDE), bias=False) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDE, WIDE, bias=bias)
+        self.norm, self.up, self.down = norm(), nn.Linear(WIDE, 32, bias=bias), nn.Linear(32, WIDE, bias=bias)
+        self.last, self.head = norm(), nn.Linear(WIDE, 4, bias=bias)
+
+    def forward(self, x):
+        x = self.enter(x)
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.head(self.last(x))
+
+
+def rows(count=6, large=300.0):
+    found = [torch.randn(4, 10, WIDE, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+    for each in found:
+        each[:, 0] *= large
+    return found
+
+
+def stream(norm=lambda: nn.RMSNorm(WIDE), **options):
+    torch.manual_seed(0)
+    return Stream(norm, **options).eval()
+
+
+NORMS = {"rms": lambda: nn.RMSNorm(WIDE), "layer": lambda: nn.LayerNorm(WIDE), "written": Written}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_rows_of_a_layer_that_writes_to_the_stream_count_by_their_size(norm):
+    walk, collector = walked(stream(norm), rows(), "down", ALONE)
+    use = use_of(collector, "down")
+    other = normed_side(walk, use)
+    assert other is not None
+    fit, judge = collector.moments(use, shape_of(use))
+    sums, total = 0.0, 0.0
+    for index, (exact, noisy) in enumerate(walk.inputs(use.node, use.place)):
+        whole = (walk.value(other, index, noisy=False) + use.layer.operation(exact)).detach()
+        weights = 1 / (whole.square().mean(-1, keepdim=True) + 1e-5)
+        sums, total = sums + (noisy * weights).sum((0, 1)), total + float(weights.sum())
+    assert fit.mean.shape == judge.mean.shape
+    shares = [float(collector_total(collector, use, held=held)) for held in (False, True)]
+    mean = (fit.mean * shares[0] + judge.mean * shares[1]) / sum(shares)
+    torch.testing.assert_close(mean.view(-1).float(), (sums / total).detach(), rtol=1e-3, atol=1e-4)
+    assert normed_side(walk, use_of(collector, "head")) is None
+
+
+def collector_total(collector, use, *, held):
+    """What all rows of one part count."""
+    shape = shape_of(use)
+    weight = shape.weight().float()
+    return sum(weights.sum() for is_held, _, _, weights in collector._parts(use, shape, weight) if is_held == held)
+
+
+def test_a_block_that_a_norm_reads_is_judged_row_by_row():
+    data = rows()
+    quantized = quantize(stream(), data[0], ALONE, forward_loop=data, progress=False)
+    walk = Walk(quantized, memory=10**8)
+    walk.read(quantized, data, max_batches=None, skip_nan=False, progress=False)
+    collector = Collector(walk, 10**6, 0.1, {})
+    piece = cut(walk.graph, walk.same, {use.node for use in collector.uses}.__contains__, "block")[0]
+    for node in piece.nodes:
+        walk.advance(node)
+    (exit_,) = [node for node in piece.exits if node not in walk.same]
+    assert is_normed(walk, exit_)
+    held = collector.is_held(torch.arange(24)).split(4)
+    apart = []
+    for index, mask in enumerate(held):
+        exact, noisy = (walk.value(exit_, index, noisy=side)[mask] for side in (False, True))
+        apart.append(((exact - noisy).square().mean(-1) * row_weights(exact)[..., 0]).flatten())
+    assert Judge(walk, collector).now(piece) == pytest.approx(float(torch.cat(apart).mean()), rel=1e-3)
+
+
+def test_huge_rows_do_not_rule_the_others():
+    """The same net, data with and without a huge row: the codes serve the ordinary rows about as well."""
+    net, errors = stream(), {}
+    for large in (1.0, 1000.0):
+        data = rows(large=large)
+        quantized = quantize(net, data[0], ALONE, forward_loop=data, progress=False)
+        tune(quantized, data, TuneConfig(), progress=False)
+        with torch.no_grad():
+            fresh = torch.randn(64, 10, WIDE, generator=torch.Generator().manual_seed(99))
+            errors[large] = float((quantized(fresh) - net(fresh)).square().mean())
+    assert errors[1000.0] < 1.3 * errors[1.0]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["without", "with"])
+def test_a_layer_of_floats_without_a_bias_is_left_without(bias):
+    data = rows(large=1.0)
+    data = [each + 1.0 for each in data]
+    net = stream(bias=bias)
+    quantized = quantize(net, data[0], ALONE, forward_loop=data, progress=False)
+    report = tune(quantized, data, TuneConfig(), progress=False)
+    shifts = [module.bias_shift for module in quantized.modules() if hasattr(module, "bias_shift")]
+    assert any(each is not None for each in shifts) == bias
+    assert all(row.after < row.before for row in report.layers)
