@@ -1,8 +1,8 @@
 """SmolLM2-135M for ONNX Runtime GenAI: our folder beside that of its own builder, tokens a second and perplexity.
 
 One thread, CPU time, the folders in turns in one process. Ours is rounded to nearest here (accuracy comes from tuning),
-so the rows show the graph and its kernels. Then the greedy text beside that of torch with the same weights.
-Needs onnxruntime-genai and transformers.
+so the rows show the graph and its kernels. Then the greedy text beside that of torch with the same weights. Needs
+onnxruntime-genai and transformers.
 """
 
 import json
@@ -33,8 +33,14 @@ from tuned.text import parts
 
 OUT = Path(__file__).parent.parent / "out"
 WORK = OUT / "genai"
-PROMPT, TOKENS, ROUNDS = 128, 32, 15
-WIDTHS = ((4, 32), (4, 64), (8, 32))
+PROMPT, TOKENS, ROUNDS = 64, 17, 24
+WIDTHS = {  # of the blocks, then of the tied embedding and head
+    "int4 of 32": ((4, 32), (4, 32)),
+    "int4 of 64": ((4, 64), (4, 64)),
+    "int4 of 32, head int8": ((4, 32), (8, 32)),
+    "int4 of 64, head int8": ((4, 64), (8, 64)),
+    "int8 of 32": ((8, 32), (8, 32)),
+}
 BUILDER = {"int4 of 32": (), "int4 of 64": ("--extra_options", "block_size=64")}
 LEAST = 1.0  # of ours against the builder's with the same blocks
 
@@ -45,7 +51,7 @@ class Result:
     bytes: int
     prefill: float  # tokens a second
     decode: float
-    prefill_ratio: float  # against the builder's folder with blocks of 32
+    prefill_ratio: float  # against the builder's folder with blocks of 32, which has an int4 head
     decode_ratio: float
     perplexity: float
 
@@ -63,9 +69,11 @@ def nearest(weight: Tensor, bits: int, block: int) -> Packed:
     return Packed(codes.reshape(weight.shape).to(torch.int8), scale[..., 0], spec)
 
 
-def quantized(source: Source, bits: int, block: int) -> QuantizedCheckpoint:
+def quantized(source: Source, blocks: tuple[int, int], table: tuple[int, int]) -> QuantizedCheckpoint:
+    """Every matrix; `table` are bits and block of the embedding, which is the head too."""
     matrices = [name for name, stored in source.tensors.items() if len(stored.shape) == 2]
-    return QuantizedCheckpoint(source, {name: nearest(source.tensor(name), bits, block) for name in matrices})
+    packed = {name: nearest(source.tensor(name), *(table if "embed" in name else blocks)) for name in matrices}
+    return QuantizedCheckpoint(source, packed)
 
 
 def built(name: str, options: tuple[str, ...]) -> Path:
@@ -101,6 +109,11 @@ def speeds(folders: dict[str, Path], tokens: list[int]) -> dict[str, tuple[list[
                 taken[name][0].append(prompt)
                 taken[name][1].append(text)
     return taken
+
+
+def quiet(times: list[float]) -> float:
+    """The lower quartile: decoding waits for memory, which other programs on the machine use too."""
+    return statistics.quantiles(times, n=4)[0]
 
 
 def generation(model: Any, tokens: list[int]) -> tuple[float, float]:
@@ -151,10 +164,9 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(smollm() / "tokenizer.json"))
     judged = torch.tensor(tokenizer.encode(parts()["judge"]).ids[: 12 * 257]).view(12, 257)
     folders = {f"builder, {name}": built(name, options) for name, options in BUILDER.items()}
-    for bits, block in WIDTHS:
-        path = WORK / f"ours int{bits} {block}"
-        ORT_GENAI.write(quantized(source, bits, block), path)
-        folders[f"ours, int{bits} of {block}"] = path
+    for name, widths in WIDTHS.items():
+        folders[f"ours, {name}"] = WORK / f"ours {name}"
+        ORT_GENAI.write(quantized(source, *widths), WORK / f"ours {name}")
     taken = speeds(folders, judged.flatten()[:PROMPT].tolist())
     first = taken[next(iter(folders))]
     results = []
@@ -164,26 +176,27 @@ def main() -> None:
             Result(
                 name,
                 sum(each.stat().st_size for each in path.glob("model.onnx*")),
-                1 / statistics.median(prompt),
-                1 / statistics.median(text),
-                statistics.median(other / own for other, own in zip(first[0], prompt, strict=True)),
-                statistics.median(other / own for other, own in zip(first[1], text, strict=True)),
+                1 / quiet(prompt),
+                1 / quiet(text),
+                quiet(first[0]) / quiet(prompt),
+                quiet(first[1]) / quiet(text),
                 perplexity(path, judged),
             )
         )
-    same = texts(WORK / "ours int4 32", quantized(source, 4, 32), judged[:6, :PROMPT].tolist())
-    table = Table("folder", "MB", "prefill tokens/s", "decode tokens/s", "against the builder", "perplexity")
+    same = texts(folders["ours, int4 of 32"], quantized(source, *WIDTHS["int4 of 32"]), judged[:6, :PROMPT].tolist())
+    table = Table("folder", "MB", "prefill", "decode", "ratios", "perplexity")
     for each in results:
         ratios = f"{each.prefill_ratio:.2f} / {each.decode_ratio:.2f}"
         speed = f"{each.prefill:.0f}", f"{each.decode:.1f}"
         table.add_row(each.name, f"{each.bytes / 1e6:.1f}", *speed, ratios, f"{each.perplexity:.2f}")
     console.print(table)
+    console.print("prefill and decode: tokens a second; ratios: against the first row")
     console.print(f"greedy tokens equal to those of torch with the same weights, of 50, six prompts: {same}")
     OUT.mkdir(exist_ok=True)
     found = {"rows": [asdict(each) for each in results], "equal_tokens": same, "prompt": PROMPT, "tokens": TOKENS}
     (OUT / "genai.json").write_text(json.dumps(found, indent=2))
-    ours = next(each for each in results if each.name == "ours, int4 of 32")
-    sys.exit(ours.prefill_ratio < LEAST or ours.decode_ratio < LEAST)
+    judged_by = [each for each in results if each.name in ("ours, int4 of 32", "ours, int4 of 32, head int8")]
+    sys.exit(any(min(each.prefill_ratio, each.decode_ratio) < LEAST for each in judged_by))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,12 @@ def test_it_runs_in_a_child_process(written):
         answer = ask(RUNTIME, {"task": "run", "path": str(written[0]), "options": {}, **files.files, "executed": True})
         assert answer.status is Status.OK
         assert files.outputs(answer)["logits"].shape == (1, 10, 96)
+    wanted = {"tokens": WORDS[0].tolist(), "count": 8, "repeats": 2}
+    answer = ask(RUNTIME, {"task": "generate", "paths": [str(written[0])], "options": {"exact": True}, **wanted})
+    assert answer.status is Status.OK
+    with torch.no_grad():
+        made = written[1].generate(WORDS, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, 10:].tolist()
+    assert answer.data["files"][0]["tokens"] == made
 
 
 @pytest.mark.skipif(not RUNTIME.is_here, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]")

@@ -24,7 +24,8 @@ class File:
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.folder, self.options = Path(path), options
         self.config = json.loads((self.folder / "genai_config.json").read_text())["model"]["decoder"]
-        self.session: Any = None
+        self.session: Any = None  # of ONNX Runtime, for logits
+        self.model: Any = None  # of GenAI, for text
         self.inputs = ["input_ids"]
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
@@ -37,12 +38,13 @@ class File:
         """So many further tokens, each the likeliest, and the seconds for the prompt and for the others."""
         import onnxruntime_genai as genai  # noqa: PLC0415  # logits do not need it
 
-        with self._loaded() as folder:
-            model = genai.Model(self._config(genai, folder))
-        params = genai.GeneratorParams(model)
+        if self.model is None:
+            with self._loaded() as folder:
+                self.model = genai.Model(self._config(genai, folder))
+        params = genai.GeneratorParams(self.model)
         total = len(tokens) + count
         params.set_search_options(do_sample=False, max_length=total, min_length=total)
-        generator = genai.Generator(model, params)
+        generator = genai.Generator(self.model, params)
         start = time.perf_counter()
         generator.append_tokens(np.asarray(tokens, np.int32))
         generator.generate_next_token()
