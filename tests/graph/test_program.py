@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scalepoint.errors import ScalepointWarning
 from scalepoint.formats.export import export
 from scalepoint.graph import capture
 from scalepoint.graph import export as ladder
@@ -127,11 +128,12 @@ class Written(nn.Module):
         return x.clone().add_(1)
 
 
-def test_what_cannot_be_noted_goes_through_torch_export():
+def test_what_cannot_be_noted_goes_through_torch_export_and_is_told():
     x = torch.randn(2, 4)
     model = nn.Sequential(nn.Linear(4, 4), Written())
     graph = capture(model, x, leave=["1"])
-    program = export_graph(graph, (x,), {}, dynamic=True)
+    with pytest.warns(ScalepointWarning, match=r"traces the model once more .*: aten.add_.Tensor writes in place"):
+        program = export_graph(graph, (x,), {}, dynamic=True)
     assert not isinstance(program, Program)
     assert torch.allclose(program.module(check_guards=False)(x), model(x))
 
@@ -154,11 +156,53 @@ def test_what_cannot_be_taken_apart_alone_is_traced_as_a_whole(graph):
     program = program_of(graph, (inputs()[0],), inputs()[1], batch_of)
 
     def sized(x: Tensor) -> Tensor:  # a size that no tensor of the program has
-        return x * (x + 3).clamp(0, 6) / x.new_full((7 * x.shape[0] + 1,), 6).mean()
+        return x * (x + 3).clamp(0, 6) / x.new_full((x.shape[0] * 7 // 2 + 1,), 6).mean()
 
     taken = program.run_decompositions({aten.hardswish.default: sized})
     x, kwargs = inputs(3)
     assert not isinstance(taken, Program)
+    assert "computed of sizes" in str(program.why_traced)
     assert torch.allclose(
         taken.module(check_guards=False)(x, **kwargs)["logits"], graph(x, **kwargs)["logits"], atol=1e-6
     )
+
+
+class Pooled(nn.Module):
+    """A pool of a tensor in channels-last, into which torch writes a layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).permute(0, 2, 3, 1).relu().permute(0, 3, 1, 2)
+        return nn.functional.adaptive_avg_pool2d(y, (1, 1))
+
+
+def test_a_pool_of_channels_last_is_taken_apart_alone():
+    x, model = torch.randn(2, 3, 4, 4), Pooled().eval()
+    program = program_of(capture(model, x), (x,), {}, batch_of)
+    kernel = aten.adaptive_avg_pool2d.default
+    assert program.take_apart({kernel: kernel.decompose}), program.why_traced
+    assert not program.graph.find_nodes(op="call_function", target=kernel)
+    assert torch.allclose(program.module(check_guards=False)(x), model(x), atol=1e-6)
+
+
+def test_a_batch_that_the_graph_fixes_is_noted_as_it_was_given(monkeypatch):
+    graph = capture(Fixed(), torch.randn(2, 4), dynamic=False)
+    monkeypatch.setattr(torch.export, "export", None)
+    assert fixed_batch(export_graph(graph, (torch.randn(1, 4),), {}, dynamic=True)) == {"x": 1}
+
+
+class Windows(nn.Module):
+    """A size that is computed of others inside a module that is left as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_ones(3 * x.shape[0] + 1, 2).sum() + x.reshape(-1, 2, 2).flatten(0, 1)
+
+
+def test_a_size_that_is_computed_of_others_is_computed_in_the_program():
+    model, x = nn.Sequential(nn.Linear(4, 4), Windows()), torch.randn(2, 4)
+    program = program_of(capture(model, x, leave=["1"]), (x,), {}, batch_of)
+    x = torch.randn(5, 4)
+    assert torch.equal(program.module(check_guards=False)(x), model(x))

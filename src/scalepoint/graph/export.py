@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, shown
 from scalepoint.graph.blame import user_line, user_module
 from scalepoint.graph.dry_run import dry_run
-from scalepoint.graph.program import program_of
+from scalepoint.graph.program import program_of, warn_of_tracing
 
 DATA_DEPENDENT = ("data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked")
 RUNGS = ((False, True), (True, True), (False, False), (True, False))  # (strict, dynamic)
@@ -60,10 +60,13 @@ def export_graph(
     try:
         with quiet():
             program = program_of(model, *wide, lambda value: (_dimensions(value) or ()) if dynamic else ())
-    except Exception:  # a run without values raises every kind; the ladder says what is wrong, where something is
-        return export(model, args, kwargs, dynamic)
-    is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (given, wide)), strict=True))
-    return export(model, args, kwargs, dynamic) if is_wide and fixed_batch(program) else program
+            is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (given, wide)), strict=True))
+            return program_of(model, *given, lambda _: ()) if is_wide and fixed_batch(program) else program
+    except Exception as error:  # a run without values raises every kind; the ladder says what is wrong, if anything is
+        why = error
+    found = export(model, args, kwargs, dynamic)
+    warn_of_tracing(why)
+    return found
 
 
 def _contiguous(value: Any) -> Any:

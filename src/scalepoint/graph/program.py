@@ -10,6 +10,7 @@ writes in place, sizes that depend on values) is a `NotNotedError`, and the way 
 import inspect
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -34,6 +35,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scalepoint.errors import ScalepointWarning
+from scalepoint.graph.blame import user_level
+from scalepoint.graph.shapes import Shapes
+
 Table = Mapping[Any, Callable[..., Any]]
 _KEPT = ("stack_trace", "nn_module_stack", "written")  # of a node, for those that it becomes
 _VALUES = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -46,7 +51,16 @@ def _normalized(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
     return torch.ops.aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, *rest[:2])[0]
 
 
+def _laid_out(x: Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any = None) -> Tensor:
+    """A layout that is written into a tensor, where it differs at extents of one alone (a pool of channels-last)."""
+    is_same = offset is None and tuple(size) == tuple(x.shape)
+    if not is_same or any(n != 1 and a != b for n, a, b in zip(size, stride, x.stride(), strict=True)):
+        raise NotNotedError("aten.as_strided_.default writes in place")
+    return x
+
+
 _OWN: Table = {
+    torch.ops.aten.as_strided_.default: _laid_out,
     torch.ops.aten.batch_norm.default: _normalized,
     torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default,  # torch.tensor(..) in forward
     torch.ops.aten.detach_.default: lambda x: x,
@@ -57,25 +71,40 @@ class NotNotedError(Exception):
     """What a run over fake tensors cannot say."""
 
 
+def warn_of_tracing(why: Exception) -> None:
+    """Say that torch traces the program anew, and what made it necessary."""
+    reason = str(why) if isinstance(why, NotNotedError) else f"{type(why).__name__}: {why}"
+    first = next(iter(reason.strip().splitlines()), "").rstrip(" .")
+    warnings.warn(
+        ScalepointWarning(f"torch traces the model once more to write the file, which may take minutes: {first}"),
+        stacklevel=user_level(),
+    )
+
+
 class Program(ExportedProgram):
     """Operations are decomposed one by one, each where it stands: torch's own way traces the whole program anew."""
+
+    why_traced: Exception | None = None  # what made a trace of the whole program necessary
 
     def run_decompositions(
         self, decomp_table: Any = None, decompose_custom_triton_ops: bool = False
     ) -> ExportedProgram:
         """This program itself, the operations of the table in their parts; `written` in their meta is the whole."""
         table = dict((torch.export.default_decompositions() if decomp_table is None else decomp_table).items())
-        is_whole = True
+        return self if self.take_apart(table) else super().run_decompositions(table, decompose_custom_triton_ops)
+
+    def take_apart(self, table: Table) -> bool:
+        """Decompose in place; False with a reason in `why_traced` where only a trace of the whole could."""
         try:
             _decompose(self.graph, table)
-        except Exception:  # what a run without values cannot note, the whole trace may
-            is_whole = False
+        except Exception as error:  # what a run without values cannot note, the whole trace may
+            self.why_traced = error
         self.graph.eliminate_dead_code()
         gives: Any = next(node for node in self.graph.nodes if node.op == "output").args[0]
         for spec, node in zip(self.graph_signature.output_specs, gives, strict=True):
             spec.arg = _argument(node)
         self.graph_module.recompile()
-        return self if is_whole else super().run_decompositions(table, decompose_custom_triton_ops)
+        return self.why_traced is None
 
 
 class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,13 +115,12 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, table: Table) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graph, self.mode, self.table = graph, mode, table
+        self.graph, self.table, self.shapes = graph, table, Shapes(mode)
         self.meta: dict[str, Any] = {}
         self.constant: Callable[[Tensor], fx.Node] | None = None  # the node of a tensor that has values
         self.known: dict[int, fx.Node] = {}
         self.sizes: dict[Any, fx.Node] = {}
         self.extents: dict[Any, tuple[fx.Node, int]] = {}  # of sizes: an axis that has it
-        self.fakes: dict[int, Tensor] = {}  # of tensors that have values
         self.alive: list[Any] = []  # an id is that of one tensor as long as it lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,22 +135,13 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return made
         if func._schema.is_mutable:
             raise NotNotedError(f"{func} writes in place")
-        with self.mode:
-            made = func(*pytree.tree_map(self.fake, args), **pytree.tree_map(self.fake, kwargs))
+        made = self.shapes.of(func, args, kwargs)
         if not isinstance(made, Tensor | list | tuple | torch.SymInt):
             return made  # a device, a layout
         places = fx.node.map_aggregate((tuple(args), dict(kwargs)), self.place)
         name = func._schema.name.rpartition("::")[2]  # as torch.export calls it
         self._note(self.graph.create_node("call_function", func, *places, name), made)
         return made
-
-    def fake(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-            return value
-        if id(value) not in self.fakes:
-            self.alive.append(value)
-            self.fakes[id(value)] = self.mode.from_tensor(value, static_shapes=True)
-        return self.fakes[id(value)]
 
     def _note(self, node: fx.Node, made: Any) -> None:
         node.meta = {**self.meta, "val": made}
@@ -162,13 +181,21 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _size(self, value: torch.SymInt) -> fx.Node:
         size = value.node.expr
-        if size not in self.sizes:
-            if size not in self.extents:
-                raise NotNotedError(f"{value} is computed of sizes where nobody sees it")
+        if size in self.sizes:
+            return self.sizes[size]
+        if size in self.extents:
             made = self.graph.call_function(torch.ops.aten.sym_size.int, self.extents[size])
-            made.meta = {**self.meta, "val": value}
-            self.take(made, value)
-        return self.sizes[size]
+        elif size.is_Mul or size.is_Add:  # as C++ computes it: parts that are known
+            function = operator.mul if size.is_Mul else operator.add
+            first, rest = size.as_two_terms()
+            own: Any = value.node.shape_env
+            parts = [int(each) if each.is_Integer else own.create_symintnode(each, hint=None) for each in (first, rest)]
+            made = self.graph.call_function(function, tuple(self.place(each) for each in parts))
+        else:
+            raise NotNotedError(f"{value} is computed of sizes where nobody sees it")
+        made.meta = {**self.meta, "val": value}
+        self.take(made, value)
+        return made
 
 
 def _kept(node: fx.Node) -> dict[str, Any]:
@@ -285,7 +312,7 @@ class _Made:
         name, _ = self.names.setdefault(id(value), (f"constant_{len(self.held)}", True))
         with self.graph.inserting_before(self.places[0] if self.places else None):
             node = self.graph.placeholder("held_" + re.sub(r"\W", "_", name))  # torch writes it as code
-        node.meta["val"] = self.notes.fake(value)
+        node.meta["val"] = self.notes.shapes.fake(value)
         self.held.append((node, value))
         return node
 

@@ -166,6 +166,28 @@ def test_experts_run(tmp_path, expert):
     run(Experts(), (torch.randn(6, 8), torch.tensor(expert)), tmp_path)
 
 
+class Stacked(nn.Module):
+    """The same number of rows for every expert, in an axis of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.before(x).transpose(0, 1)
+        return torch.ops.aten._grouped_mm(rows.bfloat16(), self.weight.bfloat16()).float()
+
+
+def test_a_grouped_product_of_another_form_is_named_with_its_line_and_a_way_out(tmp_path):
+    x = torch.randn(4, 3, 8)
+    with pytest.raises(ExportError) as raised:
+        export(quantized(Stacked(), x), tmp_path / "model.onnx", x)
+    told = str(raised.value)
+    assert re.search(r"a grouped product of \(3, \w+, 8\) x \(3, 8, 8\) has no form in a file", told), told
+    assert re.search(rf"aten._grouped_mm at .*{Path(__file__).name}:\d+", told), told
+    assert "Sort the rows by expert" in told
+
+
 class Bessel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.special.bessel_j0(x)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from scalepoint.errors import ExportError
+
 
 def grouped_products(opset: int) -> dict[Any, Any]:
     """What torch.onnx.export makes of torch's grouped product, and of the one that transformers brings along."""
@@ -15,9 +17,10 @@ def grouped_products(opset: int) -> dict[Any, Any]:
 
     op: Any = Opset("", opset)
 
-    def to_onnx(x: Any, weight: Any, offsets: Any, bias: Any = None, out_dtype: Any = None) -> Any:
-        if len(x.shape) != 2 or len(weight.shape) != 3 or bias is not None or out_dtype is not None:
-            raise NotImplementedError("a grouped product other than (rows, in) x (experts, in, out)")
+    def to_onnx(x: Any, weight: Any, offsets: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        is_known = offsets is not None and len(x.shape) == 2 and len(weight.shape) == 3
+        if not is_known or bias is not None or out_dtype is not None:
+            raise ExportError(_refused(x, weight, bias, out_dtype))
         ends = op.Cast(offsets, to=onnx.TensorProto.INT64)
         rows, made = op.Constant(value_ints=[0]), []
         for expert in range(int(weight.shape[0])):
@@ -30,3 +33,12 @@ def grouped_products(opset: int) -> dict[Any, Any]:
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # there once transformers is imported
         known.append(torch.ops.transformers.grouped_mm_fallback.default)
     return dict.fromkeys(known, to_onnx)
+
+
+def _refused(x: Any, weight: Any, bias: Any, out_dtype: Any) -> str:
+    also = [name for name, value in (("a bias", bias), ("an out_dtype", out_dtype)) if value is not None]
+    shapes = " x ".join(f"({', '.join(map(str, each.shape))})" for each in (x, weight))
+    return (
+        f"a grouped product of {shapes}{' with ' if also else ''}{' and '.join(also)} has no form in a file: only "
+        "(rows, in) x (experts, in, out) with offsets has. Sort the rows by expert, and add a bias after the product"
+    )

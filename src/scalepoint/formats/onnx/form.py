@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -23,8 +24,9 @@ def stored_form(
 ) -> fx.GraphModule:
     """A copy whose weights are codes, for scales that are stored in `float_dtype` and operators of these domains."""
     check_ready(model)
-    twin = _twin(model).eval()
-    if float_dtype != torch.float32:
+    is_rounded = float_dtype != torch.float32
+    twin = _twin(model, has_own_scales=is_rounded)
+    if is_rounded:
         _round_scales(twin, float_dtype)
     stored = _replaced(twin, lambda part: stored_weight(part, domains))
     factors = scale_before_quantizing(stored)
@@ -39,7 +41,7 @@ def stored_form(
 
 def float_form(model: fx.GraphModule) -> fx.GraphModule:
     """A copy without quantizers."""
-    plain = _replaced(_twin(model).eval(), FloatWeight)
+    plain = _replaced(_twin(model), FloatWeight)
     for node in list(plain.graph.nodes):
         if node.op == "call_module" and isinstance(plain.get_submodule(str(node.target)), QuantStub):
             node.replace_all_uses_with(node.args[0])
@@ -76,12 +78,12 @@ def _replaced(twin: fx.GraphModule, kind: Callable[[QuantizedWeighted], nn.Modul
     return twin
 
 
-def _twin(model: fx.GraphModule) -> fx.GraphModule:
-    """A copy on the CPU; float32 parameters that are there already are shared, since an export only reads them."""
+def _twin(model: fx.GraphModule, has_own_scales: bool = False) -> fx.GraphModule:
+    """A copy on the CPU in eval mode; what is there already and is only read is shared."""
     is_elsewhere = any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers()))
-    shared = {} if is_elsewhere or needs_single(model) else {id(each): each for each in model.parameters()}
+    shared = {} if is_elsewhere or needs_single(model) else _shared(model, has_own_scales)
     try:
-        twin: fx.GraphModule = copy.deepcopy(model, shared)
+        twin: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in shared})
     except RuntimeError as error:
         if "data pointer" not in str(error):
             raise
@@ -89,7 +91,22 @@ def _twin(model: fx.GraphModule) -> fx.GraphModule:
             "the graph holds a constant without values, which the model's forward made while it was captured: leave "
             "the submodule that makes it, leave=[...]"
         ) from error
+    if any(module.training for module in twin.modules()):
+        twin.eval()
     return twin.cpu() if is_elsewhere else twin
+
+
+def _shared(model: fx.GraphModule, has_own_scales: bool) -> list[Any]:
+    """Parameters; of a model in eval mode also buffers, and the quantizers that stored forms take the place of."""
+    found: list[Any] = list(model.parameters())
+    if has_own_scales or any(module.training for module in model.modules()):
+        return found
+    found += model.buffers()
+    for module in model.modules():
+        holds_stub = any(isinstance(each, QuantStub) for each in module.modules() if each is not module)
+        if isinstance(module, QuantStub | QuantizedWeighted) and not holds_stub:
+            found.append(module)
+    return found
 
 
 def check_ready(model: fx.GraphModule) -> None:

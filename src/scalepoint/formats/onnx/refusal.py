@@ -22,6 +22,9 @@ def refusal(error: Exception, program: ExportedProgram | None) -> ExportError:
     node = None if program is None else _node(said, program.graph)
     named = _OPERATION.search(said)
     operation = _operation(node) or (named[1] if named else "")
+    own = next((cause for cause in causes if isinstance(cause, ExportError)), None)
+    if own is not None:  # a translation of ours has said why
+        return ExportError(f"{operation}{'' if node is None else _place(node)}: {own}".removeprefix(": "))
     if not operation:
         return ExportError(f"torch cannot write this model as ONNX. {first}")
     return ExportError(

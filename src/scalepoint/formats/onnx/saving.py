@@ -13,6 +13,7 @@ from scalepoint.errors import ExportError, StoreError
 from scalepoint.files import TEMPORARY, digest, replace_file
 
 LARGEST_IN_ONE_FILE = 1_900_000_000  # protobuf stops at 2 GB
+LARGEST_IN_CHECK = 1024  # bytes of a constant that shapes may depend on
 _OWN = re.compile(r".+\.[0-9a-f]{8}\.data")
 
 
@@ -37,6 +38,8 @@ def data_files(path: Path) -> set[str]:
     """The data files of our making that a model refers to."""
     import onnx  # noqa: PLC0415  # only an export needs it
 
+    if not any(map(_OWN.fullmatch, os.listdir(path.parent) if path.is_file() else ())):
+        return set()  # without reading a model of any size
     try:
         tensors = onnx.load(path, load_external_data=False).graph.initializer
     except Exception:  # nothing there, or no model: nothing of ours
@@ -46,14 +49,29 @@ def data_files(path: Path) -> set[str]:
 
 
 def _save_whole(graph: Any, path: Path) -> None:
+    """Checked with large weights as inputs: of those the checker reads type and shape, but copies all of them."""
     import onnx  # noqa: PLC0415
     import onnx_ir as ir  # noqa: PLC0415
 
+    initializers = graph.graph.initializers
+    large = [value for value in initializers.values() if value.const_value.nbytes > LARGEST_IN_CHECK]
+    for value in large:
+        initializers.pop(value.name)
     proto = ir.serde.serialize_model(graph)
+    count = len(proto.graph.input)
+    typed = [ir.serde.serialize_value(value) for value in large]
+    proto.graph.input.extend(typed)
     try:
         onnx.checker.check_model(proto, full_check=True)
     except Exception as error:  # the checker and shape inference have kinds of their own
         raise ExportError(f"the exported graph is not sound: {error}") from error
+    del proto.graph.input[count:]
+    proto.graph.value_info.extend(typed)
+    for value in large:
+        initializers.add(value)
+        stored = proto.graph.initializer.add()
+        ir.serde.serialize_tensor_into(stored, value.const_value)
+        stored.name = value.name
     data = proto.SerializeToString(deterministic=True)
     replace_file(path, lambda temporary: _put(temporary, data))
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from scalepoint.errors import ExportError, ScalepointError
+from scalepoint.errors import ScalepointError
 from scalepoint.formats.format import Writing
 from scalepoint.formats.onnx.experts import grouped_products
 from scalepoint.formats.onnx.form import float_form, stored_form
@@ -21,6 +21,7 @@ from scalepoint.formats.onnx.saving import save_graph
 from scalepoint.formats.onnx.single import single_inputs
 from scalepoint.formats.onnx.stored import Stored
 from scalepoint.graph.export import export_graph, quiet
+from scalepoint.graph.program import Program, warn_of_tracing
 from scalepoint.numerics import dtype_name
 from scalepoint.targets.target import Spelling
 
@@ -67,6 +68,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     from scalepoint.formats.onnx.operators import translations  # noqa: PLC0415  # onnx is imported by an export only
     from scalepoint.formats.onnx.passes import finish  # noqa: PLC0415
     from scalepoint.formats.onnx.spellings import respell  # noqa: PLC0415
+    from scalepoint.formats.onnx.translation import translated  # noqa: PLC0415
 
     opset = min(form.opset, PLAIN_OPSET)
     exported: ExportedProgram | None = None
@@ -74,20 +76,15 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
         with torch.no_grad():
             exported = export_graph(prepared(model), *form.inputs, form.dynamic)
         with quiet():
-            program = torch.onnx.export(
-                rewritten(exported),
-                opset_version=opset,
-                custom_translation_table={**translations(opset), **grouped_products(opset)},
-                verbose=False,
-            )
+            graph = translated(rewritten(exported), opset, {**translations(opset), **grouped_products(opset)})
     except ScalepointError:
         raise
     except Exception as error:
         raise refusal(error, exported) from error
-    if program is None:
-        raise ExportError("torch.onnx.export gave nothing")
-    program.model.opset_imports[""] = form.opset
-    respell(program.model, form.spellings)
-    finish(program.model, IR_VERSIONS[form.opset], form.float_dtype)
-    name_interface(program.model, exported)
-    return program.model
+    if isinstance(exported, Program) and exported.why_traced is not None:
+        warn_of_tracing(exported.why_traced)
+    graph.opset_imports[""] = form.opset
+    respell(graph, form.spellings)
+    finish(graph, IR_VERSIONS[form.opset], form.float_dtype)
+    name_interface(graph, exported)
+    return graph

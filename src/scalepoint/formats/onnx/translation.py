@@ -1,0 +1,113 @@
+"""An exported program as an ONNX graph: torch's translation of each operation, without what the program says already.
+
+torch.onnx.export rebuilds its table of 500 operations in every call, runs the whole program once more to find operands
+of mixed types, and asks every rule of its optimizer about every node. Here the table is kept, the types are read from
+the program, and a rule is asked about the nodes that it can end in; the graph that comes out is the same.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+
+from scalepoint.errors import ExportError
+from scalepoint.formats.onnx.simplify import simplify
+from scalepoint.graph.program import Program
+
+Table = Mapping[Any, Any]
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def translated(program: ExportedProgram, opset: int, own: Table) -> Any:
+    """The graph, with translations of our own beside torch's; raises what torch raises."""
+    made = _by_parts(program, opset, own) if isinstance(program, Program) else None
+    if made is None:
+        found = torch.onnx.export(
+            program, opset_version=opset, custom_translation_table=dict(own), optimize=False, verbose=False
+        )
+        if found is None:
+            raise ExportError("torch.onnx.export gave nothing")
+        made = found.model
+    simplify(made)
+    return made
+
+
+def _by_parts(program: Program, opset: int, own: Table) -> Any:
+    """By the parts of torch.onnx.export; None where torch has others, or the program needs one that is left out."""
+    try:
+        from torch.onnx._internal.exporter._core import _exported_program_to_onnx_program  # noqa: PLC0415
+        from torch.onnx._internal.exporter._decomp import (  # noqa: PLC0415
+            create_onnx_friendly_decomposition_table,
+            get_onnx_implemented_overloads,
+        )
+
+        registry = _registry(opset, own)
+        table = create_onnx_friendly_decomposition_table(set(get_onnx_implemented_overloads(registry)))
+    except (ImportError, AttributeError, TypeError):
+        return None
+    if not program.take_apart(table) or any(map(_is_mixed, program.graph.nodes)):
+        return None
+    return _exported_program_to_onnx_program(program, registry=registry).model
+
+
+def _registry(opset: int, own: Table) -> Any:
+    known = _torch_registry(opset)
+    registry = type(known)()
+    registry._opset_version = opset
+    registry.functions = {target: list(found) for target, found in known.functions.items()}
+    for target, function in own.items():
+        registry.register_op(target, function)
+    return registry
+
+
+@cache
+def _torch_registry(opset: int) -> Any:
+    from torch.onnx._internal.exporter._registration import ONNXRegistry  # noqa: PLC0415
+
+    return ONNXRegistry.from_torchlib(opset_version=opset)
+
+
+def _is_mixed(node: fx.Node) -> bool:
+    """Whether torch would promote a tensor. Whole numbers beside float tensors are made floats here, as it would."""
+    rule = _rule(node.target) if node.op == "call_function" else None
+    if rule is None:
+        return False
+    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _value)
+    operands = [*_flat(args), *_flat(kwargs.values())]
+    types = {each.dtype for each in operands if isinstance(each, Tensor)}
+    gives = getattr(node.meta.get("val"), "dtype", None)
+    if len(types) != 1 or gives not in (*types, torch.bool) or any(isinstance(each, _SIZES) for each in operands):
+        return True
+    dtype = types.pop()
+    if not dtype.is_floating_point:
+        return any(isinstance(each, float | complex) for each in operands)
+    if any(isinstance(each, int) for each in operands):
+        wanted = rule.preview_type_promotion(args, kwargs)
+        node.args = tuple(_as_float(each, wanted.args_dtypes.get(at)) for at, each in enumerate(node.args))
+        node.kwargs = {name: _as_float(each, wanted.kwargs_dtypes.get(name)) for name, each in node.kwargs.items()}
+    return False
+
+
+def _value(operand: Any) -> Any:
+    return operand.meta.get("val") if isinstance(operand, fx.Node) else operand
+
+
+def _flat(operands: Iterable[Any]) -> list[Any]:
+    return [leaf for each in operands for leaf in (each if isinstance(each, list | tuple) else (each,))]
+
+
+def _as_float(operand: Any, dtype: torch.dtype | None) -> Any:
+    is_whole = isinstance(operand, int) and not isinstance(operand, bool)
+    return float(operand) if is_whole and dtype is not None and dtype.is_floating_point else operand
+
+
+@cache
+def _rule(target: Any) -> Any:
+    """Torch's rule for the types of an operation's operands, if it has one."""
+    from torch.onnx._internal.fx.passes.type_promotion import TypePromotionTable  # noqa: PLC0415
+
+    packet = getattr(target, "overloadpacket", None)
+    return None if packet is None else TypePromotionTable().get_rule(packet)

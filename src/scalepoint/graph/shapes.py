@@ -1,0 +1,104 @@
+"""What operations make of sizes and types, each case worked out once.
+
+Blocks of a network repeat, and with them (operation, sizes, types, settings). Torch's fake tensors work every case out
+anew, slowly where a size is a symbol; here a case that was seen gives an alias of what it gave before.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+
+_UNSURE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded)
+
+
+class Shapes:
+    """Fake tensors of one mode: of tensors that have values, and of what operations give."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.cases: dict[Any, Any] = {}
+        self.kinds: dict[int, Any] = {}  # of tensors, by id
+        self.fakes: dict[int, Tensor] = {}  # of tensors that have values, by id
+        self.alive: list[Any] = []  # an id is that of one tensor as long as it lives
+
+    def fake(self, value: Any) -> Any:
+        """A tensor without its values; anything else as it is."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if id(value) not in self.fakes:
+            self.alive.append(value)
+            self.fakes[id(value)] = self._like(value)
+        return self.fakes[id(value)]
+
+    def _like(self, value: Tensor) -> Tensor:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+            return self.mode.from_tensor(value, static_shapes=True)
+        case = (value.dtype, value.device, value.shape, value.stride())
+        if case not in self.cases:
+            with no_dispatch(), torch.inference_mode(False):  # views of the model's tensors know their base
+                self.cases[case] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return self._alias(self.cases[case], value.device)
+
+    def _alias(self, template: Tensor, device: torch.device) -> Tensor:
+        with no_dispatch():
+            return FakeTensor(self.mode, template.detach(), device)
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation gives for operands like these."""
+        args, kwargs = pytree.tree_map(self.fake, (tuple(args), dict(kwargs)))
+        case = self._case(func, args, kwargs)
+        if case is not None and case in self.cases:
+            return pytree.tree_map_only(Tensor, lambda made: self._alias(made, made.device), self.cases[case])
+        with self.mode:
+            made = func(*args, **kwargs)
+        if case is not None and _is_plain(made):
+            self.cases[case] = made
+            self.alive.append(made)
+        return made
+
+    def _case(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if any(tag in func.tags for tag in _UNSURE):
+            return None
+        try:
+            case = (func, self._said(args), self._said(kwargs))
+            hash(case)
+        except (TypeError, NotImplementedError):  # a setting that has no hash, a tensor that says nothing of itself
+            return None
+        return case
+
+    def _said(self, value: Any) -> Any:
+        """All that sizes and types may depend on; 1, 1.0 and True differ."""
+        if isinstance(value, FakeTensor):
+            return self._kind(value)
+        if isinstance(value, torch.SymInt):
+            return value.node.expr
+        if isinstance(value, list | tuple):
+            return (type(value), *map(self._said, value))
+        if isinstance(value, dict):
+            return tuple((key, self._said(each)) for key, each in value.items())
+        return (type(value), value)
+
+    def _kind(self, value: FakeTensor) -> Any:
+        if value.constant is not None or value.layout != torch.strided:
+            raise NotImplementedError
+        if id(value) not in self.kinds:
+            self.alive.append(value)
+            extents = (*value.shape, *value.stride(), value.storage_offset())
+            symbols = tuple(each.node.expr if isinstance(each, torch.SymInt) else each for each in extents)
+            self.kinds[id(value)] = (value.dtype, value.device, value.is_conj(), value.is_neg(), symbols)
+        return self.kinds[id(value)]
+
+
+def _is_plain(made: Any) -> bool:
+    """Whether all of it may stand for what the same case gives again: sizes known, no values."""
+    leaves = [made] if isinstance(made, Tensor) else made if isinstance(made, list | tuple) else [0]
+    return all(each is None or (isinstance(each, FakeTensor) and _has_sizes(each)) for each in leaves)
+
+
+def _has_sizes(value: FakeTensor) -> bool:
+    symbols: list[Any] = [each for each in value.shape if isinstance(each, torch.SymInt)]
+    return value.constant is None and all(each.node.has_hint() for each in symbols)
