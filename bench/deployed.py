@@ -2,10 +2,12 @@
 
     python bench/deployed.py [resnet50 bert ..] [--runtime onnxruntime | openvino]
 
-For each network one float file, ours, the same placement with all 8 bits of the weights (which saturates on CPUs
-without VNNI), with 7-bit and with u8 weights, and ONNX Runtime's own quantize_static on the same float file. All of
-them are timed in turns in one process, one thread, medians. Ours is also compared layer by layer. In OpenVINO: ours,
-and NNCF's own where nncf is installed. Results are merged into out/deployed.json, so that a part can be run again.
+For each network one float file, ours as deploy makes it, and ONNX Runtime's own quantize_static on the same float file;
+where the runtime has no VNNI kernels also the same placement with all 8 bits of the weights (which saturates), with
+7-bit and with u8 weights. All of them are timed in turns in one process, one thread, medians, against the faster of the
+float file and of what torch.onnx.export writes. Ours is also compared layer by layer. In OpenVINO: ours, and NNCF's own
+where nncf is installed. Results are merged into out/deployed.json, with VNNI out/deployed-vnni.json, so that a part can
+be run again.
 """
 
 import argparse
@@ -26,13 +28,19 @@ from torch import Tensor, fx
 
 import scalepoint
 from files import File, arrays, ran, run, share, size_of, speeds, sqnr
-from scalepoint.quantize import quantize
+from kernels import kernels_here
+from scalepoint.formats import Writing
+from scalepoint.formats.onnx import ONNX
+from scalepoint.graph.capture import as_inputs
+from scalepoint.quantize import QuantConfig, coverage, quantize
 from scalepoint.targets import onnxruntime_target, openvino_target
 from scalepoint.verification import verify_layers
+from scalepoint.verification.timing import plain_file
 from subjects import SUBJECTS, Subject
-from ways import ANSWERS, NAIVE, NNCF, OURS, QUANTIZE_STATIC, nncf_quantize, quantize_static, with_weights
+from ways import ANSWERS, NAIVE, NNCF, OURS, OURS_VNNI, QUANTIZE_STATIC, nncf_quantize, quantize_static, with_weights
 
-OUT = Path(__file__).parent.parent / "out" / "deployed.json"
+CPU = kernels_here()
+OUT = Path(__file__).parent.parent / "out" / ("deployed.json" if CPU == "avx2" else "deployed-vnni.json")
 
 console = Console(width=150)
 
@@ -58,31 +66,35 @@ def layer_by_layer(how: str, path: Path, quantized: fx.GraphModule, inputs: Any)
 
 def in_onnxruntime(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any]:
     plain, paths, simulated, layers = folder / "float.onnx", {}, {}, []
-    target = onnxruntime_target("avx2")
-    ours = quantize(subject.model, subject.inputs, forward_loop=subject.calibration, target=target)
-    for how in (OURS, *(() if quick else ANSWERS)):
+    own = OURS if CPU == "avx2" else OURS_VNNI
+    config, data = QuantConfig(speed_first=True), subject.calibration
+    ours = quantize(subject.model, subject.inputs, config, forward_loop=data, target=onnxruntime_target(CPU))
+    for how in (own, *(() if quick or CPU == "vnni" else ANSWERS)):
         path = paths[how] = folder / f"{len(paths)}.onnx"
-        quantized = ours if how == OURS else with_weights(ours, ANSWERS[how])
-        scalepoint.export(quantized, path, subject.inputs, float_path=plain if how == OURS else None)
+        quantized = ours if how == own else with_weights(ours, ANSWERS[how])
+        scalepoint.export(quantized, path, subject.inputs, float_path=plain if how == own else None)
         simulated[how] = run(quantized, subject.held_out)
-        if how in (OURS, NAIVE):
+        if how in (own, NAIVE):
             layers.append(asdict(layer_by_layer(how, path, quantized, subject.inputs)))
         console.print(f"  {how} is written")
     paths[QUANTIZE_STATIC] = folder / "theirs.onnx"
     quantize_static(plain, paths[QUANTIZE_STATIC], [arrays(subject.model, batch) for batch in subject.calibration])
-    return {"onnxruntime": judged(subject, plain, paths, simulated, "onnxruntime"), "layers": layers}
+    files = judged(subject, plain, paths, simulated, "onnxruntime")
+    files[0]["left"] = sum(row.is_for_speed for row in coverage(ours).operations)
+    return {"onnxruntime": files, "layers": layers}
 
 
 def in_openvino(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any]:
-    plain, paths = folder / "float.onnx", {OURS: folder / "openvino.onnx"}
-    target = openvino_target("avx2")
+    own = OURS if CPU == "avx2" else OURS_VNNI
+    plain, paths = folder / "float.onnx", {own: folder / "openvino.onnx"}
+    target = openvino_target(CPU)
     quantized = quantize(subject.model, subject.inputs, forward_loop=subject.calibration, target=target)
-    scalepoint.export(quantized, paths[OURS], subject.inputs, float_path=plain)
+    scalepoint.export(quantized, paths[own], subject.inputs, float_path=plain)
     if find_spec("nncf") and not quick:
         paths[NNCF] = folder / "nncf.xml"
         batches = [arrays(subject.model, batch) for batch in subject.calibration]
         nncf_quantize(plain, paths[NNCF], batches, is_transformer=subject.is_transformer)
-    return {"openvino": judged(subject, plain, paths, {OURS: run(quantized, subject.held_out)}, "openvino")}
+    return {"openvino": judged(subject, plain, paths, {own: run(quantized, subject.held_out)}, "openvino")}
 
 
 def judged(
@@ -90,7 +102,10 @@ def judged(
 ) -> list[dict[str, Any]]:
     """What each file gives in its runtime, and how fast."""
     expected, feeds = run(subject.model, subject.held_out), arrays(subject.model, subject.held_out)
-    ratios = speeds([plain, *paths.values()], arrays(subject.model, subject.inputs), runtime)[1:]
+    with plain_file(subject.model, ONNX, Writing(as_inputs(subject.inputs, None), None)) as other:
+        plains = [plain, *([other] if other else [])]
+        found = speeds([*plains, *paths.values()], arrays(subject.model, subject.inputs), runtime)
+    ratios = [each / max(found[: len(plains)]) for each in found[len(plains) :]]
     files = []
     for (how, path), ratio in zip(paths.items(), ratios, strict=True):
         output, int8 = ran(path, feeds, runtime)

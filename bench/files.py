@@ -25,6 +25,7 @@ class File:
     agreement: float | None
     speed: float
     size: float
+    left: int = 0  # operations that stay float for speed
 
 
 def sqnr(expected: Tensor, found: Tensor) -> float:

@@ -24,7 +24,7 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 import scalepoint
-from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.quantize import Override, QuantConfig, quantize
 from scalepoint.targets import Target, onnxruntime_target
 from scalepoint.verification import profile
 from scalepoint.verification.profiling import layer_names
@@ -61,12 +61,26 @@ class Layers(nn.Module):
         ]
         depth = [nn.Conv2d(each, each, k, padding=k // 2, groups=each) for each in widths for k in (3, 5)]
         self.branches = nn.ModuleList(map(Between, (*dense, *points, *depth)))
-        self.stems = nn.ModuleList(nn.Conv2d(3, each, 3, padding=1) for each in (8, 16, 32, 64) if pixels >= 16)
+        kernels = [(each, 3) for each in (8, 16, 32, 64)] + [(each, k) for each in (16, 64) for k in (5, 7)]
+        stems = [nn.Conv2d(3, each, k, padding=k // 2) for each, k in kernels]
+        self.stems = nn.ModuleList(stems if pixels >= 16 else [])
         self.one, self.two = nn.Conv2d(BETWEEN, 64, 1), nn.Conv2d(BETWEEN, 64, 1)
 
     def forward(self, x: Tensor, picture: Tensor) -> list[Tensor]:
         made = [branch(x) for branch in self.branches] + [torch.relu(stem(picture)) for stem in self.stems]
         return [*made, torch.relu(self.one(x) + self.two(x))]
+
+
+class Pooled(nn.Module):
+    """A pool between a float and an int8 convolution: the quantizer moves before it, and it runs on codes, slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool, self.second = nn.Conv2d(3, 32, 3), nn.MaxPool2d(3, 2), nn.Conv2d(32, 32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.pool(torch.relu(self.first(x))))
+        return y
 
 
 class Linears(nn.Module):
@@ -90,8 +104,10 @@ def kernels_here() -> str:
     return "vnni" if (found == 255 * 127 * 64).all() else "avx2"
 
 
-def profiled(model: nn.Module, inputs: tuple[Tensor, ...], target: Target) -> dict[str, Any]:
-    config = QuantConfig(speed_first=False)
+def profiled(
+    model: nn.Module, inputs: tuple[Tensor, ...], target: Target, overrides: tuple[Override, ...] = ()
+) -> dict[str, Any]:
+    config = QuantConfig(speed_first=False, overrides=overrides)
     quantized = quantize(model, inputs, config, forward_loop=[inputs], target=target, freeze_weights=True)
     with tempfile.TemporaryDirectory() as text:
         plain, own = Path(text) / "float.onnx", Path(text) / "m.onnx"
@@ -114,6 +130,17 @@ def of_convolution(layer: nn.Conv2d, pixels: int, row: Any) -> dict[str, Any]:
         "float": micro(row.float_seconds),
         "int8": micro(row.seconds),
     }
+
+
+def pools(target: Target) -> list[dict[str, Any]]:
+    """`elements` are what all windows of the pool look at."""
+    found = []
+    for pixels in (34, 114):
+        stays = Override(name="first", weight="float", activation="float")
+        row = profiled(Pooled().eval(), (torch.randn(1, 3, pixels, pixels),), target, (stays,))["pool"]
+        made = ((pixels - 4) // 2) ** 2 * 32
+        found.append({"kind": "max_pool", "elements": 9 * made, "int8": micro(row.seconds)})
+    return found
 
 
 def main() -> int:
@@ -139,6 +166,7 @@ def main() -> int:
         if add is not None:
             table.append({"kind": "add", "elements": 64 * pixels * pixels, "int8": micro(add.seconds)})
         print(f"{pixels} pixels: {len(table)} rows", file=sys.stderr)
+    table += pools(target)
     for rows_in in (1, 16, 128):
         linears = Linears().eval()
         found = profiled(linears, (torch.randn(rows_in, 1024),), target)

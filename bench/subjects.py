@@ -112,6 +112,16 @@ def minilm() -> Subject:
     return Subject("MiniLM-L6, trained", encoder, held_out, calibration, held_out)
 
 
+def small_vit() -> Subject:
+    """6 layers of 192, 3 heads, 64 patches of 4 pixels."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 6, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768, "num_classes": 10}
+    model = torchvision_models().vision_transformer.VisionTransformer(image_size=32, patch_size=4, **sizes)
+    liven(model)
+    held_out, *calibration = (torch.randn(2, 3, 32, 32) for _ in range(3))
+    return Subject("small ViT @32", model.eval(), held_out, calibration, held_out)
+
+
 SUBJECTS: dict[str, Callable[[Path | None], Subject]] = {
     "resnet18": lambda _: random_pictures("ResNet-18 @224", resnet18()),
     "resnet50": lambda _: random_pictures("ResNet-50 @224", vision("resnet50")),
@@ -120,4 +130,6 @@ SUBJECTS: dict[str, Callable[[Path | None], Subject]] = {
     "bert": lambda _: bert_base(),
     "minilm": lambda _: minilm(),
     "vit": lambda _: random_pictures("ViT-B/16 @224", vision("vit_b_16")),
+    "squeezenet": lambda _: random_pictures("SqueezeNet 1.1 @224", vision("squeezenet1_1")),
+    "small_vit": lambda _: small_vit(),
 }

@@ -12,7 +12,7 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
 from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
 
-OURS = "scalepoint, pair-safe"
+OURS, OURS_VNNI = "scalepoint, pair-safe", "scalepoint"
 NAIVE, SEVEN_BITS, UNSIGNED = "naive u8 x s8", "7-bit weights", "u8 x u8"
 QUANTIZE_STATIC = "ONNX Runtime quantize_static"
 NNCF = "NNCF quantize"

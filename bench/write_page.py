@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ways import ANSWERS, NNCF, OURS, QUANTIZE_STATIC
+from ways import ANSWERS, NNCF, OURS, OURS_VNNI, QUANTIZE_STATIC
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "measured.md"
@@ -61,7 +61,7 @@ def files_table(path: Path, runtime: str, others: str) -> str:
     for found in json.loads(path.read_text()).values():
         files = {row["how"]: row for row in found.get(runtime, [])}
         least = 0.0 if found["is_transformer"] else LEAST_AGREEMENT[runtime]
-        for how in (OURS, others):
+        for how in (OURS, OURS_VNNI, others):
             if how in files:
                 rows.append([found["title"], how, *file_cells(files[how], least, files.get(others))])
     return markdown(["model", "", "int8", "dB against float", "dB to the simulation", "speed", "size"], rows)
@@ -71,7 +71,8 @@ def file_cells(row: dict[str, Any], least: float, other: dict[str, Any] | None) 
     int8, error, agreement, speed = row["int8"], f"{row['against_float']:.1f}", "", f"{row['speed']:.2f}x"
     if row["agreement"] is not None:  # ours
         low, _, all_of_them = int8.partition(" of ")
-        int8 = marked(int8, low == all_of_them)
+        left = row.get("left", 0)
+        int8 = marked(f"{int8}, {left} float for speed" if left else int8, int(low) + left >= int(all_of_them))
         agreement = marked(f"{row['agreement']:.1f}", row["agreement"] >= least)
         if other is not None:
             speed = marked(speed, row["speed"] >= LEAST_SPEED * other["speed"])
@@ -96,7 +97,7 @@ def layers_table(path: Path) -> str:
     for found in json.loads(path.read_text()).values():
         for row in found.get("layers", []):
             equal, codes = f"{row['least_equal']:.4%}", str(row["largest_codes"])
-            if row["how"] == OURS:
+            if row["how"] in (OURS, OURS_VNNI):
                 equal = marked(equal, row["least_equal"] >= LEAST_EQUAL)
                 codes = marked(codes, row["largest_codes"] <= 1)
             steps = f"{row['largest_float_steps']:.2g}"
@@ -195,9 +196,10 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "accuracy": ("accuracy", accuracy_table),
     "accuracy-runtime": ("accuracy-runtime", accuracy_table),
     "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
+    "deployed-vnni": ("deployed-vnni", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
     "layers": ("deployed", layers_table),
     "saturation": ("deployed", saturation_table),
-    "openvino": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),
+    "openvino": ("deployed-vnni", partial(files_table, runtime="openvino", others=NNCF)),
     "weight_only": ("weight_only", plain_table),
     "tuning": ("tuning", partial(tuning_table, models=("ResNet", "CIFAR", "Efficient"))),
     "tuning-transformers": ("tuning", partial(tuning_table, models=("ViT", "MiniLM"))),

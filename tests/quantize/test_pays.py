@@ -205,3 +205,13 @@ def test_the_table_of_the_target_is_whole_and_says_what_was_measured(cpu):
 def test_a_target_without_a_table_leaves_nothing_out():
     none = replace(VNNI, kernels=None)
     assert all(row.state == State.QUANTIZED for row in inserted(Net(), X, target=none))
+
+
+def test_a_stem_before_a_pool_stays_int8_where_the_pool_would_lose_more():
+    def net(*between):
+        body = (nn.Conv2d(16, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1))
+        return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.ReLU(), *between, *body)
+
+    assert inserted(net(), X)[0].is_for_speed
+    pooled = inserted(net(nn.MaxPool2d(3, 2)), X)
+    assert all(row.state == State.QUANTIZED for row in pooled)

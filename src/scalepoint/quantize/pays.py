@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 
-from torch import fx
+from torch import fx, nn
 
 from scalepoint.covered import State
 from scalepoint.graph import Operation
@@ -163,6 +163,7 @@ def _priced(
     for tensor, user, cost in fused:
         cut.edge(takes[tensor], takes.get(user, FLOAT), cost)
     _price_borders(model, cut, gives, takes, table, share)
+    _price_pools(model, cut, gives, takes, table, share)
     return priced
 
 
@@ -182,6 +183,30 @@ def _price_borders(
             end = takes.get(user, FLOAT)
             cut.edge(end, copy, inf if end != FLOAT else 0.0)
             cut.edge(own, end, table.move("dequantize", elements) if own != FLOAT else 0.0)
+
+
+def _price_pools(
+    model: fx.GraphModule, cut: _Cut, gives: dict[fx.Node, int], takes: dict[fx.Node, int], table: Kernels, share: float
+) -> None:
+    """A pool between float and int8: the runtime moves the quantizer before it, and pools codes in a slow kernel."""
+    for pool in model.graph.nodes:
+        shape = shape_of(pool) if kind_of(pool) == "max_pool" and "max_pool" in table.moves else None
+        if shape is None:
+            continue
+        seen = int(prod(shape) * share * _window(_module(model, pool), len(shape) - 2))
+        source = gives.get(pool.all_input_nodes[0], FLOAT)
+        for user in (each for each in pool.users if each in takes):
+            cut.edge(takes[user], source, table.move("max_pool", seen))
+
+
+def _module(model: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _window(part: nn.Module | None, axes: int) -> int:
+    """How many values a pool looks at for one that it gives."""
+    given = part.arguments.get("kernel_size", 1) if isinstance(part, Operation) else getattr(part, "kernel_size", 1)
+    return prod(given) if isinstance(given, Sequence) else int(given) ** axes
 
 
 def _price(decision: Decision, table: Kernels, share: float) -> tuple[float, float] | None:
