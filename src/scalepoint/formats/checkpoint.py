@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
 from scalepoint.spec import QuantizationSpec
 
+Snap = Callable[[QuantizationSpec, int, Tensor], Tensor]  # (spec, columns, scales (rows, blocks)) -> the same
 Check = Callable[[Source, QuantizationSpec | None, QuantizationSpec | None], None]
 
 
@@ -29,4 +31,5 @@ class CheckpointFormat:
     # What it stores scales in: they are rounded to it before codes are chosen. None: the type of the source's weight.
     scale_dtype: torch.dtype | None = torch.float32
     summary: str = ""
+    snap: Snap | None = None  # where scales of blocks must lie beyond that; they are moved before codes are chosen
     holds: Callable[[Source, str], bool] = lambda source, name: True  # whether it can hold this weight quantized

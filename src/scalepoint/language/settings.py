@@ -66,6 +66,7 @@ def asked(
     where = Path(output)
     if where.resolve() == opened.folder.resolve():
         raise UsageError(f"{where} is the checkpoint itself: choose another output")
+    chosen = replace(chosen, snap=form.snap)
     if chosen.scale_dtype == torch.bfloat16:
         chosen = replace(chosen, scale_dtype=_own_dtype(opened))
     complete = complete_config(QuantConfig.build(config), chosen)

@@ -4,7 +4,7 @@ Both hold the parameters that the deployed file will hold (`scale`, `zero_point`
 which observes and does the arithmetic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from scalepoint.spec import (
     CompressionTargetTensor,
     HistogramQParamsCalculator,
     LearnedScaleQParamsCalculator,
+    PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
     QParamsCalculatorBase,
@@ -302,15 +303,22 @@ class WeightFakeQuantize(Quantizing):
 
     chosen: Tensor | None
     scale_dtype = torch.float32  # what the target stores its scale in
+    snap: Callable[[QuantizationSpec, int, Tensor], Tensor] | None = None  # of the target
 
     def take(self, qparams: QParams) -> None:
-        if self.scale_dtype != torch.float32 and not self.quantizer.grid.format.is_float:
-            info = torch.finfo(self.scale_dtype)
-            scale = (
-                qparams.scale.clamp(info.smallest_normal * info.eps, info.max).to(self.scale_dtype).to(torch.float32)
-            )
-            qparams = qparams._replace(scale=scale)
+        is_rounded = self.scale_dtype != torch.float32 or self.snap is not None
+        if is_rounded and not self.quantizer.grid.format.is_float:
+            qparams = qparams._replace(scale=self._storable(qparams.scale))
         super().take(qparams)
+
+    def _storable(self, scale: Tensor) -> Tensor:
+        """The nearest scales that the target's files can hold."""
+        granularity = self.calculator.granularity
+        size = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
+        if self.snap is not None and isinstance(size, int) and scale.ndim == 2:
+            return self.snap(self.spec, scale.shape[1] * size, scale)
+        info = torch.finfo(self.scale_dtype)
+        return scale.clamp(info.smallest_normal * info.eps, info.max).to(self.scale_dtype).to(torch.float32)
 
     @property
     def frozen(self) -> bool:

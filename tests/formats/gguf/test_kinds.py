@@ -5,6 +5,7 @@ import torch
 
 from scalepoint.checkpoints import Packed
 from scalepoint.errors import ExportError
+from scalepoint.formats.gguf import GGUF
 from scalepoint.formats.gguf.kinds import KINDS, bytes_of, kind_of, planned, snapped
 from tests.formats.gguf.checkpoints import nearest, spec_of
 
@@ -87,6 +88,15 @@ def test_snapping_moves_scales_little_and_is_done_once():
     again, least = snapped(spec, 512, found, minval)
     assert torch.equal(again, found)
     assert torch.equal(least, minval)
+
+
+def test_a_format_moves_scales_by_spec_and_shape():
+    scale = torch.rand(4, 16, generator=torch.Generator().manual_seed(0)) + 0.5
+    assert torch.equal(GGUF.snap(spec_of("int4", 32), 512, scale), scale.half().float())
+    assert torch.equal(GGUF.snap(spec_of("int3", 32), 512, scale), snapped(spec_of("int3", 32), 512, scale)[0])
+    few = GGUF.snap(spec_of("uint4", 32, **ZERO), 512, scale)
+    assert torch.equal((few * 15).half().float(), few * 15)
+    assert torch.equal(GGUF.snap(spec_of("int4", 8), 128, scale), scale.half().float())  # no type holds blocks of 8
 
 
 def test_scales_that_are_not_snapped_take_a_wider_type_or_none():

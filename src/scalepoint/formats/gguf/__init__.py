@@ -3,7 +3,7 @@
 import torch
 
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.formats.gguf.kinds import planned, snapped
+from scalepoint.formats.gguf.kinds import planned, snap, snapped
 from scalepoint.formats.gguf.writing import check, holds, write
 
 GGUF = CheckpointFormat(
@@ -12,6 +12,7 @@ GGUF = CheckpointFormat(
     write=write,
     check=check,
     scale_dtype=torch.float16,
+    snap=snap,
     holds=holds,
     summary="GGUF, for llama.cpp and what is built on it",
 )

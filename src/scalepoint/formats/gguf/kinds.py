@@ -125,6 +125,13 @@ def snapped(
     return found, None if minval is None else -_in_super_blocks((-minval).clamp(min=0), block, kind.steps)
 
 
+def snap(spec: QuantizationSpec, columns: int, scale: Tensor) -> Tensor:
+    """Scales as `snapped` has them; as float16 where no type holds the weight, which is told when it is written."""
+    block = columns // scale.shape[1]
+    small = scale.to(torch.float32).clamp(min=2.0**-24)
+    return _half(small) if planned(spec, columns, block) is None else snapped(spec, columns, small)[0]
+
+
 def _in_super_blocks(values: Tensor, block: int, steps: int) -> Tensor:
     each = superblocks.SIZE // block if block < superblocks.SIZE else 1
     parts = values.to(torch.float32).reshape(values.shape[0], -1, each)

@@ -1,0 +1,75 @@
+"""A checkpoint through tuning into a GGUF file, judged in llama.cpp."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scalepoint import deploy_checkpoint, perplexity
+from scalepoint.checkpoints import Source
+from scalepoint.language.text import sequences
+from scalepoint.quantize import QuantConfig
+from scalepoint.runtimes import find_runtime
+from tests.formats.gguf.checkpoints import WORDS, byte_level
+from tests.language.conftest import text, train
+
+gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
+LLAMACPP = find_runtime("llamacpp")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama that learned a little; its rows are whole super-blocks."""
+    made = tmp_path_factory.mktemp("gguf")
+    tokenizer = byte_level(made)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WORDS,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = train(LlamaForCausalLM(config), torch.tensor(tokenizer.encode(text(200)).ids), steps=40)
+        model.save_pretrained(made)
+    (made / "calibration.txt").write_text(text(60, seed=5))
+    (made / "judge.txt").write_text(text(30, seed=6))
+    return made
+
+
+def deployed(folder, path, weight):
+    config = QuantConfig(weight=weight, activation="float")
+    asked = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 16}
+    done = deploy_checkpoint(folder, path, target="gguf", config=config, verify=False, progress=False, **asked)
+    reader = gguf.GGUFReader(next(path.glob("*.gguf")) if path.is_dir() else path)
+    return done, {each.name: each.tensor_type.name for each in reader.tensors}
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind"),
+    [
+        ({"n_bits": 4, "block_size": 32}, "Q4_0"),
+        ({"n_bits": 3, "block_size": 32}, "Q3_K"),
+        pytest.param({"n_bits": 4, "block_size": 32, "symmetric": False}, "Q4_1", marks=pytest.mark.slow),
+        pytest.param({"n_bits": 2, "block_size": 16}, "Q2_K", marks=pytest.mark.slow),
+    ],
+)
+def test_tuned_codes_take_the_smallest_blocks(folder, tmp_path, weight, kind):
+    done, types = deployed(folder, tmp_path / "m.gguf", weight)
+    assert {types[f"blk.{block}.ffn_up.weight"] for block in (0, 1)} == {kind}
+    assert done.score < 2 * done.float_score
+    if LLAMACPP.is_here:
+        from scalepoint.runtimes.llamacpp.child import File
+
+        file = File(str(tmp_path / "m.gguf"), {"threads": 1, "exact": True})
+        tokens = sequences(folder / "judge.txt", Source.open(folder), length=32, count=16, what="text")
+        found = perplexity(lambda own: torch.from_numpy(file.run({"input_ids": own.numpy()})[0][1]), tokens)
+        assert found == pytest.approx(done.score, rel=1e-4)
