@@ -65,6 +65,7 @@ bench: architectures
 	-$(BIN)/python bench/ptq_time.py
 	-$(BIN)/python bench/spellings.py
 	-$(BIN)/python bench/small_cnns.py
+	-$(BIN)/python bench/pair_safe.py
 	-$(BIN)/python bench/export_time.py --architectures
 	-$(BIN)/python bench/accuracy.py
 	-$(BIN)/python bench/accuracy.py --runtime

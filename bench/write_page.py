@@ -199,6 +199,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "deployed-vnni": ("deployed-vnni", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
     "layers": ("deployed", layers_table),
     "saturation": ("deployed", saturation_table),
+    "pair_safe": ("pair_safe", plain_table),
     "openvino": ("deployed-vnni", partial(files_table, runtime="openvino", others=NNCF)),
     "weight_only": ("weight_only", plain_table),
     "tuning": ("tuning", partial(tuning_table, models=("ResNet", "CIFAR", "Efficient"))),
