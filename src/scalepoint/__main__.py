@@ -1,0 +1,5 @@
+"""python -m scalepoint"""
+
+from scalepoint.cli import main
+
+main()
