@@ -5,7 +5,7 @@
 What the tree computes by itself (rotary frequencies) is there; every parameter must be in the checkpoint, in its shape.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scalepoint.checkpoints.experts import take_apart
 from scalepoint.checkpoints.hollow import Hollows
 from scalepoint.checkpoints.source import Source
 from scalepoint.errors import CaptureError, StoreError, UsageError
@@ -53,7 +54,7 @@ class Weights:
 def skeleton(source: Source) -> tuple[nn.Module, Weights]:
     """The model in eval mode, its weights hollow; an error names what the checkpoint lacks."""
     model = _tree(source)
-    weights = Weights(source)
+    weights, names = Weights(source), _stored_names(model, source)
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for leaf, own in list(module._parameters.items()):
@@ -62,10 +63,10 @@ def skeleton(source: Source) -> tuple[nn.Module, Weights]:
             name = f"{path}.{leaf}" if path else leaf
             if id(own) not in made:
                 tensor = weights.hollows.make(own.shape)
-                weights.names[tensor.data_ptr()] = _stored_name(source, name, tuple(own.shape))
+                weights.names[tensor.data_ptr()] = _checked(source, names, name, tuple(own.shape))
                 made[id(own)] = nn.Parameter(tensor, requires_grad=False)
             module._parameters[leaf] = made[id(own)]
-    _load_buffers(model, source)
+    _load_buffers(model, source, names)
     return model.eval(), weights
 
 
@@ -76,8 +77,25 @@ def head_of(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
-def _stored_name(source: Source, name: str, shape: tuple[int, ...]) -> str:
-    stored = source.tensors.get(name)
+def _stored_names(model: nn.Module, source: Source) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint: transformers has renamed some things over the years."""
+    found = {name: name for name in source.tensors}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+        from transformers.core_model_loading import WeightRenaming, rename_source_key  # noqa: PLC0415
+    except ImportError:
+        return found
+    all_of_them = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    changes = [each for each in all_of_them if isinstance(each, WeightRenaming)]
+    known, prefix = model.state_dict(), str(getattr(model, "base_model_prefix", ""))
+    return {rename_source_key(name, changes, [], prefix, known)[0]: name for name in source.tensors} | {
+        name: name for name in found if name in known
+    }
+
+
+def _checked(source: Source, names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> str:
+    """The name of a parameter in the checkpoint, which has it in this shape."""
+    stored = source.tensors.get(names.get(name, name))
     if stored is None:
         raise StoreError(
             f"{source.folder} has no {name}, which a {source.model_type!r} model of its config.json needs "
@@ -87,14 +105,15 @@ def _stored_name(source: Source, name: str, shape: tuple[int, ...]) -> str:
         raise StoreError(
             f"{stored.shard.name}: {name} has shape {list(stored.shape)}, by config.json it is {list(shape)}"
         )
-    return name
+    return names.get(name, name)
 
 
-def _load_buffers(model: nn.Module, source: Source) -> None:
+def _load_buffers(model: nn.Module, source: Source, names: Mapping[str, str]) -> None:
     """State that is no parameter is small: it is read now."""
     for name, buffer in model.named_buffers():
-        if name in source.tensors and source.tensors[name].shape == tuple(buffer.shape):
-            buffer.copy_(source.tensor(name))
+        stored = names.get(name)
+        if stored is not None and source.tensors[stored].shape == tuple(buffer.shape):
+            buffer.copy_(source.tensor(stored))
 
 
 def _tree(source: Source) -> nn.Module:
@@ -106,9 +125,9 @@ def _tree(source: Source) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
         config.use_cache = False
-        config._attn_implementation = "sdpa"
         with _weightless():
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            take_apart(model)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CaptureError(
             f"{source.folder}: transformers {transformers.__version__} makes no language model of its config.json "

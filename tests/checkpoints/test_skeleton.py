@@ -1,0 +1,90 @@
+"""The module tree of a checkpoint over weights that come and go."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from scalepoint.checkpoints import Source
+from scalepoint.checkpoints.skeleton import head_of, skeleton
+from scalepoint.errors import StoreError
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+KINDS = {
+    "llama": SMALL,
+    "qwen2": SMALL,
+    "qwen3": SMALL,
+    "gemma2": SMALL,
+    "mistral": SMALL,
+    "phi3": {**SMALL, "pad_token_id": 0},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 40},
+    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+    "olmo2": SMALL,
+    "qwen2_moe": {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**SMALL, **EXPERTS},
+    "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def saved(kind, folder, **more):
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[kind](**KINDS[kind], **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_its_weights_it_computes_what_the_checkpoint_does(tmp_path, kind):
+    model = saved(kind, tmp_path)
+    tree, weights = skeleton(Source.open(tmp_path))
+    tokens = torch.randint(0, 40, (2, 9))
+    with torch.no_grad():
+        assert not tree(tokens).logits.any() or kind in ("gpt2", "gpt_neox")  # nothing is there yet
+        weights.load(tree.parameters())
+        torch.testing.assert_close(tree(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
+        weights.drop()
+        assert not any(parameter.any() for parameter in tree.parameters())
+    assert head_of(tree) == "lm_head"
+
+
+def test_a_tied_head_stays_tied(tmp_path):
+    saved("llama", tmp_path, tie_word_embeddings=True)
+    tree, weights = skeleton(Source.open(tmp_path))
+    assert tree.lm_head.weight is tree.model.embed_tokens.weight
+    assert weights.name_of(tree.lm_head.weight) == "model.embed_tokens.weight"
+
+
+def test_sixteen_bits_become_floats(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING["llama"](**SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path)
+    tree, weights = skeleton(Source.open(tmp_path))
+    weights.load(tree.parameters())
+    own = tree.model.layers[0].mlp.up_proj.weight
+    assert own.dtype == torch.float32
+    assert torch.equal(own, model.model.layers[0].mlp.up_proj.weight.float())
+
+
+def test_an_expert_that_is_not_there_is_named(tmp_path):
+    saved("olmoe", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 5}))
+    with pytest.raises(StoreError, match=r"experts\.4\.gate_proj\.weight|has shape"):
+        skeleton(Source.open(tmp_path))
