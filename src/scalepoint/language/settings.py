@@ -69,7 +69,7 @@ def asked(
     chosen = replace(chosen, snap=form.snap)
     if chosen.scale_dtype == torch.bfloat16:
         chosen = replace(chosen, scale_dtype=_own_dtype(opened))
-    complete = complete_config(QuantConfig.build(config), chosen)
+    complete = complete_config(QuantConfig.build(config), chosen, is_rounded=not PRESETS[accuracy])
     activation = complete.spec_for("input", (), ())
     weight = complete.spec_for("weight", (), ())
     form.check(
@@ -82,15 +82,17 @@ def asked(
     return Asked(opened, where, chosen, form, complete, TuneConfig(steps=steps, **limits))
 
 
-def complete_config(config: QuantConfig, target: Target) -> QuantConfig:
-    """The config with what language models want unless it says otherwise: float activations, and embeddings as the
-    target stores them."""
+def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) -> QuantConfig:
+    """The config with what language models want unless it says otherwise: float activations; and scales that are
+    searched for least squared error where no tuning will choose them."""
     if config.migrations:
         raise ConfigError(
             f"migrate={list(config.migrations)}: rewrites need the whole model at once; load it and call "
             "quantize for that"
         )
-    said = {} if config.activation is not None else {"activation": FLOAT}
+    said: dict[str, Any] = {} if config.activation is not None else {"activation": FLOAT}
+    if config.weight is None and is_rounded:
+        said["weight"] = target.weight.replace(range_calculator_cls="mse")
     return config.model_copy(update=said)
 
 

@@ -30,9 +30,7 @@ TOKENS = Accepted("activation", (torch.int8, torch.uint8, *FLOATS))
 
 def _blocks(dtype: str, size: int, scheme: QuantizationScheme = QuantizationScheme.SYMMETRIC) -> QuantizationSpec:
     granularity = PerBlockGranularity(block_size=size)
-    return QuantizationSpec(
-        dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls="static", range_calculator_cls="mse"
-    )
+    return QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls="static")
 
 
 def _weights(dtypes: tuple[torch.dtype, ...], *granularities: str, sizes: tuple[int, ...] = ()) -> Accepted:
