@@ -4,11 +4,10 @@ import warnings
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-LINE = "the a cat dog bird sees eats likes finds small big red old and then it runs sleeps . ,"
-UNKNOWN, END = "<unk>", "</s>"
+WORDS, END = 320, "</s>"
 
 
 def text(count, seed=0):
@@ -42,10 +41,15 @@ def train(model, tokens, steps=60):
 
 
 def write_tokenizer(folder):
-    vocabulary = {word: index for index, word in enumerate([UNKNOWN, END, *LINE.split()])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN, eos_token=END)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=WORDS, initial_alphabet=alphabet, show_progress=False, special_tokens=[END]
+    )
+    tokenizer.train_from_iterator([text(100, seed=9)], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END)
     fast.save_pretrained(folder)
     return fast
 
@@ -61,11 +65,11 @@ def llama(tmp_path_factory):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=32,
+        vocab_size=WORDS,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=1,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

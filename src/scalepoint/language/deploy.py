@@ -24,11 +24,13 @@ from scalepoint.language.proof import Proof, prove
 from scalepoint.language.quantized import Codes
 from scalepoint.language.reporting import report_of, write_report
 from scalepoint.language.settings import Asked, asked, with_head
+from scalepoint.language.storage import as_stored, not_held
 from scalepoint.language.streams import Scored, scored
 from scalepoint.language.text import Text, sequences
 from scalepoint.progress import phase
 from scalepoint.quantize import QuantConfig, coverage, insert_qdq
 from scalepoint.quantize.stubs import Quantizing
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.targets import Target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
@@ -73,6 +75,7 @@ def deploy_checkpoint(
                 scores = scored(model, weights, kept, judging, memory=job.tuning.memory, progress=progress)
         codes = Codes(model, weights, kept)
         with _timed(timings, "write"), phase(f"writing {job.path}", show=progress):
+            job.path.parent.mkdir(parents=True, exist_ok=True)
             job.format.write(QuantizedCheckpoint(job.source, codes), job.path)
         proof: Proof | None = None
         if verify and scores is not None:
@@ -101,13 +104,16 @@ def _finished(
 def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:
     """The graph of the model with its quantizers on, its weights hollow."""
     tree, weights = skeleton(job.source)
-    config = with_head(job.config, head_of(tree), job.target)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
+    left = not_held(job.source, job.format, {match.name for match in plan.matches}, weights.names.values())
+    config = with_head(job.config, head_of(tree), job.target, left)
     model = insert_qdq(plan.model, plan.matches, config, target=job.target, copy=False).eval()
     for module in model.modules():
         if isinstance(module, Quantizing):
             module.enabled = True
+        if isinstance(module, QuantizedWeighted):
+            module.weight_quant.as_stored = as_stored(job, module, weights)
     return model, weights
 
 

@@ -1,11 +1,9 @@
 """What deploy_checkpoint was asked for, checked before any work."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from scalepoint.checkpoints import Source
 from scalepoint.deployment.accuracy import CLOSED, Accuracy, check_accuracy
@@ -66,9 +64,6 @@ def asked(
     where = Path(output)
     if where.resolve() == opened.folder.resolve():
         raise UsageError(f"{where} is the checkpoint itself: choose another output")
-    chosen = replace(chosen, snap=form.snap)
-    if chosen.scale_dtype == torch.bfloat16:
-        chosen = replace(chosen, scale_dtype=_own_dtype(opened))
     complete = complete_config(QuantConfig.build(config), chosen, is_rounded=not PRESETS[accuracy])
     activation = complete.spec_for("input", (), ())
     weight = complete.spec_for("weight", (), ())
@@ -96,17 +91,9 @@ def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) ->
     return config.model_copy(update=said)
 
 
-def with_head(config: QuantConfig, head: str | None, target: Target) -> QuantConfig:
-    """The last layer as the target wants it, unless the config names it."""
-    if head is None or any(each.name == head for each in config.overrides):
-        return config
-    own = Override(name=head, weight=FLOAT if target.head is None else target.head)
-    return config.model_copy(update={"overrides": (own, *config.overrides)})
-
-
-def _own_dtype(source: Source) -> torch.dtype:
-    """What most of the weights are stored in."""
-    sizes: dict[torch.dtype, int] = {}
-    for each in source.tensors.values():
-        sizes[each.dtype] = sizes.get(each.dtype, 0) + each.nbytes
-    return max(sizes, key=sizes.__getitem__) if sizes else torch.float32
+def with_head(config: QuantConfig, head: str | None, target: Target, left: Sequence[str] = ()) -> QuantConfig:
+    """The last layer as the target wants it, unless the config names it; and float what the format cannot hold."""
+    own = [Override(name=name, weight=FLOAT) for name in left]
+    if head is not None and head not in (*left, *(each.name for each in config.overrides)):
+        own.append(Override(name=head, weight=FLOAT if target.head is None else target.head))
+    return config.model_copy(update={"overrides": (*config.overrides, *own)})

@@ -57,7 +57,7 @@ def insert_qdq(
         coverage.check()
     tree = Tree(quantized)
     _place_stubs(quantized, tree, decisions, frozenset() if chosen is None else chosen.shares)
-    _place_weights(decisions, chosen)
+    _place_weights(decisions)
     if chosen is not None and chosen.bias == "int32":
         _round_biases(quantized, decisions)
     sites_here = [decision.site for decision in decisions] if "smooth" in config.migrations else None
@@ -170,7 +170,7 @@ def _add_stub(
     return node
 
 
-def _place_weights(decisions: Sequence[Decision], target: Target | None) -> None:
+def _place_weights(decisions: Sequence[Decision]) -> None:
     """A quantizer for each weight; one that two groups share has one."""
     made: dict[tuple[int, int, QuantizationSpec], WeightFakeQuantize] = {}
     sharing: dict[int, list[QuantizedWeighted]] = {}
@@ -183,8 +183,6 @@ def _place_weights(decisions: Sequence[Decision], target: Target | None) -> None
         key = (weight_address(site), id(norm), spec)
         if key not in made:
             made[key] = _quantizer(site, spec)
-            if target is not None:
-                made[key].scale_dtype, made[key].snap = target.scale_dtype, target.snap
         made[key].consumers.append(site.name)
         weighted = QuantizedWeighted(site.fused.parts[site.role], norm, made[key])
         weighted.sharing = sharing.setdefault(id(made[key]), [])

@@ -18,7 +18,6 @@ from scalepoint.spec import (
     CompressionTargetTensor,
     HistogramQParamsCalculator,
     LearnedScaleQParamsCalculator,
-    PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
     QParamsCalculatorBase,
@@ -302,23 +301,10 @@ class WeightFakeQuantize(Quantizing):
         self.enabled = True
 
     chosen: Tensor | None
-    scale_dtype = torch.float32  # what the target stores its scale in
-    snap: Callable[[QuantizationSpec, int, Tensor], Tensor] | None = None  # of the target
+    as_stored: Callable[[QParams], QParams] | None = None  # parameters as a format can hold them, near those found
 
     def take(self, qparams: QParams) -> None:
-        is_rounded = self.scale_dtype != torch.float32 or self.snap is not None
-        if is_rounded and not self.quantizer.grid.format.is_float:
-            qparams = qparams._replace(scale=self._storable(qparams.scale))
-        super().take(qparams)
-
-    def _storable(self, scale: Tensor) -> Tensor:
-        """The nearest scales that the target's files can hold."""
-        granularity = self.calculator.granularity
-        size = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
-        if self.snap is not None and isinstance(size, int) and scale.ndim == 2:
-            return self.snap(self.spec, scale.shape[1] * size, scale)
-        info = torch.finfo(self.scale_dtype)
-        return scale.clamp(info.smallest_normal * info.eps, info.max).to(self.scale_dtype).to(torch.float32)
+        super().take(qparams if self.as_stored is None else self.as_stored(qparams))
 
     @property
     def frozen(self) -> bool:

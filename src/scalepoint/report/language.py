@@ -35,8 +35,9 @@ def verdict(found: Language) -> str:
         return "Not run in a runtime: all numbers are of the simulation."
     if found.status != "ok":
         return f"Not verified: {found.runtime}: {found.status}. {one_line(found.message)}".strip()
-    agreement = (
-        "" if found.agreement_db is None else f", its logits {decibel(found.agreement_db)} dB from the simulation"
+    text = "" if found.agreement_db is None else decibel(found.agreement_db)
+    agreement = {"": "", "exact": " and gives the simulation's logits exactly"}.get(
+        text, f", its logits {text} dB from the simulation's"
     )
     return f"Verified: {found.runtime} runs it{agreement}."
 

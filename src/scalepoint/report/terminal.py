@@ -192,6 +192,8 @@ class Shown:
         for line in (bound_of(report), pace_of(report), search_of(report)):
             if line:
                 yield Text(f"accuracy: {line}")
+        for line in () if report.language is None else language.lines(report.language):
+            yield Text(line)
         yield Text(report.coverage.summary())
         if report.allocation is not None:
             yield Text(f"precision: {allocation_of(report)}")

@@ -47,7 +47,6 @@ _BASE = Target(
     float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
     format="compressed-tensors",
     runtime="transformers",
-    scale_dtype=torch.bfloat16,
     is_language=True,
 )
 GPTQ = replace(
@@ -56,7 +55,6 @@ GPTQ = replace(
     summary="folders in the layout of GPTQ: int4, int8 (and 2, 3) in groups, no activations",
     accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED), "per_block", "per_channel")),
     format="gptq",
-    scale_dtype=torch.float16,
 )
 AWQ = replace(
     _BASE,
@@ -65,7 +63,6 @@ AWQ = replace(
     weight=_blocks("uint4", 128, QuantizationScheme.ASYMMETRIC),
     accepts=(TOKENS, _weights(tuple(map(to_dtype, ("uint4", "int4"))), "per_block")),
     format="awq",
-    scale_dtype=torch.float16,
 )
 GGUF = replace(
     _BASE,
@@ -77,7 +74,6 @@ GGUF = replace(
     head=_blocks("int8", 32),
     format="gguf",
     runtime="llamacpp",
-    scale_dtype=torch.float16,
 )
 ORT_GENAI = replace(
     _BASE,
@@ -89,6 +85,5 @@ ORT_GENAI = replace(
     head=_blocks("int8", 32),
     format="ort-genai",
     runtime="ort-genai",
-    scale_dtype=torch.float32,
 )
 LANGUAGE = (_BASE, GPTQ, AWQ, GGUF, ORT_GENAI)

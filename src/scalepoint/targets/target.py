@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from scalepoint.errors import SpecError, TargetError, shown
 from scalepoint.numerics import CodeType, dtype_name, format_of
@@ -125,8 +124,6 @@ class Target:
     head: QuantizationSpec | None = None  # of the last layer of a language model; None: it stays float
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
-    scale_dtype: torch.dtype = torch.float32  # in which scales of weights are stored: they are rounded to it
-    snap: Callable[[QuantizationSpec, int, Tensor], Tensor] | None = None  # moves scales of blocks to what files hold
     is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
     spellings: tuple[Spelling, ...] = ()  # operations that its files write in other words

@@ -1,0 +1,45 @@
+"""The whole road into every format, and what each runtime makes of it."""
+
+import pytest
+
+from scalepoint import deploy_checkpoint
+from scalepoint.runtimes import find_runtime
+
+GIVEN = {"length": 32, "samples": 24, "progress": False}
+CASES = {
+    "compressed-tensors": {"weight": {"n_bits": 4, "block_size": 32}},
+    "ort-genai": {"weight": {"n_bits": 4, "block_size": 32}},
+    "gguf": {"weight": {"n_bits": 4, "block_size": 32}},
+    "gguf asymmetric": {"weight": {"n_bits": 4, "block_size": 32, "symmetric": False}},
+}
+LEAST = {"transformers": 40, "ort-genai": 25, "llamacpp": 20}  # kernels of the last two round activations to int8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
+    folder, _ = llama
+    target = case.partition(" ")[0]
+    texts = {"data": folder / "calibration.txt", "judge": folder / "judge.txt"}
+    done = deploy_checkpoint(folder, tmp_path / "out", target=target, config=CASES[case], **texts, **GIVEN)
+    found = done.report.language
+    assert found.size < 0.6 * found.float_size
+    runtime = find_runtime(found.runtime)
+    if not runtime.is_here:
+        assert found.status == "unavailable"
+        pytest.skip(f"{runtime.name} is not installed")
+    assert (found.status, found.message) == ("ok", "")
+    assert found.agreement_db > LEAST[runtime.name]
+    assert done.score == pytest.approx(done.report.accuracy[0].quantized_value, rel=0.03)
+    assert found.written.split()[:5]
+    assert "goes on" in str(done.report)
+
+
+@pytest.mark.parametrize("target", ["gptq", "awq"])
+def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target):
+    folder, _ = llama
+    done = deploy_checkpoint(
+        folder, tmp_path / "out", target=target, data=folder / "calibration.txt", accuracy="fast",
+        config={"weight": {"n_bits": 4, "block_size": 32, "symmetric": target == "gptq"}}, **GIVEN,
+    )  # fmt: skip
+    assert done.report.language.status != ""
+    assert (done.path / "config.json").is_file()
