@@ -3,6 +3,7 @@
 from scalepoint.numerics.affine import Steps, steps_of
 from scalepoint.numerics.blocks import as_blocks, block_counts, block_view, check_divides
 from scalepoint.numerics.fake import fake_quantize, is_traced, straight_through
+from scalepoint.numerics.folded import can_fold, fold_and_back, round_trip_folded, row_extremes
 from scalepoint.numerics.format import (
     ALIASES,
     E4M3,
@@ -54,11 +55,13 @@ __all__ = [
     "block_counts",
     "block_scale",
     "block_view",
+    "can_fold",
     "check_divides",
     "choose_qparams",
     "dequantize",
     "dtype_name",
     "fake_quantize",
+    "fold_and_back",
     "format_of",
     "is_traced",
     "keeping",
@@ -66,6 +69,8 @@ __all__ = [
     "power_of_two_scale",
     "quantize",
     "round_to_float",
+    "round_trip_folded",
+    "row_extremes",
     "steps_of",
     "straight_through",
     "tensor_scale",

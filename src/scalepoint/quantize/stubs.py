@@ -16,8 +16,10 @@ from scalepoint.numerics import QParams
 from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig
 from scalepoint.spec import (
     CompressionTargetTensor,
+    DefaultFakeQuantize,
     HistogramQParamsCalculator,
     LearnedScaleQParamsCalculator,
+    MinMaxRangeCalculator,
     PerChannelGranularity,
     PerTensorGranularity,
     QParamsCalculatorBase,
@@ -330,6 +332,19 @@ class WeightFakeQuantize(Quantizing):
     def fits_channels(self) -> bool:
         """Whether its scale is one value, or one for each output channel: blocks have none for a bias."""
         return isinstance(self.calculator.granularity, PerTensorGranularity | PerChannelGranularity)
+
+    @property
+    def follows_extremes(self) -> bool:
+        """Whether its parameters depend on the least and the largest of each channel alone, and codes are whole."""
+        calculator, quantizer, grid = self.calculator, self.quantizer, self.quantizer.grid
+        kinds = (type(self), type(quantizer), type(calculator.range_calculator))
+        is_plain = kinds == (WeightFakeQuantize, DefaultFakeQuantize, MinMaxRangeCalculator)
+        is_whole = not grid.format.is_float and grid.formulation == "zp" and grid.is_symmetric
+        granularity = calculator.granularity
+        is_by_row = isinstance(granularity, PerTensorGranularity) or (
+            isinstance(granularity, PerChannelGranularity) and granularity.axis == 0
+        )
+        return is_plain and is_whole and is_by_row and not calculator.always_called
 
     def follow(self, weight: Tensor) -> None:
         """Take the parameters of the live weight; the quantizer is disabled when its blocks do not fit."""

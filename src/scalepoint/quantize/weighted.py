@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from scalepoint.errors import UsageError
 from scalepoint.graph import Operation
 from scalepoint.graph.modules import tensors_of
-from scalepoint.numerics import QParams, is_traced, keeping
+from scalepoint.numerics import (
+    QParams,
+    Steps,
+    can_fold,
+    fold_and_back,
+    is_traced,
+    keeping,
+    round_trip_folded,
+    row_extremes,
+    steps_of,
+)
 from scalepoint.quantize.parts import kind_of_part, norm_settings, run_with
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes
 from scalepoint.spec.state import Stateful
@@ -105,13 +115,8 @@ class QuantizedWeighted(Stateful):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.uses_batch_statistics:
-            s = _not_zero(self.factor().detach())
-            wide = self._times(self.weight, s)
-            with keeping(None, wide, self._maker(lambda weight: self._times(weight, s))):
-                weight = self.quantized(wide)
-            del wide
-            weight = self._times(weight, 1 / s)
-            with keeping(x, weight, self._quantized_maker(s)):
+            weight, make = self._trained(_not_zero(self.factor().detach()))
+            with keeping(x, weight, make):
                 y = run_with(self.operation, x, weight, self.bias)
             result: Tensor = self.norm(y)
             return result
@@ -128,6 +133,33 @@ class QuantizedWeighted(Stateful):
             return run_with(self.operation, x, kept.weight, kept.bias)
         sums = run_with(self.operation, (x / stub.scale).round_(), kept.weight, None)
         return (sums if kept.bias is None else sums.add_(kept.bias)).mul_(kept.scale)
+
+    def _trained(self, s: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """fq(w s) / s with its gradient, and what makes it again for backward; in one pass where that is known."""
+        steps = self._simple_steps(s)
+        if steps is not None:
+            fmt = self.weight_quant.quantizer.grid.format
+            made = fold_and_back(self.weight, s, steps, fmt)
+            return made, self._maker(lambda weight: round_trip_folded(weight, s, steps, fmt))
+        wide = self._times(self.weight, s)
+        with keeping(None, wide, self._maker(lambda weight: self._times(weight, s))):
+            weight = self.quantized(wide)
+        del wide
+        return self._times(weight, 1 / s), self._quantized_maker(s)
+
+    def _simple_steps(self, s: Tensor) -> Steps | None:
+        """The steps of w s, where its extremes are all that they depend on and rows are its channels; else None."""
+        quant = self.weight_quant
+        if is_traced(self.weight) or self.is_input_first or self.kind == "conv_transpose":
+            return None
+        if not self._is_quantizing or quant.chosen is not None or not quant.follows_extremes:
+            return None
+        steps = steps_of(quant.qparams_for(self.weight), quant.quantizer.grid, fixed_zero=True)
+        if not self.weight.numel() or not can_fold(self.weight, steps._replace(scale=s)):
+            return None
+        if not quant.frozen:
+            quant.follow(row_extremes(self.weight.detach(), s))
+        return steps._replace(scale=quant.scale.detach().clone())
 
     def _maker(self, made: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
         """Makes a value of the weight again, for backward."""

@@ -1,0 +1,93 @@
+"""A weight folded with its batch norm, quantized and unfolded in one pass: as the formulas say, step by step."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from scalepoint.numerics import (
+    QParams,
+    Steps,
+    can_fold,
+    choose_qparams,
+    fake_quantize,
+    fold_and_back,
+    min_max,
+    round_trip_folded,
+    row_extremes,
+    steps_of,
+)
+from scalepoint.numerics.format import Grid, QuantizationScheme, format_of
+
+GRID = Grid(format_of(torch.int8), -128, 127, QuantizationScheme.SYMMETRIC)
+SHAPES = [(6, 4, 3, 3), (70, 50, 5, 5), (3, 100_000)]
+
+
+def made(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, QParams, Steps]:
+    """A weight, factors of both signs, and the parameters of their product."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).requires_grad_()
+    factor = torch.randn(shape[0], generator=generator)
+    wide = weight.detach() * across(factor, weight)
+    low, high = wide.flatten(1).amin(1), wide.flatten(1).amax(1)
+    qparams = choose_qparams(across(low, weight), across(high, weight), GRID)
+    return weight, factor, qparams, steps_of(qparams, GRID, fixed_zero=True)
+
+
+def across(values: Tensor, weight: Tensor) -> Tensor:
+    return values.view(-1, *(1 for _ in weight.shape[1:]))
+
+
+def plain(weight: Tensor, factor: Tensor, qparams: QParams) -> Tensor:
+    s = across(factor, weight)
+    return fake_quantize(weight * s, qparams, GRID, fixed_zero=True) / s
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients_are_those_of_the_formulas(shape):
+    weight, factor, qparams, steps = made(shape)
+    assert can_fold(weight, steps)
+    found, wanted = fold_and_back(weight, factor, steps, GRID.format), plain(weight, factor, qparams)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    grad = torch.randn(shape)
+    ours, theirs = (torch.autograd.grad(each, weight, grad)[0] for each in (found, wanted))
+    assert torch.equal(ours == 0, theirs == 0)  # the same are clamped
+    assert 0 < int((ours == 0).sum()) <= shape[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert torch.equal(round_trip_folded(weight.detach(), factor, steps, GRID.format), found)
+
+
+def test_it_can_be_differentiated_twice():
+    weight, factor, _, steps = made((6, 4, 3, 3))
+    grad = torch.randn(6, 4, 3, 3, requires_grad=True)
+    (once,) = torch.autograd.grad(fold_and_back(weight, factor, steps, GRID.format), weight, grad, create_graph=True)
+    (twice,) = torch.autograd.grad(once.square().sum(), grad)
+    assert torch.equal(twice, 2 * once)
+    whole = torch.autograd.grad(fold_and_back(weight, factor, steps, GRID.format), weight, grad.detach())[0]
+    assert torch.equal(once, whole)
+
+
+def test_a_gradient_in_another_layout_counts_as_well():
+    weight, factor, _, steps = made((6, 4, 3, 3))
+    grad = torch.randn(6, 4, 3, 3)
+    y = fold_and_back(weight, factor, steps, GRID.format)
+    ours = torch.autograd.grad(y, weight, grad.to(memory_format=torch.channels_last), retain_graph=True)[0]
+    assert torch.equal(ours, torch.autograd.grad(y, weight, grad)[0])
+
+
+def test_a_weight_that_was_written_to_before_backward_is_noticed():
+    weight, factor, _, steps = made((6, 4, 3, 3))
+    y = fold_and_back(weight, factor, steps, GRID.format)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_extremes_of_rows_are_exactly_those_of_the_product(shape):
+    weight, factor, _, _ = made(shape)
+    wide, found = weight.detach() * across(factor, weight), row_extremes(weight.detach(), factor)
+    block = (1, *shape[1:])
+    assert found.ndim == len(shape)
+    for one, other in zip(min_max(found, (1, *found.shape[1:])), min_max(wide, block), strict=True):
+        assert torch.equal(one, other)
