@@ -8,10 +8,12 @@ import pytest
 
 import scalepoint
 from scalepoint.allocation import AS_IT_IS, Row, Width, Widths
+from scalepoint.deployment import story
 from scalepoint.deployment.raising import next_step
 from scalepoint.deployment.ranges import RANGES, other_ranges
 from scalepoint.deployment.trials import Bar, Trial, best_of
 from scalepoint.errors import UsageError
+from scalepoint.formats import export
 from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, TensorQuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report
@@ -32,7 +34,24 @@ def searched(model, data, tmp_path_factory):
         return float(-100 * (expected - found).square().sum() / expected.square().sum())
 
     more = {"config": config, "output": folder, "evaluate": evaluate, "max_drop": 0.2}
-    return scalepoint.deploy(model, data[0][:1], data, target="reference", **more), folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(story, "export", counted)
+        return scalepoint.deploy(model, data[0][:1], data, target="reference", **more), folder
+
+
+WRITTEN: list[tuple[Path, Path | None]] = []
+
+
+def counted(model, path, *args, float_path=None, **kwargs):
+    WRITTEN.append((path, float_path))
+    return export(model, path, *args, float_path=float_path, **kwargs)
+
+
+def test_every_trial_is_exported_once_and_the_float_model_with_the_first(searched):
+    done, _ = searched
+    files = [path for path, _ in WRITTEN]
+    assert len(files) == len(set(files)) == len(done.trials) > 2
+    assert [float_path is not None for _, float_path in WRITTEN] == [True, *[False] * (len(files) - 1)]
 
 
 def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
