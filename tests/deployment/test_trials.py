@@ -171,6 +171,14 @@ class TestRaising:
         trials = searched_with(found, Bar(100.0, 1.0), lambda raised: 99.5 if {"a", "b", "d"} <= raised else 60.0)
         assert {each.layer for each in best_of(trials, Bar(100.0, 1.0)).raised} == {"a", "b", "d"}
 
+    def test_few_layers_are_raised_where_few_are_enough(self):
+        """Six cheap layers come before the two that count; a few files later only these are left."""
+        cheap = [(name, 0.1, 0.0, 0.05) for name in "cdefgh"]
+        found, bar = widths(("a", 1.0, 0.01, 3.0), ("b", 0.8, 0.01, 3.0), *cheap), Bar(100.0, 1.0)
+        trials = searched_with(found, bar, lambda raised: 99.5 if {"a", "b"} <= raised else 60.0, most=6)
+        assert len(trials[1].raised) > 4
+        assert {each.layer for each in best_of(trials, bar).raised} == {"a", "b"}
+
     def test_nothing_is_tried_twice_and_the_search_ends(self):
         for good in ({"a"}, {"d"}, {"a", "b", "c", "d"}, {"none"}):
             bar = Bar(100.0, 1.0)

@@ -4,7 +4,8 @@ costs less still holds.
     0          the config as it was given
     1          ranges by the other method: free at run time
     upwards    along the front of the allocation (measured after the solver), until a file holds
-    downwards  the middle between what failed and what held, by cost; then single layers lowered again
+    downwards  of what held, only the layers that remove most error, half as many at a time; then the middle between
+               what failed and what held, by cost; then single layers lowered again
 
     cost = share of the float model's size + share of its time
 
@@ -19,7 +20,7 @@ from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Raised
 
 LEAST, MOST = 0.1, 0.5  # how much of the error may stay after a step upwards
-TRIM = 0.03  # of the error: what removes less is not raised
+TRIM = 0.1  # of the error: what removes less is not raised
 MOST_POINTS = 64  # of the front: a search looks at few of them
 LAST = 0.1  # the last of the allowed files goes further
 
@@ -41,10 +42,11 @@ def next_step(trials: Sequence[Trial], widths: Widths, bar: Bar, *, is_last: boo
     failing = max((place for place in known if not known[place] and place < (holding or len(points))), default=-1)
     if holding is None:
         chosen = _up(points, failing, _share(trials, bar, is_last=is_last))
-    elif holding - failing > 1:
-        chosen = _middle(points, failing, holding)
     else:
-        chosen = _lowered(widths, trials, tried, bar)
+        chosen = _fewer(widths, trials, tried, bar)
+        if chosen is None and holding - failing > 1:
+            chosen = _middle(points, failing, holding)
+        chosen = chosen or _lowered(widths, trials, tried, bar)
     if chosen is None:
         return None
     base = sum(choices[AS_IT_IS].cost for choices in _table(widths).values())
@@ -86,6 +88,37 @@ def _up(points: Sequence[Allocation], failing: int, share: float) -> Allocation 
     return next((point for point in higher if point.error <= share * before), higher[-1])
 
 
+def _fewer(
+    widths: Widths, trials: Sequence[Trial], tried: Mapping[tuple[tuple[str, str], ...], bool], bar: Bar
+) -> Allocation | None:
+    """Of the layers that the cheapest file that holds has raised, those that remove most error: in the middle between
+    all of them and the most that were too few."""
+    table, best = _table(widths), _cheapest(trials, bar)
+    gains = {name: table[name][AS_IT_IS].error - table[name][width].error for name, width in best.items()}
+    order = sorted((name for name, width in best.items() if width != AS_IT_IS), key=lambda name: -gains[name])
+
+    def kept(count: int) -> dict[str, str]:
+        first = set(order[:count])
+        return {name: width if name in first else AS_IT_IS for name, width in best.items()}
+
+    few = max((count for count in range(len(order)) if tried.get(_key(kept(count))) is False), default=0)
+    if len(order) - few < 2:
+        return None
+    return _allocation(table, kept((len(order) + few) // 2))
+
+
+def _cheapest(trials: Sequence[Trial], bar: Bar) -> Mapping[str, str]:
+    """What the cheapest file that holds has chosen."""
+    best = min((trial for trial in trials if trial.chosen is not None and bar.holds(trial.score)), key=_cost_of)
+    assert best.chosen is not None  # noqa: S101  # as asked
+    return best.chosen
+
+
+def _allocation(table: Mapping[str, Mapping[str, Choice]], chosen: Mapping[str, str]) -> Allocation:
+    picked = [table[name][width] for name, width in chosen.items()]
+    return Allocation(chosen, sum(each.error for each in picked), sum(each.cost for each in picked))
+
+
 def _middle(points: Sequence[Allocation], failing: int, holding: int) -> Allocation:
     """Between the two, by cost."""
     low = points[failing].cost if failing >= 0 else points[0].cost
@@ -98,18 +131,16 @@ def _lowered(
 ) -> Allocation | None:
     """The cheapest that holds with one layer lowered: where that adds least error for what it saves, and less than what
     failed has."""
-    table = _table(widths)
-    best = min((trial for trial in trials if trial.chosen is not None and bar.holds(trial.score)), key=_cost_of)
-    assert best.chosen is not None  # noqa: S101  # as asked
-    error = sum(table[name][width].error for name, width in best.chosen.items())
-    cost = sum(table[name][width].cost for name, width in best.chosen.items())
+    table, best = _table(widths), _cheapest(trials, bar)
+    now_at = _allocation(table, best)
+    error, cost = now_at.error, now_at.cost
     bad = [sum(table[name][width].error for name, width in key) for key, holds in tried.items() if not holds]
     found = []
-    for name, width in best.chosen.items():
+    for name, width in best.items():
         now = table[name][width]
         for other in (each for each in table[name].values() if each.cost < now.cost):
             more, saved = other.error - now.error, now.cost - other.cost
-            chosen = {**best.chosen, name: other.name}
+            chosen = {**best, name: other.name}
             if _key(chosen) not in tried and error + more < min(bad):
                 found.append((more / saved, name, Allocation(chosen, error + more, cost - saved)))
     return min(found, key=lambda each: each[:2])[2] if found else None
