@@ -29,7 +29,7 @@ SMALL = Sizes(hidden=256, mlp=512, layers=4, heads=4, groups=2, words=1024, eps=
 SECONDS, BATCH, CONTEXT, RATE = 180.0, 16, 128, 3e-3
 FILE, WORDS = CACHE / "llama-small.safetensors", CACHE / "llama-small-tokenizer.json"
 AHEAD = (Limit("score", 0.0, GPTQ),)
-WAYS = (NEAREST, AWQ, GPTQ, BALANCED)
+WAYS = (NEAREST, GPTQ, BALANCED, AWQ)
 
 
 def sequences(tokens: list[int], length: int, count: int) -> Tensor:
@@ -122,12 +122,12 @@ def smollm() -> Subject:
     model = Llama(sizes)
     model.load_state_dict(state(contents.tensors, sizes))
     text = parts()
-    calibrating = sequences(tokenizer.encode(text["calibrate"]).ids, 256, 20)
-    judged = sequences(tokenizer.encode(text["judge"]).ids, 256, 12)
+    calibrating = sequences(tokenizer.encode(text["calibrate"]).ids, 512, 16)
+    judged = sequences(tokenizer.encode(text["judge"]).ids, 512, 12)
     precisions = (
-        "int3 blocks of 64", "int4 per channel", "int4 blocks of 64", "int3 per channel", "int2 blocks of 64",
+        "int4 blocks of 64", "int3 blocks of 64", "int4 per channel", "int3 per channel", "int2 blocks of 64",
     )  # fmt: skip
-    return language("SmolLM2-135M", model.eval(), (calibrating, judged), 4, precisions)
+    return language("SmolLM2-135M", model.eval(), (calibrating, judged), 1, precisions)
 
 
 def state(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quanti
 from scalepoint.tuning import TuneConfig, tune
 from tuned.rows import AWQ, BALANCED, BEST, GPTQ, GPTQ_INTERCEPT, NEAREST, Kept, Limit, Row
 
-COMPARED = 20_000_000  # values of the float outputs that are kept, to tell dB by
+COMPARED = 60_000_000  # values of the float outputs that are kept, to tell dB by
 STEPS = {
     NEAREST: None,
     AWQ: None,
