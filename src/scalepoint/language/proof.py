@@ -12,7 +12,7 @@ from scalepoint.errors import VerificationError
 from scalepoint.language.settings import Asked
 from scalepoint.language.streams import Scored, perplexity
 from scalepoint.runtimes import Runtime, find_runtime
-from scalepoint.runtimes.process import Answer, Status, all_memory, ask
+from scalepoint.runtimes.process import Answer, Status, all_memory, ask, missing
 from scalepoint.runtimes.serving import Served
 
 PROMPT = 32  # tokens of the text that the model goes on from
@@ -40,7 +40,7 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
     """Run it; what fails is told, not raised."""
     runtime = find_runtime(job.target.runtime or "")
     if not runtime.is_here:
-        return Proof(runtime.name, Status.UNAVAILABLE.value, f"pip install {runtime.package}")
+        return Proof(runtime.name, Status.UNAVAILABLE.value, missing(runtime).message)
     prompt = tuple(int(each) for each in tokens[0][0, :PROMPT])
     try:
         served = Served(runtime, job.path, threads=torch.get_num_threads())

@@ -3,7 +3,7 @@
 Nothing is rounded here. `snapped` moves scales to where a type can hold them, for those who choose codes after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -62,17 +62,18 @@ KINDS = (
 )
 
 
-def kind_of(weights: Sequence[Packed], name: str) -> Kind:
-    """The smallest type that holds all of them exactly; experts of one layer share theirs."""
-    forms = [forms_of(each) for each in weights]
-    for kind in KINDS:
-        if all(any(kind.bytes_of(form) is not None for form in each) for each in forms):
-            return kind
-    first = weights[0]
+def kind_of(weights: Iterable[Packed], name: str) -> Kind:
+    """The smallest type that holds all of them exactly, read one at a time; experts of one layer share theirs."""
+    left, seen = list(KINDS), ""
+    for packed in weights:
+        forms = forms_of(packed)
+        left = [kind for kind in left if any(kind.bytes_of(form) is not None for form in forms)]
+        seen = f"{packed.spec.dtype} in blocks of {packed.block} of {packed.codes.shape[1]} columns"
+    if left:
+        return left[0]
     raise ExportError(
-        f"{name}: no block type of GGUF holds {first.spec.dtype} in blocks of {first.block} of {first.codes.shape[1]} "
-        "columns: columns must be a multiple of 32, blocks of 16 or 32, scales float16 (or, of super-blocks, snapped); "
-        "leave it float, or give it other blocks"
+        f"{name}: no block type of GGUF holds {seen}: columns must be a multiple of 32, blocks of 16 or 32, scales "
+        "float16 (or, of super-blocks, snapped); leave it float, or give it other blocks"
     )
 
 

@@ -95,7 +95,7 @@ def _entry(checkpoint: QuantizedCheckpoint, architecture: Architecture, name: st
                           "a GGUF file has one type for all")  # fmt: skip
     if not any(quantized):
         return _float(checkpoint, architecture, name, sources)
-    kind = kind_of([checkpoint.packed[each] for each in sources], sources[0])
+    kind = kind_of((checkpoint.packed[each] for each in sources), sources[0])
     rows, columns = checkpoint.packed[sources[0]].codes.shape
     shape = (rows, columns) if len(sources) == 1 else (len(sources), rows, columns)
     return Entry(name, kind.name, shape, lambda: _blocks(checkpoint, architecture, sources, kind))
