@@ -206,3 +206,15 @@ def test_a_size_that_is_computed_of_others_is_computed_in_the_program():
     program = program_of(capture(model, x, leave=["1"]), (x,), {}, batch_of)
     x = torch.randn(5, 4)
     assert torch.equal(program.module(check_guards=False)(x), model(x))
+
+
+def test_a_padded_picture_keeps_its_free_batch():
+    class Padded(nn.Module):
+        def forward(self, x):
+            return nn.functional.pad(x, (1, 1, 1, 1)) * 2
+
+    x = torch.randn(2, 3, 8, 8)
+    model = capture(Padded().eval(), x)
+    program = program_of(model, (x,), {}, lambda leaf: (0,))
+    placeholder = next(node for node in program.graph.nodes if node.op == "placeholder")
+    assert isinstance(placeholder.meta["val"].shape[0], torch.SymInt)
