@@ -38,3 +38,16 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
         assert done.score == pytest.approx(perplexity(lambda own: tree(own).logits, tokens[12:]), rel=1e-4)
     layers = [name for name in Source.open(tmp_path / kind).tensors if "_proj" in name or ".mlp." in name]
     assert set(seen) >= {name for name in layers if name.endswith("proj.weight")}
+
+
+def test_what_a_format_cannot_hold_stays_float(tmp_path):
+    saved("qwen3_moe", tmp_path / "source")
+    config = {"weight": {"n_bits": 4, "block_size": 8}}
+    done = deploy_checkpoint(
+        tmp_path / "source", tmp_path / "out", target="gptq", config=config, accuracy="fast", progress=False
+    )
+    rows = {row.name: row.precision for row in done.coverage.operations}
+    routers = [name for name in rows if name.endswith("mlp.gate") or ".mlp.gate." in name]
+    assert routers
+    assert {rows[name] for name in routers} == {"float"}
+    assert rows["model.layers.0.mlp.experts.0.up_proj"] != "float"

@@ -106,7 +106,7 @@ def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule
     tree, weights = skeleton(job.source)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
-    left = not_held(job.source, job.format, {match.name for match in plan.matches}, weights.names.values())
+    left = not_held(job, plan, weights)
     config = with_head(job.config, head_of(tree), job.target, left)
     model = insert_qdq(plan.model, plan.matches, config, target=job.target, copy=False).eval()
     for module in model.modules():

@@ -1,23 +1,30 @@
 """What a format can store: which weights as codes, and scales near those that were found."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.skeleton import Weights
-from scalepoint.formats.checkpoint import CheckpointFormat, Snap
+from scalepoint.formats.checkpoint import Snap
 from scalepoint.language.settings import Asked
 from scalepoint.numerics import QParams
+from scalepoint.patterns import Fused
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
+from scalepoint.transformation import TransformationResult
 
 
-def not_held(source: Source, form: CheckpointFormat, layers: Collection[str], names: Iterable[str]) -> list[str]:
-    """Layers whose weights the format has only as floats."""
-    given = {name.removesuffix(".weight"): name for name in names}
-    return [layer for layer in layers if layer in given and not form.holds(source, given[layer])]
+def not_held(job: Asked, plan: TransformationResult, weights: Weights) -> list[str]:
+    """Layers whose weights the format has only as floats, such as routers of experts."""
+    found = []
+    for match in plan.matches:
+        fused = plan.model.get_submodule(match.fused) if match.apply and match.fused else None
+        weight = fused.weight if isinstance(fused, Fused) else None
+        name = None if weight is None else weights.names.get(weight.data_ptr())
+        if name is not None and not job.format.holds(job.source, name):
+            found.append(match.name)
+    return found
 
 
 def as_stored(job: Asked, layer: QuantizedWeighted, weights: Weights) -> Callable[[QParams], QParams] | None:
