@@ -84,6 +84,17 @@ def test_every_family_loads(tmp_path, family):
 
 
 @needs_loader
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt2"}))
+def test_every_family_loads_with_its_head_float(tmp_path, family):
+    source = make(family, tmp_path / "in")
+    heads = ("lm_head", "embed_out")
+    check_loads(
+        quantize(source, INT4, choose=lambda layer: None if layer in heads or layer.endswith("gate") else INT4),
+        tmp_path,
+    )
+
+
+@needs_loader
 @pytest.mark.parametrize("name", ["int8", "int3", "float8", "mxfp4"])
 def test_experts_load_in_every_format_that_has_them(tmp_path, name):
     source = make("olmoe", tmp_path / "in")

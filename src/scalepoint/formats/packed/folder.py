@@ -131,11 +131,12 @@ def packable(source: Source) -> dict[str, tuple[int, int]]:
 
 
 def floats_of(source: Source, packed: Iterable[str]) -> list[str]:
-    """Layers with a matrix that stay float; a tied head is named, though the source does not store it."""
+    """Layers with a matrix that stay float. A float head is named in all ways: a tied one is not stored, and a loader
+    may call it otherwise than the source does (embed_out of GPT-NeoX is lm_head in transformers 5)."""
     taken = set(packed)
     kept = [layer for layer in matrices(source) if layer not in taken]
-    heads = [HEADS[source.model_type == "gpt_neox"]] if is_tied(source) else []
-    return kept + [head for head in heads if head not in kept]
+    is_float = not any(layer.rpartition(".")[2] in HEADS for layer in taken)
+    return kept + [head for head in HEADS if is_float and head not in kept]
 
 
 def check_source(source: Source, name: str) -> None:
