@@ -17,6 +17,8 @@ from scalepoint.runtimes.serving import Served
 
 PROMPT = 32  # tokens of the text that the model goes on from
 NEW = 50
+LEAST = 10  # dB; kernels that round activations to 8 bits stay above 20
+DEPARTS = "departs"
 LARGEST_FLOAT = 4_000_000_000
 
 
@@ -52,6 +54,9 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
             served.close()
     except VerificationError as error:
         return Proof(runtime.name, Status.FAILED.value, str(error), prompt=prompt)
+    if not sqnr >= LEAST:
+        why = f"its logits are {sqnr:.1f} dB from the simulation's, less than {LEAST}: it computes something else"
+        return Proof(runtime.name, DEPARTS, why, sqnr, loss, prompt)
     answer = _goes_on(runtime, job.path, prompt)
     if answer.status != Status.OK or answer.data is None:
         return Proof(runtime.name, answer.status.value, answer.message, sqnr, loss, prompt)

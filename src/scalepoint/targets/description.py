@@ -51,6 +51,10 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "weight", spelled(target.weight, "weight")
     if target.table is not None:
         yield "embedding table", f"{spelled(target.table, 'weight')}: a scale a row, as rows are looked up"
+    if target.head is not None:
+        yield "last layer", spelled(target.head, "weight")
+    if target.is_language:
+        yield "made from", "the folder of a language model's checkpoint, by deploy_checkpoint"
     if target.adapt_weight is not None:
         yield f"weight, {words(target.adapt_weight)}", _docstring(target.adapt_weight)
     yield "bias", BIAS[target.bias]
