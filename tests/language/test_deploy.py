@@ -119,6 +119,23 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkey
     ).read_bytes()
 
 
+def test_what_was_chosen_for_other_codes_is_not_gone_on_with(llama, tmp_path, monkeypatch):
+    def stopped(self, name, states, done):
+        keep(self, name, states, done)
+        raise Killed
+
+    keep = Checkpoint.keep
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "keep", stopped)
+        with pytest.raises(Killed):
+            deployed(llama, tmp_path / "out", accuracy="fast")
+    eight = QuantConfig(weight={"n_bits": 8, "block_size": 32}, activation="float")
+    with pytest.warns(scalepoint.errors.ScalepointWarning, match="config changed since"):
+        deployed(llama, tmp_path / "out", config=eight, accuracy="fast", resume=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert len(written[0, :32].unique()) > 16
+
+
 def test_weights_are_here_one_piece_at_a_time(llama, tmp_path, monkeypatch):
     from scalepoint.checkpoints.skeleton import Weights
 

@@ -994,3 +994,13 @@ class TestIntegerSums:
         assert x.grad is not None
         with torch.no_grad():
             assert torch.allclose(quantized(x), found, atol=float(found.abs().max()) / 100)
+
+
+def test_a_model_without_values_gets_its_quantizers_too():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    result = transform(model, torch.randn(2, 8, device="meta"), target="reference")
+    quantized = insert_qdq(result.model, result.matches)
+    weights = [module for module in quantized.modules() if isinstance(module, QuantizedWeighted)]
+    assert len({id(each.weight_quant) for each in weights}) == 2
+    assert all(parameter.is_meta for parameter in quantized.parameters())

@@ -15,6 +15,7 @@ from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.errors import CaptureError
 from scalepoint.progress import phase
 from scalepoint.tuning.checkpoint import Checkpoint
+from scalepoint.tuning.lending import borrow, give_back
 from scalepoint.tuning.pieces import Piece, cut
 from scalepoint.tuning.state import restore
 from scalepoint.tuning.walk import Walk
@@ -68,11 +69,11 @@ def scored(
                 _enter(walk, weights, kept, piece, f"{index:04}")
                 for node in piece.nodes:
                     walk.advance(node)
-                _leave(walk, weights, piece)
+                give_back(walk, piece, weights)
                 running.advance()
             _enter(walk, weights, kept, pieces[-1], f"{len(pieces) - 1:04}")
             found = _at_head(walk, pieces[-1], tokens)
-            _leave(walk, weights, pieces[-1])
+            give_back(walk, pieces[-1], weights)
             running.advance()
         return found
     finally:
@@ -80,19 +81,11 @@ def scored(
 
 
 def _enter(walk: Walk, weights: Weights, kept: Checkpoint, piece: Piece, name: str) -> None:
-    weights.load(tensor for node in piece.nodes for tensor in walk.tensors(node))
+    borrow(walk, piece, weights)
     found = kept.find(name)
     if found is not None:
         states, _ = found
         restore({place: walk.live.get_submodule(place) for place in states}, states)
-
-
-def _leave(walk: Walk, weights: Weights, piece: Piece) -> None:
-    for node in piece.nodes:
-        for layer in walk.quantized(node):
-            for owner in (walk.live, walk.plain):
-                owner.get_submodule(walk.names[id(layer)]).forget()  # type: ignore[operator]
-    weights.drop()
 
 
 def _at_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Scored:

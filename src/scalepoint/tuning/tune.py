@@ -7,13 +7,13 @@ One walk over the graph, node after node: no prefix is run twice. The float para
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from scalepoint.errors import ConfigError
 from scalepoint.numerics import QParams
@@ -29,6 +29,7 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning.checkpoint import Checkpoint, Done, mark_of
 from scalepoint.tuning.collect import Collector, Use
 from scalepoint.tuning.judge import Judge
+from scalepoint.tuning.lending import Lender, borrow, give_back
 from scalepoint.tuning.pieces import Piece, Unit, cut
 from scalepoint.tuning.reconstruct import Work, is_static
 from scalepoint.tuning.report import TunedLayer, TunedPiece, TuneReport
@@ -49,23 +50,6 @@ def _bytes(value: Any) -> Any:
         if text.endswith(unit):
             return int(float(text.removesuffix(unit)) * size)
     return value
-
-
-class Lender(Protocol):
-    """Who has the weights of a model that is larger than memory."""
-
-    @property
-    def mark(self) -> str:
-        """What tells these weights from others."""
-        ...
-
-    def load(self, tensors: Iterable[Tensor]) -> None:
-        """Write the values of parameters into them."""
-        ...
-
-    def drop(self) -> None:
-        """Take the memory of all back."""
-        ...
 
 
 class TuneConfig(Config):
@@ -118,8 +102,7 @@ def tune(
     try:
         if config.steps or walk.stub_nodes:
             walk.read(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
-        known = fingerprint(model) if lender is None else lender.mark
-        mark = "" if folder is None else mark_of(known, walk, config.model_dump_json())
+        mark = "" if folder is None else mark_of(_known(model, lender), walk, config.model_dump_json())
         kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
         run = _Tuning(model, walk, config, kept, record.names, lender)
         run.run(progress)
@@ -179,7 +162,9 @@ class _Tuning:
         """One piece: found in the folder, or chosen."""
         modules = self._modules(piece)
         if self.lender is not None:
-            self._enter(piece, self.lender)
+            borrow(self.walk, piece, self.lender)
+            for layer in (layer for node in piece.nodes for layer in self.walk.quantized(node)):
+                layer.freeze()
         found = self.kept.find(name)
         if found is not None:
             states, done = found
@@ -195,25 +180,10 @@ class _Tuning:
         if self.lender is None:
             restore({place: self.model.get_submodule(place) for place in modules}, states)
         else:
-            self._leave(modules, self.lender)
+            give_back(self.walk, piece, self.lender)
         self.rows += done.rows
         self.left |= done.left
         self.pieces += [done.piece] if done.piece is not None else []
-
-    def _enter(self, piece: Piece, lender: Lender) -> None:
-        """The weights of a piece are here, and its quantizers know their scales."""
-        lender.load(tensor for node in piece.nodes for tensor in self.walk.tensors(node))
-        for node in piece.nodes:
-            for layer in self.walk.quantized(node):
-                layer.freeze()
-
-    def _leave(self, modules: Mapping[str, nn.Module], lender: Lender) -> None:
-        for place in modules:
-            for owner in (self.walk.live, self.walk.plain):
-                layer = owner.get_submodule(place)
-                if isinstance(layer, QuantizedWeighted):
-                    layer.forget()
-        lender.drop()
 
     def _observe(self, node: fx.Node) -> None:
         """Find the range of an activation quantizer from the float stream."""
@@ -347,6 +317,14 @@ class _Tuning:
             self.walk.rerun(piece)
             said.append(f"{step.name} {work.notes.get('gain', '')}".strip())
         return "; ".join(said)
+
+
+def _known(model: fx.GraphModule, lender: Lender | None) -> object:
+    """What tells this model and its quantizers from others."""
+    if lender is None:
+        return fingerprint(model)
+    record = record_of(model)
+    return [lender.mark, record.config.to_dict(), None if record.target is None else record.target.labels]
 
 
 def _choose_all(modules: Mapping[str, nn.Module]) -> None:

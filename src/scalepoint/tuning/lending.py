@@ -1,0 +1,44 @@
+"""Weights that are lent a piece at a time, where the whole model does not fit into memory."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.tuning.pieces import Piece
+from scalepoint.tuning.walk import Walk
+
+
+class Lender(Protocol):
+    """Who has the weights of a model that is larger than memory."""
+
+    @property
+    def mark(self) -> str:
+        """What tells these weights from others."""
+        ...
+
+    def load(self, tensors: Iterable[Tensor]) -> None:
+        """Write the values of parameters into them."""
+        ...
+
+    def drop(self) -> None:
+        """Take the memory of all back."""
+        ...
+
+
+def borrow(walk: Walk, piece: Piece, lender: Lender) -> None:
+    """The weights of a piece are here."""
+    lender.load(tensor for node in piece.nodes for tensor in walk.tensors(node))
+
+
+def give_back(walk: Walk, piece: Piece, lender: Lender) -> None:
+    """Neither its weights nor what was made of them is here any more."""
+    for node in piece.nodes:
+        for layer in walk.quantized(node):
+            for name in (walk.names[id(each)] for each in layer.sharing):
+                for owner in (walk.live, walk.plain):
+                    kept = owner.get_submodule(name)
+                    assert isinstance(kept, QuantizedWeighted)  # noqa: S101  # the same place in both
+                    kept.forget()
+    lender.drop()
