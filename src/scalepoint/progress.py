@@ -115,6 +115,15 @@ def phase(name: str, *, total: int | None = None, unit: str = "batches", show: b
         say(running.end(is_whole))
 
 
+@contextmanager
+def timed(timings: dict[str, float], doing: str, *, show: bool | None = None) -> Iterator[None]:
+    """A phase whose seconds are added up under its name; show=False for one that shows itself."""
+    start = time.perf_counter()
+    with phase(doing, show=show):
+        yield
+    timings[doing] = timings.get(doing, 0.0) + time.perf_counter() - start
+
+
 def is_live() -> bool:
     """Whether stderr is a terminal that can show a bar."""
     stream = sys.stderr

@@ -40,10 +40,6 @@ class Hollows:
         self._pages[tensor.data_ptr()] = pages
         return tensor
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether it is one of these."""
-        return tensor.data_ptr() in self._pages
-
     def fill(self, tensor: Tensor, value: Tensor) -> None:
         """Write values into it."""
         with torch.no_grad():

@@ -10,7 +10,6 @@ from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import say, show, show_json
 
-CONFIG = "config.json"
 NOT_HERE = ("evaluate", "max_drop", "budget", "leave", "strict", "float_dtype", "size", "mean", "std")
 
 
@@ -33,12 +32,9 @@ class FolderRun:
     def output(self) -> Path:
         return Path(self.settings.output)
 
-    @property
-    def work(self) -> Path:
-        return self.output.with_name(f".{self.output.name}.work")
-
     def check(self) -> None:
-        """What can be refused before torch is loaded."""
+        """What can be refused before the model is looked at."""
+        from scalepoint.language.settings import work_of
         from scalepoint.targets import find_target, list_targets
 
         if not find_target(self.settings.target).is_language:
@@ -51,7 +47,7 @@ class FolderRun:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
         if self.force or self.resume:
             return
-        if self.work.exists():
+        if work_of(self.output).exists():
             raise usage(f"{self.output} has an unfinished run: go on with --resume, or begin anew with --force")
         if self.output.exists() and any(self.output.iterdir() if self.output.is_dir() else [self.output]):
             raise usage(f"{self.output} is not empty: choose another with -o, or overwrite it with --force")

@@ -66,12 +66,11 @@ def deploy(
 ) -> int:
     """Quantize a model, or the checkpoint of a language model, for a target, verify it in its runtime, and write file
     and report."""
-    if is_folder(model):
-        return FolderRun(settings_of(context.params), resume, force, quiet, json).go()
-    check_names(context.params)
     may_exist = force or dry_run
-    if config is None:  # torch takes seconds to load: what can be refused before is
-        check_output(Path(output or "out"), force=may_exist, resume=resume)
+    if not is_folder(model):  # torch takes seconds to load: what can be refused before is
+        check_names(context.params)
+        if config is None:
+            check_output(Path(output or "out"), force=may_exist, resume=resume)
     settings = settings_of(context.params)
     if is_folder(settings.model):
         return FolderRun(settings, resume, force, quiet, json).go()

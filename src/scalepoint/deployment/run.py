@@ -2,9 +2,8 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +19,7 @@ from scalepoint.deployment.marks import mark, mark_of_code, mark_of_model, mark_
 from scalepoint.deployment.trials import Trial
 from scalepoint.files import digest, replace_file
 from scalepoint.formats import find_format
-from scalepoint.progress import phase, say
+from scalepoint.progress import say, timed
 from scalepoint.quantize import QuantConfig, save
 from scalepoint.quantize.feeding import length_of
 from scalepoint.runtimes import find_runtime
@@ -62,13 +61,9 @@ class Run:
         if self.smoke:
             self.max_batches = min(self.max_batches or SMOKE_BATCHES, SMOKE_BATCHES)
 
-    @contextmanager
-    def timed(self, doing: str, show: bool | None = None) -> Iterator[None]:
+    def timed(self, doing: str, show: bool | None = None) -> AbstractContextManager[None]:
         """A step that is shown while it runs; show=False for one that shows itself."""
-        start = time.perf_counter()
-        with phase(doing, show=self.progress if show is None else show):
-            yield
-        self.timings[doing] = self.timings.get(doing, 0.0) + time.perf_counter() - start
+        return timed(self.timings, doing, show=self.progress if show is None else show)
 
     @contextmanager
     def stage(self, name: str, doing: str, marks: Marks, *, is_timed: bool = True) -> Iterator[Stage]:

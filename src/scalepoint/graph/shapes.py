@@ -67,7 +67,7 @@ class Shapes:
         try:
             case = (func, self._said(args), self._said(kwargs))
             hash(case)
-        except (TypeError, NotImplementedError):  # a setting that has no hash, a tensor that says nothing of itself
+        except TypeError:  # a setting that has no hash, a tensor that says nothing of itself
             return None
         return case
 
@@ -85,7 +85,7 @@ class Shapes:
 
     def _kind(self, value: FakeTensor) -> Any:
         if value.constant is not None or value.layout != torch.strided:
-            raise NotImplementedError
+            raise TypeError("a tensor of values, or in another layout")
         if id(value) not in self.kinds:
             self.alive.append(value)
             extents = (*value.shape, *value.stride(), value.storage_offset())

@@ -6,9 +6,7 @@ score: both streams once more on other text -> write the format from the codes -
 """
 
 import shutil
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from scalepoint.language.settings import Asked, asked, with_head
 from scalepoint.language.storage import as_stored, not_held
 from scalepoint.language.streams import Scored, scored
 from scalepoint.language.text import Text, sequences
-from scalepoint.progress import phase
+from scalepoint.progress import timed
 from scalepoint.quantize import QuantConfig, coverage, insert_qdq
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -65,21 +63,21 @@ def deploy_checkpoint(
     timings: dict[str, float] = {}
     calibration, judging = _texts(job, data, judge, length, samples)
     with locked(job.work):
-        with _timed(timings, "capture"), phase("capturing", show=progress):
+        with timed(timings, "capturing", show=progress):
             model, weights = quantized_skeleton(job, calibration)
-        with _timed(timings, "tune"):
+        with timed(timings, "tuning", show=False):
             tuned, kept = _tuned(job, model, weights, calibration, resume, progress)
         scores: Scored | None = None
         if judging:
-            with _timed(timings, "score"):
+            with timed(timings, "scoring", show=False):
                 scores = scored(model, weights, kept, judging, memory=job.tuning.memory, progress=progress)
         codes = Codes(model, weights, kept)
-        with _timed(timings, "write"), phase(f"writing {job.path}", show=progress):
+        with timed(timings, "writing", show=progress):
             job.path.parent.mkdir(parents=True, exist_ok=True)
             job.format.write(QuantizedCheckpoint(job.source, codes), job.path)
         proof: Proof | None = None
         if verify and scores is not None:
-            with _timed(timings, "verify"), phase(f"running it in {job.target.runtime}", show=progress):
+            with timed(timings, f"running it in {job.target.runtime}", show=progress):
                 proof = prove(job, judging, scores)
         return _finished(job, model, codes, tuned, scores, proof, timings)
 
@@ -142,10 +140,3 @@ def _tuned(
         lender=weights,
     )
     return report, Checkpoint.reopened(job.work / "tuning")
-
-
-@contextmanager
-def _timed(timings: dict[str, float], what: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    timings[what] = time.perf_counter() - start

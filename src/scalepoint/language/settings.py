@@ -39,8 +39,12 @@ class Asked:
 
     @property
     def work(self) -> Path:
-        """Where a killed run goes on from."""
-        return self.output.with_name(f".{self.output.name}.work")
+        return work_of(self.output)
+
+
+def work_of(output: Path) -> Path:
+    """Where a killed run goes on from."""
+    return output.with_name(f".{output.name}.work")
 
 
 def asked(
