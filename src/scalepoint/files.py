@@ -19,15 +19,12 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make the file under a temporary name; then it replaces `path` in one step."""
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
-        write(temporary)
-        _flush(temporary)
-        os.replace(temporary, path)
+        with _told(path):
+            write(temporary)
+            _flush(temporary)
+            os.replace(temporary, path)
         with suppress(OSError):  # the file is there and whole; only a power cut now could take it back
             _flush(path.parent)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {path}: {error.strerror or error}. What was there before is untouched"
-        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -40,28 +37,36 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     old = path.with_name(f"{TEMPORARY}{os.getpid()}-old-{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        write(temporary)
-        for each in (*temporary.rglob("*"), temporary):
-            _flush(each)
-        if path.exists():
-            os.replace(path, old)
-        try:
-            os.replace(temporary, path)
-        except OSError:
-            if old.exists():
-                os.replace(old, path)
-            raise
+        with _told(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+            write(temporary)
+            for each in (*temporary.rglob("*"), temporary):
+                _flush(each)
+            if path.exists():
+                os.replace(path, old)
+            try:
+                os.replace(temporary, path)
+            except OSError:
+                if old.exists():
+                    os.replace(old, path)
+                raise
         with suppress(OSError):
             _flush(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """An error of the disk says what could not be written."""
+    try:
+        yield
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror or error}. What was there before is untouched"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:

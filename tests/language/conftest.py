@@ -54,18 +54,16 @@ def write_tokenizer(folder):
     return fast
 
 
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    """(folder, model): trained, two blocks, its head tied to the embeddings."""
-    folder = tmp_path_factory.mktemp("llama")
+def write_llama(folder, tokens, *, words, hidden=64, inner=128, steps=60):
+    """A Llama of two blocks, its head tied to the embeddings, that learned from tokens; with texts to go on with."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden,
+        intermediate_size=inner,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=WORDS,
+        vocab_size=words,
         max_position_embeddings=128,
         tie_word_embeddings=True,
         bos_token_id=0,
@@ -73,9 +71,18 @@ def llama(tmp_path_factory):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tokenizer = write_tokenizer(folder)
-        model = train(LlamaForCausalLM(config), torch.tensor(tokenizer.encode(text(400))))
+        model = train(LlamaForCausalLM(config), torch.tensor(tokens), steps=steps)
         model.save_pretrained(folder)
     (folder / "calibration.txt").write_text(text(150, seed=5))
     (folder / "judge.txt").write_text(text(60, seed=6))
-    return folder, model
+    return model
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """(folder, model)."""
+    folder = tmp_path_factory.mktemp("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = write_tokenizer(folder)
+    return folder, write_llama(folder, tokenizer.encode(text(400)), words=WORDS)

@@ -1,10 +1,7 @@
 """A checkpoint through tuning into a GGUF file, judged in llama.cpp."""
 
-import warnings
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.checkpoints import Source
@@ -12,7 +9,7 @@ from scalepoint.language.text import sequences
 from scalepoint.quantize import QuantConfig
 from scalepoint.runtimes import find_runtime
 from tests.formats.gguf.checkpoints import WORDS, byte_level
-from tests.language.conftest import text, train
+from tests.language.conftest import text, write_llama
 
 gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
 LLAMACPP = find_runtime("llamacpp")
@@ -22,26 +19,8 @@ LLAMACPP = find_runtime("llamacpp")
 def folder(tmp_path_factory):
     """A Llama that learned a little; its rows are whole super-blocks."""
     made = tmp_path_factory.mktemp("gguf")
-    tokenizer = byte_level(made)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=WORDS,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = train(LlamaForCausalLM(config), torch.tensor(tokenizer.encode(text(200)).ids), steps=40)
-        model.save_pretrained(made)
-    (made / "calibration.txt").write_text(text(60, seed=5))
-    (made / "judge.txt").write_text(text(30, seed=6))
+    tokens = byte_level(made).encode(text(200)).ids
+    write_llama(made, tokens, words=WORDS, hidden=256, inner=256, steps=40)
     return made
 
 
