@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import ExportError
+from scalepoint.formats.form import Parts
 from scalepoint.formats.onnx.operators import TYPES
-from scalepoint.formats.onnx.stored import Stored, StoredTable, StoredWeight
+from scalepoint.formats.onnx.stored import FloatWeight, Stored, StoredStub, StoredTable, StoredWeight
 from scalepoint.formats.operators import dequantize
 from scalepoint.numerics import E4M3, E8M0, dtype_name
 from scalepoint.quantize.parts import TABLE
@@ -136,3 +137,18 @@ def stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Mod
     if source.kind == "linear" and spec.scale_dtype == E8M0 and spec.dtype == E4M3 and DOMAIN in domains:
         return StoredMxWeight(source)
     return StoredWeight(source)
+
+
+def stored_stub(stub: QuantStub, factor: float, domains: Collection[str]) -> nn.Module:
+    """The form of a stub for a compiler with these operators."""
+    is_dynamic = stub.calculator.always_called and not stub.is_learned
+    return StoredDynamicBlocks(stub, domains) if is_dynamic else StoredStub(stub, factor)
+
+
+def onnx_parts(domains: Collection[str] = ()) -> Parts:
+    """All of them."""
+    return Parts(
+        weight=lambda source: stored_weight(source, domains),
+        stub=lambda stub, factor: stored_stub(stub, factor, domains),
+        plain=FloatWeight,
+    )

@@ -12,14 +12,15 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from scalepoint.errors import ScalepointError
+from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
+from scalepoint.formats.onnx.blocks import onnx_parts
 from scalepoint.formats.onnx.experts import grouped_products
-from scalepoint.formats.onnx.form import float_form, stored_form
 from scalepoint.formats.onnx.refusal import refusal
 from scalepoint.formats.onnx.rewrites import prepared, rewritten
 from scalepoint.formats.onnx.saving import save_graph
-from scalepoint.formats.onnx.single import single_inputs
 from scalepoint.formats.onnx.stored import Stored
+from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import export_graph, quiet
 from scalepoint.graph.program import Program, warn_of_tracing
 from scalepoint.numerics import dtype_name
@@ -33,13 +34,14 @@ PLAIN_OPSET = 22  # from 23 on torch writes attention as one operator, which few
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
     target, kind = writing.target, writing.float_dtype
-    stored = stored_form(model, kind, () if target is None else target.domains)
+    parts = onnx_parts(() if target is None else target.domains)
+    stored = stored_form(model, parts, kind)
     opset = max([OPSETS[kind], *(module.opset for module in stored.modules() if isinstance(module, Stored))])
     form = _Form(single_inputs(writing.inputs), opset, dtype_name(kind), writing.dynamic)
     own = form if target is None else form._replace(spellings=target.spellings)
     _write(stored, path, own, {} if target is None else target.labels)
     if writing.float_path is not None:
-        _write(float_form(model), writing.float_path, form, {})
+        _write(float_form(model, parts), writing.float_path, form, {})
 
 
 class _Form(NamedTuple):

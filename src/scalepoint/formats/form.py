@@ -1,17 +1,16 @@
 """The form that is exported: quantized weights as their codes, biases as the target stores them, quantizers as Q/DQ."""
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.onnx.attention import lay_out, scale_before_quantizing
-from scalepoint.formats.onnx.blocks import StoredDynamicBlocks, stored_weight
-from scalepoint.formats.onnx.single import needs_single, use_single
-from scalepoint.formats.onnx.stored import FloatWeight, StoredStub
+from scalepoint.formats.attention import lay_out, scale_before_quantizing
+from scalepoint.formats.single import needs_single, use_single
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
 from scalepoint.patterns.language import place_of
@@ -19,29 +18,35 @@ from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 
 
-def stored_form(
-    model: fx.GraphModule, float_dtype: torch.dtype = torch.float32, domains: Collection[str] = ()
-) -> fx.GraphModule:
-    """A copy whose weights are codes, for scales that are stored in `float_dtype` and operators of these domains."""
+@dataclass(frozen=True)
+class Parts:
+    """What a file format makes of a quantized layer, of a stub (with the factor of attention.py that goes into its
+    scale), and of a layer in float."""
+
+    weight: Callable[[QuantizedWeighted], nn.Module]
+    stub: Callable[[QuantStub, float], nn.Module]
+    plain: Callable[[QuantizedWeighted], nn.Module]
+
+
+def stored_form(model: fx.GraphModule, parts: Parts, float_dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    """A copy whose weights are codes, for scales that are stored in `float_dtype`."""
     check_ready(model)
     is_rounded = float_dtype != torch.float32
     twin = _twin(model, has_own_scales=is_rounded)
     if is_rounded:
         _round_scales(twin, float_dtype)
-    stored = _replaced(twin, lambda part: stored_weight(part, domains))
+    stored = _replaced(twin, parts.weight, parts.plain)
     factors = scale_before_quantizing(stored)
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
             parent, _, leaf = name.rpartition(".")
-            is_dynamic = module.calculator.always_called and not module.is_learned
-            made = StoredDynamicBlocks(module, domains) if is_dynamic else StoredStub(module, factors.get(name, 1.0))
-            setattr(stored.get_submodule(parent), leaf, made)
+            setattr(stored.get_submodule(parent), leaf, parts.stub(module, factors.get(name, 1.0)))
     return use_single(stored) if needs_single(model) else stored
 
 
-def float_form(model: fx.GraphModule) -> fx.GraphModule:
+def float_form(model: fx.GraphModule, parts: Parts) -> fx.GraphModule:
     """A copy without quantizers."""
-    plain = _replaced(_twin(model), FloatWeight)
+    plain = _replaced(_twin(model), parts.plain, parts.plain)
     for node in list(plain.graph.nodes):
         if node.op == "call_module" and isinstance(plain.get_submodule(str(node.target)), QuantStub):
             node.replace_all_uses_with(node.args[0])
@@ -58,7 +63,11 @@ def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
             module.take(QParams(rounded.to(torch.float32)))
 
 
-def _replaced(twin: fx.GraphModule, kind: Callable[[QuantizedWeighted], nn.Module]) -> fx.GraphModule:
+def _replaced(
+    twin: fx.GraphModule,
+    kind: Callable[[QuantizedWeighted], nn.Module],
+    plain: Callable[[QuantizedWeighted], nn.Module],
+) -> fx.GraphModule:
     made: dict[int, nn.Module] = {}
     with torch.no_grad():
         for fused in twin.modules():
@@ -68,7 +77,7 @@ def _replaced(twin: fx.GraphModule, kind: Callable[[QuantizedWeighted], nn.Modul
                 if isinstance(part, QuantizedWeighted):
                     if id(part) not in made:
                         gave_up = part.weight_quant.quantizer.is_disabled()
-                        made[id(part)] = (FloatWeight if gave_up else kind)(part).eval()
+                        made[id(part)] = (plain if gave_up else kind)(part).eval()
                         fused.add_module(f"stored_{role}", made[id(part)])
                     fused.parts[role] = made[id(part)]
     lay_out(twin)
