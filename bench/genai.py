@@ -29,7 +29,7 @@ from scalepoint.formats.genai import ORT_GENAI
 from scalepoint.runtimes import find_runtime
 from scalepoint.spec import QuantizationSpec
 from smollm import folder as smollm
-from tuned.text import parts
+from texts import parts
 
 OUT = Path(__file__).parent.parent / "out"
 WORK = OUT / "genai"

@@ -76,7 +76,8 @@ def _ends() -> dict[str, tuple[int, ...]]:
 def run(source: str, output: str, accuracy: str, resume: str = "", kill_after: int = 0) -> tuple[int, float, int]:
     """(peak of its own memory in bytes, CPU seconds, exit code) of a child; killed when so many pieces are kept."""
     child = subprocess.Popen([sys.executable, "-c", CHILD.format(words=WORDS), source, output, accuracy, resume])
-    kept = Path(output).with_name(f".{Path(output).name}.work") / "tuning"
+    place = Path(output or "none")
+    kept = place.with_name(f".{place.name}.work") / "tuning"
     peak, seconds = 0, 0.0
     while child.poll() is None:
         peak, seconds = max(peak, _own(child.pid)), max(seconds, _cpu(child.pid))

@@ -32,7 +32,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.llamacpp.child import File, Llama
 from scalepoint.runtimes.serving import Served
 from scalepoint.spec import ExtendedQuantizationSpec
-from tuned.text import parts
+from texts import parts
 
 OUT = Path(__file__).parents[1] / "out"
 THEIRS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K_M", "Q3_K_M", "Q2_K")

@@ -7,9 +7,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import sentences
+from texts import articles
 from tuned.rows import Limit
 from tuned.subject import Subject
-from tuned.text import articles
 from tuned.vision import OF_TRANSFORMERS
 
 CALIBRATION = 320  # sentences; others than those that train the classifier and those that judge

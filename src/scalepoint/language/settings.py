@@ -1,7 +1,7 @@
 """What deploy_checkpoint was asked for, checked before any work."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.registry import find_checkpoint_format
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT, Override
+from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.tuning import TuneConfig
 
@@ -68,6 +69,7 @@ def asked(
     where = Path(output)
     if where.resolve() == opened.folder.resolve():
         raise UsageError(f"{where} is the checkpoint itself: choose another output")
+    chosen = replace(chosen, weight=_fitting(chosen.weight, opened, form))
     complete = complete_config(QuantConfig.build(config), chosen, is_rounded=not PRESETS[accuracy])
     activation = complete.spec_for("input", (), ())
     weight = complete.spec_for("weight", (), ())
@@ -79,6 +81,15 @@ def asked(
     steps = PRESETS[accuracy]
     limits = {} if memory is None else {"memory": memory}
     return Asked(opened, where, chosen, form, complete, TuneConfig(steps=steps, **limits))
+
+
+def _fitting(weight: QuantizationSpec, source: Source, form: CheckpointFormat) -> QuantizationSpec:
+    """The target's own weights, in the largest blocks that the checkpoint's layers can have."""
+    granularity = weight.granularity
+    if not isinstance(granularity, PerBlockGranularity) or not isinstance(granularity.block_size, int):
+        return weight
+    size = form.blocks(source, granularity.block_size)
+    return weight.replace(granularity=PerBlockGranularity(axis=granularity.axis, block_size=size))
 
 
 def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) -> QuantConfig:

@@ -21,6 +21,7 @@ from scalepoint.formats.packed.folder import (
     check_integers,
     check_source,
     check_words,
+    dividing,
     floats_of,
     holds,
     write_config,
@@ -86,5 +87,6 @@ AWQ = CheckpointFormat(
     check=check,
     scale_dtype=torch.float16,
     summary="a folder for vLLM, AutoAWQ and others: 4-bit weights with zero points, float activations",
+    blocks=dividing,
     holds=holds,
 )

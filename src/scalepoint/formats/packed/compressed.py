@@ -28,6 +28,7 @@ from scalepoint.formats.packed.folder import (
     check_blocks,
     check_source,
     check_words,
+    dividing,
     floats_of,
     holds,
     write_config,
@@ -205,5 +206,6 @@ COMPRESSED_TENSORS = CheckpointFormat(
     check=check,
     scale_dtype=None,
     summary="a folder for vLLM and transformers: int2 to int8, int8 with int8 activations, fp8, NVFP4, MXFP4",
+    blocks=dividing,
     holds=holds,
 )

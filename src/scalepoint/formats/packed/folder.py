@@ -186,6 +186,12 @@ def check_integers(
     return weight
 
 
+def dividing(source: Source, most: int) -> int:
+    """The largest size of blocks up to `most` that divides the inputs of every layer; `most` itself where none does."""
+    inputs = {columns for _, columns in packable(source).values()}
+    return next((size for size in SIZES if size <= most and not any(each % size for each in inputs)), most)
+
+
 def check_blocks(source: Source, block: int | None) -> None:
     """Blocks must divide the inputs of every layer."""
     if block is None:

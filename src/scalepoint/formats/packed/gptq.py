@@ -29,6 +29,7 @@ from scalepoint.formats.packed.folder import (
     check_integers,
     check_source,
     check_words,
+    dividing,
     floats_of,
     holds,
     write_config,
@@ -127,5 +128,6 @@ GPTQ = CheckpointFormat(
     check=check,
     scale_dtype=torch.float16,
     summary="a folder for vLLM, GPTQModel and others: weights of 2, 3, 4 or 8 bits, float activations",
+    blocks=dividing,
     holds=holds,
 )
