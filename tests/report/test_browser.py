@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint.report import write
+from scalepoint.report import compare_runs, difference_page, write
 from tests.report import made
 from tests.report.browser import Browser, find
 
@@ -27,7 +27,10 @@ def browser():
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     made_up = {"ordinary": made.ordinary(), "bare": made.bare(), "evil": made.evil(), "large": made.large()}
-    return {name: write(report, folder / name) for name, report in made_up.items()}
+    written = {name: write(report, folder / name) for name, report in made_up.items()}
+    written["compared"] = folder / "compared.html"
+    written["compared"].write_text(difference_page(compare_runs(made.evil(), made.ordinary())))
+    return written
 
 
 def click(browser: Browser, title: str) -> None:
@@ -43,7 +46,7 @@ def choose(browser: Browser, identifier: str, value: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["ordinary", "bare", "evil", "large"])
+@pytest.mark.parametrize("name", ["ordinary", "bare", "evil", "large", "compared"])
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (380, False)], ids=["wide", "dark", "phone"])
 def test_it_opens_without_a_complaint_and_fits(browser, pages, name, width, dark):
     browser.open(pages[name], width=width, dark=dark)

@@ -89,7 +89,15 @@ COMMANDS = (
     (files.check, "check", ("scalepoint check model.onnx --target tensorrt --target-version 10.9",)),
     (files.bench, "bench", ("scalepoint bench out/float.onnx out/model.onnx --threads 2 --min-ratio 1.5",)),
     (files.report, "report", ("scalepoint report out/", "scalepoint report out/ --html page.html")),
-    (proving.compare, "compare", ("scalepoint compare out/ nets:net --data calibration.npz",)),
+    (
+        proving.compare,
+        "compare",
+        (
+            "scalepoint compare before/ after/",
+            "scalepoint compare before/ after/ --html difference.html",
+            "scalepoint compare out/ nets:net --data calibration.npz",
+        ),
+    ),
     (machine.targets, "targets", ("scalepoint targets", "scalepoint targets tensorrt", "scalepoint targets --json")),
     (machine.doctor, "doctor", ("scalepoint doctor",)),
     (beginning.init, "init", ("scalepoint init", "scalepoint init new-folder/")),

@@ -1,23 +1,35 @@
-"""verify and compare: what deploy wrote against the model it was made from."""
+"""verify and compare: what deploy wrote against the model it was made from, or against another run."""
 
+# ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from scalepoint.cli import options
+from scalepoint.cli.checkpoints import is_folder
 from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.inspecting import example_of
 from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
+from scalepoint.files import replace_text
 from scalepoint.words import decibel, one_line, quality, share_of
 
 WORST = 20
+OF_A_MODEL = ("data", "config", "max_batches", "batch_size", "size", "mean", "std", "root", "trust")
+Against = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="OTHER",
+        help="Another folder that deploy wrote; or the float model, as package.module:name.",
+        show_default=False,
+    ),
+]
 
 
 def verify(
@@ -62,7 +74,7 @@ def verify(
 def compare(
     context: typer.Context,
     folder: options.Folder,
-    model: options.Model = None,
+    model: Against = None,
     data: options.Data = None,
     config: options.Config = None,
     max_batches: options.MaxBatches = None,
@@ -72,11 +84,18 @@ def compare(
     std: options.Std = None,
     root: options.Root = None,
     trust: options.Trust = False,
+    html: Annotated[Path | None, typer.Option(help="Of two runs: write the comparison as a page to this file.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="At most so many layers.")] = WORST,
+    force: options.Force = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Where the quantized model departs from the float one, layer by layer: those with the largest error of their own
-    first."""
+    """Two runs beside each other: accuracy, size, speed, layers, settings. Or a run and its float model: where it
+    departs, layer by layer, those with the largest error of their own first."""
+    if is_folder(model):
+        return compare_folders(folder, Path(str(model)), context.params)
+    if html is not None:
+        raise usage("--html is for two runs: name two folders that `scalepoint deploy` wrote")
     float_model, quantized, inputs, batches = restored(folder, context.params, max_batches)
     found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
     found = replace(found, rows=tuple(found.worst(len(found.rows))))
@@ -84,7 +103,7 @@ def compare(
         outputs = [vars(each) for each in found.outputs]
         show_json("compare", {"exit_code": 0, "layers": found.to_list(), "outputs": outputs, "batches": found.batches})
         return Code.DONE
-    rows = [
+    cells = [
         (
             row.name,
             row.precision,
@@ -95,15 +114,35 @@ def compare(
             share_of(row.saturation),
             share_of(row.used_range),
         )
-        for row in found.rows[:WORST]
+        for row in found.rows[:rows]
     ]
     columns = ("layer", "runs in", "own dB", "which is", "in the net dB", "weight dB", "clipped", "range used")
     outputs_text = ", ".join(f"{each.name} {decibel(each.sqnr_db)} dB" for each in found.outputs)
     show(
-        Listing(columns, rows, numbers=(2, 4, 5, 6, 7)),
+        Listing(columns, cells, numbers=(2, 4, 5, 6, 7)),
         Text(one_line(f"{len(found.rows)} layers, worst own error first, {found.batches} batches")),
         Text(one_line(f"outputs: {outputs_text}")),
     )
+    return Code.DONE
+
+
+def compare_folders(first: Path, second: Path, given: Mapping[str, Any]) -> int:
+    """What differs between two folders that deploy wrote."""
+    html, not_here = given["html"], [key for key in OF_A_MODEL if given.get(key) not in (None, False)]
+    if not_here:
+        raise usage(f"--{not_here[0].replace('_', '-')} is for a run and its float model, not for two runs")
+    if html is not None and html.exists() and not given["force"]:
+        raise usage(f"{html} is there already: choose another name, or overwrite it with --force")
+    from scalepoint.report import Beside, compare_runs, difference_page
+
+    found = compare_runs(first, second)
+    if html is not None:
+        replace_text(html, difference_page(found))
+        say(f"written: {html}")
+    if given["json"]:
+        show_json("compare", {"exit_code": 0, **found.to_dict()})
+    else:
+        show(Beside(found, given["rows"]))
     return Code.DONE
 
 

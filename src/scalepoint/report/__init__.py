@@ -1,6 +1,9 @@
 """The report of a run: a dataclass first, JSON second, the terminal third, and one HTML page that opens from disk."""
 
+from scalepoint.report.beside import Beside
 from scalepoint.report.chosen import Allocated, AllocatedLayer, ChosenCodes, FrontPoint, Tuned
+from scalepoint.report.difference import Difference, compare_runs
+from scalepoint.report.difference_page import difference_page
 from scalepoint.report.folder import write
 from scalepoint.report.html import to_html
 from scalepoint.report.language import Language
@@ -20,7 +23,9 @@ __all__ = [
     "Allocated",
     "AllocatedLayer",
     "Attempt",
+    "Beside",
     "ChosenCodes",
+    "Difference",
     "FrontPoint",
     "GraphNode",
     "Histogram",
@@ -31,6 +36,8 @@ __all__ = [
     "ReportedLayer",
     "Reproduction",
     "Tuned",
+    "compare_runs",
+    "difference_page",
     "is_within",
     "to_html",
     "write",

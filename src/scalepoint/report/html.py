@@ -1,17 +1,12 @@
 """The report as one HTML page: no network, no framework, nothing to install; readable without its script.
 
-Everything is drawn here, in Python. The script only sorts, filters and shows one block at a time. The policy in the
-page's head lets nothing else run: names of layers are other people's text.
+Everything is drawn here, in Python. The script only sorts, filters and shows one block at a time.
 """
-
-import base64
-import hashlib
-from functools import cache
-from importlib.resources import files
 
 from scalepoint.report import charts, precision, sections, story, times, written
 from scalepoint.report.markup import Html, data_block, join, name, tag
 from scalepoint.report.model import Report
+from scalepoint.report.shell import document
 from scalepoint.report.tiles import palette, tiles
 from scalepoint.words import SCALE, one_line, plural, short
 
@@ -35,36 +30,8 @@ PARTS = (
 
 def to_html(report: Report) -> str:
     """One self-contained page."""
-    style, script = _asset("page.css"), _asset("page.js")
-    policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", f"{short(report.title)} · scalepoint"),
-        Html(f"<style>{style}</style>"),
-    )
     data = data_block(report.to_dict(), "report-data")
-    body = tag("body", _header(report), _main(report), _footer(), data, Html(f"<script>{script}</script>"))
-    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
-
-
-@cache
-def _asset(file: str) -> str:
-    text = files("scalepoint.report").joinpath(file).read_text(encoding="utf-8")
-    if "</" in text:  # it would end the element that holds it
-        raise ValueError(f"{file} must not contain '</'")
-    return text
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    return document(report.title, join((_header(report), _main(report))), data)
 
 
 def _header(report: Report) -> Html:
@@ -149,8 +116,3 @@ def _histograms(report: Report) -> Html:
     more = len(report.histograms) - len(shown)
     note = tag("p", f"and {more} more in the data of this page", class_="muted") if more else None
     return join((tag("p", intro, class_="muted"), tag("div", *map(charts.histogram, shown), class_="histograms"), note))
-
-
-def _footer() -> Html:
-    button = tag("button", "Save the data (JSON)", type="button", id="save-data", hidden=True)
-    return tag("footer", tag("p", "One file, no network: this page can be sent and kept as it is."), button)

@@ -38,9 +38,9 @@ def accuracy(report: Report) -> Html:
     words = f"The metric is {bound}: {search_of(report)}." if bound else f"{search_of(report)}."
     words = f"The file has {pace}: {search_of(report)}." if pace else words
     intro = SPEED if pace else ACCURACY
-    tables = [_table(("File", "From", "Score", "Change", "Speed", "Raised"), tried, (2, 3, 4, 5))]
+    tables = [table(("File", "From", "Score", "Change", "Speed", "Raised"), tried, (2, 3, 4, 5))]
     if raised:
-        tables.append(_table(("Layer", "Raised to", "Gain", "Cost"), raised[:LONGEST], (2, 3)))
+        tables.append(table(("Layer", "Raised to", "Gain", "Cost"), raised[:LONGEST], (2, 3)))
     more = len(raised) - LONGEST
     note = tag("p", f"and {more} more in the data of this page", class_="muted") if more > 0 else None
     cards = [
@@ -62,7 +62,7 @@ def _attempt(index: int, each: Attempt, start: float | None) -> tuple[Child, ...
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Sequence[int]) -> Html:
+def table(columns: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Sequence[int]) -> Html:
     kinds = ["number" if index in numbers else None for index in range(len(columns))]
     heads = [tag("th", title, scope="col", class_=kind) for title, kind in zip(columns, kinds, strict=True)]
     body = [tag("tr", *(tag("td", cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))) for row in rows]

@@ -227,7 +227,7 @@ def _titled(title: str, table: Table | None) -> Iterable[Text | Table]:
     return (Text(), Text(title, style="bold"), table) if title else (Text(), table, Text())
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Table:
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Table:
     """Cells are plain text: a name that looks like markup stays a name."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
     for index, column in enumerate(columns):
@@ -246,8 +246,8 @@ def _against(report: "Report", narrow: bool) -> Table | None:
     if not rows:
         return None
     if narrow:
-        return _table(("", "float", "quantized"), [row[:3] for row in rows], numbers=(1, 2))
-    return _table(("", "float", "quantized", "change"), rows, numbers=(1, 2))
+        return plain_table(("", "float", "quantized"), [row[:3] for row in rows], numbers=(1, 2))
+    return plain_table(("", "float", "quantized", "change"), rows, numbers=(1, 2))
 
 
 def _float_table(report: "Report", narrow: bool, limit: int) -> Table | None:
@@ -257,8 +257,8 @@ def _float_table(report: "Report", narrow: bool, limit: int) -> Table | None:
     rows = [(short(row.name), row.kind, one_line(row.reason)) for row in left[:limit]]
     rows += [(f"and {len(left) - limit} more", "", "")] if len(left) > limit else []
     if narrow:
-        return _table(("operation", "why"), [(row[0], row[2]) for row in rows])
-    return _table(("operation", "kind", "why"), rows)
+        return plain_table(("operation", "why"), [(row[0], row[2]) for row in rows])
+    return plain_table(("operation", "kind", "why"), rows)
 
 
 def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
@@ -277,9 +277,9 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
         for each in report.worst(limit)
     ]
     if narrow:
-        return _table(("layer", "dB", "which is"), [row[:3] for row in rows], numbers=(1,))
+        return plain_table(("layer", "dB", "which is"), [row[:3] for row in rows], numbers=(1,))
     columns = ("layer", "SQNR dB", "which is", "cosine", "clipped", "range used", "weight dB")
-    return _table(columns, rows, numbers=(1, 3, 4, 5, 6))
+    return plain_table(columns, rows, numbers=(1, 3, 4, 5, 6))
 
 
 def _chosen_table(found: "Allocated", narrow: bool, limit: int) -> Table:
@@ -297,9 +297,9 @@ def _chosen_table(found: "Allocated", narrow: bool, limit: int) -> Table:
     ]
     rows += [(f"and {len(ordered) - limit} more", "", *("" for _ in choices))] if len(ordered) > limit else []
     if narrow:
-        return _table(("layer", "chosen"), [row[:2] for row in rows])
+        return plain_table(("layer", "chosen"), [row[:2] for row in rows])
     heads = ("layer", "chosen", *(f"dB at {short(choice, 24)}" for choice in choices))
-    return _table(heads, rows, numbers=range(2, len(heads)))
+    return plain_table(heads, rows, numbers=range(2, len(heads)))
 
 
 def _front_table(found: "Allocated") -> Table:
@@ -318,7 +318,7 @@ def _front_table(found: "Allocated") -> Table:
         )
         for index, each in ((index, found.front[index]) for index in shown)
     ]
-    return _table(("cost", "dB", "layers", ""), rows, numbers=(1,))
+    return plain_table(("cost", "dB", "layers", ""), rows, numbers=(1,))
 
 
 def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
@@ -336,9 +336,9 @@ def _time_table(report: "Report", narrow: bool, limit: int) -> Table | None:
         for each in found.times[:limit]
     ]
     if narrow:
-        return _table(("layer", "float", "quantized"), [row[:3] for row in rows], numbers=(1, 2))
-    return _table(("layer", "float", "quantized", "speed", "kernels"), rows, numbers=(1, 2, 3))
+        return plain_table(("layer", "float", "quantized"), [row[:3] for row in rows], numbers=(1, 2))
+    return plain_table(("layer", "float", "quantized", "speed", "kernels"), rows, numbers=(1, 2, 3))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    return _table(("", ""), [(name, one_line(value)) for name, value in rows])
+    return plain_table(("", ""), [(name, one_line(value)) for name, value in rows])

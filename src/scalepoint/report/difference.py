@@ -1,0 +1,302 @@
+"""What differs between two runs, as plain data first: numbers, layers, settings, circumstances.
+
+    Report, Report  ->  Difference  ->  terminal, JSON, one HTML page
+
+A run is a folder that deploy wrote. Numbers of two machines, data sets or models are shown, and said to be so.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scalepoint.documents import parse_yaml
+from scalepoint.errors import DocumentError, StoreError
+from scalepoint.plain import plain
+from scalepoint.report.beside import Beside
+from scalepoint.report.folder import JSON_FILE
+from scalepoint.report.model import Report
+from scalepoint.report.terminal import low_share
+from scalepoint.words import decibel, printed, ratio, share_of, size_of, time_of, value_of
+
+CONFIG_FILE = "config.yaml"
+SAME = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
+BETTER_LOW = ("perplexity",)
+PLACES = ("output", "root")  # a run's own, whatever it computes
+WRITTEN: Mapping[str, Callable[[float], str]] = {
+    "score": value_of,
+    "bytes": size_of,
+    "seconds": time_of,
+    "times": ratio,
+    "share": share_of,
+    "dB": lambda value: f"{decibel(value)} dB" if math.isfinite(value) else decibel(value),
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """One thing that was measured of both runs; None where it was not."""
+
+    name: str
+    unit: str  # score, bytes, seconds, times, share, dB
+    first: float | None
+    second: float | None
+    is_better_high: bool | None = True  # None: neither is
+
+    @property
+    def change(self) -> float | None:
+        return None if self.first is None or self.second is None else self.second - self.first
+
+    @property
+    def mood(self) -> str:
+        """better, worse, same; empty where one is not known, or where neither is better."""
+        change = self.change
+        if self.first == self.second:
+            return "same"
+        if change is None or math.isnan(change) or self.is_better_high is None:
+            return ""
+        return "better" if (change > 0) == self.is_better_high else "worse"
+
+    def texts(self) -> tuple[str, str, str]:
+        """Both and the change, as people read them."""
+        first, second = ("-" if each is None else WRITTEN[self.unit](each) for each in (self.first, self.second))
+        if self.change is None or self.mood == "same" or not math.isfinite(self.change):
+            return first, second, "same" if self.mood == "same" else ""
+        if self.unit in ("bytes", "seconds", "times") and self.first:
+            return first, second, f"{(self.second or 0.0) / self.first - 1:+.1%}"
+        if self.unit == "share":
+            return first, second, f"{100 * self.change:+.2g} points"
+        return first, second, f"{self.change:+.4g}{' dB' if self.unit == 'dB' else ''}"
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """A layer in both runs: what it runs in, and how far its output is from float; None where it is not there."""
+
+    name: str
+    precision: tuple[str | None, str | None]
+    sqnr_db: tuple[float | None, float | None]
+
+    @property
+    def change(self) -> float:
+        """In dB; 0 where one is not known or both are exact."""
+        first, second = self.sqnr_db
+        change = 0.0 if first is None or second is None else second - first
+        return 0.0 if math.isnan(change) else change
+
+    @property
+    def is_same(self) -> bool:
+        return self.precision[0] == self.precision[1] and not self.change
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of the config, or a fact of the circumstances, that is not the same; None where it is not given."""
+
+    key: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs."""
+
+    name: str
+    title: str
+    target: str
+    created: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two runs beside each other. Layers that run in something else come first, then those whose error changed most."""
+
+    first: Side
+    second: Side
+    numbers: tuple[Number, ...]
+    layers: tuple[LayerPair, ...]
+    settings: tuple[Setting, ...]
+    circumstances: tuple[Setting, ...]
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def changed_layers(self) -> tuple[LayerPair, ...]:
+        return tuple(each for each in self.layers if not each.is_same)
+
+    def summary(self) -> str:
+        """One sentence: what is better, what is worse."""
+        moods = {mood: [each.name for each in self.numbers if each.mood == mood] for mood in ("better", "worse")}
+        told = [f"{mood}: {', '.join(names)}" for mood, names in moods.items() if names]
+        layers = f"{len(self.changed_layers)} of {len(self.layers)} layers differ"
+        return f"{self.second.name} against {self.first.name}: {'; '.join((*told, layers))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines: the numbers with their change."""
+        numbers = [{**plain(each), "change": plain(each.change), "mood": each.mood} for each in self.numbers]
+        return {**plain(self), "numbers": numbers, "summary": self.summary()}
+
+    def __str__(self) -> str:
+        return printed(Beside(self))
+
+
+def compare_runs(first: str | Path | Report, second: str | Path | Report) -> Difference:
+    """What differs between two runs: folders that deploy wrote, or their reports."""
+    (one, one_config), (other, other_config) = _read(first), _read(second)
+    names = _names(first, second)
+    if not (one_config and other_config):  # a report alone knows how was quantized, not what else was asked
+        one_config, other_config = one.config, other.config
+    return Difference(
+        _side(names[0], one),
+        _side(names[1], other),
+        numbers=tuple(_numbers(one, other)),
+        layers=tuple(sorted(_layers(one, other), key=_order)),
+        settings=tuple(_settings(one_config, other_config)),
+        circumstances=tuple(_settings(one.environment, other.environment)),
+        warnings=tuple(_warnings(one, other)),
+    )
+
+
+def _order(each: LayerPair) -> tuple[bool, bool, float]:
+    return each.is_same, each.precision[0] == each.precision[1], -abs(each.change)
+
+
+def _side(name: str, report: Report) -> Side:
+    return Side(name, report.title, report.target, report.created, report.verdict())
+
+
+def _names(first: object, second: object) -> tuple[str, str]:
+    """The folders' own names where these tell them apart."""
+    if isinstance(first, Report) or isinstance(second, Report):
+        return "first", "second"
+    one, other = Path(str(first)), Path(str(second))
+    short = (one.resolve().name, other.resolve().name)
+    return short if short[0] != short[1] else (str(one), str(other))
+
+
+def _read(run: str | Path | Report) -> tuple[Report, Mapping[str, Any]]:
+    """The report, and the config beside it, if there is one."""
+    if isinstance(run, Report):
+        return run, {}
+    path = Path(run) / JSON_FILE
+    try:
+        report = Report.from_json(path.read_text(encoding="utf-8"))
+        config = path.with_name(CONFIG_FILE)
+        known = parse_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    except OSError as error:
+        raise StoreError(f"{run} is no run: {path} cannot be read. Give a folder that `deploy` wrote") from error
+    except (DocumentError, UnicodeDecodeError, StoreError) as error:
+        raise StoreError(f"{run}: {error.args[0]}") from error
+    return report, known if isinstance(known, dict) else {}
+
+
+def _numbers(first: Report, second: Report) -> Iterator[Number]:
+    ours, theirs = ({each.name: each for each in report.accuracy} for report in (first, second))
+    for name in dict.fromkeys((*ours, *theirs)):
+        pair = [each.get(name) for each in (ours, theirs)]
+        is_high = name not in BETTER_LOW
+        first_final, second_final = (None if each is None else each.final for each in pair)
+        first_float, second_float = (None if each is None else each.float_value for each in pair)
+        yield Number(name, "score", first_final, second_final, is_high)
+        if first_float != second_float:
+            yield Number(f"{name}, float", "score", first_float, second_float, is_high)
+    rows: tuple[tuple[str, str, str, bool | None], ...] = (
+        ("size", "bytes", "size", False),
+        ("speed against float", "times", "speed", True),
+        ("latency", "seconds", "latency", False),
+        ("bits a weight", "score", "bits", False),
+        ("tokens written a second", "score", "decode", True),
+        ("logits against float", "dB", "logits", True),
+        ("agreement with the simulation", "dB", "agreement", True),
+        ("worst layer", "dB", "worst", True),
+        ("MACs in low precision", "share", "macs", None),
+        ("weights in low precision", "share", "weights", None),
+    )
+    one, other = _facts(first), _facts(second)
+    for name, unit, key, is_better_high in rows:
+        if one[key] is not None or other[key] is not None:
+            yield Number(name, unit, one[key], other[key], is_better_high)
+
+
+def _facts(report: Report) -> dict[str, float | None]:
+    found, words = report.verification, report.language
+    latency = None if found is None else found.latency
+    size = words.size if words is not None else 0 if found is None else found.size
+    worst = report.worst(1)
+    return {
+        "size": float(size) if size else None,
+        "bits": None if words is None else words.bits,
+        "decode": None if words is None else words.decode,
+        "logits": None if words is None else words.logits_db,
+        "speed": None if latency is None else latency.ratio,
+        "latency": None if latency is None else latency.seconds[1],
+        "agreement": None if found is None or found.status.value != "ok" else found.sqnr,
+        "worst": worst[0].sqnr_db if worst else None,
+        "macs": low_share(report.coverage.share_of_macs()),
+        "weights": low_share(report.coverage.share_of_parameters()),
+    }
+
+
+def _layers(first: Report, second: Report) -> Iterator[LayerPair]:
+    """By name, in the order of execution of the first; of names that repeat, each with its number."""
+    sides = [(_numbered_precisions(report), _numbered_errors(report)) for report in (first, second)]
+    names = dict.fromkeys(name for precisions, errors in sides for name in (*precisions, *errors))
+    for name in names:
+        precision = tuple(precisions.get(name) for precisions, _ in sides)
+        errors = tuple(errors.get(name) for _, errors in sides)
+        yield LayerPair(name, (precision[0], precision[1]), (errors[0], errors[1]))
+
+
+def _numbered_precisions(report: Report) -> dict[str, str]:
+    rows = report.coverage.operations
+    return dict(zip(_numbered([row.name for row in rows]), (row.precision for row in rows), strict=True))
+
+
+def _numbered_errors(report: Report) -> dict[str, float]:
+    return dict(
+        zip(_numbered([each.name for each in report.layers]), (each.sqnr_db for each in report.layers), strict=True)
+    )
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
+
+
+def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Setting]:
+    one, other = dict(_flat(first)), dict(_flat(second))
+    for key in dict.fromkeys((*one, *other)):
+        if key not in PLACES and one.get(key) != other.get(key):
+            yield Setting(key, one.get(key), other.get(key))
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys with dots between; what is empty says nothing."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flat(each, f"{path}.{key}" if path else str(key))
+    elif value not in (None, [], ()):
+        yield path, plain(value)
+
+
+def _warnings(first: Report, second: Report) -> Iterator[str]:
+    """What makes the two hard to compare."""
+    marks = [dict(each.reproduction.marks) if each.reproduction else {} for each in (first, second)]
+    shared = [key for key in SAME if all(key in each for each in marks)]
+    others = [SAME[key] for key in shared if marks[0][key] != marks[1][key]]
+    if others:
+        yield f"not the same: {', '.join(others)}"
+    here = [each.environment.get("instructions") for each in (first, second)]
+    if here[0] != here[1]:
+        yield f"measured on processors with other instructions: {here[0]} and {here[1]}"
+    latencies = [each.verification.latency for each in (first, second) if each.verification]
+    threads = [each.threads for each in latencies if each is not None]
+    if len(set(threads)) > 1:
+        yield f"measured with {threads[0]} and {threads[1]} threads"

@@ -1,0 +1,158 @@
+"""Two runs beside each other: what differs, what is better, what makes them hard to compare."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from scalepoint.errors import StoreError
+from scalepoint.report import Beside, compare_runs, difference_page, write
+from scalepoint.report.difference import Number
+from tests.report import made
+
+
+def other():
+    """The ordinary run, faster, smaller, a layer better and one in float."""
+    first = made.ordinary()
+    rows = list(first.coverage.operations)
+    rows[2] = made.left_float(rows[2].name, "asked", "conv2d", rows[2].macs, True)
+    layers = list(first.layers)
+    layers[2] = replace(layers[2], sqnr_db=math.inf)
+    layers[5] = replace(layers[5], sqnr_db=layers[5].sqnr_db - 20)
+    return replace(
+        first,
+        coverage=replace(first.coverage, operations=tuple(rows)),
+        layers=tuple(layers),
+        accuracy=(replace(first.accuracy[0], runtime_value=0.6970), first.accuracy[1]),
+        verification=replace(made.verification(2.5), size=10_000_000),
+        config={**first.config, "activation": "int8", "weight": {"dtype": "int4", "axis": 0}},
+        environment={**first.environment, "onnxruntime": "1.32.0"},
+    )
+
+
+@pytest.fixture(scope="module")
+def found():
+    return compare_runs(made.ordinary(), other())
+
+
+def test_numbers_say_whether_they_are_better(found):
+    moods = {each.name: each.mood for each in found.numbers}
+    assert moods["top-1"] == moods["size"] == moods["speed against float"] == moods["latency"] == "better"
+    assert moods["MACs in low precision"] == ""  # neither is better
+    assert "top-1, float" not in moods
+    assert moods["top-5"] == moods["agreement with the simulation"] == "same"
+    assert "better: top-1, size, speed against float, latency" in found.summary()
+
+
+@pytest.mark.parametrize(
+    ("number", "texts"),
+    [
+        (Number("a", "score", 0.6958, 0.6970), ("0.6958", "0.6970", "+0.0012")),
+        (Number("a", "bytes", 2e6, 1e6, False), ("2.00 MB", "1.00 MB", "-50.0%")),
+        (Number("a", "share", 0.9, 1.0), ("90.0%", "100%", "+10 points")),
+        (Number("a", "dB", math.inf, math.inf), ("exact", "exact", "same")),
+        (Number("a", "dB", math.nan, 3.0), ("not a number", "3.0 dB", "")),
+        (Number("a", "times", None, 2.0), ("-", "2.00x", "")),
+    ],
+)
+def test_a_number_is_written_with_its_change(number, texts):
+    assert number.texts() == texts
+
+
+def test_the_layer_that_changed_most_comes_first_and_equal_ones_last(found):
+    first, second = made.ordinary(), other()
+    changed = found.changed_layers
+    assert [each.name for each in changed] == [first.layers[2].name, first.layers[5].name]
+    assert changed[0].precision == (made.LOW, "float")
+    assert changed[1].change == pytest.approx(second.layers[5].sqnr_db - first.layers[5].sqnr_db)
+    assert len(found.layers) == len(first.coverage.operations)
+
+
+def test_layers_of_other_names_are_told_as_missing():
+    first = made.ordinary()
+    rows = (replace(first.coverage.operations[0], name="stem"), *first.coverage.operations[1:])
+    found = compare_runs(first, replace(first, coverage=replace(first.coverage, operations=rows)))
+    assert {each.name: each.precision for each in found.changed_layers} == {
+        "conv1": (made.LOW, None),
+        "stem": (None, made.LOW),
+    }
+
+
+def test_names_that_repeat_are_compared_each_with_its_own():
+    first = made.ordinary()
+    twice = (first.layers[0], replace(first.layers[0], sqnr_db=3.0))
+    better = (twice[0], replace(twice[1], sqnr_db=5.0))
+    found = compare_runs(replace(first, layers=twice), replace(first, layers=better))
+    assert [(each.name, each.change) for each in found.changed_layers] == [("conv1 (2)", 2.0)]
+
+
+def test_settings_and_circumstances_are_told_by_key(found):
+    assert {each.key: (each.first, each.second) for each in found.settings} == {
+        "activation": ("uint8", "int8"),
+        "weight.dtype": ("int8", "int4"),
+    }
+    assert [each.key for each in found.circumstances] == ["onnxruntime"]
+
+
+def test_other_models_data_and_machines_are_warned_of():
+    first, second = made.ordinary(), made.ordinary()
+    marks = dict.fromkeys(("model", "calibration data", "example inputs"), "one")
+    again = replace(first.reproduction, marks=marks)
+    first = replace(first, reproduction=again, environment={"instructions": "vnni"})
+    second = replace(
+        second,
+        reproduction=replace(again, marks={**marks, "model": "other"}),
+        environment={"instructions": "avx2"},
+        verification=replace(second.verification, latency=replace(second.verification.latency, threads=2)),
+    )
+    warned = compare_runs(first, second).warnings
+    assert warned[0] == "not the same: the model"
+    assert "vnni and avx2" in warned[1]
+    assert warned[2] == "measured with 1 and 2 threads"
+
+
+def test_a_run_is_the_same_as_itself():
+    found = compare_runs(made.evil(), made.evil())
+    assert {each.mood for each in found.numbers} <= {"same", ""}
+    assert (found.changed_layers, found.settings, found.circumstances, found.warnings) == ((), (), (), ())
+
+
+def test_folders_are_read_with_the_config_beside_them(tmp_path):
+    for name, report, config in (("a", made.ordinary(), "max_drop: 0.1"), ("b", other(), "max_drop: 0.2\noutput: b")):
+        write(report, tmp_path / name)
+        (tmp_path / name / "config.yaml").write_text(config)
+    found = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert [(each.key, each.first, each.second) for each in found.settings] == [("max_drop", 0.1, 0.2)]
+    assert (found.first.name, found.second.name) == ("a", "b")
+    json.loads(json.dumps(found.to_dict(), allow_nan=False))
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"schema": 99}', "\xff"], ids=["none", "half", "newer", "no text"])
+def test_what_is_no_run_is_refused_by_its_name(tmp_path, content):
+    if content is not None:
+        (tmp_path / "report.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(StoreError, match=tmp_path.name):
+        compare_runs(tmp_path, made.ordinary())
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_the_terminal_shows_it_at_any_width(found, width):
+    console = Console(width=width, record=True, file=None)
+    with console.capture() as capture:
+        console.print(Beside(found, rows=1))
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(capture.get().split())
+    assert "and 1 more" in text
+    assert "weight.dtype" in text
+    assert "Layers that differ" in text
+
+
+def test_the_page_is_whole_and_inert():
+    first = made.evil()
+    page = difference_page(compare_runs(first, replace(first, target="<script>alert(2)</script>", layers=())))
+    assert page.count("<script") == 2  # the data, and ours
+    assert "&lt;script&gt;alert(2)" in page
+    assert "Content-Security-Policy" in page
