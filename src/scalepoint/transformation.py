@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import GraphError, PatternError
 from scalepoint.graph import capture, check_graph
 from scalepoint.graph.capture import Model, as_inputs, opened
+from scalepoint.graph.described import keep_description
 from scalepoint.graph.lift import as_operation
 from scalepoint.graph.modes import evaluating
 from scalepoint.patterns.base import BASE_PATTERNS
@@ -110,6 +111,14 @@ def get_transformation_plan(
 ) -> TransformationPlan:
     """What transform would do; edit `match.apply`, then apply it."""
     graph_module = capture(model, args, kwargs, copy=copy, dynamic=dynamic, leave=leave, trust=trust)
+    keep_description(graph_module)
+    return plan_of(graph_module, patterns, target)
+
+
+def plan_of(
+    graph_module: fx.GraphModule, patterns: Sequence[Pattern] | None = None, target: str | Target | None = None
+) -> TransformationPlan:
+    """What transform would do with a graph that is captured already; the graph is changed when the plan is applied."""
     chosen = None if target is None else find_target(target)
     converted = convert(graph_module) if chosen is None else convert(graph_module, chosen.conversions)
     if patterns is None:

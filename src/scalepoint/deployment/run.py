@@ -141,7 +141,7 @@ class Run:
             replace_file(output / source.name, partial(_copy, source))
         for name in old - {source.name for source in sources}:
             (output / name).unlink(missing_ok=True)
-        save(best.model, output / MODEL)
+        save(best.model, output / MODEL, with_graph=None)  # where it has a form as data, load needs no float model
         found = best.verification and replace(best.verification, path=str(path))
         return replace(best, file=path, float_file=float_path, verification=found)
 

@@ -8,13 +8,10 @@ random state stay as they were.
 
 import copy as copying
 import warnings
-from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from keyword import iskeyword
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, ScalepointWarning, shown
 from scalepoint.graph.blame import user_level
+from scalepoint.graph.captured import Captured, adopt, can_be_code
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import Seen, replaced, restore
@@ -112,22 +110,13 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[Seen] = (
             program = program.run_decompositions({})
             unlifted = program.module(check_guards=False)
             follow_writes(unlifted.graph)
-    graph_module = _Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
+    graph_module = Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
-    _adopt(graph_module, owner)
+    adopt(graph_module, owner)
     restore(graph_module, left)
     note_origin(graph_module, fixed_batch=fixed_batch(program))
     unflatten(lift(graph_module, owner))
     return _checked(graph_module)
-
-
-class _Captured(fx.GraphModule):
-    """A graph whose deepcopy is silent: torch's own warns of torch's own class."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-            return super().__deepcopy__(memo)
 
 
 def _distinct(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -163,17 +152,6 @@ def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:
             "this size only. dynamic=False asks for that and says nothing"
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
-
-
-def _adopt(graph_module: fx.GraphModule, owner: nn.Module) -> None:
-    """Give the graph the modules, parameters and buffers of `owner`, in their order."""
-    added = {name: child for name, child in graph_module._modules.items() if name not in owner._modules}
-    constants = {name: value for name, value in graph_module._buffers.items() if name.startswith("constant_")}
-    own = vars(graph_module)
-    own["_modules"] = {**owner._modules, **added}
-    own["_parameters"] = dict(owner._parameters)
-    own["_buffers"] = {**owner._buffers, **constants}
-    own["_non_persistent_buffers_set"] = owner._non_persistent_buffers_set | set(constants)
 
 
 def _checked(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -216,21 +194,11 @@ def _check_model(model: object) -> None:
             raise CaptureError(f"{name or type(model).__name__} is a lazy module without shapes: run one batch first")
     for table in (model.named_modules(), model.named_parameters(), model.named_buffers()):
         for name, _ in table:
-            if not all(map(_can_be_code, name.split("."))):
+            if not all(map(can_be_code, name.split("."))):
                 raise CaptureError(
                     f"{name!r} cannot be a name in the code of a graph: rename it without quotes, backslashes, line "
                     "breaks and Python's own words"
                 )
-
-
-def _can_be_code(name: str) -> bool:
-    """Whether torch.fx, which writes `.name` or `getattr(_, "name")`, gets the same name back when the code runs."""
-    if name.isidentifier():
-        return not iskeyword(name) and normalize("NFKC", name) == name
-    try:
-        return name.isdigit() or literal_eval(f'"{name}"') == name
-    except (SyntaxError, ValueError):
-        return False
 
 
 def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,7 +3,8 @@
     write tensors-<hash>.safetensors  ->  replace scalepoint.json, which names it  ->  remove the old tensors
 
 The manifest is the commit point: whoever is killed leaves the old model or the new one. Loading builds the graph anew
-from the float model, so nothing is ever unpickled, and a float model that changed is refused.
+from the float model, or, where the folder holds the captured graph as data, from that; nothing is ever unpickled, and a
+float model that changed is refused.
 """
 
 import hashlib
@@ -23,6 +24,8 @@ from torch import Tensor, fx, nn
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.files import TEMPORARY, digest, locked, replace_text, sweep
+from scalepoint.graph.described import Described, Description, description_of
+from scalepoint.graph.rebuilt import rebuild
 from scalepoint.migrated import MigrationReport
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
@@ -35,24 +38,27 @@ from scalepoint.quantize.smooth import affine_of, observers_of
 from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.targets import Target
-from scalepoint.transformation import apply_transformation_plan, get_transformation_plan
+from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_of
 from scalepoint.version import __version__
 
 MANIFEST = "scalepoint.json"
 FORMAT = 1
 LARGEST_MANIFEST = 256_000_000
+CONSTANT = "constant:"  # before the names of tensors that only the graph has
 FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 
 
-def save(model: nn.Module, folder: str | Path) -> Path:
+def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = False) -> Path:
     """Write a quantized model; returns the folder. The folder then holds this model, or, when something fails, what it
-    held before."""
+    held before. with_graph=True also writes the captured graph as data, so that `load(folder)` needs neither the float
+    model nor its Python class; None does so where the graph has such a form."""
     folder = Path(folder)
     if not isinstance(model, fx.GraphModule) or not has_record(model):
         raise UsageError("only a model that insert_qdq made can be saved")
     if folder.exists() and not folder.is_dir():
         raise StoreError(f"{folder} is a file: give a folder")
-    tensors, aliases = _untied(model.state_dict())
+    graph, constants = _graph(model, with_graph)
+    tensors, aliases = _untied({**model.state_dict(), **constants})
     with locked(folder):
         old = _named_by(folder)
         temporary = folder / f"{TEMPORARY}{os.getpid()}-tensors"
@@ -63,7 +69,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
             path = folder / f"tensors-{file_digest[:16]}.safetensors"
             os.replace(temporary, path)
             stored = {"file": path.name, "sha256": file_digest}
-            replace_text(folder / MANIFEST, _sealed(_manifest(model) | {"aliases": aliases, "tensors": stored}))
+            replace_text(folder / MANIFEST, _sealed(_manifest(model) | graph | {"aliases": aliases, "tensors": stored}))
             committed = True
         except OSError as error:
             raise StoreError(
@@ -77,6 +83,23 @@ def save(model: nn.Module, folder: str | Path) -> Path:
             (folder / old).unlink(missing_ok=True)
         sweep(folder)
     return folder
+
+
+def _graph(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The captured graph for the manifest, and the tensors that it needs beside the model's own."""
+    found = description_of(model) if wanted is not False else Description(None)
+    if found.data is None:
+        if wanted:
+            raise UsageError(f"with_graph=True: the graph of this model cannot be written as data: {found.why_not}")
+        return {}, {}
+    state = model.state_dict()
+    lost = [path for path in found.data.tensors if path not in state and path not in found.constants]
+    if lost and wanted:
+        raise UsageError(f"with_graph=True: the quantized model has no {lost[0]} any more, which the graph needs")
+    if lost:
+        return {}, {}
+    held = {f"{CONSTANT}{path}": value for path, value in found.constants.items()}
+    return {"graph": found.data.model_dump(exclude_defaults=True)}, held
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -98,35 +121,51 @@ def _named_by(folder: Path) -> str | None:
 
 def load(
     folder: str | Path,
-    float_model: nn.Module,
+    float_model: nn.Module | None = None,
     example_inputs: Any = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: str | Target | None = None,
     patterns: Iterable[Pattern] | None = None,
 ) -> fx.GraphModule:
-    """The saved model over the float model it was made from, in eval mode; no calibration is needed.
+    """The saved model in eval mode, over the float model it was made from; no calibration is needed. Of a folder that
+    was saved with its graph, the folder alone is enough, and training can go on.
 
     A target or patterns of your own are not in the folder: give them again.
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)
-    plan = get_transformation_plan(
-        float_model,
-        example_inputs,
-        None if patterns is None else tuple(patterns),
-        target=target if target is not None or patterns is not None else manifest["target"],
-        kwargs=kwargs,
-        leave=manifest["leave"],
-    )
-    _check_same_float_model(manifest["float"], fingerprint(plan.model))
+    known = None if patterns is None else tuple(patterns)
+    rules = target if target is not None or patterns is not None else manifest["target"]
+    tensors = _read_tensors(folder, manifest)
+    if float_model is None:
+        plan = plan_of(_captured(folder, manifest, tensors), known, rules)
+    else:
+        plan = get_transformation_plan(
+            float_model, example_inputs, known, target=rules, kwargs=kwargs, leave=manifest["leave"]
+        )
+        _check_same_float_model(manifest["float"], fingerprint(plan.model))
     _follow_plan(plan, manifest["plan"])
     result = apply_transformation_plan(plan)
     config = _config(manifest)
     chosen = target if target is not None else manifest["target"]
     model = insert_qdq(result.model, result.matches, config, target=chosen, copy=False)
-    _restore(model, manifest, _read_tensors(folder, manifest))
+    _restore(model, manifest, {name: value for name, value in tensors.items() if not name.startswith(CONSTANT)})
     return model.eval()
+
+
+def _captured(folder: Path, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> fx.GraphModule:
+    """The graph that the folder holds, over its tensors."""
+    if manifest["graph"] is None:
+        raise StoreError(
+            f"{folder} was saved without its graph: give the float model, load(folder, float_model, example_inputs), "
+            "or save it with with_graph=True"
+        )
+    try:
+        data = Described.model_validate(manifest["graph"])
+    except ValueError as error:
+        raise StoreError(f"the graph in {folder} is none that scalepoint wrote: {error}") from error
+    return rebuild(data, {name.removeprefix(CONSTANT): value for name, value in tensors.items()})
 
 
 def _config(manifest: dict[str, Any]) -> QuantConfig:
@@ -159,6 +198,7 @@ class Manifest(BaseModel):
     smoothed: dict[str, Any]
     is_norm_frozen: bool
     migrated: dict[str, Any] = {}
+    graph: dict[str, Any] | None = None
     aliases: dict[str, str]
     tensors: TensorFile
 

@@ -1,0 +1,39 @@
+"""The class of a captured graph, and which names its code can have."""
+
+import warnings
+from ast import literal_eval
+from keyword import iskeyword
+from typing import Any
+from unicodedata import normalize
+
+from torch import fx, nn
+
+
+class Captured(fx.GraphModule):
+    """A graph whose deepcopy is silent: torch's own warns of torch's own class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+            return super().__deepcopy__(memo)
+
+
+def adopt(graph_module: fx.GraphModule, owner: nn.Module) -> None:
+    """Give the graph the modules, parameters and buffers of `owner`, in their order."""
+    added = {name: child for name, child in graph_module._modules.items() if name not in owner._modules}
+    constants = {name: value for name, value in graph_module._buffers.items() if name.startswith("constant_")}
+    own = vars(graph_module)
+    own["_modules"] = {**owner._modules, **added}
+    own["_parameters"] = dict(owner._parameters)
+    own["_buffers"] = {**owner._buffers, **constants}
+    own["_non_persistent_buffers_set"] = owner._non_persistent_buffers_set | set(constants)
+
+
+def can_be_code(name: str) -> bool:
+    """Whether torch.fx, which writes `.name` or `getattr(_, "name")`, gets the same name back when the code runs."""
+    if name.isidentifier():
+        return not iskeyword(name) and normalize("NFKC", name) == name
+    try:
+        return name.isdigit() or literal_eval(f'"{name}"') == name
+    except (SyntaxError, ValueError):
+        return False

@@ -1,0 +1,253 @@
+"""A captured graph as plain data: modules, nodes, inputs, how they are nested. Tensors are named, not held.
+
+    captured graph --describe--> Described (JSON) + names of tensors      rebuilt.py goes the other way
+
+Modules are torch's own layers by class and settings, and ours; a user's class is only a place for parameters. What
+cannot be written so (a submodule that was left as it is, an operator of another package) is refused with its reason.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.graph.kinds import MODULE_KINDS
+from scalepoint.graph.modules import Computed, Operation
+from scalepoint.graph.nodes import module_path, tensor_of
+from scalepoint.graph.origin import origin_of
+from scalepoint.graph.values import NotDescribedError, encode, function_name
+
+CLASSES: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in MODULE_KINDS}
+RECURRENT = (
+    "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size",
+)  # fmt: skip
+_PLUMBING = frozenset(vars(nn.Module()))
+_KEY = "scalepoint.described"
+
+
+class Data(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ModuleData(Data):
+    """A module: of torch's by `kind`, "operation", "computed", or "" for a place of others."""
+
+    path: str
+    kind: str = ""
+    settings: dict[str, Any] = {}
+    none: list[str] = []  # parameters and buffers that are None
+
+
+class NodeData(Data):
+    """A node of the graph; `path` is where it stood in the model."""
+
+    name: str
+    op: str
+    target: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    kind: str | None = None
+    path: str = ""
+    place: str | None = None
+    sizes: list[int] | None = None
+
+
+class InputData(Data):
+    """An example of an input: a tensor's sizes, with the axes that may change; or a plain value."""
+
+    shape: list[int] | None = None
+    dtype: str = ""
+    free: list[int] = []
+    value: Any = None
+
+
+class Described(Data):
+    """A captured graph without its tensors."""
+
+    name: str
+    arguments: list[str]  # of forward
+    takes: Any  # how inputs are nested
+    gives: Any
+    inputs: list[InputData]
+    modules: list[ModuleData]
+    shared: dict[str, str] = {}  # another path of a module
+    tensors: dict[str, str]  # path -> parameter, frozen, buffer, constant (in no state_dict)
+    tied: dict[str, str] = {}
+    nodes: list[NodeData]
+    fixed_batch: dict[str, int] = {}
+    is_widened: bool = False
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a graph was when it was captured; `why_not` where that has no form as data. No state_dict has its
+    constants."""
+
+    data: Described | None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    why_not: str = ""
+
+
+def description_of(model: nn.Module) -> Description:
+    found = getattr(model, "meta", {}).get(_KEY)
+    return found if isinstance(found, Description) else Description(None, why_not="it was not captured by this version")
+
+
+def keep_description(model: fx.GraphModule, found: Description | None = None) -> None:
+    """Note on a captured graph what it is, before anything is made of it."""
+    model.meta[_KEY] = describe(model) if found is None else found
+
+
+def describe(model: fx.GraphModule) -> Description:
+    """The graph as data, or the reason why it has no such form."""
+    info = getattr(model.graph._codegen, "pytree_info", None)
+    if info is None:
+        return Description(None, why_not="it was captured without example inputs")
+    try:
+        return _described(model, info)
+    except NotDescribedError as error:
+        return Description(None, why_not=str(error))
+
+
+def _described(model: fx.GraphModule, info: Any) -> Description:
+    named = dict(model.named_modules(remove_duplicate=False))
+    paths: dict[int, str] = {}
+    for path, module in named.items():
+        paths.setdefault(id(module), path)
+    called = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
+    own = {path: module for path, module in named.items() if paths[id(module)] == path}
+    origin = origin_of(model)
+    tensors, tied, constants = _tensors(model)
+    data = Described(
+        name=type(model).__name__,
+        arguments=[str(each) for each in info.orig_args],
+        takes=_nested(info.in_spec),
+        gives=_nested(info.out_spec),
+        inputs=[_input(node) for node in model.graph.nodes if node.op == "placeholder"],
+        modules=[_module(path, module, path in called, paths) for path, module in own.items()],
+        shared={path: paths[id(module)] for path, module in named.items() if paths[id(module)] != path},
+        tensors=tensors,
+        tied=tied,
+        nodes=[_node(node, paths) for node in model.graph.nodes],
+        fixed_batch=dict(origin.fixed_batch),
+        is_widened=origin.is_widened,
+    )
+    return Description(data, constants)
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
+    """What each tensor is, which are one, and those that no state_dict holds."""
+    state = set(model.state_dict(keep_vars=True))
+    kinds: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for path, value in model.named_parameters(remove_duplicate=False):
+        kinds[path] = "parameter" if value.requires_grad else "frozen"
+        tied |= {path: first[id(value)]} if id(value) in first else {}
+        first.setdefault(id(value), path)
+    constants = {}
+    for path, held in model.named_buffers(remove_duplicate=False):
+        kinds[path] = "buffer" if path in state else "constant"
+        if path not in state:
+            constants[path] = held.detach()
+        tied |= {path: first[id(held)]} if id(held) in first else {}
+        first.setdefault(id(held), path)
+    return kinds, tied, constants
+
+
+def _module(path: str, module: nn.Module, is_called: bool, paths: Mapping[int, str]) -> ModuleData:
+    none = [name for table in (module._parameters, module._buffers) for name, value in table.items() if value is None]
+    if isinstance(module, Operation):
+        settings = {
+            "kind": module.kind,
+            "function": function_name(module.function),
+            "arguments": {name: encode(value, paths) for name, value in module.arguments.items()},
+            "positional": module.positional,
+            "in_train": {name: encode(value, paths) for name, value in module.in_train.items()},
+        }
+        return ModuleData(path=path, kind="operation", settings=settings)
+    if isinstance(module, Computed):
+        steps = [
+            {
+                "function": function_name(step.function),
+                "args": [encode(value, paths) for value in step.args],
+                "kwargs": {name: encode(value, paths) for name, value in step.kwargs.items()},
+            }
+            for step in module.steps
+        ]
+        return ModuleData(path=path, kind="computed", settings={"steps": steps})
+    if not is_called:
+        return ModuleData(path=path, none=none)
+    if MODULE_KINDS.get(type(module)) is None:
+        raise NotDescribedError(f"{path} is called as it is, and {type(module).__name__} is no layer of torch")
+    if isinstance(module, nn.RNNBase):
+        settings = {name: getattr(module, name) for name in RECURRENT}
+        return ModuleData(path=path, kind=type(module).__name__, settings=settings)
+    settings = {name: encode(value, paths) for name, value in vars(module).items() if name not in _PLUMBING}
+    return ModuleData(path=path, kind=type(module).__name__, settings=settings, none=none)
+
+
+def _node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
+    target = function_name(node.target) if node.op == "call_function" else str(node.target)  # type: ignore[arg-type]
+    if node.op == "call_method":
+        raise NotDescribedError(f"the method {target}")
+    place, sizes = node.meta.get("path"), node.meta.get("sizes")
+    return NodeData(
+        name=node.name,
+        op=node.op,
+        target=target,
+        args=[encode(value, paths) for value in node.args] if node.op != "output" else [encode(node.args[0], paths)],
+        kwargs={name: encode(value, paths) for name, value in node.kwargs.items()},
+        kind=node.meta.get("kind"),
+        path=module_path(node),
+        place=None if place is None else str(place),
+        sizes=None if sizes is None else list(sizes),
+    )
+
+
+def _input(node: fx.Node) -> InputData:
+    value = tensor_of(node)
+    if value is None:
+        return InputData(value=encode(node.meta.get("val"), {}))
+    free = [axis for axis, size in enumerate(value.shape) if not isinstance(size, int)]
+    sizes = [size if isinstance(size, int) else _hint(size) for size in value.shape]
+    return InputData(shape=sizes, dtype=str(value.dtype).removeprefix("torch."), free=free)
+
+
+def _hint(size: torch.SymInt) -> int:
+    hint = size.node.hint
+    if hint is None:
+        raise NotDescribedError("an input without a known size")
+    return int(hint)
+
+
+def _nested(spec: Any) -> Any:
+    """How values are nested: lists, tuples and dicts around leaves; another class that is a dict is written as one."""
+    if spec.is_leaf():
+        return None
+    children = [_nested(child) for child in spec.children()]
+    if spec.type is tuple:
+        return {"tuple": children}
+    if isinstance(spec.type, type) and issubclass(spec.type, list):
+        return {"list": children}
+    if isinstance(spec.type, type) and issubclass(spec.type, dict) and isinstance(spec.context, list):
+        return {"dict": [list(map(str, spec.context)), children]}
+    raise NotDescribedError(f"inputs or outputs in a {getattr(spec.type, '__name__', spec.type)}")
+
+
+def structure_of(nested: Any) -> Any:
+    """What `_nested` wrote, as torch has it."""
+    return pytree.tree_structure(_object(nested))
+
+
+def _object(nested: Any) -> Any:
+    if nested is None:
+        return 0
+    ((kind, held),) = nested.items()
+    if kind == "dict":
+        return dict(zip(held[0], map(_object, held[1]), strict=True))
+    return {"tuple": tuple, "list": list}[kind](map(_object, held))
