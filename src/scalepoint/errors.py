@@ -19,7 +19,8 @@
     ├── ExportError (RuntimeError)              SP-E001  a model that cannot be written for its target
     ├── VerificationError (RuntimeError)        SP-V001  a file that the runtime does not run as it should
     ├── DocumentError (ValueError)              SP-C001  a YAML or JSON text that cannot be read safely
-    └── StoreError (ValueError)                 SP-C002  a saved model that is damaged, or of another model
+    ├── StoreError (ValueError)                 SP-C002  a saved model that is damaged, or of another model
+    └── RankError (RuntimeError)                SP-R001  a process of a distributed job that ended, or does other things
 
 What works, but not as one may think, is a ScalepointWarning (UserWarning).
 Fields of a spec are checked by pydantic, whose ValidationError (a ValueError too) carries our messages.
@@ -114,6 +115,10 @@ class DocumentError(ScalepointError, ValueError):
 
 class StoreError(ScalepointError, ValueError):
     code = "SP-C002"
+
+
+class RankError(ScalepointError, RuntimeError):
+    code = "SP-R001"
 
 
 class ScalepointWarning(UserWarning):

@@ -4,7 +4,7 @@
         running.advance()                                 calibrating: 128 batches in 67 s
 
 Nothing turns or blinks where nobody can see it: no terminal, NO_COLOR or TERM=dumb means plain lines. Phases
-follow one another: of one inside another only one is shown, the other has show=False.
+follow one another: of one inside another only one is shown, the other has show=False. Of several ranks the first tells.
 """
 
 import os
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+from scalepoint import ranks
 
 EVERY = 10.0  # seconds between two lines of a long phase
 
@@ -98,7 +100,7 @@ class _Bar:
 def phase(name: str, *, total: int | None = None, unit: str = "batches", show: bool | None = None) -> Iterator[Phase]:
     """A phase that is shown while it runs. show: None or True shows it, False does not."""
     running = Phase(name, total, unit)
-    if show is False:
+    if show is False or not ranks.is_main():
         yield running
         return
     bar = _Bar(running) if is_live() else None
@@ -133,6 +135,8 @@ def is_live() -> bool:
 
 def say(line: str) -> None:
     """A line on stderr, at once; a reader that has gone is no error of the work."""
+    if not ranks.is_main():
+        return
     try:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

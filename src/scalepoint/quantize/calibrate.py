@@ -16,11 +16,13 @@ from typing import Literal
 import torch
 from torch import fx, nn
 
+from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.modes import evaluating
-from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference
+from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split
 from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
 from scalepoint.quantize.record import amend_record, has_record, record_of
+from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -28,6 +30,7 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 OnNan = Literal["error", "skip"]
 
 
+@ranks.together()
 def calibrate(
     model: nn.Module,
     forward_loop: Data,
@@ -56,6 +59,11 @@ def calibrate(
     smoothing = [observer for observer in observers_of(model) if observer.enabled]
     names = _migrations(model)
     check_data(forward_loop, passes=2 if smoothing or names else 1)
+    if names and ranks.size() > 1 and is_split(forward_loop):
+        raise UsageError(
+            f"migrations ({', '.join(names)}) look at the same data on every rank, this function or loader gives each "
+            "its own: pass a list, or a loader without a DistributedSampler"
+        )
     run = partial(feed, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
     with evaluating(model), _quantizers_off(stubs, weights):
         if names or smoothing:
@@ -102,13 +110,13 @@ def _rewrite(
         amend_record(model, migrated=migrate(scene, [MIGRATIONS.find(name) for name in names]))
 
 
-def _smooth(run: Callable[[str], Fed], observers: Sequence[SmoothQuantObserver], on_nan: OnNan) -> None:
+def _smooth(run: Callable[..., Fed], observers: Sequence[SmoothQuantObserver], on_nan: OnNan) -> None:
     for observer in observers:
         observer.reset()
         observer.on_nan = on_nan
         observer.register_forward_hook()
     try:
-        run("smoothing")
+        run("smoothing", merge=lambda: merge_smoothing(observers))
     finally:
         for observer in observers:
             observer.remove_hook()
@@ -117,15 +125,17 @@ def _smooth(run: Callable[[str], Fed], observers: Sequence[SmoothQuantObserver],
         observer.enabled = False  # it is in the weights now
 
 
-def _observe(run: Callable[[str], Fed], stubs: Sequence[QuantStub], on_nan: OnNan, on_unseen: str) -> None:
+def _observe(run: Callable[..., Fed], stubs: Sequence[QuantStub], on_nan: OnNan, on_unseen: str) -> None:
     for stub in stubs:
         stub.reset()
         stub.skipped_because = ""
         stub.calculator.on_nan = on_nan
         stub.calibrating = True
+    record(stubs, ranks.size() > 1)
     try:
-        fed = run("calibrating")
+        fed = run("calibrating", merge=lambda: merge_stubs(stubs))
     finally:
+        record(stubs, False)
         for stub in stubs:
             stub.calibrating = False
     if fed.skipped:

@@ -5,19 +5,25 @@
 
 Either ends after `max_batches` calls of the model. What comes after the model's own inputs in a batch, such as labels,
 is left away.
+
+Several ranks (`ranks.py`) share the data when the caller says how what they saw is merged: batch i goes to rank
+i modulo their number, so every batch runs whole on one of them. A function, and a loader with a DistributedSampler,
+give every rank its own part already. Limits and counts are over all ranks, and so are errors.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
+from scalepoint import ranks
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
 from scalepoint.progress import Phase, phase
 
@@ -46,34 +52,86 @@ def feed(
     max_batches: int | None = None,
     skip_nan: bool = False,
     progress: bool | None = None,
+    merge: Callable[[], None] | None = None,
 ) -> Fed:
-    """Run the data through the model, without gradients. An error tells which batch it was; no call at all is one."""
-    check_data(data)
+    """Run the data through the model, without gradients. An error tells which batch it was; no call at all is one.
+
+    With `merge`, ranks share the data, and it is called once all have seen their part; without, each runs all of it.
+    """
+    if merge is None:
+        progress = progress if ranks.is_main() else False
+        with ranks.alone():
+            return _fed(model, data, what, max_batches, skip_nan, progress)
+    fed = _fed(model, data, what, max_batches, skip_nan, progress)
+    if ranks.size() > 1:
+        merge()
+    return fed
+
+
+def _fed(
+    model: nn.Module, data: Data, what: str, max_batches: int | None, skip_nan: bool, progress: bool | None
+) -> Fed:
+    """This rank's part; counted over all."""
     fed = Fed()
-    with phase(what, total=length_of(data, max_batches), show=progress) as running:
-        inside = _Calls(fed, max_batches, running)
-        handles = [model.register_forward_pre_hook(inside.entered), model.register_forward_hook(inside.left)]
-        try:
-            with torch.inference_mode(is_of_inference(model)), torch.no_grad():
-                if callable(data):
-                    data(model)
-                else:
-                    _feed_batches(model, data, fed, max_batches, skip_nan)
-        except _Enough:
-            pass
-        except NonFiniteError as error:
-            error.args = (f"batch {fed.calls - 1} of the data: {error.args[0]}",)
-            raise
-        except ScalepointError:
-            raise
-        except Exception as error:
-            error.add_note(f"{what}: batch {inside.batch}")
-            raise
-        finally:
-            for handle in handles:
-                handle.remove()
+    with ranks.agreed(what) as told:
+        check_data(data)
+        _check_shared(data)
+        most = None if max_batches is None else _part(max_batches)
+        with phase(what, total=_expected(data, max_batches), show=progress) as running:
+            inside = _Calls(fed, most, running)
+            _feed(model, data, what, inside, max_batches, skip_nan, told)
+        told.mine = [fed.calls, fed.skipped]
+    fed = Fed(sum(calls for calls, _ in told.all), sorted(index for _, skipped in told.all for index in skipped))
     _check_reached(fed, data, what)
     return fed
+
+
+def _feed(
+    model: nn.Module,
+    data: Data,
+    what: str,
+    inside: "_Calls",
+    max_batches: int | None,
+    skip_nan: bool,
+    told: ranks.Told,
+) -> None:
+    handles = [model.register_forward_pre_hook(inside.entered), model.register_forward_hook(inside.left)]
+    try:
+        with torch.inference_mode(is_of_inference(model)), torch.no_grad():
+            if callable(data):
+                data(model)
+            else:
+                _feed_batches(model, data, inside, max_batches, skip_nan)
+    except _Enough:
+        pass
+    except NonFiniteError as error:
+        told.at = inside.batch
+        error.args = (f"batch {told.at} of the data: {error.args[0]}",)
+        raise
+    except ScalepointError:
+        told.at = inside.batch
+        raise
+    except Exception as error:
+        told.at = inside.batch
+        error.add_note(f"{what}: batch {inside.batch}")
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _expected(data: Data, max_batches: int | None) -> int | None:
+    """How many batches this rank will see."""
+    most = None if max_batches is None else _part(max_batches)
+    if is_split(data):
+        return length_of(data, most)
+    length = length_of(data)
+    return most if length is None else _part(length if max_batches is None else min(length, max_batches))
+
+
+def _part(count: int) -> int:
+    """How many of so many batches come to this rank."""
+    return max(0, -(-(count - ranks.rank()) // ranks.size()))
 
 
 def is_of_inference(model: nn.Module) -> bool:
@@ -87,10 +145,15 @@ class _Calls:
     def __init__(self, fed: Fed, most: int | None, running: Phase) -> None:
         self.fed, self.most, self.running = fed, most, running
         self.is_inside = False
+        self.number: int | None = None  # of the batch, where the data is batches
 
     @property
     def batch(self) -> int:
-        return max(self.fed.calls - 1, 0) if self.is_inside else self.fed.calls
+        """Which one it is, over all ranks."""
+        if self.number is not None:
+            return self.number
+        own = max(self.fed.calls - 1, 0) if self.is_inside else self.fed.calls
+        return own * ranks.size() + ranks.rank()
 
     def entered(self, module: nn.Module, inputs: Any) -> None:
         if self.most is not None and self.fed.calls >= self.most:
@@ -103,14 +166,20 @@ class _Calls:
         self.running.advance()
 
 
-def _feed_batches(model: nn.Module, data: Iterable[Any], fed: Fed, max_batches: int | None, skip_nan: bool) -> None:
-    batches = iter(data)
-    for index in count() if max_batches is None else range(max_batches):
+def _feed_batches(
+    model: nn.Module, data: Iterable[Any], inside: _Calls, max_batches: int | None, skip_nan: bool
+) -> None:
+    batches, last = iter(_of_this_rank(data)), LIMIT if max_batches is None else max_batches
+    size, fed = ranks.size(), inside.fed
+    for index in range(ranks.rank(), last + size, size):
+        inside.number = index
+        if index >= last and max_batches is not None:
+            return  # one more than is asked for is never made
         try:
-            batch = next(batches)  # one more than is asked for is never made
+            batch = next(batches)
         except StopIteration:
             return
-        if index >= LIMIT and max_batches is None:
+        if index >= LIMIT:
             raise CalibrationError(f"the data did not end after {LIMIT} batches: pass max_batches=")
         args, kwargs = inputs_of(batch, model)
         if skip_nan and not _is_finite((args, kwargs)):
@@ -123,6 +192,37 @@ def _feed_batches(model: nn.Module, data: Iterable[Any], fed: Fed, max_batches: 
         except Exception as error:
             error.add_note(f"it was {_described(batch)}")
             raise
+
+
+def _of_this_rank(data: Iterable[Any]) -> Iterable[Any]:
+    """The batches of this rank: those that were split for it, or every n-th."""
+    size, rank = ranks.size(), ranks.rank()
+    if size == 1 or is_split(data):
+        return data
+    if isinstance(data, Sequence):
+        return (data[index] for index in range(rank, len(data), size))
+    return islice(data, rank, None, size)
+
+
+def is_split(data: Any) -> bool:
+    """Whether every rank has its own part of the data already."""
+    samplers = _samplers(data)
+    return callable(data) or any(isinstance(each, DistributedSampler) for each in samplers)
+
+
+def _samplers(data: Any) -> list[Any]:
+    batches = getattr(data, "batches", None)  # data that is watched on its way
+    loader = batches if isinstance(batches, DataLoader) else data
+    found = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    return [*found, *(getattr(each, "sampler", None) for each in found)]
+
+
+def _check_shared(data: Any) -> None:
+    if ranks.size() > 1 and any(type(each) is RandomSampler for each in _samplers(data)):
+        raise UsageError(
+            "this loader shuffles, so every rank reads the batches in another order and what they share is not the "
+            "data: use a DistributedSampler, or shuffle=False"
+        )
 
 
 def _check_reached(fed: Fed, data: Data, what: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics import QParams, choose_qparams, tensor_scale
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
 
 
 @QParamsCalculatorBase.register("dynamic")
@@ -68,6 +68,13 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
     def settle(self) -> QParams:
         """What is constant: the scale of the tensor."""
         return self.stored if self.tensor_scale is None else QParams(self.tensor_scale)
+
+    def merge(self, other: QParamsCalculatorBase) -> None:
+        """The scale of the tensor is the largest of both; all else is made anew."""
+        check_same_kind(self, other)
+        seen, own = other.tensor_scale, self.tensor_scale
+        if seen is not None and seen.numel():
+            self.keep("tensor_scale", seen if own is None or not own.numel() else torch.maximum(own, seen))
 
     def reset(self) -> None:
         super().reset()

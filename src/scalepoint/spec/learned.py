@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from scalepoint.errors import SpecError
 from scalepoint.numerics import E8M0, EPS, QParams
 from scalepoint.numerics.blocks import block_counts
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
 
 
 @QParamsCalculatorBase.register("learned")
@@ -63,6 +63,16 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
     @property
     def stored(self) -> QParams:
         return QParams(self.scale.detach(), self._buffers["zero_point"], self._buffers["minval"])
+
+    def statistics(self) -> dict[str, Tensor]:
+        return {**super().statistics(), "scale": self.scale.detach()}
+
+    def merge(self, other: QParamsCalculatorBase) -> None:
+        """The first tensor of all sets the scale: what comes later changes nothing."""
+        check_same_kind(self, other)
+        if not self.is_initialized:
+            self.store(other.stored)
+            self.observed_batches.copy_(other.observed_batches)
 
     def reset(self) -> None:
         super().reset()

@@ -4,7 +4,8 @@ tensor -> range_calculator -> (min, max) -> compute_qparams -> scale, zero_point
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -218,6 +219,23 @@ class QParamsCalculatorBase(Registry, Stateful):
             f"{type(self).__name__} cannot be merged, it has no memory of the data: "
             "use moving_average, global_minmax or a histogram calculator"
         )
+
+    def statistics(self) -> dict[str, Tensor]:
+        """What was observed, as tensors that another process can take in."""
+        return {name: value for name, value in self._buffers.items() if value is not None and name not in self._mirror}
+
+    def merge_all(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Be what would have observed the data of all these parts (`statistics`), in their order."""
+        other = deepcopy(self)
+        counted = [int(part["skipped_batches"]) for part in parts]
+        self.reset()
+        for part in parts:
+            other.reset()
+            for name, value in part.items():
+                other.keep(name, value.to(self.scale.device))
+            if other.is_initialized:
+                self.merge(other)
+        self.skipped_batches.fill_(sum(counted))
 
     def extra_repr(self) -> str:
         values = [f"{name}={_short(getattr(self, name))}" for name in QParams._fields]

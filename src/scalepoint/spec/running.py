@@ -5,8 +5,8 @@ histograms have the same one.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -87,10 +87,16 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
     running_min: Tensor
     running_max: Tensor
+    is_ordered: ClassVar[bool] = True  # whether batches in another order give another range
+    history: list[Tensor] | None = None  # a list: every range is kept, so that parts can be put in order later
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         add_range(self)
+
+    def record(self, on: bool = True) -> None:
+        """Keep the range of every batch, where their order matters: see `merge_all`."""
+        self.history = [] if on and self.is_ordered else None
 
     @abstractmethod
     def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
@@ -98,7 +104,32 @@ class RunningRangeMixin(QParamsCalculatorBase):
         raise SpecError(f"{type(self).__name__} must implement update_running_range(min_val, max_val)")
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
-        return self.choose(*follow_range(self, (min_val, max_val), lambda _, new: self.update_running_range(*new)))
+        if self.history is not None:
+            self.history.append(torch.stack((min_val.detach(), max_val.detach())))
+        return self.choose(*self._followed(min_val, max_val))
+
+    def _followed(self, min_val: Tensor, max_val: Tensor) -> Range:
+        return follow_range(self, (min_val, max_val), lambda _, new: self.update_running_range(*new))
+
+    def statistics(self) -> dict[str, Tensor]:
+        kept = {} if not self.history else {"history": torch.stack([each.flatten(1) for each in self.history])}
+        return super().statistics() | kept
+
+    def merge_all(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Where the order matters: batch after batch, the first of every part, then the second of every part, ..."""
+        if self.history is None:
+            super().merge_all(parts)
+            return
+        counted = [sum(int(part[name]) for part in parts) for name in ("observed_batches", "skipped_batches")]
+        shape = next((part["running_min"].shape for part in parts if "history" in part), None)
+        histories = [part["history"].to(self.scale.device) for part in parts if "history" in part]
+        self.reset()
+        for index in range(max(map(len, histories), default=0)):
+            for history in histories:
+                if index < len(history) and shape is not None:
+                    self.store(self.choose(*self._followed(*history[index].view(2, *shape))))
+        self.observed_batches.fill_(counted[0])
+        self.skipped_batches.fill_(counted[1])
 
     def seed(self, qparams: QParams) -> None:
         super().seed(qparams)
@@ -138,6 +169,8 @@ class MovingAverageQParamsCalculator(RunningRangeMixin):
 @QParamsCalculatorBase.register("global_minmax")
 class GlobalMinMaxQParamsCalculator(RunningRangeMixin):
     """The extremes of all batches."""
+
+    is_ordered = False
 
     def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
         return extremes((self.running_min, self.running_max), (min_val, max_val))

@@ -1,0 +1,403 @@
+"""Many processes, one job: inside a group of torch.distributed, ranks share the data and bring together what they saw.
+
+    with together():                          a public function: every rank calls the same ones in the same order
+        with agreed("calibrating") as told:   one phase: an error of one rank is the error of all
+            told.mine = what this rank did    ... and afterwards told.all is what each did
+        states = gathered(tensors)            the tensors of each rank, in the order of ranks
+        add_up(tensors)                       their sums, the same bits on every rank
+
+Ranks meet at the store of the group: each leaves a word under the number of the meeting and waits for the others'.
+While it works it leaves a heartbeat, so that a rank that is slow is waited for, and one that is dead is named. Without
+a group every function here is the plain case of one rank, and costs nothing.
+"""
+
+import builtins
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from scalepoint import errors
+from scalepoint.errors import RankError, ScalepointError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TIMEOUT = "SCALEPOINT_RANK_TIMEOUT"
+SECONDS = 60.0  # without a heartbeat a rank counts as dead; ten times as long for one that has not come at all
+BEAT = 1.0
+Words = dict[str, Any]
+
+
+def rank() -> int:
+    """Which of the ranks this process is; 0 where it works alone."""
+    group = _group()
+    return 0 if group is None else group.rank
+
+
+def size() -> int:
+    """How many ranks work together."""
+    group = _group()
+    return 1 if group is None else group.size
+
+
+def is_main() -> bool:
+    """Whether this is the rank that writes files and prints."""
+    return rank() == 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process works by itself, also when it is one of a group."""
+    _state.alone += 1
+    try:
+        yield
+    finally:
+        _state.alone -= 1
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Around a public function: while it runs the others see that this rank lives, and learn when it fails."""
+    group = _group()
+    if group is None or group.is_beating:
+        yield
+        return
+    with group.beating(), warnings.catch_warnings():
+        if group.rank:
+            warnings.simplefilter("ignore")  # rank 0 tells
+        try:
+            yield
+        except BaseException as error:
+            if error is not group.raised:
+                group.leave(error)
+            group.raised = None
+            raise
+        group.end()
+
+
+@dataclass
+class Told:
+    """What this rank says at the end of a phase, and what all said."""
+
+    mine: Any = None
+    at: float = 0.0  # where in the data: of several errors the first one counts
+    all: list[Any] = field(default_factory=list)
+
+
+@contextmanager
+def agreed(what: str) -> Iterator[Told]:
+    """A phase that all ranks end together: well, or all with the same error."""
+    group, told = _group(), Told()
+    if group is None:
+        yield told
+        told.all = [told.mine]
+        return
+    failed: Exception | None = None
+    with together():
+        try:
+            yield told
+        except RankError:
+            raise
+        except Exception as error:
+            failed = error
+        own = {"said": told.mine} if failed is None else {"error": _described(failed), "at": told.at}
+        found = group.meet(what, own)
+        told.all = [each.get("said") for each in found]
+        wrong = [(each["at"], index) for index, each in enumerate(found) if "error" in each]
+        if wrong:
+            first = min(wrong)[1]
+            if failed is not None and first == group.rank:
+                group.raised = failed
+                raise failed
+            group.raised = _rebuilt(found[first]["error"], first)
+            raise group.raised from failed
+
+
+def told(what: str, make: Callable[[], Any]) -> Any:
+    """What `make` gives on rank 0, which alone calls it; plain values, as JSON has them."""
+    with agreed(what) as said:
+        if is_main():
+            with alone():
+                said.mine = make()
+    return said.all[0]
+
+
+def gathered(tensors: Mapping[str, "Tensor"], what: str = "gathering") -> list[dict[str, "Tensor"]]:
+    """These tensors of every rank, in the order of ranks; names and shapes may differ between them."""
+    group = _group()
+    return [dict(tensors)] if group is None else group.gathered(tensors, what)
+
+
+def add_up(tensors: Sequence["Tensor"], what: str = "adding up") -> None:
+    """Make each the sum over all ranks, in place; all have the same shapes."""
+    group = _group()
+    if group is not None and tensors:
+        group.add_up(tensors, what)
+
+
+def start() -> None:
+    """Join the group that torchrun started this process for, unless that has happened."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        return
+    from torch import cuda, distributed  # noqa: PLC0415  # torch takes seconds to load
+
+    if not distributed.is_initialized():
+        distributed.init_process_group("nccl" if cuda.is_available() else "gloo")
+
+
+def limit() -> float:
+    """Seconds after which a rank without a heartbeat is dead."""
+    given = os.environ.get(TIMEOUT, "")
+    try:
+        found = float(given or SECONDS)
+    except ValueError:
+        found = 0.0
+    if found <= 0:
+        raise UsageError(f"{TIMEOUT}={given!r}: a number of seconds, above 0")
+    return found
+
+
+class _Group:
+    """The default group of torch.distributed."""
+
+    def __init__(self, pg: Any) -> None:
+        from torch import distributed  # noqa: PLC0415  # it is loaded: there is a group
+        from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415
+
+        self.pg = pg
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.store: Any = _get_default_store()
+        self.count = 0  # meetings
+        self.raised: BaseException | None = None  # what all ranks know of
+        self.is_beating = False
+        self.looked = 0.0
+        self.seen: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each rank, and when it was new
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """A thread leaves a new number every second."""
+        ended, own = threading.Event(), f"scalepoint/beat/{self.rank}"
+
+        def beat() -> None:
+            with suppress(Exception):  # without a store there is nobody to tell
+                while not ended.wait(BEAT):
+                    self.store.set(own, str(time.time()))
+
+        with self._reaching():
+            self.store.set(own, str(time.time()))
+        self.is_beating, self.seen = True, {}
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.is_beating = False
+
+    def meet(self, what: str, own: Words) -> list[Words]:
+        """Leave a word, wait for those of all."""
+        number = self.count
+        self._post(number, {"what": what, **own})
+        found = [json.loads(word) for word in self._awaited(number, range(self.size))]
+        with self._reaching():
+            if number:
+                self.store.delete_key(_key(number - 1, self.rank))  # all have read it: they are here
+        for index, each in enumerate(found):
+            if "left" in each:
+                self.raised = _rebuilt(each["left"], index)
+                raise self.raised
+        others = {each["what"] for each in found}
+        if len(others) > 1:
+            doing = ", ".join(f"rank {index}: {each['what']}" for index, each in enumerate(found[:8]))
+            raise RankError(f"the ranks do not make the same calls ({doing}): every rank has to, in the same order")
+        return found
+
+    def leave(self, error: BaseException) -> None:
+        """Tell those who will wait for this rank that it does not come."""
+        with suppress(Exception):
+            self._post(self.count, {"what": "", "left": _described(error)})
+
+    def end(self) -> None:
+        """Rank 0 goes last: it may hold the store that the others still read."""
+        number = self.count
+        self._post(number, {"what": "the end"})
+        if not self.rank:
+            for index, word in enumerate(self._awaited(number, range(self.size))):
+                said = json.loads(word)
+                if "left" in said:
+                    raise _rebuilt(said["left"], index)
+
+    def gathered(self, tensors: Mapping[str, "Tensor"], what: str) -> list[dict[str, "Tensor"]]:
+        import torch  # noqa: PLC0415
+        from torch import distributed  # noqa: PLC0415
+
+        about = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
+        parts = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors.values()]
+        own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        found = [each["said"] for each in self.meet(what, {"said": [about, own.numel()]})]
+        longest = max(length for _, length in found)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device())
+        padded[: own.numel()] = own
+        everything = [torch.empty_like(padded) for _ in found]
+        if longest:
+            self._finish(lambda: distributed.all_gather(everything, padded, group=self.pg, async_op=True), what)
+        return [_unpacked(each.cpu(), header) for each, (header, _) in zip(everything, found, strict=True)]
+
+    def add_up(self, tensors: Sequence["Tensor"], what: str) -> None:
+        from torch import distributed  # noqa: PLC0415
+
+        shapes = [[str(each.dtype), *each.shape] for each in tensors]
+        found = self.meet(what, {"said": shapes})
+        if any(each["said"] != shapes for each in found):
+            raise RankError(f"{what}: the ranks have tensors of other shapes: they do not work on the same model")
+        for each in tensors:
+            moved = each.to(self._device()).contiguous()
+            self._finish(partial(distributed.all_reduce, moved, group=self.pg, async_op=True), what)
+            if moved is not each:
+                each.copy_(moved)
+
+    def _device(self) -> Any:
+        """Where collectives find tensors."""
+        import torch  # noqa: PLC0415
+        from torch import distributed  # noqa: PLC0415
+
+        is_cuda = "nccl" in str(distributed.get_backend(self.pg))
+        return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+
+    def _finish(self, begin: Callable[[], Any], what: str) -> None:
+        """A collective that ends, or names the rank that it misses."""
+        began = time.monotonic()
+        try:
+            work = begin()
+            while not work.is_completed():
+                self._check_alive(range(self.size), began)
+                time.sleep(0.0005)
+            work.wait()
+        except RankError:
+            raise
+        except RuntimeError as error:
+            while time.monotonic() - began < 2 * limit():  # who it was shows when a heartbeat stays away
+                self._check_alive(range(self.size), began)
+                time.sleep(BEAT / 10)
+            raise RankError(f"{what}: the connection between the ranks broke: {error}") from error
+
+    def _post(self, number: int, word: Words) -> None:
+        self.count = number + 1
+        with self._reaching():
+            self.store.set(_key(number, self.rank), json.dumps(word))
+
+    def _awaited(self, number: int, ranks: Sequence[int]) -> list[bytes]:
+        began, missing = time.monotonic(), list(ranks)
+        while missing:
+            with self._reaching():
+                missing = [each for each in missing if not self.store.check([_key(number, each)])]
+            if missing:
+                self._check_alive(missing, began)
+                time.sleep(min(0.05, 0.001 + (time.monotonic() - began) / 20))
+        with self._reaching():
+            return [self.store.get(_key(number, each)) for each in ranks]
+
+    def _check_alive(self, ranks: Sequence[int], began: float) -> None:
+        """An error that names the first rank whose heartbeat stands still."""
+        now = time.monotonic()
+        if now < self.looked + BEAT / 4:
+            return
+        self.looked = now
+        for each in ranks:
+            if each == self.rank:
+                continue
+            key = f"scalepoint/beat/{each}"
+            with self._reaching():
+                beat = self.store.get(key) if self.store.check([key]) else b""
+            last, since = self.seen.get(each, (None, now))
+            if beat != last:
+                self.seen[each] = (beat, now)
+            elif now - since > limit() and (beat or now - began > 10 * limit()):
+                why = "gave no sign of life" if beat else "did not come"
+                raise RankError(
+                    f"rank {each} of {self.size} {why} for {now - since:.0f} s: it has ended, or its machine cannot be "
+                    f"reached. Start all ranks again; what was finished is kept for resume. {TIMEOUT} sets the seconds"
+                )
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RankError:
+            raise
+        except RuntimeError as error:  # torch's errors of stores and networks are RuntimeErrors
+            raise RankError(
+                "the store of the group cannot be reached: the process that holds it, rank 0 or torchrun, has ended. "
+                "Start all ranks again; what was finished is kept for resume"
+            ) from error
+
+
+@dataclass
+class _State:
+    found: _Group | None = None
+    alone: int = 0
+
+
+_state = _State()
+
+
+def _group() -> _Group | None:
+    """The group, where there is one of several ranks and this process is not alone just now."""
+    return None if _state.alone else _refreshed()
+
+
+def _refreshed() -> _Group | None:
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is None or not torch_distributed.is_available() or not torch_distributed.is_initialized():
+        _state.found = None
+        return None
+    pg = torch_distributed.group.WORLD
+    if _state.found is None or _state.found.pg is not pg:
+        _state.found = _Group(pg)
+    return _state.found if _state.found.size > 1 else None
+
+
+def _key(number: int, rank: int) -> str:
+    return f"scalepoint/{number}/{rank}"
+
+
+def _unpacked(flat: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]:
+    import torch  # noqa: PLC0415
+
+    found, start = {}, 0
+    for name, dtype, shape in header:
+        kind = getattr(torch, dtype)
+        length = kind.itemsize * torch.Size(shape).numel()
+        found[name] = flat[start : start + length].clone().view(kind).reshape(shape)
+        start += length
+    return found
+
+
+def _described(error: BaseException) -> Words:
+    message = str(error.args[0]) if isinstance(error, ScalepointError) and error.args else str(error)
+    return {"type": type(error).__name__, "message": message, "notes": list(getattr(error, "__notes__", ()))}
+
+
+def _rebuilt(words: Words, index: int) -> Exception:
+    """The error of another rank: of its own class, where that is one of ours or Python's."""
+    name, message = words["type"], words["message"]
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        kind, message = RankError, f"{name}: {message}"
+    try:
+        error = kind(message)
+    except TypeError:
+        error = RankError(f"{name}: {message}")
+    for note in words["notes"]:
+        error.add_note(note)
+    error.add_note(f"raised on rank {index}")
+    return error

@@ -1,0 +1,69 @@
+"""Real groups of ranks for tests: each a process of its own, joined by gloo.
+
+    results = run_group("tests.ranks.jobs:calibrating", 2, tmp_path)      what the job returned on each rank, as JSON
+
+A job is a function of a folder; a rank that was killed has no result, and an exit code below zero.
+"""
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_group(job: str, size: int, folder: Path, store: str = "file", **env: str) -> list[subprocess.Popen[bytes]]:
+    """The ranks of a group, running."""
+    init = f"file://{folder}/store" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    own = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
+    started = []
+    for rank in range(size):
+        command = [sys.executable, "-m", "tests.ranks.group", job, str(rank), str(size), init, str(folder)]
+        with (folder / f"said-{rank}").open("w") as said:
+            started.append(subprocess.Popen(command, env=own, stdout=said, stderr=subprocess.STDOUT))
+    return started
+
+
+def run_group(job: str, size: int, folder: Path, store: str = "file", **env: str) -> list[Any]:
+    """What a job returned on each rank; the test fails with what a rank said when it did not return."""
+    ranks = start_group(job, size, folder, store, **env)
+    codes = [rank.wait(timeout=300) for rank in ranks]
+    for index, code in enumerate(codes):
+        assert code == 0, f"rank {index} ended with {code}: {(folder / f'said-{index}').read_text()[-3000:]}"
+    return [result_of(folder, index) for index in range(size)]
+
+
+def result_of(folder: Path, rank: int) -> Any:
+    return json.loads((folder / f"result-{rank}.json").read_text())
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def main(job: str, rank: str, size: str, init: str, folder: str) -> None:
+    from scalepoint.processor import cap
+
+    cap()
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=init, rank=int(rank), world_size=int(size))
+    module, _, name = job.partition(":")
+    result = getattr(importlib.import_module(module), name)(Path(folder))
+    (Path(folder) / f"result-{rank}.json").write_text(json.dumps(result))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

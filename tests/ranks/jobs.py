@@ -1,0 +1,200 @@
+"""What ranks do in tests: each job runs on all of a group, compares with what one process does alone, and tells."""
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from scalepoint import ranks
+from scalepoint.quantize import QuantConfig, QuantStub, calibrate, insert_qdq
+from scalepoint.transformation import transform
+
+METHODS = ("global_minmax", "moving_average", "histogram_percentile", "histogram_mse", "histogram_entropy", "learned")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.LayerNorm(8)
+        self.fc, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x)).relu().mean((2, 3))
+        return self.head(self.fc(self.norm(x)).relu())
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def batches(count: int, seed: int = 1) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, 8, 8, generator=made) * (1 + index) for index in range(count)]
+
+
+captured = cache(lambda: transform(net(), torch.zeros(2, 3, 8, 8)))
+
+
+def inserted(config: QuantConfig | None = None) -> fx.GraphModule:
+    result = captured()
+    return insert_qdq(result.model, result.matches, config or QuantConfig())
+
+
+def with_method(key: str) -> QuantConfig:
+    spec = {"dtype": "uint8", "qscheme": "asymmetric", "qparam_calculator_cls": key}
+    return QuantConfig.build({"activation": spec})
+
+
+def parameters(model: nn.Module) -> dict[str, list[str]]:
+    """Scales and zero points, to the last bit, and what was counted."""
+    return {
+        name: [float(each.scale).hex(), int(each.zero_point), int(each.calculator.observed_batches), each.enabled]
+        for name, each in model.named_modules()
+        if isinstance(each, QuantStub)
+    }
+
+
+def both(make: Callable[[], Any]) -> list[Any]:
+    """The same by this process alone, and by all."""
+    with ranks.alone():
+        one = make()
+    return [one, make()]
+
+
+def outcome(make: Callable[[], Any]) -> list[Any]:
+    """What a call gives, or how it fails."""
+    try:
+        return ["done", make()]
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+
+def calibrating(folder: Path) -> Any:
+    """Every calculator; every kind of data; uneven and empty shards; a limit; NaN; what is refused."""
+    found: dict[str, Any] = {"methods": {}}
+
+    def calibrated(data: Any, config: QuantConfig | None = None, **how: Any) -> Any:
+        return parameters(calibrate(inserted(config), data, progress=False, **how))
+
+    for key in METHODS:
+        found["methods"][key] = both(lambda key=key: calibrated(batches(5), with_method(key)))
+    smooth = QuantConfig.build({"smooth_quant": {"enabled": True}})
+    found["smooth"] = both(lambda: calibrated(batches(5), smooth))
+    found["migrated"] = both(lambda: calibrated(batches(5), QuantConfig(migrate=("equalize", "awq"))))
+    found["one batch"] = both(lambda: calibrated(batches(1)))
+    found["limit"] = both(lambda: calibrated(batches(5), max_batches=3))
+    found["generator"] = both(lambda: calibrated(each for each in batches(5)))
+    found["stream"] = both(lambda: calibrated(DataLoader(Stream(), batch_size=None)))
+    minmax = with_method("global_minmax")  # of any order, and of samples in other batches
+    found["sampler"] = [calibrated(batches(4), minmax), calibrated(_loader(), minmax)]
+    found["function"] = [calibrated(batches(5)), calibrated(_own_part)]
+    found["function's limit"] = [calibrated(batches(5)[:3]), calibrated(_own_part, max_batches=3)]
+    found["empty"] = outcome(lambda: calibrated([]))
+    found["shuffled"] = outcome(lambda: calibrated(DataLoader(TensorDataset(torch.cat(batches(4))), shuffle=True)))
+    found["split"] = outcome(lambda: calibrated(_own_part, QuantConfig(migrate=("equalize",))))
+    found["nan"] = outcome(lambda: calibrated(_with_nan(3, 2)))
+    found["raises"] = outcome(lambda: calibrated([*batches(3), torch.zeros(2, 4, 8, 8)]))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        found["skipped"] = both(lambda: calibrated(_with_nan(2, 3), on_nan="skip"))
+    found["heard"] = [str(each.message) for each in heard]
+    found["after"] = both(lambda: calibrated(batches(2)))
+    return found
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from batches(5)
+
+
+def _loader() -> Any:
+    data = TensorDataset(torch.cat(batches(4)))
+    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
+
+
+def _own_part(model: nn.Module) -> None:
+    for batch in batches(5)[ranks.rank() :: ranks.size()]:
+        model(batch)
+
+
+def _with_nan(*places: int) -> list[Tensor]:
+    data = batches(5)
+    for place in places:
+        data[place][0, 0, 0, 0] = float("nan")
+    return data
+
+
+def dying(folder: Path) -> Any:
+    """The last rank is killed in the middle of calibration; DIES=stop leaves it there, without a sign of life."""
+
+    def fatal(model: nn.Module) -> None:
+        model(batches(1)[0])
+        if ranks.rank() == int(os.environ["DIES"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return outcome(lambda: parameters(calibrate(inserted(), fatal, progress=False)))
+
+
+def meeting(folder: Path) -> Any:
+    """The parts of `ranks` by themselves."""
+    rank, found = ranks.rank(), {}
+    with ranks.together():
+        own = {"a": torch.full((2, rank), float(rank)), f"only {rank}": torch.tensor(rank, dtype=torch.int16)}
+        found["gathered"] = [
+            {name: [str(each.dtype), each.tolist()] for name, each in part.items()} for part in ranks.gathered(own)
+        ]
+        total = torch.tensor([0.1 * (rank + 1), 1.0], dtype=torch.float64)
+        ranks.add_up([total])
+        found["sum"] = [each.hex() for each in total.tolist()]
+        found["told"] = ranks.told("asking", lambda: {"rank": ranks.rank(), "size": ranks.size()})
+        found["shapes"] = outcome(lambda: ranks.add_up([torch.zeros(rank + 1)]))
+    found["other calls"] = outcome(lambda: _phase("calibrating" if rank else "comparing"))
+    found["left"] = outcome(_leaving)
+    found["of its own kind"] = outcome(_strange)
+    found["first of two"] = outcome(_two_errors)
+    found["afterwards"] = outcome(lambda: _phase("ending"))
+    return found
+
+
+def _phase(name: str) -> Any:
+    with ranks.agreed(name) as told:
+        told.mine = ranks.rank()
+    return told.all
+
+
+@ranks.together()
+def _leaving() -> Any:
+    """An error between two phases, on one rank."""
+    if ranks.rank() == 1:
+        raise KeyError("no such thing")
+    return _phase("a phase")
+
+
+class StrangeError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one, two)
+
+
+def _strange() -> Any:
+    with ranks.agreed("a phase"):
+        if ranks.rank() == 1:
+            raise StrangeError(1, 2)
+
+
+def _two_errors() -> Any:
+    with ranks.agreed("a phase") as told:
+        told.at = [5, 3][ranks.rank()] if ranks.rank() < 2 else 9
+        raise ValueError(f"at {told.at:g}")
+
+
+def first(folder: Path) -> Any:
+    """Several jobs by one group: it takes seconds to start one."""
+    return {"calibrating": calibrating(folder), "meeting": meeting(folder)}

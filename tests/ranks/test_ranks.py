@@ -1,0 +1,142 @@
+"""Ranks share the data and end as one process would; an error of one is the error of all; a dead one is named."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalepoint import ranks
+from scalepoint.errors import UsageError
+from tests.ranks.group import result_of, run_group, start_group
+from tests.ranks.jobs import METHODS
+
+Results = list[Any]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Results:
+    return run_group("tests.ranks.jobs:first", 2, tmp_path_factory.mktemp("two"), "tcp")
+
+
+@pytest.fixture(scope="module")
+def two(done: Results) -> Results:
+    return [each["calibrating"] for each in done]
+
+
+@pytest.fixture(scope="module")
+def met(done: Results) -> Results:
+    return [each["meeting"] for each in done]
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_two_ranks_give_the_parameters_of_one_to_the_last_bit(two: Results, key: str) -> None:
+    for result in two:
+        one, many = result["methods"][key]
+        assert many == one
+        assert len(one) >= 3
+
+
+@pytest.mark.parametrize(
+    "case", ["smooth", "migrated", "one batch", "limit", "generator", "stream", "sampler", "function",
+             "function's limit", "skipped", "after"],
+)  # fmt: skip
+def test_two_ranks_share_every_kind_of_data_as_one_would_read_it(two: Results, case: str) -> None:
+    for result in two:
+        one, many = result[case]
+        assert many == one
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "says"),
+    [
+        ("empty", "CalibrationError", "the data is empty: 0 batches"),
+        ("shuffled", "UsageError", "this loader shuffles.*DistributedSampler"),
+        ("split", "UsageError", "migrations.*look at the same data on every rank"),
+        ("nan", "NonFiniteError", "batch 2 of the data: "),
+        ("raises", "RuntimeError", "to have 3 channels, but got 4"),
+    ],
+)
+def test_an_error_of_one_rank_is_the_same_error_on_all(two: Results, case: str, kind: str, says: str) -> None:
+    first, second = (result[case] for result in two)
+    assert first == second
+    assert first[0] == kind
+    assert re.search(says, first[1])
+
+
+def test_batches_that_were_left_out_are_told_once_by_the_first_rank(two: Results) -> None:
+    first, second = (result["heard"] for result in two)
+    assert [each for each in first if "2 batches hold NaN or infinity and were left out: 2, 3" in each]
+    assert len(second) < len(first)
+
+
+def test_tensors_of_every_shape_reach_all_ranks(met: Results) -> None:
+    expected = [
+        {"a": ["torch.float32", [[], []]], "only 0": ["torch.int16", 0]},
+        {"a": ["torch.float32", [[1.0], [1.0]]], "only 1": ["torch.int16", 1]},
+    ]
+    assert [result["gathered"] for result in met] == [expected, expected]
+
+
+def test_sums_are_the_same_bits_on_all_ranks(met: Results) -> None:
+    assert met[0]["sum"] == met[1]["sum"]
+    assert float.fromhex(met[0]["sum"][0]) == pytest.approx(0.3)
+
+
+def test_what_rank_0_finds_out_alone_is_told_to_all(met: Results) -> None:
+    assert [result["told"] for result in met] == [{"rank": 0, "size": 1}] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "says"),
+    [
+        ("shapes", "RankError", "the ranks have tensors of other shapes"),
+        ("other calls", "RankError", "rank 0: comparing, rank 1: calibrating"),
+        ("left", "KeyError", "no such thing"),
+        ("first of two", "ValueError", "at 3"),
+    ],
+)
+def test_what_goes_wrong_between_ranks_ends_all_of_them(met: Results, case: str, kind: str, says: str) -> None:
+    for result in met:
+        assert result[case][0] == kind
+        assert says in result[case][1]
+
+
+def test_an_error_that_cannot_be_made_again_is_told_by_its_name(met: Results) -> None:
+    assert met[0]["of its own kind"] == ["RankError", "StrangeError: (1, 2) [SP-R001]"]
+    assert met[1]["of its own kind"][0] == "StrangeError"
+
+
+def test_ranks_work_on_after_an_error(met: Results) -> None:
+    assert [result["afterwards"] for result in met] == [["done", [0, 1]]] * 2
+
+
+@pytest.mark.parametrize(("store", "dies"), [("file", 1), pytest.param("tcp", 0, marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_others_in_time_and_is_named(tmp_path: Path, store: str, dies: int) -> None:
+    group = start_group("tests.ranks.jobs:dying", 2, tmp_path, store, DIES=str(dies), SCALEPOINT_RANK_TIMEOUT="3")
+    group[dies].wait(timeout=120)
+    died = time.monotonic()
+    other = 1 - dies
+    while not (tmp_path / f"result-{other}.json").exists() and time.monotonic() < died + 60:
+        time.sleep(0.05)
+    group[other].kill()
+    group[other].wait()
+    assert group[dies].returncode == -9
+    kind, message = result_of(tmp_path, other)
+    assert kind == "RankError"
+    named = "rank 1 of 2 gave no sign of life" if dies else "the process that holds it, rank 0 or torchrun, has ended"
+    assert named in message
+
+
+def test_without_a_group_there_is_one_rank() -> None:
+    assert (ranks.rank(), ranks.size(), ranks.is_main()) == (0, 1, True)
+    with ranks.together(), ranks.agreed("alone") as told:
+        told.mine = 3
+    assert told.all == [3]
+
+
+def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("SCALEPOINT_RANK_TIMEOUT", "soon")
+    with pytest.raises(UsageError, match="SCALEPOINT_RANK_TIMEOUT='soon': a number of seconds"):
+        ranks.limit()
