@@ -57,6 +57,7 @@ def test_the_public_names_are_pinned():
         "save",
         "sensitivity",
         "spec",
+        "sweep",
         "targets",
         "tensorrt",
         "transform",

@@ -50,6 +50,7 @@ _FUNCTIONS = {
     "perplexity": "language",
     "save": "quantize",
     "sensitivity": "analysis",
+    "sweep": "deployment",
     "transform": "transformation",
     "tune": "tuning",
     "verify": "verification",

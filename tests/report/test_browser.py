@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint.report import compare_runs, difference_page, write
+from scalepoint.report import Sweep, compare_runs, difference_page, sweep_page, write
+from tests.deployment import test_sweep
 from tests.report import made
 from tests.report.browser import Browser, find
 
@@ -30,6 +31,8 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     written = {name: write(report, folder / name) for name, report in made_up.items()}
     written["compared"] = folder / "compared.html"
     written["compared"].write_text(difference_page(compare_runs(made.evil(), made.ordinary())))
+    written["swept"] = folder / "swept.html"
+    written["swept"].write_text(sweep_page(Sweep(test_sweep.ROWS)))
     return written
 
 
@@ -46,7 +49,7 @@ def choose(browser: Browser, identifier: str, value: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["ordinary", "bare", "evil", "large", "compared"])
+@pytest.mark.parametrize("name", ["ordinary", "bare", "evil", "large", "compared", "swept"])
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (380, False)], ids=["wide", "dark", "phone"])
 def test_it_opens_without_a_complaint_and_fits(browser, pages, name, width, dark):
     browser.open(pages[name], width=width, dark=dark)

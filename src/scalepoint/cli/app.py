@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import scalepoint
-from scalepoint.cli import beginning, deploying, files, inspecting, machine, proving
+from scalepoint.cli import beginning, deploying, files, inspecting, machine, proving, sweeping
 from scalepoint.cli.ending import Code, fail, flushed, interrupted, misused
 from scalepoint.cli.screen import NARROW, abandon, prepare, say, show
 from scalepoint.errors import ScalepointWarning
@@ -75,6 +75,11 @@ COMMANDS = (
             "scalepoint deploy -c scalepoint.yaml --smoke",
             "scalepoint deploy -c scalepoint.yaml --resume",
         ),
+    ),
+    (
+        sweeping.sweep,
+        "sweep",
+        ("scalepoint sweep -c sweep.yaml -o sweep/", "scalepoint sweep -c sweep.yaml -o sweep/ --resume"),
     ),
     (
         proving.verify,

@@ -83,7 +83,7 @@ def deploy(
         code = preview(settings, finder, "deploy", json=json)
         _talk("dry run: nothing was written", quiet)
         return code
-    return _Run(settings, finder, smoke, resume, quiet, json).go()
+    return Run(settings, finder, smoke, resume, quiet, json).go()
 
 
 def _talk(text: str, quiet: bool) -> None:
@@ -91,8 +91,16 @@ def _talk(text: str, quiet: bool) -> None:
         say(text)
 
 
+def keywords_of(settings: Any) -> dict[str, Any]:
+    """What deploy is told of a config."""
+    same = ("target", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
+            "leave", "strict", "threads", "float_dtype")  # fmt: skip
+    told = {name: getattr(settings, name) for name in same}
+    return {**told, "config": settings.quantization, "allow_departure": True}  # told by the exit code, after the result
+
+
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """One run: the settings, and how to talk."""
 
     settings: Any
@@ -118,8 +126,6 @@ class _Run:
         return self._finish(done)
 
     def _deployed(self) -> Any:
-        from scalepoint.report import write
-
         settings = self.settings
         evaluate = load_evaluate(settings.evaluate, self.finder) if settings.evaluate else None
         model, inputs, batches = model_and_data(settings, self.finder)
@@ -132,28 +138,20 @@ class _Run:
             model,
             inputs,
             [] if batches is None else batches,
-            target=settings.target,
-            config=settings.quantization,
             output=self.folder,
             evaluate=evaluate,
-            accuracy=settings.accuracy,
-            max_drop=settings.max_drop,
-            min_speed=settings.min_speed,
-            max_trials=settings.max_trials,
-            budget=settings.budget,
-            choices=settings.choices,
-            max_batches=settings.max_batches,
-            on_nan=settings.on_nan,
-            leave=settings.leave,
-            strict=settings.strict,
-            allow_departure=True,  # told by the exit code, after the result is shown
-            threads=settings.threads,
-            float_dtype=settings.float_dtype,
             smoke=self.smoke,
             resume=self.resume,
             force=True,  # what may not be overwritten was refused before
             progress=not self.quiet,
+            **keywords_of(settings),
         )
+        return self.kept(done)
+
+    def kept(self, done: Any) -> Any:
+        """The same, with the configs in its folder and the command in its report."""
+        from scalepoint.report import write
+
         command = self._write_configs(done)
         if done.report.reproduction is not None:
             again = replace(done.report.reproduction, command=command)

@@ -14,15 +14,17 @@ from scalepoint.errors import nearest
 WORK = ".scalepoint"  # in an output folder: a run that did not end
 
 
-def settings_of(given: Mapping[str, Any]) -> Any:
-    """A DeployConfig: the file that `config` names, and over it all other options that are keys of it."""
+def settings_of(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
+    """A DeployConfig (of a sweep one with a grid): the file that `config` names, and over it all other options that are
+    keys of it."""
     from pydantic import ValidationError
 
     from scalepoint.complaints import complaints
-    from scalepoint.deployment import DeployConfig
+    from scalepoint.deployment import DeployConfig, SweepConfig
 
+    kind = SweepConfig if is_sweep else DeployConfig
     file = given.get("config")
-    settings = DeployConfig.from_file(file) if file is not None else DeployConfig()
+    settings: DeployConfig = kind.from_file(file) if file is not None else kind()
     if file is not None:
         settings = settings.updated({"root": str(Path(file).parent / (settings.root or ""))})
     said = {key: value for key, value in given.items() if key in DeployConfig.model_fields and value not in (None, [])}

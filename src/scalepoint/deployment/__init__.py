@@ -1,7 +1,8 @@
 """The one call: deploy, its config file, and what it returns."""
 
 from scalepoint.deployment.result import Deployment
-from scalepoint.deployment.settings import DeployConfig
+from scalepoint.deployment.settings import DeployConfig, SweepConfig
 from scalepoint.deployment.story import deploy
+from scalepoint.deployment.sweep import sweep
 
-__all__ = ["DeployConfig", "Deployment", "deploy"]
+__all__ = ["DeployConfig", "Deployment", "SweepConfig", "deploy", "sweep"]

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from scalepoint.allocation import Budget, check_choices
-from scalepoint.complaints import told
+from scalepoint.complaints import complaints, told
 from scalepoint.deployment.allocating import CHOICES
 from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
-from scalepoint.errors import ConfigError, DocumentError
+from scalepoint.errors import ConfigError, DocumentError, nearest
 from scalepoint.files import replace_text
 from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
@@ -104,3 +104,23 @@ class DeployConfig(Config):
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """JSON Schema, for editors that complete config files."""
         return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
+
+
+class SweepConfig(DeployConfig):
+    """A config with a grid: every key of it has a list of values, and each combination of these is a run."""
+
+    grid: dict[str, tuple[Any, ...]] = {}
+
+    def checked_grid(self) -> dict[str, list[Any]]:
+        """The values as the config has them, each checked."""
+        found: dict[str, list[Any]] = {}
+        plain = DeployConfig.model_validate({key: value for key, value in dict(self).items() if key != "grid"})
+        for key, values in self.grid.items():
+            if key not in DeployConfig.model_fields:
+                raise ConfigError(f"grid: {key!r} is no key of a config: {nearest(key, DeployConfig.model_fields)}")
+            try:
+                found[key] = [getattr(plain.updated({key: value}), key) for value in values]
+            except ValidationError as error:
+                said = "; ".join(each.message for each in complaints(error, {key: values}))
+                raise ConfigError(f"grid: {key}: {said}") from error
+        return found

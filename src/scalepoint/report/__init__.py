@@ -18,6 +18,8 @@ from scalepoint.report.model import (
     Reproduction,
     is_within,
 )
+from scalepoint.report.sweep import Sweep, SweepRow, SweepTable
+from scalepoint.report.sweep_page import sweep_page
 
 __all__ = [
     "Allocated",
@@ -35,10 +37,14 @@ __all__ = [
     "Report",
     "ReportedLayer",
     "Reproduction",
+    "Sweep",
+    "SweepRow",
+    "SweepTable",
     "Tuned",
     "compare_runs",
     "difference_page",
     "is_within",
+    "sweep_page",
     "to_html",
     "write",
 ]

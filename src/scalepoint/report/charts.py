@@ -46,7 +46,7 @@ def shares(parts: Sequence[tuple[str, float]], classes: Sequence[str], label: st
     return tag("div", tag("span", label, class_="bar-label"), drawn, class_="bar-row share-row")
 
 
-def _steps(low: float, high: float, about: int = 5) -> list[float]:
+def steps(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers between two values."""
     if not high > low:
         return [low]
@@ -77,15 +77,15 @@ def depth(layers: Sequence[ReportedLayer], floats: frozenset[str]) -> Html:
         if low < bound < high:
             line = tag("line", x1=left, x2=width - 4, y1=y_of(bound), y2=y_of(bound), class_="grid bound")
             grid += [line, tag("text", word, x=left + 4, y=y_of(bound) - 4, class_="tick")]
-    for value in _steps(low, high):
+    for value in steps(low, high):
         line = tag("line", x1=left, x2=width - 4, y1=y_of(value), y2=y_of(value), class_="grid")
         grid += [line, tag("text", f"{value:g}", x=left - 6, y=y_of(value) + 4, text_anchor="end", class_="tick")]
-    for index in _steps(0, len(layers) - 1, 8):
+    for index in steps(0, len(layers) - 1, 8):
         grid.append(tag("text", f"{index:g}", x=x_of(index), y=height - 10, text_anchor="middle", class_="tick"))
     weights = [(x_of(i), y_of(each.weight_sqnr_db)) for i, each in enumerate(layers) if each.weight_sqnr_db is not None]
     points = [(x_of(index), y_of(each.sqnr_db)) for index, each in enumerate(layers)]
     drawn = [
-        tag("path", d=_line(points), class_="trace"),
+        tag("path", d=line_of(points), class_="trace"),
         tag("path", d=_dots(weights, 2.2), class_="dot-weight"),
         *_points(layers, points, floats),
     ]
@@ -111,11 +111,13 @@ def _points(
         radius = 5.0 if index in worst else 3.4
         drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=radius, class_=class_)))
         if index in worst:
-            drawn.append(_label(short(each.name, 28), x, y, taken))
+            drawn.append(label_near(short(each.name, 28), x, y, taken))
     return drawn
 
 
-def _label(text: str, x: float, y: float, taken: list[tuple[float, float, float]]) -> Html:
+def label_near(
+    text: str, x: float, y: float, taken: list[tuple[float, float, float]], class_: str = "worst-name"
+) -> Html:
     """A name near its point: below, above or further away, where no other name stands yet."""
     wide = LETTER * len(text)
     start = min(max(x - wide / 2, 46.0), 996.0 - wide)
@@ -124,14 +126,14 @@ def _label(text: str, x: float, y: float, taken: list[tuple[float, float, float]
     free = (each for each in inside if all(_apart(start, wide, each, other) for other in taken))
     height = next(free, inside[0])
     taken.append((start, start + wide, height))
-    return tag("text", text, x=round(start, 1), y=round(height, 1), class_="worst-name")
+    return tag("text", text, x=round(start, 1), y=round(height, 1), class_=class_)
 
 
 def _apart(start: float, wide: float, height: float, other: tuple[float, float, float]) -> bool:
     return start > other[1] + 6 or start + wide < other[0] - 6 or abs(height - other[2]) >= 14
 
 
-def _line(points: Sequence[tuple[float, float]]) -> str:
+def line_of(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else ""
 
 
@@ -166,14 +168,14 @@ def front(found: Allocated, label: str) -> Html:
         return round(x, 1), round(top + (height - top - bottom) * (high - _level(error, least)) / (high - low), 1)
 
     drawn = []
-    for value in _steps(low, high):
+    for value in steps(low, high):
         y = round(top + (height - top - bottom) * (high - value) / (high - low), 1)
         drawn.append(tag("line", x1=left, x2=width - 4, y1=y, y2=y, class_="grid"))
         drawn.append(tag("text", f"{value:g}", x=left - 6, y=y + 4, text_anchor="end", class_="tick"))
     floor = height - bottom
     drawn += [
         tag("text", f"{value:.4g}", x=at(value, 1)[0], y=floor + 16, text_anchor="middle", class_="tick")
-        for value in _steps(start, end, 8)
+        for value in steps(start, end, 8)
     ]
     drawn.append(tag("text", f"{label}; upwards: dB", x=width / 2, y=height - 6, text_anchor="middle", class_="tick"))
     if found.limit is not None:
@@ -181,7 +183,7 @@ def front(found: Allocated, label: str) -> Html:
         drawn.append(tag("line", x1=x, x2=x, y1=top, y2=floor, class_="limit"))
         drawn.append(tag("text", f"budget {found.limit:g}", x=x + 5, y=top + 10, class_="tick"))
     points = [at(each.cost, each.error) for each in found.front]
-    drawn.append(tag("path", d=_line(points), class_="trace"))
+    drawn.append(tag("path", d=line_of(points), class_="trace"))
     for each, (x, y) in zip(found.front, points, strict=True):
         counts = ", ".join(f"{number} {short(choice, 40)}" for choice, number in each.counts.items())
         title = tag("title", f"{each.cost:.4g}: {_level(each.error, least):.1f} dB; {counts}")
@@ -195,7 +197,7 @@ def _marked(found: Allocated, at: Callable[[float, float], tuple[float, float]])
     taken: list[tuple[float, float, float]] = []
     x, y = at(found.reached, found.error)
     drawn.append(tag("circle", cx=x, cy=y, r=6, class_="dot-worst"))
-    drawn.append(_label("chosen", x, y, taken))
+    drawn.append(label_near("chosen", x, y, taken))
     for choice, (cost, error) in found.uniform.items():
         x, y = at(cost, error)
         drawn.append(tag("rect", x=x - 4, y=y - 4, width=8, height=8, class_="dot-weight"))
@@ -214,7 +216,7 @@ def gains(layers: Sequence[ChosenCodes]) -> Html:
         return round(top + (height - top - bottom) * (high - value) / (high - low), 1)
 
     drawn = []
-    for value in _steps(low, high):
+    for value in steps(low, high):
         drawn.append(tag("line", x1=left, x2=width - 4, y1=y_of(value), y2=y_of(value), class_="grid"))
         drawn.append(tag("text", f"{value:g}", x=left - 6, y=y_of(value) + 4, text_anchor="end", class_="tick"))
     for index, (each, (before, after)) in enumerate(zip(layers, pairs, strict=True)):
@@ -224,7 +226,7 @@ def gains(layers: Sequence[ChosenCodes]) -> Html:
         dots = (tag("circle", cx=x, cy=y_of(before), r=2.6, class_="dot-weight"),
                 tag("circle", cx=x, cy=y_of(after), r=3.4, class_="dot"))  # fmt: skip
         drawn.append(tag("g", title, line, *dots))
-    for place in _steps(0, len(layers) - 1, 8):
+    for place in steps(0, len(layers) - 1, 8):
         x = round(left + 8 + (width - left - 20) * (place / max(1, len(layers) - 1)), 1)
         drawn.append(tag("text", f"{place:g}", x=x, y=height - 8, text_anchor="middle", class_="tick"))
     label = f"dB of {plural(len(layers), 'layer')} before and after, in the order of execution"
@@ -257,7 +259,7 @@ def histogram(each: Histogram) -> Html:
     ends = [x_of(each.low), x_of(each.high)]
     drawn += [tag("line", x1=x, x2=x, y1=top - 6, y2=floor, class_="limit") for x in ends]
     drawn.append(tag("line", x1=0, x2=width, y1=floor, y2=floor, class_="axis"))
-    for value in _steps(low, high, 4):
+    for value in steps(low, high, 4):
         x = min(max(x_of(value), 10), width - 10)
         drawn.append(tag("text", f"{value:.6g}", x=x, y=height - 6, text_anchor="middle", class_="tick"))
     label = f"{each.kind} values of {short(each.layer)}"

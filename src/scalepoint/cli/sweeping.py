@@ -1,0 +1,85 @@
+"""sweep: deploy over a grid of settings."""
+
+# ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import scalepoint
+from scalepoint.cli import options
+from scalepoint.cli.deploying import Run, keywords_of
+from scalepoint.cli.ending import Code, interrupted, usage
+from scalepoint.cli.inspecting import model_and_data
+from scalepoint.cli.naming import load_evaluate, public
+from scalepoint.cli.screen import say, show, show_json
+from scalepoint.cli.settings import check_names, check_settings, check_target, finder_of, settings_of
+
+KEYWORDS = {"quantization": "config"}  # a key of the file that has another name in Python
+
+
+def sweep(
+    context: typer.Context,
+    config: options.Config = None,
+    output: options.Output = None,
+    model: options.Model = None,
+    data: options.Data = None,
+    evaluate: options.Evaluate = None,
+    trust: options.Trust = False,
+    smoke: options.Smoke = False,
+    resume: options.Resume = False,
+    force: options.Force = False,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """Deploy with every combination of a grid: the config's `grid:` has a list of values for each key. One folder a
+    run, one table and one page over all."""
+    if config is None:
+        raise usage("which grid? Give a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
+    check_names(context.params)
+    settings = settings_of(context.params, is_sweep=True)
+    grid = settings.checked_grid()
+    finder = finder_of(settings, context.params)
+    check_settings(settings, finder)
+    for target in grid.get("target", ()):
+        check_target(target)
+    folder = Path(settings.output)
+    if folder.is_dir() and any(folder.iterdir()) and not (resume or force):
+        raise usage(f"output folder {str(folder)!r} is not empty: go on with --resume, or overwrite it with --force")
+    judge = load_evaluate(settings.evaluate, finder) if settings.evaluate else None
+    net, inputs, batches = model_and_data(settings, finder)
+    if not quiet:
+        say(f"scalepoint {scalepoint.__version__}: {settings.model} over {', '.join(grid)} into {folder}/")
+
+    def finish(done: Any, place: Path, point: Mapping[str, Any]) -> None:
+        own = {key: point[KEYWORDS.get(key, key)] for key in grid}
+        base = {key: value for key, value in dict(settings).items() if key != "grid"}
+        one = public("DeployConfig").model_validate({**base, **own, "output": str(place)})
+        Run(one, finder, smoke, False, quiet, json).kept(done)
+
+    names = {KEYWORDS.get(key, key): values for key, values in grid.items()}
+    shared = {key: value for key, value in keywords_of(settings).items() if key not in names}
+    try:
+        found = public("sweep")(
+            net, inputs, [] if batches is None else batches, grid=names, output=folder, resume=resume, force=force,
+            finish=finish, evaluate=judge, smoke=smoke, progress=not quiet, **shared,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        return interrupted("finished runs are kept; the same command with --resume goes on from there")
+    return _shown(found, folder, is_json=json)
+
+
+def _shown(found: Any, folder: Path, *, is_json: bool) -> int:
+    from scalepoint.report import SweepTable
+
+    failed = [row for row in found.rows if not row.is_done]
+    code = Code.UNVERIFIED if failed else Code.DONE
+    if is_json:
+        show_json("sweep", {"exit_code": int(code), **found.to_dict()})
+    else:
+        show(SweepTable(found), f"page: {folder / 'sweep.html'}")
+    if failed:
+        say(f"failed: {len(failed)} of {len(found.rows)} runs", "red")
+    return code

@@ -1,0 +1,173 @@
+"""Many runs in one table: what each was, what came of it, and which of them none other beats.
+
+rows  ->  front: no other row is as good in both, and better in one
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from scalepoint.documents import parse_json
+from scalepoint.errors import DocumentError, StoreError
+from scalepoint.plain import plain
+from scalepoint.report.model import LARGEST, Report
+from scalepoint.report.terminal import NARROW, low_share, plain_table
+from scalepoint.words import decibel, one_line, plural, printed, ratio, share_of, short, size_of, time_of, value_of
+
+FILE = "sweep.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One run of a sweep; what was not measured is None. `settings` is what this run has of its own."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    status: str = "done"  # or failed
+    message: str = ""
+    score: float | None = None
+    float_score: float | None = None
+    size: float | None = None
+    speed: float | None = None  # times the float file's
+    latency: float | None = None
+    last_db: float | None = None  # SQNR of the last layer's output against the float model
+    low: float | None = None  # share of the MACs in low precision
+    verdict: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        return self.status == "done"
+
+    @property
+    def quality(self) -> float | None:
+        """The user's metric where there is one, else the error at the end."""
+        value = self.last_db if self.score is None else self.score
+        return None if value is None or math.isnan(value) else value
+
+    @classmethod
+    def of(cls, name: str, settings: Mapping[str, Any], report: Report, size: int | None = None) -> "SweepRow":
+        """What a run's report says of it."""
+        found, metric = report.verification, report.accuracy[0] if report.accuracy else None
+        latency = None if found is None else found.latency
+        return cls(
+            name,
+            plain(settings),
+            score=None if metric is None else metric.final,
+            float_score=None if metric is None else metric.float_value,
+            size=float(found.size) if found is not None and found.size else None if size is None else float(size),
+            speed=None if latency is None else latency.ratio,
+            latency=None if latency is None else latency.seconds[1],
+            last_db=report.layers[-1].sqnr_db if report.layers else None,
+            low=low_share(report.coverage.share_of_macs()),
+            verdict=report.verdict(),
+        )
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All runs of a sweep, in the order of the grid."""
+
+    rows: tuple[SweepRow, ...]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there is a metric of the user's."""
+        return any(row.score is not None for row in self.rows)
+
+    def front(self, cost: str = "size") -> tuple[SweepRow, ...]:
+        """The runs that no other beats in quality and in `cost`, "size" or "speed"; those that cost least first."""
+        price = _price(cost)
+        known = [row for row in self.rows if row.is_done and row.quality is not None and price(row) is not None]
+        best = [row for row in known if not _is_beaten(row, known, price)]
+        return tuple(sorted(best, key=lambda row: price(row) or 0.0))
+
+    def summary(self) -> str:
+        failed = sum(not row.is_done for row in self.rows)
+        best = ", ".join(row.name for row in self.front())
+        told = f"{plural(len(self.rows), 'run')}{f', {failed} failed' if failed else ''}"
+        return f"{told}; on the front of quality and size: {best or 'none was measured'}"
+
+    def to_dict(self) -> dict[str, Any]:
+        fronts = {cost: [row.name for row in self.front(cost)] for cost in ("size", "speed")}
+        return {"schema": SCHEMA, "rows": plain(self.rows), "front": fronts}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Sweep":
+        """What `to_json` wrote."""
+        try:
+            data = parse_json(Path(path).read_text(encoding="utf-8"), LARGEST)
+            if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+                raise StoreError(f"{path} is no sweep of schema {SCHEMA}")
+            return cls(TypeAdapter(tuple[SweepRow, ...]).validate_python(data.get("rows")))
+        except (OSError, UnicodeDecodeError, DocumentError, ValidationError) as error:
+            raise StoreError(f"{path} is no sweep: {str(error).splitlines()[0]}") from error
+
+    def __str__(self) -> str:
+        return printed(SweepTable(self))
+
+
+def _price(cost: str) -> Callable[[SweepRow], float | None]:
+    """What is better when it is less."""
+    if cost == "size":
+        return lambda row: row.size
+    return lambda row: None if row.speed is None else -row.speed
+
+
+def _is_beaten(row: SweepRow, others: Sequence[SweepRow], price: Callable[[SweepRow], float | None]) -> bool:
+    mine = (-(row.quality or 0.0), price(row) or 0.0)
+    for other in others:
+        theirs = (-(other.quality or 0.0), price(other) or 0.0)
+        if theirs != mine and theirs[0] <= mine[0] and theirs[1] <= mine[1]:
+            return True
+    return False
+
+
+def cells(row: SweepRow) -> tuple[str, str, str, str, str, str]:
+    """Score, error at the end, size, speed, latency, coverage, as people read them."""
+    return (
+        "" if row.score is None else value_of(row.score),
+        decibel(row.last_db),
+        "" if row.size is None else size_of(row.size),
+        "" if row.speed is None else ratio(row.speed),
+        "" if row.latency is None else time_of(row.latency),
+        share_of(row.low),
+    )
+
+
+def marks(sweep: Sweep) -> dict[str, str]:
+    """Row -> the fronts that it is on."""
+    fronts = {cost: {row.name for row in sweep.front(cost)} for cost in ("size", "speed")}
+    return {row.name: ", ".join(cost for cost, names in fronts.items() if row.name in names) for row in sweep.rows}
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """For rich: fits any width."""
+
+    sweep: Sweep
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        on = marks(self.sweep)
+        rows = [(short(row.name, 48), *cells(row), on[row.name]) for row in self.sweep.rows]
+        heads = ("run", "score", "last dB", "size", "speed", "latency", "in low", "on the front of")
+        if options.max_width < NARROW:
+            quality = 1 if self.sweep.is_scored else 2
+            few = [(row[0], row[quality], row[3], row[4], "*" if row[7] else "") for row in rows]
+            yield plain_table(("run", heads[quality], "size", "speed", "front"), few, numbers=range(1, 4))
+        else:
+            yield plain_table(heads, rows, numbers=range(1, 7))
+        for row in self.sweep.rows:
+            if not row.is_done:
+                yield Text(f"failed: {one_line(row.name)}: {one_line(row.message)}", style="red")
+        yield Text(one_line(self.sweep.summary()))
