@@ -153,6 +153,11 @@ def start() -> None:
         distributed.init_process_group("nccl" if cuda.is_available() else "gloo")
 
 
+def is_restarted() -> bool:
+    """Whether torchrun started this process again, after one of its ranks had died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def limit() -> float:
     """Seconds after which a rank without a heartbeat is dead."""
     given = os.environ.get(TIMEOUT, "")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from scalepoint import ranks
+from scalepoint import deploy, deploy_checkpoint, ranks
+from scalepoint.deployment import story
 from scalepoint.quantize import QuantConfig, QuantStub, calibrate, insert_qdq
 from scalepoint.transformation import transform
 
@@ -197,4 +198,58 @@ def _two_errors() -> Any:
 
 def first(folder: Path) -> Any:
     """Several jobs by one group: it takes seconds to start one."""
-    return {"calibrating": calibrating(folder), "meeting": meeting(folder)}
+    return {"calibrating": calibrating(folder), "meeting": meeting(folder), "deploying": deploying(folder)}
+
+
+def deploying(folder: Path) -> Any:
+    """The same file as by one process; scores, reports and errors are the same on all ranks."""
+    data, found = batches(5), {}
+
+    def evaluate(run: Any) -> float:
+        return float(run(data[0]).abs().mean())
+
+    def deployed(name: str, **how: Any) -> Any:
+        done = deploy(
+            net(), data[0], data, output=folder / name, evaluate=evaluate, progress=False, allow_departure=True, **how
+        )
+        return [done.path.name, done.score, done.verification.sqnr, done.report.accuracy[0].float_value, str(done.path)]
+
+    if ranks.rank() == 0:
+        with ranks.alone():
+            deployed("one")
+    with ranks.agreed("one is there"):
+        pass
+    found["done"] = deployed("many")
+    found["bytes"] = _same_bytes(folder / "one", folder / "many")
+    found["files"] = sorted(each.name for each in (folder / "many").iterdir())
+    found["again"] = outcome(lambda: deployed("many"))
+    found["strict"] = outcome(lambda: deployed("strict", strict=True, leave=("conv",)))
+    found["other model"] = outcome(_deploy_another)
+    found["checkpoint"] = outcome(lambda: deploy_checkpoint(folder, folder / "never", target="gguf"))
+    return found
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    with ranks.agreed("both are there"):
+        pass
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in ("model.onnx", "float.onnx"))
+
+
+def _deploy_another() -> Any:
+    torch.manual_seed(ranks.rank())
+    return deploy(Net().eval(), batches(1)[0], batches(2), output="never", progress=False)
+
+
+def killed(folder: Path) -> Any:
+    """DIES=rank at STEP=calibrate, tune, export, verify, make_report: there that rank is killed, the first time."""
+    step, dies = os.environ["STEP"], int(os.environ["DIES"])
+    if step and ranks.rank() == dies:
+        setattr(story, step, lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL))
+    data = batches(5)
+    is_tuned, resume = "tune" in (step, os.environ.get("ACCURACY")), os.environ["RESUME"] == "yes"
+    return outcome(
+        lambda: deploy(
+            net(), data[0], data, output=folder / "out", progress=False, allow_departure=True, resume=resume,
+            accuracy="balanced" if is_tuned else None,
+        ).path.name
+    )  # fmt: skip

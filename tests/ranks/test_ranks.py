@@ -30,6 +30,11 @@ def met(done: Results) -> Results:
     return [each["meeting"] for each in done]
 
 
+@pytest.fixture(scope="module")
+def deployed(done: Results) -> Results:
+    return [each["deploying"] for each in done]
+
+
 @pytest.mark.parametrize("key", METHODS)
 def test_two_ranks_give_the_parameters_of_one_to_the_last_bit(two: Results, key: str) -> None:
     for result in two:
@@ -112,7 +117,36 @@ def test_ranks_work_on_after_an_error(met: Results) -> None:
     assert [result["afterwards"] for result in met] == [["done", [0, 1]]] * 2
 
 
-@pytest.mark.parametrize(("store", "dies"), [("file", 1), pytest.param("tcp", 0, marks=pytest.mark.slow)])
+def test_two_ranks_write_the_file_of_one_byte_for_byte(deployed: Results) -> None:
+    for result in deployed:
+        assert result["bytes"]
+        assert result["files"] == ["float.onnx", "model.onnx", "quantized", "report.html", "report.json"]
+
+
+def test_every_rank_returns_what_the_first_found(deployed: Results) -> None:
+    first, second = (result["done"] for result in deployed)
+    assert first == second
+    assert first[0] == "model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "says"),
+    [
+        ("again", "UsageError", "is not empty: choose another output="),
+        ("strict", "CoverageError", "operations stay float unasked"),
+        ("other model", "UsageError", "rank 1 has another model than rank 0"),
+        ("checkpoint", "UsageError", "deploy_checkpoint works in one process"),
+    ],
+)
+def test_what_one_process_refuses_all_ranks_refuse(deployed: Results, case: str, kind: str, says: str) -> None:
+    first, second = (result[case] for result in deployed)
+    assert first == second
+    assert first[0] == kind
+    assert says in first[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("store", "dies"), [("file", 1), ("tcp", 0)])
 def test_a_killed_rank_ends_the_others_in_time_and_is_named(tmp_path: Path, store: str, dies: int) -> None:
     group = start_group("tests.ranks.jobs:dying", 2, tmp_path, store, DIES=str(dies), SCALEPOINT_RANK_TIMEOUT="3")
     group[dies].wait(timeout=120)

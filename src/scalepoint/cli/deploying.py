@@ -10,13 +10,14 @@ from typing import Any
 import typer
 
 import scalepoint
+from scalepoint import ranks
 from scalepoint.cli import options
 from scalepoint.cli.checkpoints import FolderRun, is_folder
 from scalepoint.cli.ending import Code, interrupted
 from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import check_names, check_output, check_settings, done_in, finder_of, settings_of
+from scalepoint.cli.settings import WORK, check_names, check_output, check_settings, done_in, finder_of, settings_of
 from scalepoint.words import decibel, ratio, value_of
 
 TOLD = (
@@ -66,24 +67,39 @@ def deploy(
 ) -> int:
     """Quantize a model, or the checkpoint of a language model, for a target, verify it in its runtime, and write file
     and report."""
-    may_exist = force or dry_run
+    ranks.start()  # those that torchrun has started
+    with ranks.together():
+        return _deployed(context.params)
+
+
+def _deployed(given: dict[str, Any]) -> int:
+    model, config, output = (given[name] for name in ("model", "config", "output"))
+    dry_run, resume, quiet, json = (bool(given[name]) for name in ("dry_run", "resume", "quiet", "json"))
+    may_exist = bool(given["force"]) or dry_run
     if not is_folder(model):  # torch takes seconds to load: what can be refused before is
-        check_names(context.params)
-        if config is None:
-            check_output(Path(output or "out"), force=may_exist, resume=resume)
-    settings = settings_of(context.params)
+        check_names(given)
+        if config is None and not ranks.is_restarted():
+            _look(Path(output or "out"), may_exist, resume)
+    settings = settings_of(given)
     if is_folder(settings.model):
-        return FolderRun(settings, resume, force, quiet, json).go()
-    finder = finder_of(settings, context.params)
+        return FolderRun(settings, resume, bool(given["force"]), quiet, json).go()
+    finder = finder_of(settings, given)
     check_settings(settings, finder)
-    check_output(Path(settings.output), force=may_exist, resume=resume)
+    folder = Path(settings.output)
+    resume = resume or (ranks.is_restarted() and (folder / WORK).exists())
+    _look(folder, may_exist, resume)
     if dry_run:
         if settings.evaluate:
             load_evaluate(settings.evaluate, finder)
         code = preview(settings, finder, "deploy", json=json)
         _talk("dry run: nothing was written", quiet)
         return code
-    return Run(settings, finder, smoke, resume, quiet, json).go()
+    return Run(settings, finder, bool(given["smoke"]), resume, quiet, json).go()
+
+
+def _look(folder: Path, may_exist: bool, resume: bool) -> None:
+    """By the first rank: it soon writes there."""
+    ranks.told("looking at the output", lambda: check_output(folder, force=may_exist, resume=resume))
 
 
 def _talk(text: str, quiet: bool) -> None:
@@ -152,6 +168,8 @@ class Run:
         """The same, with the configs in its folder and the command in its report."""
         from scalepoint.report import write
 
+        if not ranks.is_main():
+            return done
         command = self._write_configs(done)
         if done.report.reproduction is not None:
             again = replace(done.report.reproduction, command=command)

@@ -10,7 +10,7 @@ import traceback
 from difflib import get_close_matches
 from enum import IntEnum
 
-from scalepoint import errors
+from scalepoint import errors, ranks
 from scalepoint.cli.screen import say, shortened, show_json, write
 from scalepoint.words import visible
 
@@ -45,6 +45,7 @@ ENDINGS: tuple[tuple[type[Exception], Code, str], ...] = (
     (errors.ConfigError, Code.USAGE, "`scalepoint config schema` lists every key"),
     (errors.DocumentError, Code.USAGE, "`scalepoint init` writes a config to start from"),
     (errors.StoreError, Code.USAGE, ""),
+    (errors.RankError, Code.INTERNAL, "start the same command again with --resume, with as many ranks as you like"),
     (errors.ScalepointError, Code.USAGE, ""),
 )
 
@@ -56,6 +57,9 @@ def usage(message: str) -> errors.UsageError:
 
 def fail(error: Exception, command: str, *, is_json: bool, is_debug: bool) -> Code:
     """Say what went wrong, and with which code to end."""
+    if isinstance(error, errors.RankError) and not ranks.is_main():
+        with ranks.alone():  # the first may be the one that is gone
+            return fail(error, command, is_json=is_json, is_debug=is_debug)
     code, label, message, way_out = _explained(error)
     if is_debug:
         say("".join(traceback.format_exception(error)))

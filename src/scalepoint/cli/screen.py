@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from scalepoint import ranks
 from scalepoint.plain import plain
 from scalepoint.words import one_line, visible
 
@@ -59,7 +60,10 @@ def _print(stream: TextIO, parts: Sequence[RenderableType]) -> None:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """All or, when the reader has gone (`| head`), nothing more: that is no error of ours."""
+    """All or, when the reader has gone (`| head`), nothing more: that is no error of ours. Of several ranks the first
+    writes."""
+    if not ranks.is_main():
+        return
     try:
         stream.write(text)
         stream.flush()

@@ -8,6 +8,7 @@
             export(...)
             stage.keep(files=[path])
 
+Of several ranks the first has the journal; the others do as it is told there, and a stage ends on all of them together.
 A stage is taken from the journal when all its marks are as they were and its files are whole; otherwise what changed is
 named in a warning, and the stage is due again. What is kept is written when the stage ends well.
 """
@@ -22,6 +23,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from scalepoint import ranks
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.files import digest, locked, replace_text
@@ -72,12 +74,16 @@ class Stage:
         """What was saved, as `read` makes it; None when the stage is due, also because it cannot be read."""
         if self.saved is None:
             return None
-        try:
-            return read(self.saved)
-        except (ScalepointError, ValidationError) as error:
+        with ranks.agreed(self.name) as told:
+            try:
+                value, told.mine = read(self.saved), ""
+            except (ScalepointError, ValidationError) as error:
+                value, told.mine = None, str(error).splitlines()[0]
+        why = next(filter(None, told.all), "")
+        if why:
             self.saved = None
-            _warn(f"{self.name}: what was saved cannot be used ({str(error).splitlines()[0]}): done again")
-            return None
+            _warn(f"{self.name}: what was saved cannot be used ({why}): done again")
+        return None if why else value
 
     def keep(self, result: Mapping[str, Any] | None = None, files: Sequence[Path] = ()) -> None:
         """What the stage gave, and the files that it made."""
@@ -97,6 +103,9 @@ class Journal:
         """The journal of a folder, anew unless resumed, for one process at a time. It goes when the run ends well; of a
         run that fails before its first stage ended nothing stays."""
         folder = output / FOLDER
+        if not ranks.is_main():
+            yield cls(output, Pages())
+            return
         existed = output.exists()
         with locked(folder):
             journal = cls(output, _read(folder / FILE) if resume else Pages())
@@ -137,9 +146,10 @@ class Journal:
     @contextmanager
     def stage(self, name: str, marks: Marks) -> Iterator[Stage]:
         """A stage with what is known of it; what it keeps is written down when it ends well."""
-        stage = Stage(name, marks, self.find(name, marks))
-        yield stage
-        if stage.kept is not None:
+        stage = Stage(name, marks, ranks.told(name, lambda: self.find(name, marks)))
+        with ranks.agreed(name):
+            yield stage
+        if stage.kept is not None and ranks.is_main():
             self._keep(name, stage.marks, *stage.kept)
 
     def _keep(self, stage: str, marks: Marks, result: Mapping[str, Any], files: Sequence[Path]) -> None:

@@ -5,18 +5,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from scalepoint import ranks
 from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.journal import Journal, Stage
 from scalepoint.deployment.marks import mark, mark_of_code, mark_of_model, mark_of_target, mark_of_values
 from scalepoint.deployment.trials import Trial
+from scalepoint.errors import UsageError
 from scalepoint.files import digest, replace_file
 from scalepoint.formats import find_format
 from scalepoint.progress import say, timed
@@ -31,6 +33,12 @@ Marks = dict[str, str | None]
 VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
 FILE, FLOAT_FILE, MODEL = "model", "float", "quantized"
 SMOKE_BATCHES = 2
+MarksOf = TypeVar("MarksOf", bound=Callable[..., Marks])
+
+
+def _of_first(make: MarksOf) -> MarksOf:
+    """Of several ranks the first looks what a stage was made from; the others need not see the files."""
+    return wraps(make)(lambda *args: make(*args) if ranks.is_main() else {})  # type: ignore[return-value]  # as make
 
 
 @dataclass(kw_only=True)
@@ -58,6 +66,7 @@ class Run:
     def __post_init__(self) -> None:
         self.format = find_format(self.target.format)
         self.model_mark = mark_of_model(self.model)
+        _check_same(self.model_mark)
         if self.smoke:
             self.max_batches = min(self.max_batches or SMOKE_BATCHES, SMOKE_BATCHES)
 
@@ -89,6 +98,7 @@ class Run:
         args, kwargs = self.inputs
         return [kwargs if kwargs and not args else tuple(args)]
 
+    @_of_first
     def marks_of_quantizing(self, config: QuantConfig) -> Marks:
         return {
             **VERSIONS,
@@ -103,6 +113,7 @@ class Run:
             "accuracy": str(self.accuracy),
         }
 
+    @_of_first
     def marks_of_exporting(self, quantized: Path | None) -> Marks:
         """Of the file of a quantized model, or, without one, of the float file."""
         source: Marks = {"the model": self.model_mark, "leave": mark(self.leave)}
@@ -115,6 +126,7 @@ class Run:
             **{name: package_version(name) for name in ("onnx", "onnxscript")},
         }
 
+    @_of_first
     def marks_of_verifying(self, path: Path, float_path: Path) -> Marks:
         runtime = str(self.target.runtime)
         return {
@@ -127,6 +139,7 @@ class Run:
             runtime: package_version(find_runtime(runtime).package),
         }
 
+    @_of_first
     def marks_of_judging(self, path: Path | None) -> Marks:
         """Of the score of a file, or, without one, of the float model."""
         judged: Marks = {"the model": self.model_mark, **VERSIONS} if path is None else {"the file": digest(path)}
@@ -134,16 +147,31 @@ class Run:
 
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""
-        sources = (*(() if self.smoke else self.format.files(best.float_file)), *self.format.files(best.path))
         path, float_path = self.file(output, FILE), self.file(output, FLOAT_FILE)
+        found = best.verification and replace(best.verification, path=str(path))
+        placed = replace(best, file=path, float_file=float_path, verification=found)
+        if not ranks.is_main():
+            return placed
+        sources = (*(() if self.smoke else self.format.files(best.float_file)), *self.format.files(best.path))
         old = {each.name for each in (*self.format.files(path), *self.format.files(float_path))}
         for source in sources:
             replace_file(output / source.name, partial(_copy, source))
         for name in old - {source.name for source in sources}:
             (output / name).unlink(missing_ok=True)
         save(best.model, output / MODEL, with_graph=None)  # where it has a form as data, load needs no float model
-        found = best.verification and replace(best.verification, path=str(path))
-        return replace(best, file=path, float_file=float_path, verification=found)
+        return placed
+
+
+def _check_same(model_mark: str) -> None:
+    """Ranks that were given other weights would each quantize another model."""
+    with ranks.agreed("the model") as told:
+        told.mine = model_mark
+    others = [index for index, each in enumerate(told.all) if each != told.all[0]]
+    if others:
+        raise UsageError(
+            f"rank {others[0]} has another model than rank 0: load the same weights on every rank, or set the same "
+            "seed where they are random"
+        )
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scalepoint import ranks
 from scalepoint.deployment.run import Run
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, shown
 from scalepoint.graph.modes import evaluating
@@ -47,10 +48,15 @@ def judged(run: Run, model: nn.Module, path: Path | None = None, *, in_runtime: 
     with run.stage(f"{name} evaluated", doing, run.marks_of_judging(path)) as stage:
         score = stage.reuse(lambda saved: float(saved["score"]))
         if score is None:
-            with _runner(run, model, path if in_runtime else None) as runner, evaluating(runner), torch.no_grad():
-                score = judged_as(run.evaluate(runner), is_float=path is None)
+            score = float(ranks.told(doing, lambda: _score(run, model, path, in_runtime=in_runtime)))
             stage.keep({"score": score})
     return score
+
+
+def _score(run: Run, model: nn.Module, path: Path | None, *, in_runtime: bool) -> float:
+    assert run.evaluate is not None  # noqa: S101  # asked before
+    with _runner(run, model, path if in_runtime else None) as runner, evaluating(runner), torch.no_grad():
+        return judged_as(run.evaluate(runner), is_float=path is None)
 
 
 def _runner(run: Run, model: nn.Module, path: Path | None) -> AbstractContextManager[Any]:

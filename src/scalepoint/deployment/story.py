@@ -3,7 +3,8 @@
     transform -> insert Q/DQ -> calibrate -> tune -> export -> verify in the runtime -> evaluate -> report
 
 Each step is a public function of its own; this file calls them in order. Around each stands a stage of the journal, so
-that a run that did not end goes on where it was (`journal.py`); `run.py` holds what the steps share.
+that a run that did not end goes on where it was (`journal.py`); `run.py` holds what the steps share. Several ranks
+share the data of calibration and tuning; the first alone exports, verifies, evaluates and writes, and tells the others.
 """
 
 import warnings
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 from torch import fx, nn
 
+from scalepoint import ranks
 from scalepoint.allocation import Budget, check_choices
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
@@ -33,8 +35,9 @@ from scalepoint.errors import ScalepointWarning, UsageError
 from scalepoint.formats import export
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs
+from scalepoint.plain import plain
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
-from scalepoint.report import Allocated, Raised, write
+from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
@@ -43,6 +46,7 @@ from scalepoint.verification import Status, Verification, verify
 SIZES = 3  # files that are tried for a budget of size
 
 
+@ranks.together()
 def deploy(
     model: nn.Module,
     example_inputs: Any,
@@ -92,7 +96,7 @@ def deploy(
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     found.check_float_dtype(float_dtype)
-    check_output(folder, force=force, resume=resume)
+    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
     with Journal.opened(folder, resume=resume) as journal:
         run = Run(
             model=model, inputs=as_inputs(example_inputs, kwargs), data=calibration_data, target=found,
@@ -123,8 +127,7 @@ def _made(
     best = run.place(chosen, folder)
     trials = [best if trial is chosen else closed(trial) for trial in trials]
     with run.timed("reporting"):
-        report = make_report(run, best, trials, bar, allocation)
-        write(report, folder)
+        report = _written(lambda: make_report(run, best, trials, bar, allocation), folder)
     return Deployment.of(best, report, bar.float_score, trials)
 
 
@@ -157,7 +160,7 @@ def _budgeted(
         trial = _attempt(run, number, Step(widths.config(config, chosen.chosen), chosen=chosen.chosen))
         if budget.unit != "size" or run.smoke:
             break
-        size, whole = (run.format.about(path).size for path in (trial.path, trial.float_file))
+        size, whole = _sizes(run, trial.path, trial.float_file)
         widths = corrected(widths, chosen, size, whole)
         if size <= budget.limit * whole:
             break
@@ -201,14 +204,15 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
                     model, data.data, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress,
                     freeze_weights=True,
                 )  # fmt: skip
-            stage.marks["the calibration data"] = run.data_mark = data.mark
+            stage.marks["the calibration data"] = run.data_mark = data.mark if ranks.size() == 1 else data.mark_now()
             how = tuning_for(model, run.accuracy, has_data=run.has_data)
             if how is not None:
                 with run.timed("tuning", show=False):
                     tuned = tune(
                         model, run.data, how, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress
                     )
-            save(model, place)
+            if ranks.is_main():
+                save(model, place)
             stage.keep({} if tuned is None else tuned.to_dict(), files=[place / "scalepoint.json"])
     return model, tuned
 
@@ -225,7 +229,9 @@ def _exported(run: Run, folder: Path, model: fx.GraphModule) -> tuple[Path, Path
         needs_float = float_stage.is_due and not run.smoke
         if stage.is_due or needs_float:
             also = float_path if needs_float else None
-            export(model, path, args, kwargs=kwargs, float_path=also, float_dtype=run.float_dtype)
+            if ranks.is_main():
+                with ranks.alone():
+                    export(model, path, args, kwargs=kwargs, float_path=also, float_dtype=run.float_dtype)
             stage.keep(files=run.format.files(path))
             if also:
                 float_stage.keep(files=run.format.files(also))
@@ -241,14 +247,40 @@ def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> 
         found = stage.reuse(TypeAdapter(Verification).validate_python)
         if found is None:
             timed = None if run.smoke else float_path
-            found = verify(
+            found = _told(lambda: verify(
                 path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed, float_model=run.model,
                 threads=run.threads, layers=not run.smoke,
-            )  # fmt: skip
-            found = found if run.smoke else replace(found, float_size=run.format.about(float_path).size)
+            ))  # fmt: skip
+            found = found if run.smoke else replace(found, float_size=_sizes(run, float_path)[0])
             if found.status == Status.OK:  # what went wrong is tried again
                 stage.keep(vars(found))
     return found
+
+
+def _sizes(run: Run, *paths: Path) -> list[int]:
+    found: list[int] = ranks.told("the sizes", lambda: [run.format.about(each).size for each in paths])
+    return found
+
+
+def _told(make: Callable[[], Verification]) -> Verification:
+    """What the first rank finds, which alone has the runtime running."""
+    if ranks.size() == 1:
+        return make()
+    return TypeAdapter(Verification).validate_python(ranks.told("verifying", lambda: plain(vars(make()))))
+
+
+def _written(make: Callable[[], Report], folder: Path) -> Report:
+    """The report that the first rank makes and writes."""
+    if ranks.size() == 1:
+        report = make()
+        write(report, folder)
+        return report
+
+    def written() -> Any:
+        write(report := make(), folder)
+        return report.to_dict()
+
+    return Report.from_dict(ranks.told("reporting", written))
 
 
 def _check(data: Any, evaluate: Any, max_drop: float | None, accuracy: str | None) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from scalepoint import ranks
 from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.checkpoints.skeleton import Weights, head_of, skeleton
 from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
+from scalepoint.errors import UsageError
 from scalepoint.files import locked
 from scalepoint.language.proof import Proof, prove
 from scalepoint.language.quantized import Codes
@@ -59,6 +61,11 @@ def deploy_checkpoint(
     perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
     holds one, and activations up to `memory`. resume=True goes on where a run of the same was killed.
     """
+    if ranks.size() > 1:
+        raise UsageError(
+            "deploy_checkpoint works in one process: run it without torchrun, or inside a group on one rank, in "
+            "`with scalepoint.ranks.alone():`"
+        )
     job = asked(source, output, target, config, accuracy, memory)
     timings: dict[str, float] = {}
     calibration, judging = _texts(job, data, judge, length, samples)

@@ -1,0 +1,103 @@
+"""A rank that is killed in any phase of deploy: the others end in time, nothing is half-written, and resume completes,
+with as many ranks as one likes. And the command under torchrun: one voice, the file of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalepoint.files import TEMPORARY
+from tests.ranks.group import ROOT, result_of, run_group, start_group
+
+NETS = """
+import os, signal
+from tests.ranks.jobs import batches, net
+
+def model():
+    return net(), batches(1)[0]
+
+def data():
+    return batches(5)
+
+def fatal():
+    for index, batch in enumerate(batches(5)):
+        if index == 3 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+"""
+PHASES = ("calibrate", "tune", "export", "verify", "make_report")
+DEFAULT = [("calibrate", 1)]
+
+
+@pytest.mark.parametrize(
+    ("step", "dies"),
+    [
+        pytest.param(step, dies, marks=() if (step, dies) in DEFAULT else pytest.mark.slow)
+        for step in PHASES
+        for dies in (0, 1)
+        if dies == 0 or step in ("calibrate", "tune")  # the others the first rank does alone
+    ],
+)
+def test_resume_with_another_number_of_ranks_completes_what_a_killed_rank_left(
+    tmp_path: Path, step: str, dies: int
+) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    group = start_group(
+        "tests.ranks.jobs:killed", 2, first, STEP=step, DIES=str(dies), RESUME="no", SCALEPOINT_RANK_TIMEOUT="3"
+    )
+    assert group[dies].wait(timeout=120) == -9
+    group[1 - dies].wait(timeout=60)  # the stated 3 s, and what the process takes to end
+    kind, message = result_of(first, 1 - dies)
+    assert kind == "RankError"
+    assert f"rank {dies} of 2 gave no sign of life" in message
+    assert not (first / "out" / "model.onnx").exists()
+    assert not [each for each in first.rglob("*") if each.name.startswith(TEMPORARY)]
+    for left in (*first.glob("result-*"), first / "store"):
+        left.unlink(missing_ok=True)
+    again = run_group("tests.ranks.jobs:killed", 1, first, STEP="", DIES="0", RESUME="yes", ACCURACY=step)
+    assert again == [["done", "model.onnx"]]
+    assert not (first / "out" / ".scalepoint").exists()
+
+
+def _torchrun(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    (folder / "nets.py").write_text(NETS)
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT), str(folder)))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SCALEPOINT_RANK_TIMEOUT": "3"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    command += ["--max-restarts", str(restarts), "-m", "scalepoint", "deploy", "nets:model", *arguments]
+    return subprocess.run(command, check=False, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_under_torchrun_the_first_rank_alone_speaks(tmp_path: Path) -> None:
+    done = _torchrun(tmp_path, "--data", "nets:data", "-o", "out", "--json", "--allow-departure")
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)  # one document
+    assert told["exit_code"] == 0
+    assert done.stderr.count("calibrating: 3 batches in") == 1  # of five, those of the first rank
+    assert (tmp_path / "out" / "model.onnx").is_file()
+    assert (tmp_path / "out" / "config.yaml").is_file()
+
+
+@pytest.mark.slow
+def test_a_restart_of_torchrun_goes_on_with_the_run(tmp_path: Path) -> None:
+    done = _torchrun(tmp_path, "--data", "nets:fatal", "-o", "out", "--allow-departure", restarts=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "out" / "model.onnx").is_file()
+
+
+@pytest.mark.slow
+def test_a_usage_error_is_told_once_by_torchrun(tmp_path: Path) -> None:
+    done = _torchrun(tmp_path, "--data", "nets:data", "-o", "out", "--target", "nowhere")
+    assert done.returncode != 0
+    assert done.stderr.count("no target 'nowhere'") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_four_ranks_write_the_file_of_one_byte_for_byte(tmp_path: Path) -> None:
+    for result in run_group("tests.ranks.jobs:deploying", 4, tmp_path):
+        assert result["bytes"]
