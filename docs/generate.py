@@ -61,6 +61,8 @@ PROOF = {
     "onnxruntime": "running the file in ONNX Runtime",
     "openvino": "running the file in OpenVINO (`pip install scalepoint[openvino]`)",
     "tensorrt": "static rules over the file: `scalepoint check`",
+    "coreml": "reading the file back, bit by bit, and evaluating it; on macOS by running it "
+    "(`pip install scalepoint[coreml]`)",
     "reference": "nothing: it is a simulation",
 }
 

@@ -69,6 +69,33 @@ def _told(path: Path) -> Iterator[None]:
         ) from error
 
 
+def copy_whole(source: Path, target: Path) -> None:
+    """A file or a folder under another name, which appears at once; where the disk allows it, the same bytes."""
+    if source.is_dir():
+        replace_folder(target, lambda made: _copy_tree(source, made))
+    else:
+        replace_file(target, lambda made: _link(source, made))
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=lambda one, other: _link(Path(one), Path(other)))
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def sweep(folder: Path) -> None:
     """Take away what killed processes left; only while nobody else can write there."""
     for left in folder.iterdir():
@@ -94,7 +121,11 @@ def _flush(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file, read in pieces."""
+    """sha256 of a file, read in pieces; of a folder, that of the names and contents of all its files."""
+    if path.is_dir():
+        inside = sorted(each for each in path.rglob("*") if each.is_file())
+        told = "".join(f"{each.relative_to(path)} {digest(each)}\n" for each in inside)
+        return hashlib.sha256(told.encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

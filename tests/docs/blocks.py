@@ -7,6 +7,7 @@
     shell                not run (it installs, or takes minutes): a `make` target must be there
     formula              not code
 
+`<!-- needs package -->` on the first line: the page is skipped where that package is not installed.
 `<!-- numbers vary -->` before a text or console block: figures are compared as "a number", words as they are.
 Each page is run as a reader runs it: a folder of its own, a Python process of its own that starts there, the package
 as it is installed, and nothing of the tests. `pip install` goes into an environment that the page alone has.
@@ -24,6 +25,7 @@ import threading
 import venv
 from collections.abc import Iterator
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from scalepoint.processor import signal_of
 ROOT = Path(__file__).parents[2]
 INFO = re.compile(r'(?P<language>[\w-]*)(?:[ \t]+title="(?P<title>[^"]+)")?[ \t]*$\n', re.MULTILINE)
 VARYING = "<!-- numbers vary -->"
+NEEDS = re.compile(r"<!-- needs (\w+) -->")
 NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 TIME = re.compile(r"(\d) (us|ms|s)\b")  # another CPU, another unit
 # What another CPU may compute with a last rounding of its own; and the word that goes with that number.
@@ -230,6 +233,9 @@ class PageTest(pytest.Item):
     """A page is one test: it is read as a whole."""
 
     def runtest(self) -> None:
+        needed = NEEDS.match(self.path.read_text())
+        if needed and find_spec(needed[1]) is None:
+            pytest.skip(f"{needed[1]} is not installed")
         read(self.path)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

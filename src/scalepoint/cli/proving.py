@@ -50,15 +50,15 @@ def verify(
     debug: options.Debug = False,
 ) -> int:
     """Run the exported file in its runtime and compare it with the simulation in PyTorch."""
-    file = _file(folder, "model.onnx")
+    file = _file(folder, "model")
     _, quantized, inputs, _ = restored(folder, context.params, 1)
-    float_file = folder / "float.onnx"
+    float_file = folder / f"float{file.suffix}"
     found = public("verify")(
         file,
         quantized,
         inputs,
         runtime=runtime,
-        float_path=float_file if float_file.is_file() else None,
+        float_path=float_file if float_file.exists() else None,
         threads=threads or 1,
     )
     code = Code.DONE if found.holds else Code.UNVERIFIED
@@ -170,9 +170,13 @@ def restored(folder: Path, given: Mapping[str, Any], max_batches: int | None) ->
 
 
 def _file(folder: Path, name: str) -> Path:
-    path = folder / name
-    if folder.suffix == ".onnx":
+    """The file of whatever format the target writes."""
+    from scalepoint.formats import find_format, list_formats
+
+    suffixes = [find_format(each).suffix for each in list_formats()]
+    if folder.suffix in suffixes:
         raise usage(f"{folder} is a file: give the folder that `scalepoint deploy` wrote, {folder.parent}/")
-    if not path.is_file():
-        raise usage(f"{path} is not there: give the folder that `scalepoint deploy` wrote")
-    return path
+    paths = [folder / f"{name}{suffix}" for suffix in suffixes]
+    if not any(path.exists() for path in paths):
+        raise usage(f"{paths[0]} is not there: give the folder that `scalepoint deploy` wrote")
+    return next(path for path in paths if path.exists())

@@ -183,7 +183,7 @@ def _differs(name: str, marks: Marks, entry: Entry) -> bool:
 
 
 def _is_whole(path: Path, sha256: str) -> bool:
-    return path.is_file() and digest(path) == sha256
+    return path.exists() and digest(path) == sha256
 
 
 def _read(path: Path) -> Pages:

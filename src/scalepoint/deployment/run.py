@@ -1,11 +1,9 @@
 """One run of deploy: what its steps share, how long each took, and the marks of what each was made from."""
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,7 +17,7 @@ from scalepoint.deployment.journal import Journal, Stage
 from scalepoint.deployment.marks import mark, mark_of_code, mark_of_model, mark_of_target, mark_of_values
 from scalepoint.deployment.trials import Trial
 from scalepoint.errors import UsageError
-from scalepoint.files import digest, replace_file
+from scalepoint.files import copy_whole, digest, remove
 from scalepoint.formats import find_format
 from scalepoint.progress import say, timed
 from scalepoint.quantize import QuantConfig, save
@@ -155,9 +153,9 @@ class Run:
         sources = (*(() if self.smoke else self.format.files(best.float_file)), *self.format.files(best.path))
         old = {each.name for each in (*self.format.files(path), *self.format.files(float_path))}
         for source in sources:
-            replace_file(output / source.name, partial(_copy, source))
+            copy_whole(source, output / source.name)
         for name in old - {source.name for source in sources}:
-            (output / name).unlink(missing_ok=True)
+            remove(output / name)
         save(best.model, output / MODEL, with_graph=None)  # where it has a form as data, load needs no float model
         return placed
 
@@ -172,14 +170,6 @@ def _check_same(model_mark: str) -> None:
             f"rank {others[0]} has another model than rank 0: load the same weights on every rank, or set the same "
             "seed where they are random"
         )
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Another name for the same bytes where the disk allows it."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def package_version(package: str) -> str | None:

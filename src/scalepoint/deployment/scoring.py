@@ -69,4 +69,4 @@ def _runner(run: Run, model: nn.Module, path: Path | None) -> AbstractContextMan
 
 def runs_in_runtime(found: Verification | None) -> bool:
     """Whether the metric can be run on the file itself."""
-    return found is not None and found.status == Status.OK
+    return found is not None and found.status == Status.OK and found.is_run

@@ -4,7 +4,8 @@
 
 `write(model, path, writing)` puts a quantized model there, whole or not at all, and the float model of the same capture
 at writing.float_path where that is given; `files(path)` names all that it wrote, the file itself last; `about(path)`
-reads it back without running anything.
+reads it back without running anything. `compare(path, model)`, where a format has it, reads all codes, scales and
+tables back and says in words where they are others than the model's, bit by bit.
 """
 
 import inspect
@@ -62,6 +63,7 @@ class FileFormat:
     about: Callable[[Path], About]
     summary: str = ""
     plain: Callable[[nn.Module, Path, Writing], None] | None = None  # the float model by the exporter that people use
+    compare: Callable[[Path, fx.GraphModule], Sequence[str]] | None = None  # what a file holds that the model does not
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
@@ -71,6 +73,8 @@ class FileFormat:
         calls = {"write": ("model", "path", "writing"), "files": ("path",), "about": ("path",)}
         if self.plain is not None:
             calls["plain"] = ("model", "path", "writing")
+        if self.compare is not None:
+            calls["compare"] = ("path", "model")
         for called, given in calls.items():
             _check_call(f"format {self.name!r}: {called}=", getattr(self, called), given)
 

@@ -21,7 +21,7 @@ from scalepoint.quantize.pays import leave_what_loses
 from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, follow_readers, left_of, sites_of
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
-from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
+from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_half
 from scalepoint.quantize.tables import decide_table, is_table, share_codes
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
@@ -60,6 +60,10 @@ def insert_qdq(
     _place_weights(decisions)
     if chosen is not None and chosen.bias == "int32":
         _round_biases(quantized, decisions)
+    if chosen is not None and chosen.has_half_scales:
+        for module in quantized.modules():
+            if isinstance(module, Quantizing):
+                module.as_stored = in_half
     sites_here = [decision.site for decision in decisions] if "smooth" in config.migrations else None
     unsmoothed = {} if sites_here is None else add_smoothing(quantized, sites_here, config.smooth_quant)
     for module in quantized.modules():

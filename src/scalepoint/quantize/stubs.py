@@ -48,6 +48,7 @@ class Quantizing(Stateful):
     scale: Tensor
     zero_point: Tensor
     minval: Tensor | None
+    as_stored: Callable[[QParams], QParams] | None = None  # parameters as a format can hold them, near those found
 
     @property
     def enabled(self) -> bool:
@@ -97,6 +98,7 @@ class Quantizing(Stateful):
 
     def take(self, qparams: QParams) -> None:
         """Make these the parameters of the deployed tensor."""
+        qparams = qparams if self.as_stored is None else self.as_stored(qparams)
         for name, value in zip(QParams._fields, qparams, strict=True):
             if value is not None and not (name == "minval" and self.spec.qformulation == "zp"):
                 self._set(name, self._stored_form(value.detach()))
@@ -146,6 +148,12 @@ class Quantizing(Stateful):
         scale = f"{tuple(self.scale.shape)}" if many else f"{float(self.scale):.6g}"
         zero = "" if many else f", zero_point={int(self.zero_point)}"
         return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {', '.join(self.consumers)}"
+
+
+def in_half(qparams: QParams) -> QParams:
+    """With scales that float16 holds, and never zero."""
+    least = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+    return qparams._replace(scale=qparams.scale.to(torch.float16).to(torch.float32).clamp(min=least))
 
 
 def take_shapes(module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str) -> None:
@@ -303,10 +311,6 @@ class WeightFakeQuantize(Quantizing):
         self.enabled = True
 
     chosen: Tensor | None
-    as_stored: Callable[[QParams], QParams] | None = None  # parameters as a format can hold them, near those found
-
-    def take(self, qparams: QParams) -> None:
-        super().take(qparams if self.as_stored is None else self.as_stored(qparams))
 
     @property
     def frozen(self) -> bool:

@@ -44,6 +44,7 @@ class Runtime:
     shows_codes: bool = False  # option "expose" of the child: the codes at every quantizer are outputs too
     found: Callable[[], bool] | None = None  # whether it is here, of a runtime that is no Python package
     install: str = ""  # how it gets here, where pip does not bring it
+    stand_in: Callable[[], str] | None = None  # why files are only evaluated here, "" where they really run
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
@@ -66,6 +67,11 @@ class Runtime:
             return find_spec(self.package) is not None
         except (ImportError, ValueError):
             return False
+
+    @property
+    def why_not_run(self) -> str:
+        """Why its child only evaluates files on this machine; "" where it runs them."""
+        return "" if self.stand_in is None else self.stand_in()
 
 
 _FIELDS = ("unoptimized", "exact")

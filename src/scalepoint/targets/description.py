@@ -61,6 +61,8 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     if target.follows_readers:
         yield "what has no weights", "stays float when all that read it do"
     yield "what stays float", " or ".join(map(dtype_name, target.float_dtypes))
+    if target.has_half_scales:
+        yield "scales", "numbers that float16 holds, in the simulation too"
     if target.domains:
         yield "operators beyond ONNX's", ", ".join(target.domains)
     if target.kernels:

@@ -2,6 +2,7 @@
 
 from scalepoint.errors import TargetError
 from scalepoint.extensions import Extensions
+from scalepoint.targets.coreml import COREML
 from scalepoint.targets.language import LANGUAGE
 from scalepoint.targets.onnxruntime import onnxruntime_target
 from scalepoint.targets.openvino import openvino_target
@@ -9,7 +10,7 @@ from scalepoint.targets.reference import REFERENCE
 from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
-_OWN = (onnxruntime_target(), openvino_target(), TENSORRT, REFERENCE, *LANGUAGE)
+_OWN = (onnxruntime_target(), openvino_target(), TENSORRT, COREML, REFERENCE, *LANGUAGE)
 _ALL = Extensions(Target, "scalepoint.targets", _OWN, TargetError)
 
 

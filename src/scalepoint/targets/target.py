@@ -124,6 +124,7 @@ class Target:
     head: QuantizationSpec | None = None  # of the last layer of a language model; None: it stays float
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
+    has_half_scales: bool = False  # whether files hold scales in float16, so that the simulation has such ones
     is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
     spellings: tuple[Spelling, ...] = ()  # operations that its files write in other words
@@ -162,8 +163,8 @@ class Target:
         return spec if self.adapt_weight is None else self.adapt_weight(spec, facts)
 
     def check_float_dtype(self, given: str | torch.dtype | None) -> torch.dtype:
-        """The type of what is not quantized, float32 unless given; TargetError for what cannot run here."""
-        dtype = float_dtype_of(given)
+        """The type of what is not quantized, the target's first unless given; TargetError for what cannot run here."""
+        dtype = self.float_dtypes[0] if given is None else float_dtype_of(given)
         if dtype not in self.float_dtypes:
             allowed = " or ".join(map(dtype_name, self.float_dtypes))
             raise TargetError(

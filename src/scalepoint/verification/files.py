@@ -9,7 +9,7 @@ from scalepoint.runtimes import Runtime
 
 def existing(path: str | Path) -> Path:
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():  # a package is a folder
         raise StoreError(f"{path} is not there")
     return path
 

@@ -17,6 +17,7 @@ from scalepoint.words import decibel, plural, printed, ratio, share_of, size_of
 BOUND_DB = 20.0
 SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
 SURE_DB = 40.0
+NAMED = 3  # differences
 ROUNDED = (
     "MatMulNBits rounds activations to int8 at its default accuracy level 4; "
     "session.qdq_matmulnbits_accuracy_level=1 leaves them float, and is slower"
@@ -90,6 +91,8 @@ class Verification:
     made_for: Mapping[str, str] = field(default_factory=dict)  # target and its options, as the file says
     warning: str = ""
     times: tuple[LayerTime, ...] = ()  # by layer, the slowest first, beside the float file
+    is_run: bool = True  # False: not in the runtime, but evaluated from the file read back
+    differences: tuple[str, ...] = ()  # what the file holds that the model does not, bit by bit
 
     @property
     def sqnr(self) -> float:
@@ -101,7 +104,8 @@ class Verification:
         """Near the simulation, and not much nearer without the runtime's optimisations."""
         best = worst(self.exact or self.optimized)
         is_changed = worst(self.unoptimized) > best + SUSPICIOUS_DB and best < SURE_DB
-        return self.status == Status.OK and self.sqnr >= self.bound and not is_changed
+        is_equal = not self.differences
+        return self.status == Status.OK and self.sqnr >= self.bound and not is_changed and is_equal
 
     def check(self) -> None:
         """Raise VerificationError when the file does not run as the simulation says."""
@@ -109,6 +113,10 @@ class Verification:
             return
         if self.status != Status.OK:
             raise VerificationError(f"{self.path} in {self.runtime}: {self.status.value}: {self.message}")
+        if self.differences:
+            named = "; ".join(self.differences[:NAMED])
+            more = f"; and {len(self.differences) - NAMED} more" if len(self.differences) > NAMED else ""
+            raise VerificationError(f"{self.path} does not hold what the model does: {named}{more}")
         cause = (
             ""
             if self.departure is None
@@ -133,6 +141,7 @@ class Verification:
         rows += (
             [("made for", ", ".join(f"{key} {each}" for key, each in self.made_for.items()))] if self.made_for else []
         )
+        rows += [("not as the model", each) for each in self.differences]
         rows += [("agreement", str(each)) for each in self.optimized]
         rows += [("accuracy level 1", str(each)) for each in self.exact]
         rows += [("accuracy level 4", ROUNDED)] if self.exact else []

@@ -53,7 +53,7 @@ def verify(
     """
     path, chosen, given = existing(path), runtime_of(model, runtime), as_inputs(inputs, kwargs)
     said = _about(path, chosen)
-    found = _expected(path, chosen, said, bound)
+    found = replace(_expected(path, chosen, said, bound), differences=_differences(path, chosen, model))
     expected, codes = simulate(model, given)
     feeds = feeds_of(model, given)
     with exchange(feeds) as files:
@@ -70,7 +70,9 @@ def verify(
         found = replace(found, **others)
         if layers and codes and said is not None and chosen.shows_codes and isinstance(model, fx.GraphModule):
             found = replace(found, departure=_departure(run, codes, said, found))
-    if float_path is not None:
+    if chosen.why_not_run:
+        found = replace(found, is_run=False, message=chosen.why_not_run)
+    elif float_path is not None:
         speed = _speed(run, float_path, float_model, given, feeds)
         found = replace(found, float_size=about_file(float_path, chosen).size, latency=speed)
         found = replace(found, times=_times(run, float_path, feeds, model))
@@ -135,6 +137,12 @@ def _about(path: Path, runtime: Runtime) -> About | None:
         return about_file(path, runtime)
     except StoreError:  # the runtime will say so
         return None
+
+
+def _differences(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, ...]:
+    """What a file holds that the model does not, for formats that can be compared bit by bit."""
+    compare = format_of(path, runtime).compare
+    return () if compare is None or not isinstance(model, fx.GraphModule) else tuple(compare(path, model))
 
 
 def _expected(path: Path, runtime: Runtime, said: About | None, bound: float) -> Verification:

@@ -37,6 +37,8 @@ def benchmark(
     `plain_path` is another float file, of torch.onnx.export: the faster of the two is the baseline.
     """
     found = find_runtime(runtime)
+    if found.why_not_run:
+        raise VerificationError(f"no speed to measure here: {found.why_not_run}")
     paths = [existing(float_path), existing(quantized_path)]
     feeds = dict(inputs) if inputs is not None else random_inputs(paths[0], found)
     asked = {"options": {"threads": threads}, "repeats": repeats, "seconds": seconds}

@@ -1,0 +1,46 @@
+"""What an .mlpackage says of itself, read without its weights."""
+
+from pathlib import Path
+from typing import Any
+
+from scalepoint.errors import StoreError
+from scalepoint.formats.coreml.package import read_spec
+from scalepoint.formats.format import About, FileInput
+from scalepoint.targets.target import LABEL
+
+_TYPES = {65568: "float32", 65552: "float16", 65600: "float64", 131104: "int32", 131080: "int8"}  # of MLMultiArray
+
+
+def files_of(path: Path) -> list[Path]:
+    """A package is one folder."""
+    return [path]
+
+
+def about(path: Path) -> About:
+    """Its inputs, its quantizers, what it was made for; the size of all its files."""
+    spec = read_spec(path)
+    said = dict(spec.description.metadata.userDefined)
+    block = next(iter(spec.mlProgram.functions["main"].block_specializations.values()))
+    quantizers = {_name(op): _name(op) for op in block.operations if op.type == "quantize"}
+    return About(
+        size=sum(each.stat().st_size for each in path.rglob("*") if each.is_file()),
+        inputs=tuple(map(_input, spec.description.input)),
+        made_for=_made_for(said),
+        quantizers=quantizers,
+    )
+
+
+def _name(op: Any) -> str:
+    return str(op.outputs[0].name)
+
+
+def _made_for(said: dict[str, str]) -> dict[str, str]:
+    mine = {key.removeprefix(f"{LABEL}."): value for key, value in said.items() if key.startswith(f"{LABEL}.")}
+    return {"target": said[LABEL], **mine} if LABEL in said else {}
+
+
+def _input(value: Any) -> FileInput:
+    kind = value.type.multiArrayType
+    if kind.dataType not in _TYPES:
+        raise StoreError(f"input {value.name!r} is of a type that is not known here: {kind.dataType}")
+    return FileInput(value.name, _TYPES[kind.dataType], tuple(kind.shape))

@@ -1,0 +1,89 @@
+"""The table from a stored graph to MIL, the language of Core ML programs.
+
+    quantize      quantize                                            of activations
+    dequantize    dequantize                                          of activations
+                  constexpr_affine_dequantize                         of weights in int8, a scale a tensor or a channel
+                  constexpr_blockwise_shift_scale (iOS 18)            of weights in 4 bits, or in blocks
+
+Each stands under the name of the module that it was made from, so that a file can be compared with its model.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from scalepoint.formats.coreml.stored import label
+
+PREFIX = "held_"  # of what a program holds, as the graph layer writes it down
+
+
+def register(is_new: bool) -> None:
+    """Tell coremltools how our operators are written, for iOS 18 or before; it narrows float32 itself."""
+    from coremltools.converters.mil.frontend.torch import torch_op_registry  # noqa: PLC0415
+
+    registry = torch_op_registry._TORCH_OPS_REGISTRY
+    made = _Translations(is_new)
+    for name in ("quantize", "dequantize"):
+        registry.set_func_by_name(getattr(made, name), f"scalepoint::{name}")
+
+
+class _Translations:
+    def __init__(self, is_new: bool) -> None:
+        self.is_new = is_new
+
+    def quantize(self, context: Any, node: Any) -> None:
+        from coremltools.converters.mil import Builder  # noqa: PLC0415
+
+        x, scale, zero, *_, fmt = self._given(context, node)
+        made = Builder.quantize(
+            input=x,
+            scale=np.float32(scale),
+            zero_point=_zero(zero, fmt),
+            output_dtype=fmt,
+            name=_name(node.inputs[1], "_scale"),
+        )
+        context.add(made, node.name)
+
+    def dequantize(self, context: Any, node: Any) -> None:
+        from coremltools.converters.mil import Builder  # noqa: PLC0415
+
+        codes, scale, zero, axis, block, fmt = self._given(context, node)
+        if isinstance(codes, np.ndarray):
+            made = self._weight(codes, scale, zero, (axis, block, fmt), _name(node.inputs[0], "_codes"))
+        else:
+            made = Builder.dequantize(input=codes, scale=np.float32(scale), zero_point=_zero(zero, fmt))
+        context.add(made, node.name)
+
+    def _weight(self, codes: Any, scale: Any, zero: Any, form: tuple[int, int, str], name: str) -> Any:
+        from coremltools.converters.mil import Builder  # noqa: PLC0415
+        from coremltools.converters.mil.mil import types  # noqa: PLC0415
+
+        axis, block, fmt = form
+        kind = types.nptype_from_builtin(types.string_to_builtin(fmt))
+        data, scale = codes.astype(kind), np.asarray(scale, np.float32)
+        if not self.is_new:
+            zero = np.zeros(scale.shape, codes.dtype) if zero is None else np.asarray(zero)
+            return Builder.constexpr_affine_dequantize(
+                quantized_data=data, scale=scale, zero_point=zero, axis=np.int32(axis), name=name
+            )
+        shape = [1] * codes.ndim
+        if scale.ndim:
+            shape[axis] = -1
+        whole = scale if block else scale.reshape(shape)
+        offset = None if zero is None else np.asarray(zero).reshape(whole.shape).astype(kind)
+        return Builder.constexpr_blockwise_shift_scale(data=data, scale=whole, offset=offset, name=name)
+
+    def _given(self, context: Any, node: Any) -> list[Any]:
+        """The operands: values where they are known, variables where they are not."""
+        from coremltools.converters.mil.frontend.torch.ops import _get_inputs  # noqa: PLC0415
+
+        given = _get_inputs(context, node)
+        return [each if getattr(each, "val", None) is None else each.val for each in given]
+
+
+def _name(held: str, ending: str) -> str:
+    return label(held.removeprefix(PREFIX).removesuffix(ending))
+
+
+def _zero(zero: Any, fmt: str) -> Any:
+    return None if zero is None or not int(zero) else np.asarray(zero).astype(fmt)[()]

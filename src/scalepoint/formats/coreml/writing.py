@@ -1,0 +1,120 @@
+"""A quantized model becomes an .mlpackage, for one target.
+
+    model --weights as codes, stubs as Q/DQ--> stored form --coremltools--> MIL program --> package, whole or not at all
+
+Shapes are those of the example: the Neural Engine runs fixed ones. Passes of coremltools that would rewrite our scales
+are left out. The package is written by us, so that the same model gives the same bytes.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from scalepoint.errors import ExportError, ScalepointError
+from scalepoint.files import replace_folder
+from scalepoint.formats.coreml.operators import register
+from scalepoint.formats.coreml.package import coremltools, quietly
+from scalepoint.formats.coreml.stored import PARTS, StoredWeight, coreml_form
+from scalepoint.formats.form import float_form
+from scalepoint.formats.format import Writing
+from scalepoint.formats.onnx.interface import output_names
+from scalepoint.formats.onnx.rewrites import prepared
+from scalepoint.formats.single import single_inputs
+from scalepoint.graph.export import export_graph, quiet
+from scalepoint.numerics import dtype_name
+
+AUTHOR = "com.apple.CoreML"
+MODEL, WEIGHTS = "model.mlmodel", "weights"
+OURS = (  # they rewrite scales, zero points or types of codes
+    "common::int_op_canonicalization",
+    "common::nullify_redundant_quantization_zero_point",
+    "common::dequantize_quantize_pair_elimination",
+    "common::distributive_quantized_binary_op_scale_normalization",
+    "common::dequantize_to_constexpr",
+    "common::merge_affine_dequantize_with_consecutive_ops",
+)
+
+
+def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
+    """The quantized model, and the float one of the same capture where it is asked for."""
+    stored = coreml_form(model, writing.float_dtype)
+    labels = {} if writing.target is None else writing.target.labels
+    _write(stored, path, writing, {**labels, "scalepoint.float_dtype": dtype_name(writing.float_dtype)})
+    if writing.float_path is not None:
+        _write(float_form(model, PARTS), writing.float_path, writing, {})
+
+
+def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: Mapping[str, str]) -> None:
+    is_new = any(isinstance(each, StoredWeight) and each.is_new for each in model.modules())
+    try:
+        with torch.no_grad():
+            args, kwargs = single_inputs(writing.inputs)
+            program = export_graph(prepared(model), args, kwargs, False)
+        made = _converted(program, writing.float_dtype, is_new)
+    except ScalepointError:
+        raise
+    except Exception as error:  # coremltools raises every kind
+        raise ExportError(f"coremltools cannot convert this model: {_first_line(error)}") from error
+    spec = made.get_spec()
+    spec.description.metadata.userDefined.update(labels)
+    replace_folder(path, lambda folder: _pack(folder, spec, Path(made.weights_dir)))
+
+
+def _converted(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:
+    tools = coremltools()
+    kind = dtype_name(float_dtype)
+    register(is_new)
+    pipeline = tools.PassPipeline()
+    pipeline.remove_passes(set(OURS) & set(pipeline.passes))
+    with quietly(), quiet():
+        return tools.convert(
+            program,
+            outputs=_outputs(program),
+            convert_to="mlprogram",
+            minimum_deployment_target=tools.target.iOS18 if is_new else tools.target.iOS17,
+            compute_precision=tools.precision.FLOAT16 if kind == "float16" else tools.precision.FLOAT32,
+            pass_pipeline=pipeline,
+            skip_model_load=True,
+        )
+
+
+def _outputs(program: Any) -> list[Any]:
+    """Under the names that the model gives, floats as float32."""
+    tools = coremltools()
+    values = [each.meta["val"] for each in program.graph.output_node().args[0] if isinstance(each, fx.Node)]
+    names = output_names(program, len(values))
+    return [
+        tools.TensorType(name=name, dtype=np.float32 if value.is_floating_point() else np.int32)
+        for name, value in zip(names, values, strict=True)
+    ]
+
+
+def _pack(folder: Path, spec: Any, weights: Path) -> None:
+    """Manifest.json names the two items of a package, by identifiers that follow from their paths."""
+    home = folder / "Data" / AUTHOR
+    (home / WEIGHTS).mkdir(parents=True)
+    (home / MODEL).write_bytes(spec.SerializeToString(deterministic=True))
+    for each in sorted(weights.glob("*.bin")):
+        (home / WEIGHTS / each.name).write_bytes(each.read_bytes())
+    items = {
+        str(uuid.uuid5(uuid.NAMESPACE_URL, name)).upper(): {
+            "author": AUTHOR,
+            "description": f"CoreML Model {about}",
+            "name": name,
+            "path": f"{AUTHOR}/{name}",
+        }
+        for name, about in ((MODEL, "Specification"), (WEIGHTS, "Weights"))
+    }
+    root = next(identifier for identifier, item in items.items() if item["name"] == MODEL)
+    manifest = {"fileFormatVersion": "1.0.0", "itemInfoEntries": items, "rootModelIdentifier": root}
+    (folder / "Manifest.json").write_text(json.dumps(manifest, indent=4), encoding="utf-8")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

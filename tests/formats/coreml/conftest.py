@@ -1,0 +1,48 @@
+"""Small models for Core ML, quantized; all tests here need coremltools: pip install scalepoint[coreml]."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.shortcut import quantize
+
+NEEDED = pytest.mark.skipif(find_spec("coremltools") is None, reason="pip install scalepoint[coreml]")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(NEEDED)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, groups=4), nn.LeakyReLU(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 24),
+    ).eval()  # fmt: skip
+
+
+def pictures() -> torch.Tensor:
+    return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+WAYS = {
+    "int8": QuantConfig(),
+    "int8 activations": QuantConfig(activation={"n_bits": 8, "symmetric": True}),
+    "weights int8": QuantConfig.weight_only("int8", None),
+    "weights int4 a channel": QuantConfig.weight_only("int4", None),
+    "weights uint4 a channel": QuantConfig.weight_only("uint4", None),
+    "weights int4 in blocks": QuantConfig(
+        activation="float", overrides=[{"type": "Linear", "weight": {"n_bits": 4, "block_size": 8}}]
+    ),
+}
+
+
+def quantized(way: str = "int8", model: nn.Module | None = None) -> torch.fx.GraphModule:
+    x = pictures()
+    return quantize(model or net(), x, WAYS[way], forward_loop=[x], target="coreml", freeze_weights=True).eval()
