@@ -61,6 +61,7 @@ PROOF = {
     "onnxruntime": "running the file in ONNX Runtime",
     "openvino": "running the file in OpenVINO (`pip install scalepoint[openvino]`)",
     "tensorrt": "static rules over the file: `scalepoint check`",
+    "executorch": "running the file in ExecuTorch (`pip install scalepoint[executorch]`)",
     "coreml": "reading the file back, bit by bit, and evaluating it; on macOS by running it "
     "(`pip install scalepoint[coreml]`)",
     "reference": "nothing: it is a simulation",

@@ -53,7 +53,7 @@ def made() -> dict[str, Any]:
     from scalepoint.deployment import DeployConfig
     from scalepoint.targets import find_target, onnxruntime_target, openvino_target
 
-    fixed = tuple(map(find_target, ("tensorrt", "coreml", "reference")))
+    fixed = tuple(map(find_target, ("tensorrt", "executorch", "coreml", "reference")))
     by_cpu = {
         cpu: [told(each) for each in (onnxruntime_target(cpu), openvino_target(cpu), *fixed)]
         for cpu in ("vnni", "avx2")

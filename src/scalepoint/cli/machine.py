@@ -123,6 +123,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
         *(_package(name, is_needed=True) for name in NEEDED),
         _package("onnxruntime", "runs target onnxruntime", is_needed=True),
         _package("openvino", "runs files in OpenVINO (optional)"),
+        _package("executorch", "writes and runs .pte files (optional)"),
         _package("coremltools", "writes and reads files of target coreml (optional: pip install scalepoint[coreml])"),
         _package("gguf", "writes GGUF files (optional)"),
         _llamacpp(),

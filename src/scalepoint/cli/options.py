@@ -22,7 +22,7 @@ Target = Annotated[str | None, typer.Option("--target", "-t", help="Where it wil
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for machines.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and all warnings.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the runtime.")]
-Runtime = Annotated[str, typer.Option(help="The runtime: onnxruntime or openvino.")]
+Runtime = Annotated[str, typer.Option(help="The runtime: onnxruntime, openvino or executorch.")]
 
 Data = Annotated[
     str | None,

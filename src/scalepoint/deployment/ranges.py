@@ -16,7 +16,7 @@ def other_ranges(config: QuantConfig, target: Target) -> QuantConfig:
     """The same config with ranges by the other method: min-max where values are clipped, least squared error where they
     are not; ranges of 8-bit weights stay."""
     update: dict[str, Any] = {
-        "activation": _other(config.activation or target.activation, "activation"),
+        "activation": _other(config.activation or (None if target.activations else target.activation), "activation"),
         "weight": _other(config.weight or target.weight, "weight"),
         "overrides": tuple(_other_override(each) for each in config.overrides),
     }

@@ -18,7 +18,16 @@ from scalepoint.quantize.coverage import coverage_rows, other_rows
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.parts import can_fold, kind_of_part
 from scalepoint.quantize.pays import leave_what_loses
-from scalepoint.quantize.placement import Decision, Site, check_overrides, decide, follow_readers, left_of, sites_of
+from scalepoint.quantize.placement import (
+    Decision,
+    Site,
+    check_overrides,
+    decide,
+    facts_of,
+    follow_readers,
+    left_of,
+    sites_of,
+)
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_half
@@ -86,6 +95,9 @@ def decisions_for(
     sites = sites_of(model, matches)
     left = left_of(model, sites)
     check_overrides(sites, left, config)
+    if target is not None and target.refuses:
+        for site in sites:
+            target.refuse(facts_of(site, config, target))
     decisions = [(decide_table if is_table(site) else decide)(site, config, target) for site in sites]
     if target is not None and config.speed_first:
         leave_what_loses(model, decisions, target)
@@ -235,5 +247,8 @@ def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:
     """Let each quantized operation know the stub on its input: its bias has the scale of the products."""
     for decision in decisions:
         weighted, source = decision.site.part, next(iter(decision.site.node.args), None)
-        if isinstance(weighted, QuantizedWeighted) and isinstance(source, fx.Node) and kind_of(source) == "quant":
-            weighted.refers["input"] = _reader(model, source)
+        if not isinstance(weighted, QuantizedWeighted) or not isinstance(source, fx.Node) or kind_of(source) != "quant":
+            continue
+        stub = _reader(model, source)
+        if stub.is_learned or not stub.calculator.always_called:  # else no scale is known before the call
+            weighted.refers["input"] = stub

@@ -24,6 +24,7 @@ from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.parts import MULTIPLIES, TABLE, kind_of_part, weight_shape
 from scalepoint.spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
+from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.targets import Facts, Target
 
 COUNTED = (*WEIGHTED, *FREE_PRODUCTS, "attention", "left")
@@ -196,7 +197,8 @@ def facts_of(site: Site, config: QuantConfig, target: Target | None) -> Facts:
         shape = shape[::-1]
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
     is_first = any(operand.op == "placeholder" for _, operand in site.operands)
-    return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation)
+    weight = None if part is None else _wanted(site, "weight", config, target)
+    return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation, weight)
 
 
 def _role(point: Point) -> str:
@@ -287,7 +289,7 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
         decision.reason = why
         return decision
     said: list[str] = []
-    for point, operand in site.operands:
+    for point, operand in _points(site, config, target):
         role = _role(point)
         spec = _spec(site, role, config, target)
         if spec is None:
@@ -339,7 +341,7 @@ def _wanted(site: Site, role: str, config: QuantConfig, target: Target | None) -
     spec = config.spec_for(role, site.names, site.types)
     if spec is None:
         if target is not None:
-            spec = target.weight if role == "weight" else target.activation
+            spec = target.weight if role == "weight" else target.activation_for(site.match.pattern.name)
         else:
             is_weight = role == "weight"
             spec = default_weight_quantization_spec() if is_weight else default_activation_quantization_spec()
@@ -358,6 +360,13 @@ def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> 
         spec = spec if target is None else target.weight_for(spec, facts_of(site, config, target))
         spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
     return spec
+
+
+def _points(site: Site, config: QuantConfig, target: Target | None) -> list[tuple[Point, fx.Node]]:
+    """All that the pattern declares; an output whose parameters are made anew for every call is left to its readers."""
+    spec = _wanted(site, "output", config, target)
+    is_dynamic = spec is not None and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator)
+    return [each for each in site.operands if not (is_dynamic and each[0] == Point.OUTPUT)]
 
 
 def _layer(site: Site) -> type[nn.Module]:

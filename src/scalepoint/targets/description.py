@@ -33,6 +33,7 @@ def describe(target: Target) -> tuple[Section, ...]:
         Section("Defaults", ("tensor", "how"), tuple(_defaults(target))),
         _patterns(target.patterns),
         _accepted(target.accepts),
+        Section("Refused", ("rule", "what it says"), tuple(map(_said, target.refuses))),
         Section("Left float", ("rule", "what it says"), tuple(map(_said, target.rules))),
         Section("Same scale in and out", note=_moved(target.shares)),
         Section("Written in other words", ("rule", "why"), tuple(map(_spelled_so, target.spellings))),
@@ -48,6 +49,7 @@ def _moved(kinds: Iterable[str]) -> str:
 
 def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "activation", spelled(target.activation, "activation")
+    yield from ((f"activation, {name}", spelled(spec, "activation")) for name, spec in target.activations.items())
     yield "weight", spelled(target.weight, "weight")
     if target.table is not None:
         yield "embedding table", f"{spelled(target.table, 'weight')}: a scale a row, as rows are looked up"

@@ -46,10 +46,10 @@ def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
     tensors = add.all_input_nodes
     if len(tensors) != 2:
         return "does not join two tensors"
-    return None if any(_from_convolution(each) for each in tensors) else "no convolution gives one of its operands"
+    return None if any(from_convolution(each) for each in tensors) else "no convolution gives one of its operands"
 
 
-def _from_convolution(node: fx.Node) -> bool:
+def from_convolution(node: fx.Node) -> bool:
     """Through norms, activations and moves a convolution, or an add that joins one."""
     origin = _origin(node)
     if kind_of(origin) == "add":
@@ -65,7 +65,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
     sources = node.all_input_nodes
-    return None if sources and all(map(_from_convolution, sources)) else "not all of its inputs come from convolutions"
+    return None if sources and all(map(from_convolution, sources)) else "not all of its inputs come from convolutions"
 
 
 NARROW = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # weight-only: MatMulNBits

@@ -3,6 +3,7 @@
 from scalepoint.errors import TargetError
 from scalepoint.extensions import Extensions
 from scalepoint.targets.coreml import COREML
+from scalepoint.targets.executorch import EXECUTORCH
 from scalepoint.targets.language import LANGUAGE
 from scalepoint.targets.onnxruntime import onnxruntime_target
 from scalepoint.targets.openvino import openvino_target
@@ -10,7 +11,7 @@ from scalepoint.targets.reference import REFERENCE
 from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
-_OWN = (onnxruntime_target(), openvino_target(), TENSORRT, COREML, REFERENCE, *LANGUAGE)
+_OWN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, COREML, REFERENCE, *LANGUAGE)
 _ALL = Extensions(Target, "scalepoint.targets", _OWN, TargetError)
 
 

@@ -38,6 +38,7 @@ class Facts:
     groups: int = 1
     is_first: bool = False
     activation: QuantizationSpec | None = None  # what its inputs are asked in
+    weight: QuantizationSpec | None = None  # what its weight is asked in
     is_masked: bool = False  # attention: whether a mask is added that depends on the inputs
     tokens: int = 0  # attention: the longer of query and key, 0 when it is free
 
@@ -115,7 +116,11 @@ class Target:
     activation: QuantizationSpec
     weight: QuantizationSpec
     accepts: tuple[Accepted, ...] = ()  # nothing: everything
+    activations: Mapping[str, QuantizationSpec] = field(
+        default_factory=dict, hash=False
+    )  # of patterns that have others
     rules: tuple[CostRule, ...] = ()
+    refuses: tuple[CostRule, ...] = ()  # what it cannot run in any precision
     shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
@@ -142,6 +147,8 @@ class Target:
             raise SpecError(f"target {self.name!r}: runtime= is the key of a runtime, not {shown(self.runtime)}")
         for spec, role in ((self.activation, "activation"), (self.weight, "weight")):
             self.check(spec, role, "", self.name)
+        for spec in self.activations.values():
+            self.check(spec, "activation", "", self.name)
         if self.table is not None:
             self.check(self.table, "weight", "embedding", self.name)
 
@@ -157,6 +164,16 @@ class Target:
     def why_float(self, facts: Facts) -> str | None:
         """The first rule that says that an operation is better left float."""
         return next((reason for rule in self.rules if (reason := rule(facts))), None)
+
+    def refuse(self, facts: Facts) -> None:
+        """Raise TargetError for an operation that cannot be here in any precision."""
+        why = next((reason for rule in self.refuses if (reason := rule(facts))), None)
+        if why:
+            raise TargetError(f"{facts.name}: target {self.name!r} cannot run {why}")
+
+    def activation_for(self, pattern: str) -> QuantizationSpec:
+        """Of the tensors at the points of a pattern."""
+        return self.activations.get(pattern, self.activation)
 
     def weight_for(self, spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
         """The weight's spec as this target's kernels want it."""

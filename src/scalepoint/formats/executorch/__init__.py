@@ -1,0 +1,14 @@
+"""ExecuTorch programs (.pte): int8 and int4 weights, Q/DQ as XNNPACK's partitioner takes them for its kernels."""
+
+from scalepoint.formats.executorch.about import about, files_of
+from scalepoint.formats.executorch.writing import write
+from scalepoint.formats.format import FileFormat
+
+EXECUTORCH = FileFormat(
+    name="executorch",
+    suffix=".pte",
+    write=write,
+    files=files_of,
+    about=about,
+    summary="an ExecuTorch program, lowered to XNNPACK",
+)

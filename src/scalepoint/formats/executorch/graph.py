@@ -1,0 +1,70 @@
+"""A graph in the shape that XNNPACK's partitioner takes whole.
+
+a dequantize with several readers    one for each
+a reshape to a free batch            to whatever is left (-1)
+an average over the picture          to extents of one, and a reshape
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.fx.passes.infra.pass_base import PassResult
+
+aten = torch.ops.aten
+
+
+def prepared(program: ExportedProgram) -> ExportedProgram:
+    """In place, before it is lowered."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "dequantize_per_" in str(node.target):
+            _one_for_each(node)
+        elif node.op == "call_function" and node.target is aten.mean.dim and _is_over_picture(node):
+            _keep_extents(node)
+    graph.lint()
+    program.graph_module.recompile()
+    return program
+
+
+def _one_for_each(node: fx.Node) -> None:
+    for reader in list(node.users)[1:]:
+        with node.graph.inserting_after(node):
+            own = node.graph.node_copy(node)
+        reader.replace_input_with(node, own)
+
+
+def _is_over_picture(node: fx.Node) -> bool:
+    value: Any = node.args[0]
+    axes: Any = node.args[1]
+    is_kept = len(node.args) > 2 and bool(node.args[2])
+    rank = value.meta["val"].ndim
+    return rank == 4 and not is_kept and sorted(axis % 4 for axis in axes) == [2, 3] and not node.kwargs.get("dtype")
+
+
+def _keep_extents(node: fx.Node) -> None:
+    value, axes = node.args[:2]
+    with node.graph.inserting_before(node):
+        kept = node.graph.call_function(aten.mean.dim, (value, axes, True))
+        flat = node.graph.call_function(aten.flatten.using_ints, (kept, 1))
+    kept.meta = dict(node.meta) | {"val": node.meta["val"][:, :, None, None]}
+    flat.meta = dict(node.meta)
+    node.replace_all_uses_with(flat)
+    node.graph.erase_node(node)
+
+
+def infer_batch(model: fx.GraphModule) -> PassResult:
+    """Reshapes whose one free extent is what is left: a pass over the lowered graph."""
+    changed = False
+    for node in model.graph.nodes:
+        if node.op != "call_function" or "view_copy" not in str(node.target):
+            continue
+        sizes: Any = node.args[1]
+        free = [place for place, size in enumerate(sizes) if not isinstance(size, int)]
+        if len(free) == 1 and -1 not in sizes:
+            node.args = (node.args[0], [-1 if place == free[0] else size for place, size in enumerate(sizes)])
+            changed = True
+    model.graph.eliminate_dead_code()
+    model.recompile()
+    return PassResult(model, changed)

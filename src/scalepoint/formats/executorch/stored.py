@@ -1,0 +1,151 @@
+"""What XNNPACK's partitioner knows: torch's `quantized_decomposed` operators around every operation.
+
+static     dequantize_per_channel(codes) and [quantize, dequantize]_per_tensor on the input
+dynamic    [quantize, dequantize]_per_token with parameters that choose_qparams_per_token_asymmetric finds
+groups     dequantize_per_channel_group(codes), whose scales the file keeps in bfloat16
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scalepoint.errors import ExportError
+from scalepoint.formats.form import Parts
+from scalepoint.quantize.parts import TABLE, run_with
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity, PerTokenGranularity
+
+LOW, HIGH = -128, 127  # of int8
+
+
+def operators() -> Any:
+    """torch.ops.quantized_decomposed, which exist once ExecuTorch is imported."""
+    return torch.ops.quantized_decomposed
+
+
+class StoredWeight(nn.Module):
+    """An operation over stored codes."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__()
+        quant, deployed = source.weight_quant, source.deployed()
+        granularity = quant.calculator.granularity
+        self.refers = {"operation": source.operation}
+        self.low, self.high = int(quant.quantizer.grid.low), int(quant.quantizer.grid.high)
+        self.low = -8 if self.high == 7 else self.low  # which is how XNNPACK knows 4 bits
+        self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
+        self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
+        scale = quant.scale.detach().to(torch.float32)
+        if self.block:
+            scale = scale.to(torch.bfloat16).to(torch.float32)
+        elif not isinstance(granularity, PerChannelGranularity):
+            raise ExportError(f"{quant.name}: XNNPACK takes weights with a scale a channel or a group")
+        bias, bias_scale = deployed.bias, deployed.bias_scale
+        if bias is not None:
+            bias = (bias.detach() if bias_scale is None else bias * bias_scale).to(torch.float32)
+        self.is_transposed = source.is_input_first
+        self.register_buffer("codes", deployed.codes.to(torch.int8).contiguous())
+        self.register_buffer("scale", scale.contiguous().clone())
+        self.register_buffer("zero_point", torch.zeros_like(scale, dtype=torch.int64))
+        self.register_buffer("bias", None if bias is None else bias.contiguous().clone())
+        self.is_linear = source.kind == "linear"
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = (self.codes, self.scale, self.zero_point)
+        if self.block:
+            limits = (self.low, self.high, torch.int8, self.block, torch.float32)
+            weight = operators().dequantize_per_channel_group(*parameters, *limits)
+        else:
+            weight = operators().dequantize_per_channel(*parameters, self.axis, self.low, self.high, torch.int8)
+        if self.is_linear:
+            return F.linear(x, weight, self.bias)
+        operation: Any = self.refers["operation"]
+        return run_with(operation, x, weight, self.bias)
+
+
+class StoredTable(nn.Module):
+    """Rows looked up as codes and as scales."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__()
+        self.register_buffer("codes", source.deployed().codes.contiguous())
+        self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1, 1).clone())
+
+    codes: Tensor
+    scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(x, self.codes).to(torch.float32) * F.embedding(x, self.scale)
+
+
+class StoredStub(nn.Module):
+    """A stub with constant parameters."""
+
+    def __init__(self, stub: QuantStub, factor: float) -> None:
+        super().__init__()
+        self.scale, self.zero_point = float(stub.scale) * factor, int(stub.zero_point)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = (self.scale, self.zero_point, LOW, HIGH, torch.int8)
+        codes = operators().quantize_per_tensor(x, *parameters)
+        values: Tensor = operators().dequantize_per_tensor(codes, *parameters)
+        return values
+
+
+class StoredDynamicStub(nn.Module):
+    """A stub that finds the parameters of every row anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, zero_point = operators().choose_qparams_per_token_asymmetric(x, torch.int8)
+        codes = operators().quantize_per_token(x, scale, zero_point, LOW, HIGH, torch.int8)
+        values: Tensor = operators().dequantize_per_token(
+            codes, scale, zero_point, LOW, HIGH, torch.int8, torch.float32
+        )
+        return values
+
+
+class FloatWeight(nn.Module):
+    """The same operation in float, with the batch norm folded in: what the quantized file is compared with."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__()
+        weight, bias = source.folded()
+        self.refers = {"operation": source.operation}
+        self.is_linear = source.kind == "linear"
+        self.register_buffer("weight", (source.canonical(weight) if self.is_linear else weight).detach().contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_linear:
+            return F.linear(x, self.weight, self.bias)
+        operation: Any = self.refers["operation"]
+        return run_with(operation, x, self.weight, self.bias)
+
+
+def _weight(source: QuantizedWeighted) -> nn.Module:
+    return StoredTable(source) if source.kind == TABLE else StoredWeight(source)
+
+
+def _stub(stub: QuantStub, factor: float) -> nn.Module:
+    granularity = stub.calculator.granularity
+    if stub.quantizer.grid.format.name != "int8":
+        raise ExportError(f"{stub.name}: XNNPACK's activations are int8, not {stub.quantizer.grid.format.name}")
+    if isinstance(granularity, PerTokenGranularity) and stub.calculator.always_called:
+        return StoredDynamicStub()
+    if not isinstance(granularity, PerTensorGranularity) or (stub.calculator.always_called and not stub.is_learned):
+        raise ExportError(f"{stub.name}: XNNPACK's activations have one scale, or one a row that is found anew")
+    return StoredStub(stub, factor)
+
+
+PARTS = Parts(weight=_weight, stub=_stub, plain=FloatWeight)

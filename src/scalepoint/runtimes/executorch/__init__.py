@@ -1,0 +1,14 @@
+"""ExecuTorch on this CPU: the child tells which operations XNNPACK runs, and in which types."""
+
+from pathlib import Path
+
+from scalepoint.runtimes.runtime import Runtime
+
+EXECUTORCH = Runtime(
+    name="executorch",
+    package="executorch",
+    child=Path(__file__).with_name("child.py"),
+    formats=("executorch",),
+    summary="ExecuTorch with XNNPACK on CPUs",
+    install="pip install 'scalepoint[executorch]'",
+)

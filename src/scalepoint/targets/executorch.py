@@ -1,0 +1,144 @@
+"""ExecuTorch with XNNPACK, on phones and other ARM or x86 CPUs: signed int8, one scale a tensor, s8 weights a channel.
+
+Its partitioner takes an operation for int8 when each operand comes from a DequantizeLinear of its own and its result,
+after a relu at most, goes into one QuantizeLinear. So inputs and outputs of what follows convolutions are quantized.
+Other linear layers take their rows in int8 with a scale that is found anew for each (dynamic): norms, attention and
+residuals of a transformer stay float, and nothing is rounded on the way out. 4-bit weights run so alone.
+"""
+
+from torch import fx
+
+from scalepoint.patterns import Pattern, Point, chain, kind_of, op, optional
+from scalepoint.patterns.base import (
+    ATTENTION,
+    ATTENTION_SPELLED_OUT,
+    BATCH_NORM,
+    CONCAT,
+    CONV,
+    EMBEDDING,
+    GROUP_NORM,
+    LAYER_NORM,
+    LINEAR,
+    RMS_NORM,
+    RMS_NORM_SPELLED_OUT,
+)
+from scalepoint.patterns.conversions import CONVERSIONS, head_to_convolution
+from scalepoint.patterns.fused import (
+    FusedAdd,
+    FusedConvBN,
+    FusedConvBNReLU,
+    FusedConvTransposeBNReLU,
+    FusedLinear,
+    FusedLinearReLU,
+    FusedPool,
+)
+from scalepoint.patterns.language import Nodes, without_points
+from scalepoint.spec import PerChannelGranularity, PerTokenGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec.spec import to_dtype
+from scalepoint.targets.onnxruntime import COPIES, from_convolution, joins_convolutions, reads_convolution
+from scalepoint.targets.target import Accepted, Facts, Target
+
+FOLDED = op("activation", "relu", "relu6")
+RELU = op("activation", "relu")
+BOTH = (Point.INPUT, Point.OUTPUT)
+INT8, INT4 = to_dtype("int8"), to_dtype("int4")
+SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
+GROUPS = (32, 64, 128, 256)
+
+
+def follows_convolution(linear: fx.Node, nodes: Nodes) -> str | None:
+    """What it reads is int8 already: a convolution's, through pools and moves."""
+    source = linear.all_input_nodes[0] if linear.all_input_nodes else linear
+    while kind_of(source) in ("adaptive_avg_pool", "mean", *COPIES) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    return None if from_convolution(source) else "it does not read a convolution"
+
+
+PATTERNS = (
+    Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), FOLDED), FusedConvBNReLU, BOTH),
+    Pattern("ConvBNPattern", chain(CONV, optional(BATCH_NORM)), FusedConvBN, BOTH),
+    Pattern(
+        "ConvTransposeBNReLUPattern",
+        chain(op("conv_transpose"), optional(BATCH_NORM), optional(FOLDED)),
+        FusedConvTransposeBNReLU,
+        BOTH,
+    ),
+    Pattern(
+        "AddReLUPattern",
+        chain(op("add", where=joins_convolutions), optional(RELU)),
+        FusedAdd,
+        (Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
+    ),
+    Pattern("AdaptiveAvgPoolPattern", chain(op("adaptive_avg_pool", where=reads_convolution)), FusedPool, BOTH),
+    Pattern("HeadReLUPattern", chain(op("linear", where=follows_convolution), FOLDED), FusedLinearReLU, BOTH),
+    Pattern("HeadPattern", chain(op("linear", where=follows_convolution)), FusedLinear, BOTH),
+    Pattern("LinearReLUPattern", chain(LINEAR, FOLDED), FusedLinearReLU, BOTH),
+    Pattern("LinearPattern", chain(LINEAR), FusedLinear, BOTH),
+    without_points(CONCAT, "XNNPACK joins int8 tensors of one scale alone"),
+    *(
+        without_points(pattern, "XNNPACK has no int8 kernel for it")
+        for pattern in (ATTENTION, ATTENTION_SPELLED_OUT, LAYER_NORM, RMS_NORM, RMS_NORM_SPELLED_OUT)
+    ),
+    GROUP_NORM,
+    EMBEDDING,
+)
+DYNAMIC = QuantizationSpec(
+    dtype="int8", qscheme="asymmetric", granularity=PerTokenGranularity(), qparam_calculator_cls="dynamic"
+)
+
+
+def no_third_axis(facts: Facts) -> str | None:
+    """Convolutions over three axes: neither XNNPACK nor ExecuTorch's own kernels have them."""
+    if facts.kind in ("conv", "conv_transpose") and len(facts.weight_shape) > 4:
+        return "a convolution over three axes, in any precision: convolve over one or two, or deploy for 'onnxruntime'"
+    return None
+
+
+def constant_scales_by_four_bits(facts: Facts) -> str | None:
+    """4-bit weights multiply rows that have their scales found anew, nothing else."""
+    if facts.weight is None or facts.activation is None or facts.weight.dtype != INT4 or facts.kind != "linear":
+        return None
+    if isinstance(facts.activation.granularity, PerTokenGranularity):
+        return None
+    return (
+        "4-bit weights with activations of a constant scale: ask for dynamic, asymmetric, per_token int8, or for 8 bits"
+    )
+
+
+def floats_by_narrow_weights(facts: Facts) -> str | None:
+    """No kernel multiplies floats by narrow weights: its inputs are int8 too, with a scale for each row (dynamic)."""
+    if facts.is_weight_only:
+        return f"no kernel for a {facts.kind} with narrow weights and float activations: leave those to the target"
+    return None
+
+
+def transposed_in_groups(facts: Facts) -> str | None:
+    """Transposed convolutions have a scale a channel only without groups."""
+    if facts.kind == "conv_transpose" and facts.groups > 1:
+        return f"XNNPACK has no scale a channel for a transposed convolution in {facts.groups} groups"
+    return None
+
+
+EXECUTORCH = Target(
+    name="executorch",
+    summary="ExecuTorch with XNNPACK on phones and CPUs: int8, dynamic int8 linear layers, int4 groups",
+    patterns=PATTERNS,
+    conversions=tuple(conversion for conversion in CONVERSIONS if conversion is not head_to_convolution),
+    activation=QuantizationSpec(dtype="int8", qscheme="asymmetric", qparam_calculator_cls="global_minmax"),
+    activations={"LinearPattern": DYNAMIC, "LinearReLUPattern": DYNAMIC},
+    weight=QuantizationSpec(
+        qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
+    ),
+    accepts=(
+        Accepted("activation", (INT8,), (), ("per_tensor",)),
+        Accepted("activation", (INT8,), (QuantizationScheme.ASYMMETRIC,), ("per_token",), (), ("linear",)),
+        Accepted("weight", (INT8,), SYMMETRIC, ("per_channel",)),
+        Accepted("weight", (INT4,), SYMMETRIC, ("per_block", "per_channel"), GROUPS, ("linear",)),
+    ),
+    refuses=(no_third_axis, constant_scales_by_four_bits),
+    rules=(floats_by_narrow_weights, transposed_in_groups),
+    shares=COPIES,
+    bias="int32",
+    format="executorch",
+    runtime="executorch",
+)

@@ -1,0 +1,115 @@
+"""Files for ExecuTorch: one delegate, our own codes and scales, and outputs as simulated."""
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import StoreError
+from scalepoint.formats import export, find_format
+from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.runtimes import find_runtime
+from scalepoint.spec import PerBlockGranularity, QuantizationSpec
+from scalepoint.verification import Status, verify
+
+HERE = find_runtime("executorch").is_here
+pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: pip install 'scalepoint[executorch]'")
+INT4 = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
+
+
+class Net(nn.Module):
+    """A stem with a pool, a residual block whose input has three readers, a depthwise layer, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.pool = nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.MaxPool2d(3, 2, 1)
+        self.one, self.two, self.three = (nn.Conv2d(16, 16, 3, 1, 1) for _ in range(3))
+        self.depthwise = nn.Conv2d(16, 16, 3, 1, 1, groups=16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.norm(self.stem(x))))
+        y = torch.relu(self.one(x) + x) + self.three(x)
+        y = nn.functional.relu6(self.depthwise(torch.relu(self.two(y))))
+        return self.head(y.mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    """By the one call, with a metric that reads more pictures at once than the file takes."""
+    torch.manual_seed(0)
+    model, x, many = Net().eval(), torch.randn(2, 3, 32, 32), torch.randn(21, 3, 32, 32)
+    seen = []
+
+    def evaluate(run):
+        seen.append((hasattr(run, "served"), run(many).detach()))
+        return 1.0
+
+    folder = tmp_path_factory.mktemp("executorch")
+    data = [x, torch.randn(2, 3, 32, 32)]
+    done = scalepoint.deploy(
+        model, x, data, target="executorch", output=folder, evaluate=evaluate, smoke=True, progress=False
+    )
+    return done, x, many, seen
+
+
+def test_one_delegate_holds_the_whole_net_in_int8(deployed):
+    found = deployed[0].verification
+    assert found.status == Status.OK
+    assert (found.executed["XnnpackBackend"], found.low_precision, found.fallbacks) == (1, 6, ())
+    assert not [op for op in found.executed if op.startswith(("aten", "executorch_prim"))]
+    assert "XNNDepthwiseConv2d qcint8" in found.executed
+
+
+def test_outputs_are_those_of_the_simulation(deployed):
+    assert deployed[0].verification.optimized[0].sqnr > 30
+
+
+def test_a_metric_is_judged_in_the_runtime_whatever_its_batch(deployed):
+    done, _, many, seen = deployed
+    assert [in_runtime for in_runtime, _ in seen] == [False, True]
+    with torch.no_grad():
+        wanted = done.model(many)
+    assert seen[1][1].shape == (21, 10)
+    assert float((seen[1][1] - wanted).square().sum() / wanted.square().sum()) < 1e-2
+
+
+def test_the_file_tells_its_inputs_and_what_it_was_made_for(deployed):
+    done = deployed[0]
+    said = find_format("executorch").about(done.path)
+    assert (said.inputs[0].name, said.inputs[0].dtype, said.inputs[0].shape) == ("x", "float32", (None, 3, 32, 32))
+    assert dict(said.made_for) == {"target": "executorch"}
+    assert said.size == done.path.stat().st_size
+    assert done.path.name == "model.pte"
+
+
+@pytest.mark.slow
+def test_the_float_file_is_timed_beside_it(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(1, 3, 32, 32)
+    done = scalepoint.deploy(model, x, [x], target="executorch", output=tmp_path, progress=False)
+    assert (tmp_path / "float.pte").is_file()
+    assert 0 < done.verification.latency.ratio < 100
+    assert done.verification.size < done.verification.float_size
+
+
+@pytest.mark.parametrize("keep", [4, 100, 2000])
+def test_a_part_of_a_file_is_told(deployed, tmp_path, keep):
+    part = tmp_path / "part.pte"
+    part.write_bytes(deployed[0].path.read_bytes()[:keep])
+    with pytest.raises(StoreError, match="ExecuTorch program"):
+        find_format("executorch").about(part)
+
+
+def test_rows_and_groups_of_four_bits_run_in_integers(tmp_path):
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 8)).eval(),
+        torch.randn(2, 5, 64),
+    )
+    model = quantize(model, x, QuantConfig(weight=INT4), forward_loop=[x], target="executorch")
+    path = export(model, tmp_path / "groups.pte", x)
+    found = verify(path, model, x)
+    assert found.executed["XNNFullyConnected qbint4"] == 2
+    assert found.fallbacks == ()
+    assert found.optimized[0].sqnr > 35  # scales of groups are bfloat16 there

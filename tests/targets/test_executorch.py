@@ -1,0 +1,125 @@
+"""Where ExecuTorch's quantizers stand, and what its target refuses before any work; nothing of it need be installed."""
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import CoverageError, TargetError
+from scalepoint.quantize import Override, QuantConfig, QuantStub, insert_qdq, quantize
+from scalepoint.spec import PerBlockGranularity, QuantizationSpec
+from scalepoint.targets import find_target
+from scalepoint.transformation import transform
+from tests.models import resnet50, vit_b16
+
+INT4 = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
+STATIC = QuantizationSpec(dtype="int8", qscheme="asymmetric", qparam_calculator_cls="global_minmax")
+
+
+def placed(model, x, config=None):
+    result = transform(model.eval(), (x,), target="executorch")
+    return insert_qdq(result.model, result.matches, config)
+
+
+def stubs(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantStub)}
+
+
+def is_dynamic(stub):
+    return stub.calculator.always_called
+
+
+def test_every_tensor_between_convolutions_is_quantized_once():
+    found = placed(resnet50(width=8, classes=10), torch.randn(2, 3, 64, 64))
+    kinds = [module.kind for module in found.modules() if type(module).__name__ == "QuantizedWeighted"]
+    assert (kinds.count("conv"), kinds.count("linear")) == (53, 1)
+    # the input, 53 convolutions, 16 adds, the pool (max pool and flatten share), the head
+    assert len(stubs(found)) == 1 + 53 + 16 + 1 + 1
+    assert not any(map(is_dynamic, stubs(found).values()))
+
+
+def test_linear_layers_of_a_transformer_find_their_scales_anew_and_write_float():
+    found = placed(vit_b16(hidden=48, image=32), torch.randn(2, 3, 32, 32))
+    own = stubs(found)
+    dynamic = [name for name, stub in own.items() if is_dynamic(stub)]
+    assert len(dynamic) == 12 * 4 + 1  # qkv, out, two of the MLP; the head
+    assert len(own) - len(dynamic) == 2  # before and after the patch embedding
+    with torch.no_grad():
+        found(torch.randn(2, 3, 32, 32))
+
+
+def test_a_static_linear_layer_has_its_output_quantized_as_xnnpack_wants():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    dynamic = stubs(placed(model, torch.randn(2, 8)))
+    assert [is_dynamic(each) for each in dynamic.values()] == [True, True]
+    static = stubs(placed(model, torch.randn(2, 8), QuantConfig(activation=STATIC)))
+    assert len(static) == 4  # in and out of each: the GELU between them is float
+    assert not any(map(is_dynamic, static.values()))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (QuantConfig(activation=STATIC.replace(dtype="uint8")), "cannot run dtype uint8 as activation"),
+        (QuantConfig(weight=QuantizationSpec(qscheme="asymmetric")), "int8 with scheme asymmetric as weight"),
+        (QuantConfig(weight=INT4), "int4 for conv as weight"),
+        (QuantConfig(weight=QuantizationSpec(dtype="float8_e4m3fn")), "dtype float8_e4m3fn as weight"),
+    ],
+    ids=["unsigned activations", "asymmetric weights", "int4 convolutions", "float8"],
+)
+def test_what_xnnpack_cannot_run_is_refused_with_the_nearest_choice(config, said):
+    with pytest.raises(TargetError, match=said) as caught:
+        placed(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), config)
+    assert "the nearest it can: int8" in str(caught.value)
+
+
+def test_groups_that_xnnpack_has_no_kernel_for_are_refused():
+    wrong = INT4.replace(granularity=PerBlockGranularity(block_size=16))
+    with pytest.raises(TargetError, match="int4 in blocks of 16"):
+        placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(weight=wrong))
+
+
+def test_a_convolution_over_three_axes_is_refused_before_any_data_is_read(tmp_path):
+    def never():
+        raise AssertionError("data was read")
+        yield
+
+    model = nn.Sequential(nn.Conv3d(3, 4, 3), nn.ReLU())
+    with pytest.raises(TargetError, match=r"0: target 'executorch' cannot run a convolution over three axes") as caught:
+        scalepoint.deploy(
+            model.eval(), torch.randn(1, 3, 8, 8, 8), never(), target="executorch", output=tmp_path / "out"
+        )
+    assert "deploy for 'onnxruntime'" in str(caught.value)
+
+
+def test_narrow_weights_with_float_activations_have_no_kernel():
+    with pytest.raises(CoverageError, match="narrow weights and float activations: leave those to the target"):
+        placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(activation="float", weight=INT4))
+
+
+def test_four_bits_behind_convolutions_ask_for_rows():
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 8))
+    x, only = torch.randn(1, 3, 8, 8), Override(name="3", weight=INT4)
+    with pytest.raises(
+        TargetError, match="3: target 'executorch' cannot run 4-bit weights with activations of a const"
+    ):
+        placed(model, x, QuantConfig(overrides=(only,)))
+    rows = find_target("executorch").activation_for("LinearPattern")
+    found = placed(model, x, QuantConfig(overrides=(Override(name="3", weight=INT4, activation=rows),)))
+    assert sum(map(is_dynamic, stubs(found).values())) == 1
+
+
+def test_the_declaration_tells_the_linear_layers_apart():
+    target = find_target("executorch")
+    assert target.activation_for("LinearPattern").qparam_calculator_cls.always_called
+    assert target.activation_for("ConvBNPattern") == target.activation
+
+
+def test_rows_are_added_to_a_float_bias():
+    """A scale that is found anew is none that a bias could be rounded with beforehand."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 8)).eval(), torch.randn(4, 64)
+    found = quantize(model, x, forward_loop=[x], target="executorch")
+    with torch.no_grad():
+        wanted, given = model(x), found(x)
+    assert 10 * torch.log10(wanted.square().sum() / (wanted - given).square().sum()) > 35
