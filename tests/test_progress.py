@@ -4,11 +4,12 @@ import io
 import itertools
 import re
 import sys
+import threading
 
 import pytest
 
 from scalepoint import progress
-from scalepoint.progress import Phase, duration, phase
+from scalepoint.progress import Phase, duration, listening, phase
 
 
 def untimed(text: str) -> str:
@@ -79,13 +80,13 @@ def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
 def test_the_time_left_follows_from_the_pace():
     running = clocked("calibrating", 128, 10.0)
     running.advance(32)
-    assert running.now() == "calibrating: 32/128 batches (25 %), 10 s, about 30 s left"
+    assert str(running.event("advance")) == "calibrating: 32/128 batches (25 %), 10 s, about 30 s left"
 
 
 def test_work_of_unknown_length_counts_without_a_share():
     running = clocked("evaluating", None, 10.0)
     running.advance(7)
-    assert running.now() == "evaluating: 7 batches, 10 s"
+    assert str(running.event("advance")) == "evaluating: 7 batches, 10 s"
 
 
 def test_a_terminal_gets_a_bar_and_keeps_the_last_line(monkeypatch):
@@ -126,3 +127,50 @@ def test_a_stderr_that_is_gone_stops_no_work(monkeypatch, stream):
 )
 def test_a_duration_reads_as_a_person_says_it(seconds, said):
     assert duration(seconds) == said
+
+
+def test_a_listener_hears_what_the_screen_shows(capsys):
+    heard: list[progress.Event] = []
+    with listening(heard.append), phase("calibrating", total=2) as running:
+        running.advance()
+        running.advance()
+    assert [(each.kind, each.done, each.total) for each in heard] == [
+        ("start", 0, 2),
+        ("advance", 1, 2),
+        ("advance", 2, 2),
+        ("end", 2, 2),
+    ]
+    assert untimed(str(heard[-1])) + "\n" == untimed(capsys.readouterr().err)
+
+
+def test_a_listener_hears_also_what_is_not_shown(capsys):
+    heard: list[progress.Event] = []
+    with listening(heard.append), phase("calibrating", show=False):
+        pass
+    with phase("exporting", show=False):
+        pass
+    assert [each.kind for each in heard] == ["start", "end"]
+    assert capsys.readouterr().err == ""
+
+
+def test_listeners_of_other_threads_hear_nothing():
+    heard: list[progress.Event] = []
+
+    def work() -> None:
+        with phase("elsewhere", show=False):
+            pass
+
+    with listening(heard.append):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert heard == []
+
+
+def test_what_a_listener_raises_ends_the_phase():
+    def stop(event: progress.Event) -> None:
+        if event.kind == "advance":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), listening(stop), phase("calibrating", show=False) as running:
+        running.advance()

@@ -4,19 +4,80 @@
         running.advance()                                 calibrating: 128 batches in 67 s
 
 Nothing turns or blinks where nobody can see it: no terminal, NO_COLOR or TERM=dumb means plain lines. Phases
-follow one another: of one inside another only one is shown, the other has show=False. Of several ranks the first tells.
+follow one another: of one inside another only one is shown. Of several ranks the first tells. The same events go to the
+`callback=` of deploy.
 """
 
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal
 
 from scalepoint import ranks
 
 EVERY = 10.0  # seconds between two lines of a long phase
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a run tells: a phase that starts, goes on or ends, a number that was measured, a file that was written."""
+
+    kind: Literal["start", "advance", "end", "metric", "file"]
+    name: str  # of the phase, of the number; the path of the file
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
+    seconds: float = 0.0
+    value: float | None = None  # of a metric
+    is_whole: bool = True  # of a phase that ends: False where it was stopped
+
+    def __str__(self) -> str:
+        if self.kind == "metric":
+            return f"{self.name}: {self.value}"
+        return self.name if self.kind == "file" else self._ended() if self.kind == "end" else self._now()
+
+    def _now(self) -> str:
+        """How far it is; with a total also the share, and the time that is left at this pace."""
+        if self.total is None:
+            return f"{self.name}: {_counted(self.done, self.unit)}, {duration(self.seconds)}"
+        left = self.seconds / self.done * max(self.total - self.done, 0) if self.done else 0.0
+        percent = 100 * min(self.done / max(self.total, 1), 1)
+        share = f"{self.done}/{self.total} {self.unit} ({percent:.0f} %)"
+        return f"{self.name}: {share}, {duration(self.seconds)}, about {duration(left)} left"
+
+    def _ended(self) -> str:
+        if not self.is_whole:
+            after = f" after {_counted(self.done, self.unit)}" if self.done else ""
+            return f"{self.name}: stopped{after}, {duration(self.seconds)}"
+        if not self.done:
+            return f"{self.name}: {duration(self.seconds)}"
+        return f"{self.name}: {_counted(self.done, self.unit)} in {duration(self.seconds)}"
+
+
+Callback = Callable[[Event], object]
+_LISTENERS: ContextVar[tuple[Callback, ...]] = ContextVar("scalepoint.listeners", default=())
+
+
+@contextmanager
+def listening(callback: Callback | None) -> Iterator[None]:
+    """Every event of this thread goes to the callback too; what it raises ends the run."""
+    token = None if callback is None else _LISTENERS.set((*_LISTENERS.get(), callback))
+    try:
+        yield
+    finally:
+        if token is not None:
+            _LISTENERS.reset(token)
+
+
+def tell(event: Event) -> None:
+    """To all who listen."""
+    if ranks.is_main():
+        for each in _LISTENERS.get():
+            each(event)
 
 
 class Phase:
@@ -27,7 +88,7 @@ class Phase:
         self.done = 0
         self._clock = clock
         self._start = clock()
-        self.shown: _Shown | None = None
+        self.shown: Callback | None = None
 
     @property
     def seconds(self) -> float:
@@ -35,42 +96,33 @@ class Phase:
 
     def advance(self, count: int = 1) -> None:
         self.done += count
+        self.tell("advance")
+
+    def event(self, kind: Literal["start", "advance", "end"], is_whole: bool = True) -> Event:
+        return Event(kind, self.name, self.done, self.total, self.unit, self.seconds, is_whole=is_whole)
+
+    def tell(self, kind: Literal["start", "advance", "end"], is_whole: bool = True) -> None:
+        """What is shown is told first: a listener may end the run."""
+        if self.shown is None and not _LISTENERS.get():
+            return
+        event = self.event(kind, is_whole)
         if self.shown is not None:
-            self.shown.advanced(self)
-
-    def now(self) -> str:
-        """How far it is; with a total also the share, and the time that is left at this pace."""
-        seconds = self.seconds
-        if self.total is None:
-            return f"{self.name}: {_counted(self.done, self.unit)}, {duration(seconds)}"
-        left = seconds / self.done * max(self.total - self.done, 0) if self.done else 0.0
-        percent = 100 * min(self.done / max(self.total, 1), 1)
-        share = f"{self.done}/{self.total} {self.unit} ({percent:.0f} %)"
-        return f"{self.name}: {share}, {duration(seconds)}, about {duration(left)} left"
-
-    def end(self, is_whole: bool) -> str:
-        if not is_whole:
-            after = f" after {_counted(self.done, self.unit)}" if self.done else ""
-            return f"{self.name}: stopped{after}, {duration(self.seconds)}"
-        if not self.done:
-            return f"{self.name}: {duration(self.seconds)}"
-        return f"{self.name}: {_counted(self.done, self.unit)} in {duration(self.seconds)}"
-
-
-class _Shown(Protocol):
-    def advanced(self, phase: Phase) -> None: ...
+            self.shown(event)
+        tell(event)
 
 
 class _Lines:
-    """A line every ten seconds."""
+    """A line every ten seconds, and one at the end."""
 
     def __init__(self) -> None:
         self._last = 0.0
 
-    def advanced(self, phase: Phase) -> None:
-        if phase.seconds - self._last >= EVERY:
-            self._last = phase.seconds
-            say(phase.now())
+    def __call__(self, event: Event) -> None:
+        if event.kind == "end":
+            say(str(event))
+        elif event.kind == "advance" and event.seconds - self._last >= EVERY:
+            self._last = event.seconds
+            say(str(event))
 
 
 class _Bar:
@@ -92,36 +144,36 @@ class _Bar:
         self.live = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self.live.add_task(phase.name, total=phase.total)
 
-    def advanced(self, phase: Phase) -> None:
-        self.live.update(self._task, completed=phase.done)
+    def __call__(self, event: Event) -> None:
+        if event.kind == "start":
+            self.live.start()
+        elif event.kind == "advance":
+            self.live.update(self._task, completed=event.done)
+        else:
+            self.live.stop()
+            say(str(event))
 
 
 @contextmanager
 def phase(name: str, *, total: int | None = None, unit: str = "batches", show: bool | None = None) -> Iterator[Phase]:
-    """A phase that is shown while it runs. show: None or True shows it, False does not."""
+    """A phase that is told while it runs. show: None or True shows it too, False does not."""
     running = Phase(name, total, unit)
-    if show is False or not ranks.is_main():
-        yield running
-        return
-    bar = _Bar(running) if is_live() else None
-    running.shown = bar or _Lines()
+    if show is not False and ranks.is_main():
+        running.shown = _Bar(running) if is_live() else _Lines()
     is_whole = False
-    if bar is not None:
-        bar.live.start()
+    running.tell("start")
     try:
         yield running
         is_whole = True
     finally:
-        if bar is not None:
-            bar.live.stop()
-        say(running.end(is_whole))
+        running.tell("end", is_whole)
 
 
 @contextmanager
-def timed(timings: dict[str, float], doing: str, *, show: bool | None = None) -> Iterator[None]:
-    """A phase whose seconds are added up under its name; show=False for one that shows itself."""
+def timed(timings: dict[str, float], doing: str, *, show: bool | None = None, is_phase: bool = True) -> Iterator[None]:
+    """A phase whose seconds are added up under its name; is_phase=False for one that tells of itself."""
     start = time.perf_counter()
-    with phase(doing, show=show):
+    with phase(doing, show=show) if is_phase else nullcontext():
         yield
     timings[doing] = timings.get(doing, 0.0) + time.perf_counter() - start
 

@@ -322,7 +322,7 @@ def test_a_flag_is_a_keyword_is_a_key() -> None:
     keywords = {name for name, each in inspect.signature(deploy).parameters.items() if each.kind == each.KEYWORD_ONLY}
     assert flags - FOR_THE_SCREEN - MODES == keys
     of_folders = set(inspect.signature(deploy_checkpoint).parameters) - {"source", "verify"} - BY_NAME
-    assert keys - BY_NAME == (keywords | of_folders) - {"config", "kwargs", "progress"} - MODES
+    assert keys - BY_NAME == (keywords | of_folders) - {"config", "kwargs", "progress", "callback"} - MODES
     assert flags >= MODES
     assert keywords >= MODES
 

@@ -4,5 +4,6 @@ from scalepoint.deployment.result import Deployment
 from scalepoint.deployment.settings import DeployConfig, SweepConfig
 from scalepoint.deployment.story import deploy
 from scalepoint.deployment.sweep import sweep
+from scalepoint.progress import Event
 
-__all__ = ["DeployConfig", "Deployment", "SweepConfig", "deploy", "sweep"]
+__all__ = ["DeployConfig", "Deployment", "Event", "SweepConfig", "deploy", "sweep"]

@@ -28,7 +28,7 @@ def widths_of(run: Run, config: QuantConfig, choices: Sequence[str] | None) -> W
     with run.stage("widths", "measuring widths", marks, is_timed=False) as stage:
         found = stage.reuse(Widths.from_dict)
         if found is None:
-            with run.timed("measuring widths", show=False):
+            with run.timed("measuring widths", is_phase=False):
                 result = transform(run.model, args, target=run.target, kwargs=kwargs, leave=run.leave)
                 found = measure_widths(
                     result, config, run.target, choices, run.data if run.has_data else run.example(),

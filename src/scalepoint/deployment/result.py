@@ -10,6 +10,7 @@ from torch import fx
 from scalepoint.deployment.trials import Trial
 from scalepoint.quantize import Coverage, coverage
 from scalepoint.report import Allocated, Report
+from scalepoint.report.notebook import snippet
 from scalepoint.tuning import TuneReport
 from scalepoint.verification import Verification
 
@@ -47,3 +48,7 @@ class Deployment:
 
     def __str__(self) -> str:
         return str(self.report)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return snippet(self.report)

@@ -19,7 +19,7 @@ from scalepoint.deployment.trials import Trial
 from scalepoint.errors import UsageError
 from scalepoint.files import copy_whole, digest, remove
 from scalepoint.formats import find_format
-from scalepoint.progress import say, timed
+from scalepoint.progress import Event, say, tell, timed
 from scalepoint.quantize import QuantConfig, save
 from scalepoint.quantize.feeding import length_of
 from scalepoint.runtimes import find_runtime
@@ -68,9 +68,9 @@ class Run:
         if self.smoke:
             self.max_batches = min(self.max_batches or SMOKE_BATCHES, SMOKE_BATCHES)
 
-    def timed(self, doing: str, show: bool | None = None) -> AbstractContextManager[None]:
-        """A step that is shown while it runs; show=False for one that shows itself."""
-        return timed(self.timings, doing, show=self.progress if show is None else show)
+    def timed(self, doing: str, *, is_phase: bool = True) -> AbstractContextManager[None]:
+        """A step that is shown while it runs; is_phase=False for one that shows itself."""
+        return timed(self.timings, doing, show=self.progress, is_phase=is_phase)
 
     @contextmanager
     def stage(self, name: str, doing: str, marks: Marks, *, is_timed: bool = True) -> Iterator[Stage]:
@@ -154,6 +154,7 @@ class Run:
         old = {each.name for each in (*self.format.files(path), *self.format.files(float_path))}
         for source in sources:
             copy_whole(source, output / source.name)
+            tell(Event("file", str(output / source.name)))
         for name in old - {source.name for source in sources}:
             remove(output / name)
         save(best.model, output / MODEL, with_graph=None)  # where it has a form as data, load needs no float model

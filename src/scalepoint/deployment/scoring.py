@@ -13,6 +13,7 @@ from scalepoint import ranks
 from scalepoint.deployment.run import Run
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, shown
 from scalepoint.graph.modes import evaluating
+from scalepoint.progress import Event, tell
 from scalepoint.verification import RuntimeModel, Status, Verification
 
 
@@ -50,6 +51,8 @@ def judged(run: Run, model: nn.Module, path: Path | None = None, *, in_runtime: 
         if score is None:
             score = float(ranks.told(doing, lambda: _score(run, model, path, in_runtime=in_runtime)))
             stage.keep({"score": score})
+    if path is None:
+        tell(Event("metric", "float score", value=score))
     return score
 
 

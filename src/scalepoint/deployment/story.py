@@ -36,8 +36,10 @@ from scalepoint.formats import export
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs
 from scalepoint.plain import plain
+from scalepoint.progress import Callback, Event, listening, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.report import Allocated, Raised, Report, write
+from scalepoint.report.folder import HTML_FILE
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
@@ -74,6 +76,7 @@ def deploy(
     resume: bool = False,
     force: bool = False,
     progress: bool | None = None,
+    callback: Callback | None = None,
 ) -> Deployment:
     """Quantize a model for a target, write the file into the folder `output`, and prove that it runs as it should.
 
@@ -86,9 +89,9 @@ def deploy(
     average, speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses
     least. A file that departs from the simulation is an error unless allow_departure=True. on_nan="skip" leaves
     calibration batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized,
-    where the target runs it. smoke=True goes through all stages fast: two batches, one trial, no float file, no
-    latency, no errors by layer. What a run that did not end has done stays in `output`; resume=True goes on from there,
-    and does again what has changed since. A folder that holds something is refused unless force=True.
+    where the target runs it. smoke=True goes through all stages fast: two batches, one trial, no latency. resume=True
+    goes on where a run into `output` ended; a folder that holds something is refused unless force=True.
+    `callback(event)` hears of every phase, number and file; what it raises ends the run.
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
@@ -97,7 +100,7 @@ def deploy(
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     found.check_float_dtype(float_dtype)
     ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
-    with Journal.opened(folder, resume=resume) as journal:
+    with listening(callback), Journal.opened(folder, resume=resume) as journal:
         run = Run(
             model=model, inputs=as_inputs(example_inputs, kwargs), data=calibration_data, target=found,
             journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
@@ -128,6 +131,7 @@ def _made(
     trials = [best if trial is chosen else closed(trial) for trial in trials]
     with run.timed("reporting"):
         report = _written(lambda: make_report(run, best, trials, bar, allocation), folder)
+    tell(Event("file", str(folder / HTML_FILE)))
     return Deployment.of(best, report, bar.float_score, trials)
 
 
@@ -182,8 +186,23 @@ def _attempt(run: Run, number: int, step: Step) -> Trial:
     found = _verified(run, path, float_path, model)
     in_runtime = runs_in_runtime(found)
     score = judged(run, model, path, in_runtime=in_runtime)
+    _tell(run, number, path, found, score)
     told = (step.raised, step.start, tuned, step.chosen, step.cost)
     return Trial(step.config, model, path, float_path, found, score, in_runtime, *told)
+
+
+def _tell(run: Run, number: int, path: Path, found: Verification | None, score: float | None) -> None:
+    """The numbers of a trial, to who listens."""
+    latency = None if found is None else found.latency
+    numbers = {
+        "score": score,
+        "size": float(run.format.about(path).size),
+        "speed": None if latency is None else latency.ratio,
+        "agreement": None if found is None or found.status != Status.OK else found.sqnr,
+    }
+    for name, value in numbers.items():
+        if value is not None:
+            tell(Event("metric", name, done=number, value=value))
 
 
 def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphModule, TuneReport | None]:
@@ -199,7 +218,7 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
             with run.timed("capturing"):
                 result = transform(run.model, args, target=run.target, kwargs=kwargs, leave=run.leave)
                 model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)
-            with run.timed("calibrating", show=False):
+            with run.timed("calibrating", is_phase=False):
                 calibrate(
                     model, data.data, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress,
                     freeze_weights=True,
@@ -207,7 +226,7 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
             stage.marks["the calibration data"] = run.data_mark = data.mark if ranks.size() == 1 else data.mark_now()
             how = tuning_for(model, run.accuracy, has_data=run.has_data)
             if how is not None:
-                with run.timed("tuning", show=False):
+                with run.timed("tuning", is_phase=False):
                     tuned = tune(
                         model, run.data, how, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress
                     )

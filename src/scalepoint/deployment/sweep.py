@@ -38,6 +38,7 @@ _NOT_SWEPT = (
     "resume",
     "force",
     "progress",
+    "callback",
 )
 
 

@@ -72,11 +72,11 @@ def deploy_checkpoint(
     with locked(job.work):
         with timed(timings, "capturing", show=progress):
             model, weights = quantized_skeleton(job, calibration)
-        with timed(timings, "tuning", show=False):
+        with timed(timings, "tuning", is_phase=False):
             tuned, kept = _tuned(job, model, weights, calibration, resume, progress)
         scores: Scored | None = None
         if judging:
-            with timed(timings, "scoring", show=False):
+            with timed(timings, "scoring", is_phase=False):
                 scores = scored(model, weights, kept, judging, memory=job.tuning.memory, progress=progress)
         codes = Codes(model, weights, kept)
         with timed(timings, "writing", show=progress):

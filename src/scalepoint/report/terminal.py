@@ -238,11 +238,16 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
     return table
 
 
-def _against(report: "Report", narrow: bool) -> Table | None:
-    rows = [
+def against(report: "Report") -> list[tuple[str, str, str, str]]:
+    """Float against quantized, a row each number."""
+    return [
         (short(each.name), value_of(each.float_value), value_of(each.final), change_of(each.change))
         for each in report.accuracy
     ] + _measured(report)
+
+
+def _against(report: "Report", narrow: bool) -> Table | None:
+    rows = against(report)
     if not rows:
         return None
     if narrow:
