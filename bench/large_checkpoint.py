@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 HIDDEN, MLP, HEADS, WORDS = 1536, 4096, 12, 4096
 OUT = Path("out") / "large"
+# Scales are those of the largest weight: a search over them would take most of the time.
 CHILD = """
 import sys, torch, scalepoint, transformers
 from scalepoint import deploy_checkpoint
@@ -31,8 +32,9 @@ source, output, accuracy, resume = sys.argv[1:5]
 if source:
     torch.manual_seed(0)
     tokens = [torch.randint(0, {words}, (1, 128)) for _ in range(8)]
-    deploy_checkpoint(source, output, target="compressed-tensors", accuracy=accuracy, data=tokens[:6],
-                      judge=tokens[6:], verify=False, memory="200MB", resume=bool(resume), progress=True)
+    config = QuantConfig(weight=dict(n_bits=4, block_size=128))
+    deploy_checkpoint(source, output, target="compressed-tensors", config=config, accuracy=accuracy, data=tokens[:7],
+                      judge=tokens[7:], verify=False, memory="200MB", resume=bool(resume), progress=True)
 """
 
 

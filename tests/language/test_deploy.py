@@ -17,6 +17,7 @@ from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.language.text import sequences
 from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.targets import find_target, list_targets
 from scalepoint.tuning.checkpoint import Checkpoint
 
@@ -149,6 +150,20 @@ def test_weights_are_here_one_piece_at_a_time(llama, tmp_path, monkeypatch):
     deployed(llama, tmp_path / "out")
     block = 3 * 64 * 128 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64
     assert 0 < most[0] < block
+
+
+def test_no_weight_is_looked_at_before_it_is_here(llama, tmp_path, monkeypatch):
+    """Scales that are searched for cost as much over weights that are not there."""
+    seen, freeze = [], QuantizedWeighted.freeze
+
+    def freezing(self):
+        seen.append(bool(self.weight.any()))
+        freeze(self)
+
+    monkeypatch.setattr(QuantizedWeighted, "freeze", freezing)
+    deployed(llama, tmp_path / "out", accuracy="fast")
+    assert seen
+    assert all(seen)
 
 
 def test_without_data_weights_are_rounded_and_nothing_is_scored(llama, tmp_path):

@@ -92,6 +92,20 @@ def test_nothing_seen_is_no_moments():
     assert sums.moments() is None
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_inputs_give_the_moments_of_all_outputs(is_weighted):
+    exact, noisy = rows()
+    weight, counts = torch.randn(2, 9, 5), torch.rand(400) + 0.1 if is_weighted else None
+    through, plain = Sums(weight), Sums()
+    for part in (slice(0, 150), slice(150, 400)):
+        by = None if counts is None else counts[part]
+        through.add(noisy[part], exact[part], by)
+        plain.add(noisy[part], outputs(exact[part], weight), by)
+    found, wanted = through.moments(), plain.moments()
+    for name in ("mean", "noisy", "cross", "mean_wanted", "wanted"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5, msg=name)
+
+
 def test_some_outputs_have_the_moments_of_those_alone():
     exact, noisy = rows()
     weight = torch.randn(2, 4, 5, dtype=torch.float64)

@@ -13,7 +13,8 @@ def twin(model: fx.GraphModule, *, quantizing: bool = True) -> fx.GraphModule:
     """The same graph over the same parameters, in eval, with its own state; quantizing=False switches it to float."""
     with torch.inference_mode(False):  # switches that can be written, wherever this is called
         made: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in model.parameters()})
-        made.eval()
+        if any(module.training for module in made.modules()):
+            made.eval()  # looks at every weight, which a model in eval has done
         for module in made.modules():
             if isinstance(module, Quantizing):
                 module.enabled = quantizing and module.enabled

@@ -101,8 +101,10 @@ class Collector:
         together = self._readers(use, shape)
         weight = torch.cat([each.weight() for _, each in together], 1).to(torch.float32)
         key = id(use.layer.weight_quant)
-        sums = self._open.pop(key, (Sums(), Sums()))
-        for held, noisy, wanted, weights in self._parts(use, shape, weight):
+        is_plain = weight.shape[1] > weight.shape[2] and not self._is_alone(use) and not self._is_added(use)
+        through = weight if is_plain else None
+        sums = self._open.pop(key, (Sums(through), Sums(through)))
+        for held, noisy, wanted, weights in self._parts(use, shape, None if is_plain else weight):
             sums[held].add(noisy, wanted, weights)
         if use.node is not self.uses_of(use.layer)[-1]:
             self._open[key] = sums
@@ -134,10 +136,12 @@ class Collector:
     def _is_alone(self, use: Use) -> bool:
         return len(self.uses_of(use.layer)) > 1 or not self.walk.is_first_part(use.node, use.layer)
 
-    def _parts(self, use: Use, shape: Shape, weight: Tensor) -> Iterator[tuple[bool, Tensor, Tensor, Tensor | None]]:
+    def _parts(
+        self, use: Use, shape: Shape, weight: Tensor | None
+    ) -> Iterator[tuple[bool, Tensor, Tensor, Tensor | None]]:
         """Whether rows judge, the rows in the quantized stream, what the outputs should be, and what each row counts.
 
-        `weight` may be of several layers that read the same.
+        `weight` may be of several layers that read the same; without one the rows of the float stream are given.
         """
         geometry, walk = shape.geometry, self.walk
         shapes = [walk.input(use.node, use.place, each, noisy=True).shape for each in range(walk.count)]
@@ -162,7 +166,7 @@ class Collector:
                     part = chosen[start : start + CHUNK]
                     pair = geometry.rows(exact, part), geometry.rows(noisy, part)
                     self._check(use, pair)
-                    wanted = torch.einsum("rgn,gon->rgo", pair[0], weight)
+                    wanted = pair[0] if weight is None else torch.einsum("rgn,gon->rgo", pair[0], weight)
                     yield is_held, pair[1], *beside.of(wanted, part)
             before, first = before + count, first + samples
 

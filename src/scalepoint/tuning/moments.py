@@ -102,14 +102,20 @@ def single(moments: Moments) -> Tensor:
 
 
 class Sums:
-    """Moments while they are added up."""
+    """Moments while they are added up.
 
-    def __init__(self) -> None:
+    Where there are more outputs than inputs, and y is W x alone, the inputs are added up instead of the outputs:
+    P = W cov(x, x~),  var(y) = diag(W cov(x, x) W').
+    """
+
+    def __init__(self, through: Tensor | None = None) -> None:
+        self.through = through  # W; None: the outputs are given
         self.count, self.total = 0, 0.0
         self.around: tuple[Tensor, Tensor] | None = None
 
     def add(self, noisy: Tensor, wanted: Tensor, weight: Tensor | None = None) -> None:
-        """Rows (r, groups, n) of the quantized stream, and what the outputs should be, (r, groups, outputs)."""
+        """Rows (r, groups, n) of the quantized stream, and what the outputs should be, (r, groups, outputs): or the
+        rows of the float stream that they are made of."""
         if not noisy.shape[0]:
             return
         if self.around is None:
@@ -117,16 +123,19 @@ class Sums:
             (groups, size), outputs = noisy.shape[1:], wanted.shape[-1]
             self.sums = _zeros(groups, size), _zeros(groups, outputs)
             self.products = _zeros(groups, size, size), _zeros(groups, outputs, size)
-            self.energy = _zeros(groups, outputs)
+            self.energy = _zeros(groups, outputs) if self.through is None else _zeros(groups, size, size)
         z, y = noisy - self.around[0], wanted - self.around[1]
         weighted = z if weight is None else z * weight[:, None, None]
         self.sums[0].add_(weighted.sum(0))
-        self.sums[1].add_((y if weight is None else y * weight[:, None, None]).sum(0))
+        wanted = y if weight is None else y * weight[:, None, None]
+        self.sums[1].add_(wanted.sum(0))
         by_group = weighted.transpose(0, 1)
         _add_square(self.products[0], z.transpose(0, 1), by_group)
         self.products[1].add_(y.transpose(0, 1).mT @ by_group)
-        squares = y.square_()
-        self.energy.add_((squares if weight is None else squares * weight[:, None, None]).sum(0))
+        if self.through is None:
+            self.energy.add_((y * wanted).sum(0))
+        else:
+            _add_square(self.energy, y.transpose(0, 1), wanted.transpose(0, 1))
         self.count += int(noisy.flatten(1).any(1).sum())
         self.total += noisy.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
 
@@ -135,15 +144,24 @@ class Sums:
         if self.around is None or not self.count:
             return None
         z, y = self.sums[0] / self.total, self.sums[1] / self.total
-        upper = self.products[0].triu()
-        return Moments(
-            self.count,
-            z + self.around[0].to(torch.float64),
-            (upper + upper.triu(1).mT) / self.total - torch.einsum("gn,gm->gnm", z, z),
-            self.products[1] / self.total - torch.einsum("go,gn->gon", y, z),
-            y + self.around[1].to(torch.float64),
-            (self.energy / self.total - y.square()).clamp(min=0),
-        )
+        mean, mean_wanted = z + self.around[0].to(torch.float64), y + self.around[1].to(torch.float64)
+        noisy = _whole(self.products[0]) / self.total - torch.einsum("gn,gm->gnm", z, z)
+        cross = self.products[1] / self.total - torch.einsum("go,gn->gon", y, z)
+        if self.through is None:
+            energy = self.energy / self.total - y.square()
+        else:
+            exact = _whole(self.energy) / self.total - torch.einsum("gn,gm->gnm", y, y)
+            made = self.through @ torch.cat([cross, exact], -1).to(torch.float32)
+            cross = made[..., : cross.shape[-1]].to(torch.float64)
+            energy = (made[..., cross.shape[-1] :] * self.through).sum(-1, dtype=torch.float64)
+            mean_wanted = torch.einsum("gon,gn->go", self.through.to(torch.float64), mean_wanted)
+        return Moments(self.count, mean, noisy, cross, mean_wanted, energy.clamp(min=0))
+
+
+def _whole(upper: Tensor) -> Tensor:
+    """A symmetric matrix from its diagonal and what is right of it."""
+    kept = upper.triu()
+    return kept + kept.triu(1).mT
 
 
 def _add_square(into: Tensor, one: Tensor, other: Tensor) -> None:
