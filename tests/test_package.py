@@ -86,8 +86,11 @@ def test_the_public_names_are_pinned():
         "MovingAverageQParamsCalculator",
         "MseRangeCalculator",
         "PairSafeRangeCalculator",
+        "PaletteFakeQuantize",
+        "PaletteQParamsCalculator",
         "PerBlockGranularity",
         "PerChannelGranularity",
+        "PerGroupedChannelGranularity",
         "PerTensorGranularity",
         "PerTokenBlockGranularity",
         "PerTokenGranularity",
@@ -105,6 +108,7 @@ def test_the_public_names_are_pinned():
         "StaticQParamsCalculator",
         "default_activation_quantization_spec",
         "default_weight_quantization_spec",
+        "palette_spec",
     ]
 
 

@@ -67,7 +67,7 @@ def test_it_is_listed_and_a_broken_one_breaks_nothing(python):
     assert done.returncode == 0
     found = json.loads(done.stdout)
     names = [row["name"] for row in found["targets"]]
-    assert {"onnxruntime", "openvino", "tensorrt", "reference", "acme"} == set(names)
+    assert {"onnxruntime", "openvino", "tensorrt", "executorch", "coreml", "reference", "acme"} == set(names)
     assert next(row for row in found["targets"] if row["name"] == "acme")["runtime"] == "ok"
     assert {row["name"] for row in found["broken"]} == {"acme-broken", "acme-nothing", "acme-other"}
     assert all("'acme-targets'" in row["why"] for row in found["broken"])

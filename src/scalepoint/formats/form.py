@@ -14,7 +14,7 @@ from scalepoint.formats.single import needs_single, use_single
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
 from scalepoint.patterns.language import place_of
-from scalepoint.quantize.stubs import Quantizing, QuantStub
+from scalepoint.quantize.stubs import Quantizing, QuantStub, held_as
 from scalepoint.quantize.weighted import QuantizedWeighted
 
 
@@ -59,8 +59,7 @@ def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
     """To what the file can hold, before codes are made with them; never to zero."""
     for module in model.modules():
         if isinstance(module, Quantizing) and module.spec.scale_dtype is None:
-            rounded = module.scale.to(dtype).clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
-            module.take(QParams(rounded.to(torch.float32)))
+            module.take(QParams(held_as(module.scale, dtype)))
 
 
 def _replaced(

@@ -1,7 +1,8 @@
-"""The language of a stored graph: what is quantized, weights and activations alike, is in two operators of our own.
+"""The language of a stored graph: what is quantized, weights and activations alike, is in operators of our own.
 
     quantize      codes = clamp(round(x / scale) + zero_point, low, high)
     dequantize    x' = (codes - zero_point) * scale
+    look_up       x' = table[codes], of palettized weights
 
 A file format is a table that translates them. `axis` says which one has a scale each, `block` > 0 how many share one
 along it; `fmt` is the name of the format of the codes, which may be narrower than the type they are kept in.
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics import format_of
+from scalepoint.numerics.palette import by_group, from_groups
 from scalepoint.spec.spec import to_dtype
 
 
@@ -43,6 +45,18 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: in
 @dequantize.register_fake
 def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int, fmt: str) -> Tensor:
     return torch.empty(codes.shape, dtype=scale.dtype, device=codes.device)
+
+
+@torch.library.custom_op("scalepoint::look_up", mutates_args=())
+def look_up(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
+    """The entries of tables (groups, entries) that indices stand for; neighbouring channels of an axis are a group."""
+    values = tables.gather(-1, by_group(codes, axis, tables.shape[0]).long())
+    return from_groups(values, codes.shape, axis).contiguous()
+
+
+@look_up.register_fake
+def _(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
+    return torch.empty(codes.shape, dtype=tables.dtype, device=codes.device)
 
 
 def _along(scale: Tensor, zero_point: Tensor, rank: int, axis: int) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ from scalepoint.spec import (
     PerTensorGranularity,
     QuantizationGranularity,
     QuantizationSpec,
+    palette_spec,
 )
 from scalepoint.spec.extended import spec_class, spec_from_dict
 from scalepoint.spec.spec import SchemaGenerator
@@ -332,6 +333,12 @@ class QuantConfig(Config):
             block_size=block_size,
         )
         return cls(activation=FLOAT, weight=weight, overrides=tuple(overrides))
+
+    @classmethod
+    def palettes(cls, n_bits: int = 4, group_size: int | None = None, *, overrides: Sequence[Override] = ()) -> Self:
+        """Weights as indices into tables of 2^n_bits values, one for `group_size` output channels each (None: one for
+        all); activations float: no data needed."""
+        return cls(activation=FLOAT, weight=palette_spec(n_bits, group_size), overrides=tuple(overrides))
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:

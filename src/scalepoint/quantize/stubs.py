@@ -151,9 +151,15 @@ class Quantizing(Stateful):
 
 
 def in_half(qparams: QParams) -> QParams:
-    """With scales that float16 holds, and never zero."""
-    least = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
-    return qparams._replace(scale=qparams.scale.to(torch.float16).to(torch.float32).clamp(min=least))
+    """With scales (or the entries of tables) that float16 holds."""
+    return qparams._replace(scale=held_as(qparams.scale, torch.float16))
+
+
+def held_as(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest that a narrower type holds, in float32; what is positive stays so."""
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    rounded = scale.to(dtype).to(torch.float32)
+    return torch.where(scale > 0, rounded.clamp(min=least), rounded)
 
 
 def take_shapes(module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str) -> None:

@@ -23,6 +23,12 @@ from scalepoint.spec.histogram import (
 )
 from scalepoint.spec.learned import LearnedScaleQParamsCalculator
 from scalepoint.spec.pair_safe import PairSafeRangeCalculator
+from scalepoint.spec.palette import (
+    PaletteFakeQuantize,
+    PaletteQParamsCalculator,
+    PerGroupedChannelGranularity,
+    palette_spec,
+)
 from scalepoint.spec.qparams_calculator import (
     DefaultQParamsCalculator,
     QParamsCalculatorBase,
@@ -65,8 +71,11 @@ __all__ = [
     "MovingAverageQParamsCalculator",
     "MseRangeCalculator",
     "PairSafeRangeCalculator",
+    "PaletteFakeQuantize",
+    "PaletteQParamsCalculator",
     "PerBlockGranularity",
     "PerChannelGranularity",
+    "PerGroupedChannelGranularity",
     "PerTensorGranularity",
     "PerTokenBlockGranularity",
     "PerTokenGranularity",
@@ -84,4 +93,5 @@ __all__ = [
     "StaticQParamsCalculator",
     "default_activation_quantization_spec",
     "default_weight_quantization_spec",
+    "palette_spec",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scalepoint.graph import Operation
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec.palette import is_palette
 
 LEAST, PER_UNKNOWN = 4096, 128
 
@@ -101,7 +102,9 @@ class Geometry:
 
 
 def geometry_of(layer: QuantizedWeighted) -> Geometry | None:
-    """How a layer walks; None where it pads with other things than zeros itself."""
+    """How a layer walks; None where it pads with other things than zeros itself, or has tables, not steps."""
+    if is_palette(layer.weight_quant.spec):
+        return None
     if layer.kind == "linear":
         return Geometry("linear")
     operation, kernel = layer.operation, tuple(layer.weight.shape[2:])

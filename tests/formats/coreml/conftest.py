@@ -37,6 +37,9 @@ WAYS = {
     "weights int8": QuantConfig.weight_only("int8", None),
     "weights int4 a channel": QuantConfig.weight_only("int4", None),
     "weights uint4 a channel": QuantConfig.weight_only("uint4", None),
+    "palettes of 1 bit": QuantConfig.palettes(1),
+    "palettes of 3 bits a group": QuantConfig.palettes(3, group_size=8),
+    "palettes of 6 bits": QuantConfig.palettes(6),
     "weights int4 in blocks": QuantConfig(
         activation="float", overrides=[{"type": "Linear", "weight": {"n_bits": 4, "block_size": 8}}]
     ),

@@ -31,7 +31,8 @@ def test_every_code_scale_and_zero_point_is_read_back_as_it_is_in_the_model(tmp_
     kinds = {op.op_type for op in read_operations(path)}
     is_old = way in ("int8", "int8 activations", "weights int8")
     assert ("constexpr_affine_dequantize" in kinds) == is_old
-    assert ("constexpr_blockwise_shift_scale" in kinds) != is_old
+    assert ("constexpr_blockwise_shift_scale" in kinds) == (way.startswith("weights") and not is_old)
+    assert ("constexpr_lut_to_dense" in kinds) == way.startswith("palettes")
     assert ("quantize" in kinds) == way.startswith("int8")
     assert read_spec(path).specificationVersion == (8 if is_old else 9)  # iOS 17, iOS 18
 
@@ -54,6 +55,19 @@ def test_four_bits_take_half_the_room_of_eight(tmp_path: Path) -> None:
         sizes[dtype] = (path / HOME / "weights" / "weight.bin").stat().st_size
     assert sizes["int8"] == pytest.approx(2 * 256 * 256, rel=0.05)
     assert sizes["int4"] == pytest.approx(256 * 256, rel=0.07)
+
+
+def test_palettes_take_the_room_of_their_indices_and_a_changed_entry_is_named(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
+    made = quantize(model, x, QuantConfig.palettes(3, group_size=64), target="coreml", freeze_weights=True)
+    path = export(made, tmp_path / "m.mlpackage", x)
+    size = (path / HOME / "weights" / "weight.bin").stat().st_size
+    assert size == pytest.approx(2 * 256 * 256 * 3 / 8, rel=0.07)
+    assert COREML.compare(path, made) == []
+    entry = next(each for each in made.modules() if hasattr(each, "weight_quant")).weight_quant.scale
+    entry[1, 2] += 2e-3
+    told = COREML.compare(path, made)
+    assert any("1 of 32 entries are others in the file" in each for each in told)
 
 
 def test_a_changed_scale_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A Core ML file against the model that it was made from, bit by bit: codes and their width, scales, zero points.
+"""A Core ML file against its model, bit by bit: codes and their width, scales, zero points, tables.
 
 What is written is read back by coremltools, so this finds what a converter, a pass or a later hand has changed.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.coreml.package import quietly, read_operations, read_spec
-from scalepoint.formats.coreml.stored import StoredStub, StoredWeight, coreml_form, label
+from scalepoint.formats.coreml.stored import StoredPalette, StoredStub, StoredWeight, coreml_form, label
 from scalepoint.spec.spec import to_dtype
 
 _COUNTED = re.compile(r"_\d+$")
@@ -34,20 +34,26 @@ def differences(path: Path, model: fx.GraphModule) -> list[str]:
 
 def _weights(stored: fx.GraphModule, found: dict[str, Any], kind: torch.dtype) -> Iterator[str]:
     for path, module in stored.named_modules():
-        if not isinstance(module, StoredWeight):
+        if not isinstance(module, StoredWeight | StoredPalette):
             continue
         op = found.get(label(path))
         if op is None:
             yield f"{path}: its weight is not in the file as codes"
             continue
+        if (stored_in := _type_of(op)) != module.fmt:
+            yield f"{path}: its codes are stored as {stored_in}, not as {module.fmt}"
+        yield from _unequal(path, "codes", _codes(op).val, module.codes)
+        if isinstance(module, StoredPalette):
+            held = op.inputs.get("lut")
+            values = np.zeros(0) if held is None else held.val
+            tables = module.tables.to(kind)
+            yield from _unequal(path, "entries", np.asarray(values).reshape(-1), tables.reshape(-1))
+            continue
         scale, zero = module.parameters_of()
-        yield from _unequal(path, "codes", _codes(op), module.codes)
         yield from _unequal(path, "scales", _like(op.scale.val, scale), scale.to(kind))
         yield from _unequal(
             path, "zero points", _like(_zero(op), scale), torch.zeros_like(scale) if zero is None else zero
         )
-        if (stored_in := _type_of(op)) != module.fmt:
-            yield f"{path}: its codes are stored as {stored_in}, not as {module.fmt}"
 
 
 def _stubs(stored: fx.GraphModule, found: list[Any], kind: torch.dtype) -> Iterator[str]:
@@ -69,16 +75,22 @@ def _stubs(stored: fx.GraphModule, found: list[Any], kind: torch.dtype) -> Itera
     yield from (f"{path}: the file does not quantize here" for name, (path, _) in stubs.items() if name not in seen)
 
 
+_CODES = {
+    "constexpr_affine_dequantize": "quantized_data",
+    "constexpr_blockwise_shift_scale": "data",
+    "constexpr_lut_to_dense": "indices",
+}
+
+
 def _codes(op: Any) -> Any:
-    return (op.quantized_data if op.op_type == "constexpr_affine_dequantize" else op.data).val
+    return op.inputs[_CODES[op.op_type]]
 
 
 def _type_of(op: Any) -> str:
     """int4, from the type that the file declares."""
     from coremltools.converters.mil.mil import types  # noqa: PLC0415
 
-    data = op.quantized_data if op.op_type == "constexpr_affine_dequantize" else op.data
-    return str(types.builtin_to_string(data.dtype))
+    return str(types.builtin_to_string(_codes(op).dtype))
 
 
 def _zero(op: Any) -> Any:

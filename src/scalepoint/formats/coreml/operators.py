@@ -4,6 +4,7 @@
     dequantize    dequantize                                          of activations
                   constexpr_affine_dequantize                         of weights in int8, a scale a tensor or a channel
                   constexpr_blockwise_shift_scale (iOS 18)            of weights in 4 bits, or in blocks
+    look_up       constexpr_lut_to_dense (iOS 18)                     of palettized weights
 
 Each stands under the name of the module that it was made from, so that a file can be compared with its model.
 """
@@ -23,7 +24,7 @@ def register(is_new: bool) -> None:
 
     registry = torch_op_registry._TORCH_OPS_REGISTRY
     made = _Translations(is_new)
-    for name in ("quantize", "dequantize"):
+    for name in ("quantize", "dequantize", "look_up"):
         registry.set_func_by_name(getattr(made, name), f"scalepoint::{name}")
 
 
@@ -52,6 +53,21 @@ class _Translations:
             made = self._weight(codes, scale, zero, (axis, block, fmt), _name(node.inputs[0], "_codes"))
         else:
             made = Builder.dequantize(input=codes, scale=np.float32(scale), zero_point=_zero(zero, fmt))
+        context.add(made, node.name)
+
+    def look_up(self, context: Any, node: Any) -> None:
+        from coremltools.converters.mil import Builder  # noqa: PLC0415
+        from coremltools.converters.mil.mil import types  # noqa: PLC0415
+
+        codes, tables, axis, fmt = self._given(context, node)
+        shape = [1] * codes.ndim
+        shape[axis] = tables.shape[0]
+        kind = types.nptype_from_builtin(types.string_to_builtin(fmt))
+        made = Builder.constexpr_lut_to_dense(
+            indices=codes.astype(kind),
+            lut=np.asarray(tables, np.float32).reshape(*shape, -1, 1),
+            name=_name(node.inputs[0], "_codes"),
+        )
         context.add(made, node.name)
 
     def _weight(self, codes: Any, scale: Any, zero: Any, form: tuple[int, int, str], name: str) -> Any:

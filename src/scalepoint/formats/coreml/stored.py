@@ -10,12 +10,18 @@ from torch.nn import functional as F
 from scalepoint.errors import ExportError
 from scalepoint.formats.form import Parts, stored_form
 from scalepoint.formats.onnx.stored import FloatWeight
-from scalepoint.formats.operators import dequantize, quantize
+from scalepoint.formats.operators import dequantize, look_up, quantize
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.parts import run_with
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
+from scalepoint.spec import (
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerGroupedChannelGranularity,
+    PerTensorGranularity,
+)
+from scalepoint.spec.palette import is_palette
 
 ACTIVATIONS = {"uint8": (0, 255), "int8": (-128, 127)}
 NARROW = ("int4", "uint4")  # from iOS 18 on
@@ -70,6 +76,38 @@ class StoredWeight(nn.Module):
         return run_with(operation, x, weight, self.bias)
 
 
+class StoredPalette(nn.Module):
+    """An operation over indices as (out, in, ..) into tables (groups, entries)."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__()
+        quant, deployed = source.weight_quant, source.deployed()
+        granularity = quant.calculator.granularity
+        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # a palette has no other
+        self.refers = {"operation": source.operation}
+        self.is_linear = source.kind == "linear"
+        self.fmt, self.axis = dtype_name(quant.spec.dtype), int(granularity.axis or 0)
+        self.register_buffer("codes", deployed.codes.contiguous())
+        self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())
+        self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
+
+    codes: Tensor
+    tables: Tensor
+    bias: Tensor | None
+    is_new = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = look_up(self.codes, self.tables, self.axis, self.fmt)
+        if self.is_linear:
+            return F.linear(x, weight, self.bias)
+        operation: Any = self.refers["operation"]
+        return run_with(operation, x, weight, self.bias)
+
+
+def stored_weight(source: QuantizedWeighted) -> nn.Module:
+    return StoredPalette(source) if is_palette(source.weight_quant.spec) else StoredWeight(source)
+
+
 class StoredStub(nn.Module):
     """What a stub does, as codes and back, with constant parameters."""
 
@@ -93,7 +131,7 @@ class StoredStub(nn.Module):
         return values
 
 
-PARTS = Parts(StoredWeight, StoredStub, FloatWeight)
+PARTS = Parts(stored_weight, StoredStub, FloatWeight)
 
 
 def coreml_form(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModule:

@@ -20,7 +20,7 @@ from scalepoint.errors import ExportError, ScalepointError
 from scalepoint.files import replace_folder
 from scalepoint.formats.coreml.operators import register
 from scalepoint.formats.coreml.package import coremltools, quietly
-from scalepoint.formats.coreml.stored import PARTS, StoredWeight, coreml_form
+from scalepoint.formats.coreml.stored import PARTS, StoredPalette, StoredWeight, coreml_form
 from scalepoint.formats.form import float_form
 from scalepoint.formats.format import Writing
 from scalepoint.formats.onnx.interface import output_names
@@ -51,7 +51,7 @@ def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
 
 
 def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: Mapping[str, str]) -> None:
-    is_new = any(isinstance(each, StoredWeight) and each.is_new for each in model.modules())
+    is_new = any(isinstance(each, StoredWeight | StoredPalette) and each.is_new for each in model.modules())
     try:
         with torch.no_grad():
             args, kwargs = single_inputs(writing.inputs)

@@ -1,0 +1,136 @@
+"""Palettized weights: every weight is one of 2^n values of a table, which neighbouring output channels share.
+
+    palette_spec(n_bits=4, group_size=16)      16 channels a table of 16 values; None: one table for all
+
+Core ML runs them (constexpr_lut_to_dense). The tables stand where other quantizers have their scales: (groups, 2^n).
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, StrictInt
+from torch import Tensor, nn
+
+from scalepoint.errors import ExportError, SpecError
+from scalepoint.numerics import QParams, check_divides
+from scalepoint.numerics.palette import by_group, from_groups, make_tables, nearest_entries
+from scalepoint.spec.export_form import in_onnx_export
+from scalepoint.spec.extended import spec_class
+from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
+from scalepoint.spec.granularity import QuantizationGranularity, _axis, _is_transposed
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
+from scalepoint.spec.spec import QuantizationSpec
+
+WIDTHS = (1, 2, 3, 4, 6, 8)
+
+
+@QuantizationGranularity.register("per_grouped_channel")
+class PerGroupedChannelGranularity(QuantizationGranularity):
+    """One table (or scale) for `group_size` neighbouring channels of an axis; None: for all, and the output's axis."""
+
+    axis: StrictInt | None = None
+    group_size: Annotated[StrictInt, Field(gt=0)] | None = None
+
+    @property
+    def broadcasts(self) -> bool:
+        return False
+
+    def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        axis = _axis(self, self.axis, shape)
+        block = (*shape[:axis], self.group_size or shape[axis], *shape[axis + 1 :])
+        check_divides(shape, block)
+        return block
+
+    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The axis, and how many groups a tensor has along it."""
+        axis = _axis(self, self.axis, shape)
+        return axis, shape[axis] // self.get_block_size(shape)[axis]
+
+    def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
+        return self if self.axis is not None else self.model_copy(update={"axis": 1 if _is_transposed(layer) else 0})
+
+
+@QParamsCalculatorBase.register("palette")
+class PaletteQParamsCalculator(QParamsCalculatorBase):
+    """The tables of the live weight, by k-means; no zero point."""
+
+    def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
+        granularity = self.granularity
+        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the quantizer has asked
+        rows = by_group(tensor, *granularity.groups(tensor.shape))
+        tables = make_tables(rows, 2**self.grid.format.bits)
+        return QParams(tables, torch.zeros((), dtype=torch.int32, device=tensor.device))
+
+
+@FakeQuantizeImplBase.register("palette")
+class PaletteFakeQuantize(FakeQuantizeImplBase):
+    """Codes are indices into the table of their group; the gradient passes as it is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        is_palette = isinstance(self.qparams_calculator, PaletteQParamsCalculator)
+        if not is_palette or not isinstance(self.granularity, PerGroupedChannelGranularity):
+            raise SpecError(
+                "a palette has tables: fake_quantize_cls and qparam_calculator_cls are both 'palette', the granularity "
+                "is per_grouped_channel. palette_spec(n_bits, group_size) says so"
+            )
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        minval: Tensor | None,
+        cast_to_target_dtype: bool = True,
+    ) -> Tensor:
+        axis, groups = self._grouped(tensor)
+        codes = from_groups(nearest_entries(by_group(tensor, axis, groups), scale), tensor.shape, axis)
+        return codes.to(self.target_dtype if cast_to_target_dtype else torch.float32)
+
+    def dequantize(
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        minval: Tensor | None,
+        output_dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        axis, groups = self._grouped(tensor)
+        values = scale.gather(-1, by_group(tensor, axis, groups).long())
+        return from_groups(values, tensor.shape, axis).to(output_dtype)
+
+    def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
+        if in_onnx_export():
+            raise ExportError(f"{self._where()}: ONNX has no palettes, Core ML has: target='coreml'")
+        return self.fake_quantize(tensor, *qparams)
+
+    def _grouped(self, tensor: Tensor) -> tuple[int, int]:
+        granularity = self.granularity
+        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # asked when it was made
+        return granularity.groups(tensor.shape)
+
+    def _check_shape(self, tensor: Tensor, scale: Tensor) -> None:
+        if self._grouped(tensor)[1] != scale.shape[0]:
+            raise SpecError(
+                f"{self._where()} has {scale.shape[0]} tables, a tensor of shape {tuple(tensor.shape)} has "
+                f"{self._grouped(tensor)[1]} groups of channels"
+            )
+
+
+def palette_spec(n_bits: int = 4, group_size: int | None = None) -> QuantizationSpec:
+    """Weights as indices of `n_bits` into tables, one for each `group_size` output channels, or one for all."""
+    if n_bits not in WIDTHS:
+        raise SpecError(f"n_bits={n_bits}: palettes have indices of {', '.join(map(str, WIDTHS))} bits")
+    dtype = getattr(torch, f"uint{n_bits}")
+    return spec_class(dtype)(
+        dtype=dtype,
+        qscheme="asymmetric",
+        granularity=PerGroupedChannelGranularity(group_size=group_size),
+        fake_quantize_cls="palette",
+        qparam_calculator_cls="palette",
+    )
+
+
+def is_palette(spec: QuantizationSpec) -> bool:
+    return bool(spec.fake_quantize_cls is PaletteFakeQuantize)
