@@ -3,6 +3,7 @@
 import copy as copying
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, fx
 
 from scalepoint.covered import Coverage, CoverageRow
@@ -30,10 +31,10 @@ from scalepoint.quantize.placement import (
 )
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
-from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_half
+from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_bfloat, in_half
 from scalepoint.quantize.tables import decide_table, is_table, share_codes
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import QuantizationSpec
+from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transformed_of
 
@@ -69,10 +70,8 @@ def insert_qdq(
     _place_weights(decisions)
     if chosen is not None and chosen.bias == "int32":
         _round_biases(quantized, decisions)
-    if chosen is not None and chosen.has_half_scales:
-        for module in quantized.modules():
-            if isinstance(module, Quantizing):
-                module.as_stored = in_half
+    if chosen is not None:
+        _hold_scales(quantized, chosen)
     sites_here = [decision.site for decision in decisions] if "smooth" in config.migrations else None
     unsmoothed = {} if sites_here is None else add_smoothing(quantized, sites_here, config.smooth_quant)
     for module in quantized.modules():
@@ -241,6 +240,15 @@ def _swap(site: Site, weighted: QuantizedWeighted, norm_role: str | None) -> Non
     kept = [role for role in roles if role != norm_role]
     fused.wiring = [fused.wiring[roles.index(role)] for role in kept]
     fused.parts = {role: weighted if role == site.role else fused.parts[role] for role in kept}
+
+
+def _hold_scales(model: fx.GraphModule, target: Target) -> None:
+    """Let quantizers have scales that the target's files can hold."""
+    for module in model.modules():
+        if isinstance(module, Quantizing) and target.has_half_scales:
+            module.as_stored = in_half
+        elif isinstance(module, WeightFakeQuantize) and isinstance(module.spec.granularity, PerBlockGranularity):
+            module.as_stored = in_bfloat if target.block_scale_dtype == torch.bfloat16 else None
 
 
 def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:

@@ -150,6 +150,11 @@ class Quantizing(Stateful):
         return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {', '.join(self.consumers)}"
 
 
+def in_bfloat(qparams: QParams) -> QParams:
+    """With scales that bfloat16 holds."""
+    return qparams._replace(scale=qparams.scale.to(torch.bfloat16).to(torch.float32))
+
+
 def in_half(qparams: QParams) -> QParams:
     """With scales (or the entries of tables) that float16 holds."""
     return qparams._replace(scale=held_as(qparams.scale, torch.float16))

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from scalepoint.numerics import dtype_name
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.language import Element
@@ -63,8 +65,7 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     if target.follows_readers:
         yield "what has no weights", "stays float when all that read it do"
     yield "what stays float", " or ".join(map(dtype_name, target.float_dtypes))
-    if target.has_half_scales:
-        yield "scales", "numbers that float16 holds, in the simulation too"
+    yield from _scales(target)
     if target.domains:
         yield "operators beyond ONNX's", ", ".join(target.domains)
     if target.kernels:
@@ -73,6 +74,13 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():
         yield f"made with {name}=", str(value)
+
+
+def _scales(target: Target) -> Iterator[tuple[str, str]]:
+    if target.has_half_scales:
+        yield "scales", "numbers that float16 holds, in the simulation too"
+    if target.block_scale_dtype != torch.float32:
+        yield "scales of blocks", f"numbers that {dtype_name(target.block_scale_dtype)} holds, in the simulation too"
 
 
 def spelled(spec: QuantizationSpec, role: str) -> str:

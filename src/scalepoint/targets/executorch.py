@@ -6,6 +6,7 @@ Other linear layers take their rows in int8 with a scale that is found anew for 
 residuals of a transformer stay float, and nothing is rounded on the way out. 4-bit weights run so alone.
 """
 
+import torch
 from torch import fx
 
 from scalepoint.patterns import Pattern, Point, chain, kind_of, op, optional
@@ -36,6 +37,7 @@ from scalepoint.patterns.language import Nodes, without_points
 from scalepoint.spec import PerChannelGranularity, PerTokenGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.onnxruntime import COPIES, from_convolution, joins_convolutions, reads_convolution
+from scalepoint.targets.rules import small_tables
 from scalepoint.targets.target import Accepted, Facts, Target
 
 FOLDED = op("activation", "relu", "relu6")
@@ -107,7 +109,7 @@ def constant_scales_by_four_bits(facts: Facts) -> str | None:
 
 def floats_by_narrow_weights(facts: Facts) -> str | None:
     """No kernel multiplies floats by narrow weights: its inputs are int8 too, with a scale for each row (dynamic)."""
-    if facts.is_weight_only:
+    if facts.is_weight_only and facts.kind != "embedding":
         return f"no kernel for a {facts.kind} with narrow weights and float activations: leave those to the target"
     return None
 
@@ -129,6 +131,9 @@ EXECUTORCH = Target(
     weight=QuantizationSpec(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
+    table=QuantizationSpec(
+        qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
+    ),
     accepts=(
         Accepted("activation", (INT8,), (), ("per_tensor",)),
         Accepted("activation", (INT8,), (QuantizationScheme.ASYMMETRIC,), ("per_token",), (), ("linear",)),
@@ -136,8 +141,9 @@ EXECUTORCH = Target(
         Accepted("weight", (INT4,), SYMMETRIC, ("per_block", "per_channel"), GROUPS, ("linear",)),
     ),
     refuses=(no_third_axis, constant_scales_by_four_bits),
-    rules=(floats_by_narrow_weights, transposed_in_groups),
+    rules=(floats_by_narrow_weights, transposed_in_groups, small_tables),
     shares=COPIES,
+    block_scale_dtype=torch.bfloat16,
     bias="int32",
     format="executorch",
     runtime="executorch",

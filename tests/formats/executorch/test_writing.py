@@ -101,15 +101,36 @@ def test_a_part_of_a_file_is_told(deployed, tmp_path, keep):
         find_format("executorch").about(part)
 
 
+class Encoder(nn.Module):
+    """An embedding, attention with a mask, a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(512, 64), nn.LayerNorm(64)
+        self.query, self.key, self.value, self.out = (nn.Linear(64, 64) for _ in range(4))
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, input_ids, attention_mask):
+        x = self.table(input_ids)
+        y = self.norm(x)
+        heads = [each(y).unflatten(-1, (4, 16)).transpose(1, 2) for each in (self.query, self.key, self.value)]
+        mask = attention_mask.bool()[:, None, None]
+        x = x + self.out(nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2))
+        return {"tokens": x + self.down(nn.functional.silu(self.up(x)))}
+
+
 def test_rows_and_groups_of_four_bits_run_in_integers(tmp_path):
     torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 8)).eval(),
-        torch.randn(2, 5, 64),
-    )
-    model = quantize(model, x, QuantConfig(weight=INT4), forward_loop=[x], target="executorch")
-    path = export(model, tmp_path / "groups.pte", x)
-    found = verify(path, model, x)
-    assert found.executed["XNNFullyConnected qbint4"] == 2
+    inputs = {"input_ids": torch.randint(0, 512, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    inputs["attention_mask"][1, 5:] = 0
+    model = quantize(Encoder().eval(), inputs, QuantConfig(weight=INT4), forward_loop=[inputs], target="executorch")
+    path = export(model, tmp_path / "groups.pte", inputs)
+    found = verify(path, model, inputs)
+    assert found.executed["XNNFullyConnected qbint4"] == 6
     assert found.fallbacks == ()
-    assert found.optimized[0].sqnr > 35  # scales of groups are bfloat16 there
+    assert found.optimized[0].output == "tokens"
+    assert found.optimized[0].sqnr > 80
+    assert (found.executed["XNNBatchMatrixMultiply"], found.executed["XNNSoftmax"]) == (2, 1)
+    outside = {op for op in found.executed if op.startswith("aten")}
+    assert not outside & {"aten::mul", "aten::expand_copy", "aten::logical_not", "aten::bmm", "aten::linear"}
+    assert found.size < 100_000  # of 262,144 in float: the table in int8, two weights a byte

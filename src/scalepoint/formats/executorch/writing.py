@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import ExportError
 from scalepoint.files import replace_file
+from scalepoint.formats.executorch.attention import spell_out
 from scalepoint.formats.executorch.graph import infer_batch, prepared
 from scalepoint.formats.executorch.stored import PARTS, StoredWeight
 from scalepoint.formats.form import float_form, stored_form
@@ -53,8 +54,9 @@ def _executorch() -> Iterator[None]:
 
 
 def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: dict[str, str]) -> None:
-    program = prepared(_exported(model, single_inputs(writing.inputs), writing.dynamic))
-    data = _lowered(program, {"inputs": _inputs(program), "made_for": labels, "layers": _layers(model)})
+    program = prepared(_exported(spell_out(model), single_inputs(writing.inputs), writing.dynamic))
+    about = {"inputs": _inputs(program), "outputs": _outputs(program), "made_for": labels, "layers": _layers(model)}
+    data = _lowered(program, about)
     replace_file(path, lambda temporary: _put(temporary, data))
 
 
@@ -118,6 +120,13 @@ def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:
         for name, value in values
         if isinstance(value, Tensor)
     ]
+
+
+def _outputs(program: ExportedProgram) -> list[str]:
+    from scalepoint.formats.onnx.interface import output_names  # noqa: PLC0415  # onnx is imported by an export only
+
+    gives: Any = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    return output_names(program, sum(isinstance(each, fx.Node) for each in gives))
 
 
 def _layers(model: nn.Module) -> dict[str, str]:

@@ -47,7 +47,8 @@ class File:
         else:
             pieces = [self._run(self._piece(given, start)) for start in range(0, batch, self.largest)]
             found = [np.concatenate(each) for each in zip(*pieces, strict=True)]
-        return [(f"output_{place}", value) for place, value in enumerate(found)]
+        names = self.said.get("outputs") or [f"output_{place}" for place in range(len(found))]
+        return list(zip(names, found, strict=True))
 
     def _piece(self, given: list[np.ndarray], start: int) -> list[np.ndarray]:
         piece = slice(start, start + self.largest)
