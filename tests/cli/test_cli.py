@@ -308,7 +308,17 @@ def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkey
 
 
 FOR_THE_SCREEN = {"context", "config", "trust", "dry_run", "quiet", "json", "debug"}
-BY_NAME = {"model", "data", "root", "batch_size", "size", "mean", "std"}  # what Python gives as objects
+BY_NAME = {
+    "model",
+    "weights",
+    "random",
+    "data",
+    "root",
+    "batch_size",
+    "size",
+    "mean",
+    "std",
+}  # what Python gives as objects
 MODES = {"smoke", "resume", "force"}  # of one run, not of a config
 OF_ONE_COMMAND = {"folder", "path", "first", "second", "name", "shape", "html", "rows", "target_version", "min_ratio"}
 

@@ -1,5 +1,6 @@
 """A real deployment in a child process, and the commands that work on what it wrote."""
 
+import hashlib
 import json
 import shutil
 
@@ -89,7 +90,14 @@ def test_verify_and_compare_say_what_they_lack(call, command) -> None:
 
 
 def test_verify_needs_the_model_and_inputs_of_the_same_kind(call, made) -> None:
+    manifest = made / "quantized" / "scalepoint.json"
+    with_graph = manifest.read_text()
+    sealed = json.loads(with_graph)
+    del sealed["manifest"]["graph"]
+    body = json.dumps(sealed["manifest"], sort_keys=True)
+    manifest.write_text(json.dumps({**sealed, "sha256": hashlib.sha256(body.encode()).hexdigest()}))
     code, _, err = call("verify", made)
+    manifest.write_text(with_graph)
     assert (code, "config.yaml" in err) == (Code.USAGE, True)
     code, _, err = call("verify", made, "nets:Net")
     assert (code, "--data" in err) == (Code.USAGE, True)

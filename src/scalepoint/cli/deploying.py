@@ -56,6 +56,8 @@ def deploy(
     mean: options.Mean = None,
     std: options.Std = None,
     root: options.Root = None,
+    weights: options.Weights = None,
+    random: options.Random = None,
     trust: options.Trust = False,
     dry_run: options.DryRun = False,
     smoke: options.Smoke = False,

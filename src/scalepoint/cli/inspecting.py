@@ -30,6 +30,8 @@ def inspect(
     mean: options.Mean = None,
     std: options.Std = None,
     root: options.Root = None,
+    weights: options.Weights = None,
+    random: options.Random = None,
     trust: options.Trust = False,
     json: options.Json = False,
     debug: options.Debug = False,

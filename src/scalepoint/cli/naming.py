@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.cli.ending import usage
+from scalepoint.cli.models import check_library, check_weights, is_library, load_weights, make_library
 from scalepoint.errors import ScalepointError, nearest
 from scalepoint.processor import cap
 from scalepoint.words import one_line
@@ -34,10 +35,13 @@ def public(name: str) -> Any:
 @dataclass(frozen=True)
 class Finder:
     """Where modules and files are looked for: in `root`, the folder of the config, then in the current one. With
-    `trust`, a module may be named by its file."""
+    `trust`, a module may be named by its file. `weights` go into the model that is made; with `random`, a library's
+    model has weights of its own."""
 
     root: Path = Path()
     trust: bool = False
+    weights: str | None = None
+    random: bool = False
 
     @property
     def folders(self) -> list[Path]:
@@ -51,6 +55,9 @@ class Finder:
 def check_name(text: str, what: str, finder: Finder | None = None) -> None:
     """Refuse what is no package.module:name, before anything slow happens."""
     finder = finder or Finder()
+    if what == "model" and is_library(text):
+        check_library(text, finder.path(text.partition(":")[2]).parent if text.startswith("hf:") else Path())
+        return
     module, colon, name = text.partition(":")
     suffix = Path(text.rstrip("/")).suffix.lower()
     if suffix in PICKLES:
@@ -143,6 +150,21 @@ def _module(path: Path) -> bool:
 def load_model(text: str, finder: Finder) -> tuple[Any, Any]:
     """The model that a name makes, and its example inputs, or None."""
     cap()  # the user's module imports torch, and may multiply
+    weights = None if finder.weights is None else finder.path(finder.weights)
+    if weights is not None:
+        check_weights(weights)
+    model, inputs = _library(text, finder) if is_library(text) else _made(text, finder)
+    if weights is not None:
+        load_weights(model, weights)
+    return model.eval(), inputs
+
+
+def _library(text: str, finder: Finder) -> tuple[Any, Any]:
+    root = finder.path(text.partition(":")[2]).parent if text.startswith("hf:") else Path()
+    return make_library(text, root, finder.random or finder.weights is not None)
+
+
+def _made(text: str, finder: Finder) -> tuple[Any, Any]:
     made = named(text, "model", finder)
     from torch import nn
 
@@ -156,7 +178,7 @@ def load_model(text: str, finder: Finder) -> tuple[Any, Any]:
         raise usage(
             f"model {text!r} gave a {type(model).__name__}: it must give an nn.Module or (model, example_inputs)"
         )
-    return model.eval(), inputs
+    return model, inputs
 
 
 def load_evaluate(text: str, finder: Finder) -> Callable[[Any], Any]:

@@ -10,7 +10,7 @@ Model = Annotated[
     typer.Argument(
         metavar="package.module:name",
         help="A model, or a class or function without arguments that makes it; it may return (model, example_inputs). "
-        "Or the folder of a language model's checkpoint.",
+        "Or timm:NAME, or hf:FOLDER, from this machine alone. Or the folder of a language model's checkpoint.",
         show_default=False,
     ),
 ]
@@ -49,6 +49,11 @@ Leave = Annotated[
     typer.Option(help="A submodule that is called as it is, without looking into it; may be repeated."),
 ]
 
+Weights = Annotated[
+    str | None,
+    typer.Option(help="A state_dict for the model: a .safetensors file, or a .pt file that holds tensors alone."),
+]
+Random = Annotated[bool | None, typer.Option("--random", help="timm: and hf: models with random weights.")]
 Output = Annotated[str | None, typer.Option("--output", "-o", help="The folder to write; `out` if not said.")]
 Evaluate = Annotated[
     str | None, typer.Option(help="package.module:function(run) -> float, your metric; higher is better.")

@@ -21,7 +21,9 @@ from scalepoint.files import replace_text
 from scalepoint.words import decibel, one_line, quality, share_of
 
 WORST = 20
-OF_A_MODEL = ("data", "config", "max_batches", "batch_size", "size", "mean", "std", "root", "trust")
+OF_A_MODEL = (
+    "weights", "random", "data", "config", "max_batches", "batch_size", "size", "mean", "std", "root", "trust",
+)  # fmt: skip
 Against = Annotated[
     str | None,
     typer.Argument(
@@ -45,12 +47,14 @@ def verify(
     mean: options.Mean = None,
     std: options.Std = None,
     root: options.Root = None,
+    weights: options.Weights = None,
+    random: options.Random = None,
     trust: options.Trust = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
     """Run the exported file in its runtime and compare it with the simulation in PyTorch."""
-    file = _file(folder, "model")
+    folder, file = _run_and_file(folder)
     _, quantized, inputs, _ = restored(folder, context.params, 1)
     float_file = folder / f"float{file.suffix}"
     found = public("verify")(
@@ -83,6 +87,8 @@ def compare(
     mean: options.Mean = None,
     std: options.Std = None,
     root: options.Root = None,
+    weights: options.Weights = None,
+    random: options.Random = None,
     trust: options.Trust = False,
     html: Annotated[Path | None, typer.Option(help="Of two runs: write the comparison as a page to this file.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="At most so many layers.")] = WORST,
@@ -155,6 +161,8 @@ def restored(folder: Path, given: Mapping[str, Any], max_batches: int | None) ->
     settings = settings_of(given)
     finder = finder_of(settings, given)
     reading = reading_of(settings, finder, max_batches)
+    if not settings.model and given.get("config") is None and _has_graph(saved):
+        return _alone(saved, settings, reading)
     if not settings.model:
         hint = f" or -c {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else ""
         raise usage(f"which float model was it made from? Name it as package.module:name{hint}")
@@ -167,6 +175,30 @@ def restored(folder: Path, given: Mapping[str, Any], max_batches: int | None) ->
     if inputs is None:
         raise usage("no inputs: give --data, or let the factory return (model, example_inputs)")
     return model, public("load")(saved, model, inputs), inputs, batches
+
+
+def _has_graph(saved: Path) -> bool:
+    from scalepoint.quantize.store import holds_graph
+
+    return holds_graph(saved)
+
+
+def _alone(saved: Path, settings: Any, reading: Any) -> tuple[Any, Any, Any, Batches | None]:
+    """What the folder itself holds: no float model is needed; without data, inputs of the shapes it was captured
+    for."""
+    from scalepoint.graph.described import example_of_graph
+
+    quantized = public("load")(saved)
+    batches = load_data(settings.data, reading) if settings.data else None
+    inputs = example_of_graph(quantized) if batches is None else example_of(quantized, batches.first())
+    return None, quantized, inputs, batches
+
+
+def _run_and_file(given: Path) -> tuple[Path, Path]:
+    """The folder that deploy wrote and its file; one of them may be named."""
+    if given.is_file() and (given.parent / "quantized").is_dir():
+        return given.parent, given
+    return given, _file(given, "model")
 
 
 def _file(folder: Path, name: str) -> Path:

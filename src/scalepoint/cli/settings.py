@@ -42,7 +42,7 @@ def reading_of(settings: Any, finder: Finder, max_batches: int | None = None) ->
 
 def finder_of(settings: Any, given: Mapping[str, Any]) -> Finder:
     """Where the names of the settings are looked for."""
-    return Finder(Path(settings.root or ""), bool(given.get("trust")))
+    return Finder(Path(settings.root or ""), bool(given.get("trust")), settings.weights, settings.random)
 
 
 def check_names(given: Mapping[str, Any]) -> None:

@@ -26,6 +26,8 @@ def sweep(
     model: options.Model = None,
     data: options.Data = None,
     evaluate: options.Evaluate = None,
+    weights: options.Weights = None,
+    random: options.Random = None,
     trust: options.Trust = False,
     smoke: options.Smoke = False,
     resume: options.Resume = False,

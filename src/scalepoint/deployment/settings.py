@@ -39,6 +39,8 @@ class DeployConfig(Config):
     """What to deploy, for what, and how well it must do."""
 
     model: str | None = None  # package.module:factory
+    weights: str | None = None  # a state_dict for the model: .safetensors, or .pt that holds tensors alone
+    random: bool = False  # of timm: and hf: models: random weights
     data: str | None = None
     batch_size: Count = 8  # of data from files and pictures
     size: Count | None = None  # of pictures: what the model wants

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from scalepoint.errors import UsageError
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.modules import Computed, Operation
 from scalepoint.graph.nodes import module_path, tensor_of
@@ -251,3 +252,21 @@ def _object(nested: Any) -> Any:
     if kind == "dict":
         return dict(zip(held[0], map(_object, held[1]), strict=True))
     return {"tuple": tuple, "list": list}[kind](map(_object, held))
+
+
+def example_of_graph(model: nn.Module) -> Any:
+    """Inputs of the shapes that a graph was captured for: noise, zeros where whole numbers are wanted."""
+    data = description_of(model).data
+    if data is None:
+        raise UsageError("the model does not know its inputs: give example inputs")
+    made: list[Any] = []
+    for each in data.inputs:
+        dtype = getattr(torch, each.dtype) if each.dtype else None
+        if each.shape is None or dtype is None:
+            made.append(each.value)
+        elif dtype.is_floating_point:
+            made.append(torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(dtype))
+        else:
+            made.append(torch.zeros(each.shape, dtype=dtype))
+    args, kwargs = pytree.tree_unflatten(made, structure_of(data.takes))
+    return kwargs or args

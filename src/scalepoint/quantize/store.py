@@ -154,6 +154,11 @@ def load(
     return model.eval()
 
 
+def holds_graph(folder: Path) -> bool:
+    """Whether `load(folder)` needs no float model."""
+    return _read_manifest(folder)["graph"] is not None
+
+
 def _captured(folder: Path, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> fx.GraphModule:
     """The graph that the folder holds, over its tensors."""
     if manifest["graph"] is None:

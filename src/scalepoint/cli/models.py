@@ -1,0 +1,136 @@
+"""Models by name of a library (timm:NAME, hf:FOLDER), and weights from a file beside a factory. Nothing is downloaded,
+nothing unpickled, no code of a checkpoint is run."""
+
+# ruff: noqa: PLC0415  # torch and the libraries are imported when a model is
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from scalepoint.cli.ending import usage
+from scalepoint.errors import nearest
+from scalepoint.words import one_line
+
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+WEIGHTS = (".safetensors", ".pt", ".pth")
+
+
+def is_library(text: str) -> bool:
+    """Whether a name is that of a library's model."""
+    return text.partition(":")[0] in MAKERS and bool(text.partition(":")[2])
+
+
+def check_library(text: str, root: Path) -> None:
+    """What can be told wrong before the library is loaded."""
+    library, _, name = text.partition(":")
+    package = "transformers" if library == "hf" else library
+    if find_spec(package) is None:
+        raise usage(f"model {text!r} needs {package}, which is not installed: pip install {package}")
+    if library == "hf" and not ((root / name) / "config.json").is_file():
+        raise usage(f"model {text!r}: {root / name} is no folder that transformers wrote: it has no config.json")
+
+
+def make_library(text: str, root: Path, random: bool) -> tuple[Any, Any]:
+    """The model, and example inputs for it."""
+    library, _, name = text.partition(":")
+    with _offline():
+        return MAKERS[library](name, root, random)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """A library that would fetch something fails instead."""
+    before = {name: os.environ.get(name) for name in OFFLINE}
+    os.environ.update(dict.fromkeys(OFFLINE, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _timm(name: str, _: Path, random: bool) -> tuple[Any, Any]:
+    import timm
+    import torch
+
+    if not timm.is_model(name):
+        known = timm.list_models() if "." not in name else timm.list_pretrained()
+        close = nearest(name, known).partition("Known")[0]
+        raise usage(f"timm has no model {name!r}: {close or 'see timm.list_models()'}")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # random weights are the same at every call
+            model = timm.create_model(name, pretrained=not random)
+    except Exception as error:
+        raise usage(
+            f"timm:{name}: its weights are not in the local cache, and nothing is downloaded here "
+            f"({type(error).__name__}: {one_line(error)[:200]}): fetch them with timm first, or try it with --random"
+        ) from error
+    shape = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
+    return model, torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def _hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
+    import torch
+    import transformers
+
+    folder = root / name
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        kind = getattr(transformers, (config.architectures or ["?"])[0], None)
+        if kind is None:
+            raise usage(f"hf:{name}: transformers has no class {config.architectures}")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            kept = {"local_files_only": True, "use_safetensors": True}
+            model = kind(config) if random else kind.from_pretrained(folder, **kept)
+    except (OSError, ValueError, ImportError) as error:
+        raise usage(f"hf:{name}: {type(error).__name__}: {one_line(error)[:300]}") from error
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        side = getattr(config, "image_size", 224)
+        return model, {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), side, side)}
+    return model, {"input_ids": torch.ones(2, 8, dtype=torch.int64)}
+
+
+MAKERS: dict[str, Callable[[str, Path, bool], tuple[Any, Any]]] = {"timm": _timm, "hf": _hf}
+
+
+def check_weights(path: Path) -> None:
+    if path.suffix not in WEIGHTS:
+        raise usage(f"--weights {str(path)!r}: one of {', '.join(WEIGHTS)} is expected")
+    if not path.is_file():
+        raise usage(f"--weights {str(path)!r}: there is no such file")
+
+
+def load_weights(model: Any, path: Path) -> None:
+    """A state_dict from safetensors, or from what torch.save wrote of tensors alone; all of it must fit."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        state: Any = None
+        if path.suffix == ".safetensors":
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, EOFError, RuntimeError) as error:
+        raise usage(f"{path} cannot be read: {one_line(error)[:300]}") from error
+    except Exception as error:  # whatever weights_only refuses with
+        raise usage(
+            f"{path} holds more than tensors, which could run code: save the state_dict alone ({type(error).__name__})"
+        ) from error
+    state = state["state_dict"] if isinstance(state, dict) and "state_dict" in state else state
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise usage(f"{path} holds no state_dict: a mapping of names to tensors is expected")
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise usage(f"{path} does not fit the model: {one_line(error)[:400]}") from error
+    if missing or unexpected:
+        raise usage(f"{path} does not fit the model: missing {missing[:3]}, too many {unexpected[:3]}")

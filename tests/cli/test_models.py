@@ -1,0 +1,115 @@
+"""Models by name of a library, weights beside a factory, and folders that need no model."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scalepoint.cli.ending import Code
+from scalepoint.cli.models import load_weights
+from scalepoint.errors import UsageError
+from tests.architectures import timm_models
+
+
+@pytest.fixture
+def net(here):
+    import nets
+
+    return nets.Net()
+
+
+def rows(out: str) -> list[str]:
+    return [row["name"] for row in json.loads(out)["coverage"]]
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt"])
+def test_weights_go_into_what_the_factory_makes(call, here, net, ending) -> None:
+    state = {name: value + 1 for name, value in net.state_dict().items()}
+    path = here / f"w.{ending}"
+    save_file(state, path) if ending == "safetensors" else torch.save(state, path)
+    load_weights(net, path)
+    assert torch.equal(net.conv.weight, state["conv.weight"])
+    code, out, err = call("inspect", "nets:net", "--weights", path.name, "--json")
+    assert (code, rows(out)) == (0, ["conv", "head"]), err
+
+
+class Evil:
+    def __reduce__(self):
+        return (Path.touch, (Path("owned"),))
+
+
+def test_weights_that_are_none_are_refused_and_do_nothing(call, here, net) -> None:
+    torch.save({"conv.weight": Evil()}, here / "evil.pt")
+    (here / "plain.pt").write_bytes(pickle.dumps(Evil()))
+    (here / "half.safetensors").write_bytes(b"\x08\x00\x00\x00")
+    save_file({"other": torch.ones(1)}, here / "other.safetensors")
+    torch.save([1, 2], here / "list.pt")
+    said = {
+        "evil.pt": "could run code",
+        "plain.pt": "plain.pt",
+        "half.safetensors": "cannot be read",
+        "other.safetensors": "does not fit",
+        "list.pt": "no state_dict",
+        "nowhere.pt": "no such file",
+        "net.onnx": "is expected",
+    }
+    for name, message in said.items():
+        code, _, err = call("inspect", "nets:net", "--weights", name)
+        assert (code, message in " ".join(err.split())) == (Code.USAGE, True), (name, err)
+    assert not (here / "owned").exists()
+
+
+def test_a_model_of_timm_with_random_weights_is_the_same_at_every_call(call, here) -> None:
+    pytest.importorskip("timm") if "timm" in sys.modules else _timm()
+    code, out, err = call("inspect", "timm:test_resnet", "--random", "--json")
+    assert code == 0, err
+    assert len(rows(out)) > 5
+    code, _, err = call("inspect", "timm:test_resnet", "--json")
+    assert (code, "--random" in err) == (Code.USAGE, True)
+    code, _, err = call("inspect", "timm:test_resnt", "--random")
+    assert (code, "did you mean 'test_resnet'" in err) == (Code.USAGE, True)
+
+
+def _timm() -> None:
+    try:
+        timm_models()
+    except ImportError:
+        pytest.skip("no timm here")
+
+
+def test_a_folder_of_transformers(call, here) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=32
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(here / "bert")
+    code, out, err = call("inspect", "hf:bert", "--json")
+    assert code == 0, err
+    assert any(name.endswith("classifier") for name in rows(out))
+    code, _, err = call("inspect", "hf:nowhere")
+    assert (code, "config.json" in err) == (Code.USAGE, True)
+
+
+def test_a_library_that_is_not_there_is_named(call, monkeypatch) -> None:
+    monkeypatch.setattr("scalepoint.cli.models.find_spec", lambda name: None)
+    code, _, err = call("inspect", "timm:resnet18")
+    assert (code, "pip install timm" in err) == (Code.USAGE, True)
+
+
+def test_verify_and_compare_need_no_model_where_the_folder_holds_the_graph(call, made) -> None:
+    for given in (made, made / "model.onnx"):
+        code, out, err = call("verify", given, "--json")
+        assert (code, json.loads(out)["holds"]) == (0, True), err
+    code, out, err = call("compare", made, "--json")
+    assert code == 0, err
+    assert {row["name"] for row in json.loads(out)["layers"]} >= {"conv", "head"}
+
+
+def test_a_state_dict_of_another_shape_is_refused(net, tmp_path) -> None:
+    save_file({name: torch.zeros(3) for name in net.state_dict()}, tmp_path / "w.safetensors")
+    with pytest.raises(UsageError, match="does not fit"):
+        load_weights(net, tmp_path / "w.safetensors")
