@@ -143,6 +143,19 @@ def add_up(tensors: Sequence["Tensor"], what: str = "adding up") -> None:
         group.add_up(tensors, what)
 
 
+def places(parts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
+    """Where each batch of this rank begins among those of all, and where the last one ends; `parts` has the lengths of
+    every rank's batches. The first of every rank come first, then the second of every rank, as the data is shared."""
+    own, total, mine = rank(), 0, []
+    for index in range(max(map(len, parts))):
+        for each, lengths in enumerate(parts):
+            if index < len(lengths):
+                if each == own:
+                    mine.append(total)
+                total += lengths[index]
+    return mine, total
+
+
 def start() -> None:
     """Join the group that torchrun started this process for, unless that has happened."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
@@ -221,7 +234,7 @@ class _Group:
                 self.raised = _rebuilt(each["left"], index)
                 raise self.raised
         others = {each["what"] for each in found}
-        if len(others) > 1:
+        if len(others) > 1 and not any("error" in each for each in found):
             doing = ", ".join(f"rank {index}: {each['what']}" for index, each in enumerate(found[:8]))
             raise RankError(f"the ranks do not make the same calls ({doing}): every rank has to, in the same order")
         return found

@@ -1,5 +1,7 @@
 """What ranks do in tests: each job runs on all of a group, compares with what one process does alone, and tells."""
 
+import copy
+import hashlib
 import os
 import signal
 import warnings
@@ -9,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, distributed, fx, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from scalepoint import deploy, deploy_checkpoint, ranks
+from scalepoint.analysis import compare, histograms, sensitivity
 from scalepoint.deployment import story
+from scalepoint.errors import ScalepointWarning
 from scalepoint.quantize import QuantConfig, QuantStub, calibrate, insert_qdq
 from scalepoint.transformation import transform
+from scalepoint.tuning import TuneConfig, tune
 
 METHODS = ("global_minmax", "moving_average", "histogram_percentile", "histogram_mse", "histogram_entropy", "learned")
 
@@ -111,6 +116,67 @@ def calibrating(folder: Path) -> Any:
     return found
 
 
+def analysing(folder: Path) -> Any:
+    """compare, sensitivity and histograms, of shared data and of one batch."""
+    model = calibrate(inserted(), batches(3), progress=False)
+    found: dict[str, Any] = {}
+
+    def metric(run: Any) -> float:
+        return -float((run(batches(1)[0]) - captured().model(batches(1)[0])).abs().max())
+
+    def compared(count: int) -> Any:
+        done = compare(net(), model, batches(count), progress=False)
+        rows = [[row.name, row.sqnr_db, row.local_sqnr_db, row.used_range] for row in done.rows]
+        return [done.batches, *rows, *([row.name, row.sqnr_db] for row in done.outputs), done.graph_sqnr_db]
+
+    def ranked(**how: Any) -> Any:
+        return [[row.name, row.score] for row in sensitivity(model, batches(5), progress=False, **how)]
+
+    def drawn() -> Any:
+        return [each.to_dict() for each in histograms(model, batches(5), ["fc", "conv"], progress=False)]
+
+    found["compare"] = both(lambda: compared(5))
+    found["one batch"] = both(lambda: compared(1))
+    found["proxy"] = both(ranked)
+    found["alone"] = both(lambda: ranked(how="one_at_a_time"))
+    found["metric"] = both(lambda: ranked(how="one_at_a_time", metric=metric, limit=3))
+    found["histograms"] = both(drawn)
+    return found
+
+
+def tuning(folder: Path) -> Any:
+    """Codes as good as those of one process, the same on all ranks; also where a rank has no data; goes on alone."""
+    low = QuantConfig.build({"weight": {"dtype": "int4", "granularity": {"type": "per_channel"}}})
+    start = calibrate(inserted(low), batches(6), progress=False)
+
+    def tuned(data: list[Tensor], **how: Any) -> Any:
+        model = copy.deepcopy(start)
+        config = TuneConfig(rows=256, iterations=8, steps=how.pop("steps", TuneConfig().steps))
+        report = tune(model, data, config, progress=False, **how)
+        codes = {name: each.chosen for name, each in model.named_modules() if hasattr(each, "chosen")}
+        mark = hashlib.sha256(b"".join(each.numpy().tobytes() for each in codes.values() if each is not None))
+        level = compare(net(), model, batches(6), progress=False).outputs[0].sqnr_db
+        return [mark.hexdigest(), level, report.batches, report.samples, [row.name for row in report.layers]]
+
+    found: dict[str, Any] = {"closed form": both(lambda: tuned(batches(6)))}
+    found["gradients"] = both(lambda: tuned(batches(5), steps=("intercept", "gptq", "ranges", "clip", "sign_round")))
+    found["one batch"] = both(lambda: tuned(batches(1)))
+    with ranks.alone():
+        found["nearest"] = compare(net(), start, batches(6), progress=False).outputs[0].sqnr_db
+    many = tuned(batches(6), folder=folder / "tuned")
+    found["resumed"] = [many, _resumed_by_first(lambda: tuned(batches(6), folder=folder / "tuned", resume=True), many)]
+    found["resumed by all"] = [many, tuned(batches(6), folder=folder / "tuned", resume=True)]
+    found["nan"] = outcome(lambda: tuned(_with_nan(3)))
+    return found
+
+
+def _resumed_by_first(again: Callable[[], Any], otherwise: Any) -> Any:
+    """Without a warning: what was kept fits."""
+    with ranks.agreed("resuming alone"), ranks.alone(), warnings.catch_warnings():
+        warnings.simplefilter("error", ScalepointWarning)
+        return again() if not distributed.get_rank() else otherwise
+
+
 class Stream(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[Tensor]:
         yield from batches(5)
@@ -198,7 +264,8 @@ def _two_errors() -> Any:
 
 def first(folder: Path) -> Any:
     """Several jobs by one group: it takes seconds to start one."""
-    return {"calibrating": calibrating(folder), "meeting": meeting(folder), "deploying": deploying(folder)}
+    jobs = (calibrating, meeting, deploying, analysing, tuning)
+    return {job.__name__: job(folder) for job in jobs}
 
 
 def deploying(folder: Path) -> Any:

@@ -145,6 +145,47 @@ def test_what_one_process_refuses_all_ranks_refuse(deployed: Results, case: str,
     assert says in first[1]
 
 
+@pytest.mark.parametrize("case", ["compare", "one batch", "proxy", "alone", "metric"])
+def test_errors_of_layers_are_those_of_one_process_up_to_rounding(done: Results, case: str) -> None:
+    for result in done:
+        one, many = (_flat(each) for each in result["analysing"][case])
+        assert many == pytest.approx(one, rel=1e-9)
+
+
+def test_histograms_for_plots_count_the_values_of_all_ranks(done: Results) -> None:
+    for result in done:
+        one, many = result["analysing"]["histograms"]
+        assert many == one
+        assert {each["role"] for each in one} == {"weight", "input"}
+
+
+@pytest.mark.parametrize("case", ["closed form", "gradients", "one batch"])
+def test_ranks_tune_as_well_as_one_process_and_all_choose_the_same_codes(done: Results, case: str) -> None:
+    first, second = (result["tuning"][case] for result in done)
+    assert first[1] == second[1]
+    (_, level, *seen), (_, shared_level, *shared_seen) = first
+    assert shared_level == pytest.approx(level, abs=0.05)  # dB
+    assert shared_level > done[0]["tuning"]["nearest"] + 0.2
+    assert shared_seen == seen
+
+
+@pytest.mark.parametrize("case", ["resumed", "resumed by all"])
+def test_what_two_ranks_tuned_one_process_and_two_go_on_from(done: Results, case: str) -> None:
+    for result in done:
+        many, again = result["tuning"][case]
+        assert again == many
+
+
+def test_a_nan_in_the_part_of_one_rank_ends_tuning_on_all(done: Results) -> None:
+    first, second = (result["tuning"]["nan"] for result in done)
+    assert first == second
+    assert first[0] == "NonFiniteError"
+
+
+def _flat(value: Any) -> list[Any]:
+    return [leaf for each in value for leaf in _flat(each)] if isinstance(value, list) else [value]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("store", "dies"), [("file", 1), ("tcp", 0)])
 def test_a_killed_rank_ends_the_others_in_time_and_is_named(tmp_path: Path, store: str, dies: int) -> None:

@@ -19,9 +19,10 @@ from rich.text import Text
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from scalepoint import ranks
 from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of, weighted_of
 from scalepoint.analysis.lockstep import Lockstep
-from scalepoint.analysis.sums import ErrorSums, RangeUse, decibels, energy
+from scalepoint.analysis.sums import ErrorSums, RangeUse, decibels, energy, merge_over_ranks
 from scalepoint.errors import UsageError, shown
 from scalepoint.graph.modes import evaluating
 from scalepoint.patterns import kind_of
@@ -115,6 +116,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}" if value >= 0.01 or value == 0 else "<1%"
 
 
+@ranks.together()
 def compare(
     float_model: Callable[..., Any] | None,
     quantized: fx.GraphModule,
@@ -139,9 +141,9 @@ def compare(
     run = driven(quantized, steps)
     run.register_forward_hook(outputs, with_kwargs=True)
     with evaluating(float_model):
-        batches = feed(run, data, "comparing", max_batches=max_batches, progress=progress).calls
+        fed = feed(run, data, "comparing", max_batches=max_batches, progress=progress, merge=watch.merge)
     rows = tuple(watch.row(layer, steps.live) for layer in watch.layers)
-    return Comparison(rows, outputs.rows(), outputs.graph.sqnr_db, batches)
+    return Comparison(rows, outputs.rows(), outputs.graph.sqnr_db, fed.calls)
 
 
 class _Watch:
@@ -171,6 +173,11 @@ class _Watch:
             self.running[node].add(steps.exact[node], steps.noisy[node])
             if node in self.local:
                 self.local[node].add(steps.exact[node], _alone(node, steps))
+
+    def merge(self) -> None:
+        """Take in what the other ranks have seen."""
+        outputs = self.outputs.named()
+        merge_over_ranks([*self.running.values(), *self.local.values(), *self.uses.values(), *outputs])
 
     def row(self, layer: Layer, live: nn.Module) -> LayerError:
         running, own = self.running[layer.node], self.local.get(layer.node)
@@ -249,6 +256,14 @@ class _Outputs:
             if reference.is_floating_point():
                 self.found.setdefault(name, ErrorSums()).add(reference, value)
                 self.graph.add(reference, of_graph)
+
+    def named(self) -> list[ErrorSums]:
+        """All sums, of every output that some rank has seen."""
+        with ranks.agreed("naming outputs") as told:
+            told.mine = list(self.found)
+        names = dict.fromkeys(name for each in told.all for name in each)
+        self.found = {name: self.found.get(name, ErrorSums()) for name in names}
+        return [self.graph, *self.found.values()]
 
     def rows(self) -> tuple[OutputError, ...]:
         return tuple(OutputError(name, each.sqnr_db, each.cosine) for name, each in self.found.items())

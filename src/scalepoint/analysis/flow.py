@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
+from scalepoint import ranks
 from scalepoint.analysis.layers import quantizers_of
 from scalepoint.analysis.lockstep import Lockstep
 from scalepoint.analysis.sums import energy, error_energy, float_tensors
@@ -21,6 +22,7 @@ from scalepoint.quantize.twins import driven
 class Flow:
     """Sums of squares at each node of the lockstep."""
 
+    graph: fx.Graph
     noise: dict[fx.Node, float] = field(default_factory=dict)
     own: dict[fx.Node, float] = field(default_factory=dict)
     carried: dict[fx.Node, float] = field(default_factory=dict)
@@ -41,6 +43,18 @@ class Flow:
             carried = steps.carried(node)
             _add(self.own, node, error_energy(carried, noisy))
             _add(self.carried, node, error_energy(exact, carried))
+
+    def merge(self) -> None:
+        """Take in the sums of the other ranks."""
+        sums = (self.noise, self.own, self.carried, self.signal)
+        with ranks.agreed("merging sums") as told:
+            told.mine = [{node.name: value for node, value in each.items()} for each in sums]
+        nodes = {node.name: node for node in self.graph.nodes}
+        for index, each in enumerate(sums):
+            each.clear()
+            for part in told.all:
+                for name, value in part[index].items():
+                    _add(each, nodes[name], value)
 
     def weights(self, graph: fx.Graph) -> dict[fx.Node, float]:
         """How much noise at a node ends up in the outputs, as noise to signal."""
@@ -70,7 +84,7 @@ def flow_of(
     quantized: fx.GraphModule, data: Data, *, max_batches: int | None = None, progress: bool | None = None
 ) -> Flow:
     """One pass of the data."""
-    flow = Flow()
+    flow = Flow(quantized.graph)
     run = driven(quantized, Lockstep(quantized, flow))
-    feed(run, data, "finding sensitive layers", max_batches=max_batches, progress=progress)
+    feed(run, data, "finding sensitive layers", max_batches=max_batches, progress=progress, merge=flow.merge)
     return flow

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from scalepoint import ranks
 from scalepoint.analysis.layers import Layer, check_running, choose, layers_of, range_of, weighted_of
 from scalepoint.errors import UsageError, shown
 from scalepoint.numerics.histogram import Histogram, bin_width, histogram_of, merge
@@ -34,6 +35,7 @@ class TensorHistogram:
         return {**vars(self), "edges": list(self.edges), "counts": list(self.counts)}
 
 
+@ranks.together()
 def histograms(
     quantized: fx.GraphModule,
     data: Data,
@@ -58,7 +60,7 @@ def histograms(
     seen: dict[str, Histogram] = {}
     for target in watched:
         model.get_submodule(target).register_forward_pre_hook(_watch(seen, target))
-    feed(model, data, "histograms", max_batches=max_batches, progress=progress)
+    feed(model, data, "histograms", max_batches=max_batches, progress=progress, merge=lambda: _merge(seen))
     found: list[TensorHistogram] = []
     for layer in layers:
         found += _weight(layer, model, bins)
@@ -75,6 +77,17 @@ def _watch(seen: dict[str, Histogram], target: str) -> Any:
         seen[target] = merge(seen[target], new) if target in seen else new
 
     return hook
+
+
+def _merge(seen: dict[str, Histogram]) -> None:
+    """Take in what the other ranks have seen."""
+    own = {f"{part} {name}": value for name, each in seen.items() for part, value in each._asdict().items()}
+    parts = ranks.gathered(own, "merging histograms")
+    seen.clear()
+    for part in parts:
+        for name in [key.removeprefix("counts ") for key in part if key.startswith("counts ")]:
+            new = Histogram(part[f"counts {name}"], part[f"power {name}"])
+            seen[name] = merge(seen[name], new) if name in seen else new
 
 
 def _of(tensor: Tensor) -> Histogram:

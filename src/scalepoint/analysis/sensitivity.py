@@ -24,9 +24,10 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from scalepoint import ranks
 from scalepoint.analysis.flow import flow_of
 from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
-from scalepoint.analysis.sums import ErrorSums
+from scalepoint.analysis.sums import ErrorSums, merge_over_ranks
 from scalepoint.errors import UsageError, shown
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.feeding import Data, check_data, feed, first_inputs
@@ -62,6 +63,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@ranks.together()
 def sensitivity(
     model: nn.Module,
     data: Data,
@@ -170,11 +172,14 @@ def _switchable(quantized: fx.GraphModule) -> tuple[fx.GraphModule, list[Quantiz
 def _measured_one_at_a_time(quantized: fx.GraphModule, tried: Sequence[str], metric: Metric) -> dict[str, float]:
     """The metric with each layer quantized alone; under "" that of the float model."""
     model, quantizers = _switchable(quantized)
-    found = {"": _number(metric, model)}
-    for name in tried:
-        with _only(quantizers, name):
-            found[name] = _number(metric, model)
-    return found
+    found: dict[str, float] = {}
+    with ranks.agreed("one layer at a time") as told:
+        for name in ["", *tried][ranks.rank() :: ranks.size()]:  # each rank has some of the layers
+            with _only(quantizers, name), ranks.alone():
+                found[name] = _number(metric, model)
+        told.mine = found
+    merged = {name: value for part in told.all for name, value in part.items()}
+    return {name: merged[name] for name in ("", *tried)}
 
 
 def _number(metric: Metric, run: nn.Module) -> float:
@@ -210,7 +215,10 @@ def _noise_one_at_a_time(
     quantized: fx.GraphModule, tried: Sequence[str], data: Any, max_batches: int | None, progress: bool | None
 ) -> dict[str, float]:
     inner = _OneByOne(quantized, tried)
-    feed(driven(quantized, inner), data, "one layer at a time", max_batches=max_batches, progress=progress)
+    feed(
+        driven(quantized, inner), data, "one layer at a time", max_batches=max_batches, progress=progress,
+        merge=lambda: merge_over_ranks(list(inner.found.values())),
+    )  # fmt: skip
     return {name: _ratio(each.noise, each.signal) for name, each in inner.found.items()}
 
 

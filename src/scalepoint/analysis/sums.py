@@ -1,13 +1,15 @@
 """Running sums that compare two streams of tensors, and those that say how a range is used. Both merge."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from scalepoint import ranks
 
 
 def float_tensors(value: Any) -> Iterator[Tensor]:
@@ -122,3 +124,14 @@ class RangeUse:
             return math.nan
         inside = min(self.most, self.high) - max(self.least, self.low)
         return max(0.0, inside) / (self.high - self.low)
+
+
+def merge_over_ranks(sums: Sequence["ErrorSums | RangeUse"]) -> None:
+    """Make each that of all ranks, merged in their order: the same bits everywhere."""
+    with ranks.agreed("merging sums") as told:
+        told.mine = [list(vars(each).values()) for each in sums]
+    for index, each in enumerate(sums):
+        first, *others = (type(each)(*part[index]) for part in told.all)
+        for other in others:
+            first.merge(other)  # type: ignore[arg-type]  # of the same type
+        vars(each).update(vars(first))

@@ -7,6 +7,7 @@ piece-0007.safetensors what the layers and activation quantizers of one piece ho
 import hashlib
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from scalepoint import ranks
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ScalepointWarning
 from scalepoint.files import digest, locked, replace_file, replace_text, sweep
@@ -63,9 +65,8 @@ class Checkpoint:
     def __init__(self, folder: Path | None, mark: str, *, resume: bool) -> None:
         self.folder, self.pages = folder, Pages(mark=mark)
         if folder is not None:
-            with locked(folder):
-                sweep(folder)
-            self.pages = _read(folder / FILE, mark) if resume else self.pages
+            ranks.told("the folder of tuning", lambda: _swept(folder))
+            self.pages = _read(folder / FILE, mark) if resume and ranks.is_main() else self.pages
 
     @classmethod
     def reopened(cls, folder: Path) -> "Checkpoint":
@@ -76,7 +77,15 @@ class Checkpoint:
         return found
 
     def find(self, name: str) -> tuple[States, Done] | None:
-        """What was chosen in a piece, when it is there and whole."""
+        """What was chosen in a piece, when it is there and whole. Of several ranks the first looks, and tells."""
+        if self.folder is None or ranks.size() == 1:
+            return self._found(name)
+        own = self._found(name) if ranks.is_main() else None
+        said = ranks.told(name, lambda: own and TypeAdapter(Done).dump_python(own[1], mode="json"))
+        tensors = ranks.gathered({} if own is None else flat(own[0]), name)[0]
+        return None if said is None else (_states(tensors), TypeAdapter(Done).validate_python(said))
+
+    def _found(self, name: str) -> tuple[States, Done] | None:
         entry = self.pages.pieces.get(name)
         if entry is None or self.folder is None:
             return None
@@ -88,11 +97,7 @@ class Checkpoint:
         except (OSError, SafetensorError, ValidationError) as error:
             _warn(f"{path} cannot be used ({str(error).splitlines()[0]}): {name} is tuned again")
             return None
-        states: States = {}
-        for key, value in tensors.items():
-            place, _, own = key.partition("|")
-            states.setdefault(place, {}).update({own: value} if own else {})
-        return states, done
+        return _states(tensors), done
 
     def places(self) -> dict[Path, list[str]]:
         """The modules whose state is kept, by file."""
@@ -105,12 +110,9 @@ class Checkpoint:
         return found
 
     def keep(self, name: str, states: States, done: Done) -> None:
-        if self.folder is None:
+        if self.folder is None or not ranks.is_main():
             return
-        tensors = {f"{place}|": torch.zeros(1) for place in states}
-        tensors |= {
-            f"{place}|{own}": value.contiguous() for place, state in states.items() for own, value in state.items()
-        }
+        tensors = flat(states)
         path = self.folder / f"piece-{len(self.pages.pieces):04}.safetensors"
         replace_file(path, lambda temporary: save_file(tensors, temporary))
         said = TypeAdapter(Done).dump_python(done, mode="json")
@@ -118,18 +120,45 @@ class Checkpoint:
         replace_text(self.folder / FILE, json.dumps(self.pages.model_dump(), indent=1) + "\n")
 
 
+def flat(states: States) -> dict[str, Tensor]:
+    """States by place and name, also those of places that have none."""
+    found = {f"{place}|": torch.zeros(1) for place in states}
+    return found | {
+        f"{place}|{own}": value.contiguous() for place, state in states.items() for own, value in state.items()
+    }
+
+
+def _states(tensors: Mapping[str, Tensor]) -> States:
+    states: States = {}
+    for key, value in tensors.items():
+        place, _, own = key.partition("|")
+        states.setdefault(place, {}).update({own: value} if own else {})
+    return states
+
+
+def _swept(folder: Path) -> None:
+    with locked(folder):
+        sweep(folder)
+
+
 def mark_of(model: object, walk: Walk, config: str) -> str:
-    """Of what tells the calibrated model from others, the data and the config."""
-    found = hashlib.sha256(json.dumps([model, config]).encode())
-    for index in range(walk.count):
-        for node in walk.places:
-            value = walk.value(node, index, noisy=False)
-            if isinstance(value, Tensor):
-                flat = value.detach().cpu().contiguous().reshape(-1)
-                found.update(f"{value.dtype} {list(value.shape)}".encode())
-                found.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-            else:
-                found.update(repr(value).encode())
+    """Of what tells the calibrated model from others, the data of all ranks and the config."""
+    with ranks.agreed("marking the data") as told:
+        told.mine = [_mark_of_batch(walk, index) for index in range(walk.count)]
+    batches = [told.all[rank][index] for rank, index in walk.owners]
+    return hashlib.sha256(json.dumps([model, config, batches]).encode()).hexdigest()
+
+
+def _mark_of_batch(walk: Walk, index: int) -> str:
+    found = hashlib.sha256()
+    for node in walk.places:
+        value = walk.value(node, index, noisy=False)
+        if isinstance(value, Tensor):
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            found.update(f"{value.dtype} {list(value.shape)}".encode())
+            found.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+        else:
+            found.update(repr(value).encode())
     return found.hexdigest()
 
 

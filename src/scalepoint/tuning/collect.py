@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
+from scalepoint import ranks
 from scalepoint.errors import NonFiniteError
 from scalepoint.graph import Operation
 from scalepoint.quantize.parts import TABLE
@@ -87,11 +88,12 @@ class Collector:
         key, float_weight = id(use.layer.weight_quant), shape.weight()
         sums, weight = self._shifts.pop(key, (Residuals(), Residuals())), float_weight.to(torch.float32)
         values = shape.start(float_weight).values.to(torch.float32)
-        for held, noisy, wanted, weights in self._parts(use, shape, weight):
-            sums[held].add(torch.einsum("rgn,gon->rgo", noisy, values), wanted, weights)
+        with ranks.agreed("residuals"):
+            for held, noisy, wanted, weights in self._parts(use, shape, weight):
+                sums[held].add(torch.einsum("rgn,gon->rgo", noisy, values), wanted, weights)
         if use.node is not self.uses_of(use.layer)[-1]:
             self._shifts[key] = sums
-        return _both(sums)
+        return _both((sums[0].merged(), sums[1].merged()))
 
     def moments(self, use: Use, shape: Shape) -> tuple[Moments | None, Moments | None]:
         """Moments of nine tenths of the rows, and of the rest, of all uses up to this one."""
@@ -104,11 +106,12 @@ class Collector:
         is_plain = weight.shape[1] > weight.shape[2] and not self._is_alone(use) and not self._is_added(use)
         through = weight if is_plain else None
         sums = self._open.pop(key, (Sums(through), Sums(through)))
-        for held, noisy, wanted, weights in self._parts(use, shape, None if is_plain else weight):
-            sums[held].add(noisy, wanted, weights)
+        with ranks.agreed("moments"):
+            for held, noisy, wanted, weights in self._parts(use, shape, None if is_plain else weight):
+                sums[held].add(noisy, wanted, weights)
         if use.node is not self.uses_of(use.layer)[-1]:
             self._open[key] = sums
-        first, second = (each.moments() for each in _both(sums))
+        first, second = (each.moments() for each in _both((sums[0].merged(), sums[1].merged())))
         start = 0
         for other, each in together:
             part = slice(start, start + each.size[1])
@@ -146,12 +149,14 @@ class Collector:
         geometry, walk = shape.geometry, self.walk
         shapes = [walk.input(use.node, use.place, each, noisy=True).shape for each in range(walk.count)]
         counts = [geometry.count(each) for each in shapes]
-        is_paired = not self.against_itself and self._is_paired(use, shapes)
+        with ranks.agreed("rows") as told:
+            told.mine = [counts, not self.against_itself and self._is_paired(use, shapes)]
+        befores, total = ranks.places([each for each, _ in told.all])
+        is_paired = all(each for _, each in told.all)
         groups, _, size = shape.size
-        share = min(1.0, enough(self.rows, groups, size) / max(sum(counts), 1))
-        before, first = 0, 0
-        is_by_sample = sum(walk.samples) >= FEW_SAMPLES
-        for index, count in enumerate(counts):
+        share = min(1.0, enough(self.rows, groups, size) / max(total, 1))
+        is_by_sample = walk.sample_count >= FEW_SAMPLES
+        for index, (count, before, first) in enumerate(zip(counts, befores, walk.firsts, strict=True)):
             noisy, samples = walk.input(use.node, use.place, index, noisy=True), walk.samples[index]
             exact = walk.input(use.node, use.place, index, noisy=False) if is_paired else noisy
             places = chosen_rows(before, count, 1, share)
@@ -168,7 +173,6 @@ class Collector:
                     self._check(use, pair)
                     wanted = pair[0] if weight is None else torch.einsum("rgn,gon->rgo", pair[0], weight)
                     yield is_held, pair[1], *beside.of(wanted, part)
-            before, first = before + count, first + samples
 
     def _is_paired(self, use: Use, shapes: Sequence[torch.Size]) -> bool:
         """Whether the rows of both streams are those of one another: an expert may be sent others when its router is

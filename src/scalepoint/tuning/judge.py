@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from scalepoint import ranks
 from scalepoint.tuning.collect import FEW_SAMPLES, Collector
 from scalepoint.tuning.normed import is_normed, row_weights
 from scalepoint.tuning.pieces import Piece
@@ -56,16 +57,23 @@ class Judge:
                     exact = self.walk.value(node, index, noisy=False)
                     if isinstance(exact, Tensor) and exact.is_floating_point():
                         total.add(self.part(exact, index, held=True), self.part(found, index, held=True))
+        with ranks.agreed("judging") as told:
+            told.mine = [[each.count, each.apart, each.energy, each.sum] for each in sums]
+        for index, each in enumerate(sums):
+            each.count, each.apart, each.energy, each.sum = map(
+                sum, zip(*(part[index] for part in told.all), strict=True)
+            )
         errors = [each.error() for each in sums if each.count]
         return sum(errors) / len(errors) if errors else 0.0
 
     @cached_property
     def _masks(self) -> list[Tensor] | None:
         """Which samples of every batch judge; None where none can be told from the others."""
-        if sum(self.walk.samples) < FEW_SAMPLES:
+        if self.walk.sample_count < FEW_SAMPLES:
             return None
-        held = self.collector.is_held(torch.arange(sum(self.walk.samples)))
-        return list(torch.split(held, self.walk.samples)) if bool(held.any()) else None
+        held = self.collector.is_held(torch.arange(self.walk.sample_count))
+        places = zip(self.walk.firsts, self.walk.samples, strict=True)
+        return [held[first : first + count] for first, count in places] if bool(held.any()) else None
 
     def _judges(self, index: int) -> bool:
         """Whether a batch has samples that judge."""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scalepoint import ranks
+
 SQUARE = 256  # columns of H that are made together
 
 
@@ -119,11 +121,8 @@ class Sums:
         if not noisy.shape[0]:
             return
         if self.around is None:
-            self.around = noisy.mean(0), wanted.mean(0)
-            (groups, size), outputs = noisy.shape[1:], wanted.shape[-1]
-            self.sums = _zeros(groups, size), _zeros(groups, outputs)
-            self.products = _zeros(groups, size, size), _zeros(groups, outputs, size)
-            self.energy = _zeros(groups, outputs) if self.through is None else _zeros(groups, size, size)
+            self._begin(noisy.mean(0), wanted.mean(0))
+        assert self.around is not None  # noqa: S101  # just made
         z, y = noisy - self.around[0], wanted - self.around[1]
         weighted = z if weight is None else z * weight[:, None, None]
         self.sums[0].add_(weighted.sum(0))
@@ -138,6 +137,40 @@ class Sums:
             _add_square(self.energy, y.transpose(0, 1), wanted.transpose(0, 1))
         self.count += int(noisy.flatten(1).any(1).sum())
         self.total += noisy.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
+
+    def _begin(self, noisy: Tensor, wanted: Tensor) -> None:
+        self.around = noisy, wanted
+        (groups, size), outputs = noisy.shape, wanted.shape[-1]
+        self.sums = _zeros(groups, size), _zeros(groups, outputs)
+        self.products = _zeros(groups, size, size), _zeros(groups, outputs, size)
+        self.energy = _zeros(groups, outputs) if self.through is None else _zeros(groups, size, size)
+
+    def merged(self) -> "Sums":
+        """Those of all ranks: around one point, then added up."""
+        if ranks.size() == 1:
+            return self
+        own = {} if self.around is None else {"noisy": self.around[0], "wanted": self.around[1]}
+        points = [part for part in ranks.gathered(own, "moments") if part]
+        if not points:
+            return self
+        found = self._moved(points[0]["noisy"], points[0]["wanted"])
+        counts = torch.tensor([self.count, self.total], dtype=torch.float64)
+        ranks.add_up([counts, *found.sums, *found.products, found.energy], "moments")
+        found.count, found.total = int(counts[0]), float(counts[1])
+        return found
+
+    def _moved(self, noisy: Tensor, wanted: Tensor) -> "Sums":
+        """The same rows around another point, d apart: sum (z + d)(z + d)' = sum zz' + d s' + s d' + n dd'."""
+        found = Sums(self.through)
+        found._begin(noisy, wanted)
+        if self.around is None:
+            return found
+        d, e = (self.around[0].double() - noisy.double()), (self.around[1].double() - wanted.double())
+        (z, y), n = self.sums, self.total
+        found.sums = z + n * d, y + n * e
+        found.products = self.products[0] + _apart(d, z, d, z, n), self.products[1] + _apart(e, y, d, z, n)
+        found.energy = self.energy + (2 * e * y + n * e.square() if self.through is None else _apart(e, y, e, y, n))
+        return found
 
     def moments(self) -> Moments | None:
         """None when nothing was seen, or only zeros."""
@@ -156,6 +189,11 @@ class Sums:
             energy = (made[..., cross.shape[-1] :] * self.through).sum(-1, dtype=torch.float64)
             mean_wanted = torch.einsum("gon,gn->go", self.through.to(torch.float64), mean_wanted)
         return Moments(self.count, mean, noisy, cross, mean_wanted, energy.clamp(min=0))
+
+
+def _apart(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Tensor:
+    """What sum (y + e)(z + d)' has more than sum yz', with the sums of y and z: e z' + y d' + n e d'."""
+    return e[:, :, None] * (z + n * d)[:, None] + y[:, :, None] * d[:, None]
 
 
 def _whole(upper: Tensor) -> Tensor:
@@ -191,6 +229,21 @@ class Residuals:
             total.add_(part)
         self.count += found.shape[0]
         self.total += found.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
+
+    def merged(self) -> "Residuals":
+        """Those of all ranks, added up in their order."""
+        if ranks.size() == 1:
+            return self
+        own = {} if self.sums is None else {str(index): each for index, each in enumerate(self.sums)}
+        counts = torch.tensor([self.count, self.total], dtype=torch.float64)
+        parts = [part for part in ranks.gathered(own | {"counts": counts}, "residuals") if len(part) > 1]
+        found = Residuals()
+        if parts:
+            found.count, found.total = (float(sum(part["counts"][at] for part in parts)) for at in (0, 1))  # type: ignore[assignment]
+            found.count = int(found.count)
+            totals = [torch.stack([part[str(index)] for part in parts]).sum(0) for index in range(4)]
+            found.sums = tuple(totals)  # type: ignore[assignment]  # four of them
+        return found
 
     @property
     def mean(self) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from scalepoint import ranks
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.tuning.collect import Use
 from scalepoint.tuning.judge import Judge
@@ -106,10 +107,7 @@ def reconstruct(work: Work, variables: Variables) -> None:
     stops = {round((look + 1) * work.iterations / LOOKS) for look in range(LOOKS)}
     for step in range(work.iterations):
         progress = step / work.iterations
-        index = _drawn(step, work.walk.count)
-        with torch.enable_grad(), variables.installed():
-            loss = _loss(work, index, step) + variables.penalty(progress)
-            gradients = torch.autograd.grad(loss, variables.parameters(), allow_unused=True)
+        gradients = _gradients(work, variables, step, progress)
         with torch.no_grad():
             variables.move(gradients, progress)
         if step + 1 in stops:
@@ -121,6 +119,25 @@ def reconstruct(work: Work, variables: Variables) -> None:
             restore(work.modules, start)
     restore(work.modules, best)
     work.notes["gain"] = f"{before:.3g} -> {least:.3g}"
+
+
+def _gradients(work: Work, variables: Variables, step: int, progress: float) -> list[Tensor | None]:
+    """Of one batch, on the rank that has it; the others are told."""
+    owner, index = work.walk.owners[_drawn(step, len(work.walk.owners))]
+    found: list[Tensor | None] = [None] * len(variables.parameters())
+    with ranks.agreed("gradients") as told:
+        if owner == ranks.rank():
+            with torch.enable_grad(), variables.installed():
+                loss = _loss(work, index, step) + variables.penalty(progress)
+                found = list(torch.autograd.grad(loss, variables.parameters(), allow_unused=True))
+            told.mine = [each is not None for each in found]
+    if ranks.size() == 1:
+        return found
+    for at, is_used in enumerate(told.all[owner]):
+        if is_used and owner != ranks.rank():
+            found[at] = torch.zeros_like(variables.parameters()[at])
+    ranks.add_up([each for each in found if each is not None], "gradients")
+    return found
 
 
 def _drawn(step: int, count: int) -> int:

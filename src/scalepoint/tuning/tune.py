@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from torch import fx, nn
 
+from scalepoint import ranks
 from scalepoint.errors import ConfigError
 from scalepoint.numerics import QParams
 from scalepoint.progress import phase
@@ -74,6 +75,7 @@ class TuneConfig(Config):
             raise ConfigError(f"steps=() tunes nothing: choose from {', '.join(step_names())}")
 
 
+@ranks.together()
 def tune(
     model: fx.GraphModule,
     data: Data,
@@ -109,7 +111,7 @@ def tune(
     finally:
         walk.shelf.close()
     layers, pieces = tuple(run.rows), tuple(run.pieces)
-    return TuneReport(layers, run.left, walk.count, sum(walk.samples), time.perf_counter() - start, pieces)
+    return TuneReport(layers, run.left, len(walk.owners), walk.sample_count, time.perf_counter() - start, pieces)
 
 
 @dataclass

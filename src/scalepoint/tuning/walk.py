@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from scalepoint import ranks
 from scalepoint.graph.modules import tensors_of
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.parts import TABLE
@@ -34,10 +35,14 @@ class Walk:
         self.plain, self.live = twin(model, quantizing=False), twin(model, quantizing=True)
         self._exact, self._noisy = (fx.Interpreter(each, graph=model.graph) for each in (self.plain, self.live))
         self.names = {id(module): name for name, module in self.live.named_modules()}
-        self.samples: list[int] = []  # in each batch
+        self.samples: list[int] = []  # in each batch of this rank
+        self.firsts: list[int] = []  # the number of the first sample of each, over all ranks
+        self.sample_count = 0  # over all ranks
+        self.owners: list[tuple[int, int]] = []  # of every batch of all: its rank, and its number there
         self.shelf = Shelf(memory)
         self.places = [node for node in model.graph.nodes if node.op == "placeholder"]
         self.same = self._same()
+        self.there = set(self.places)  # whose values are kept
         self.held: set[fx.Node] = set()
         self.stub_nodes: dict[int, list[fx.Node]] = {}  # where each activation quantizer stands
         for node in model.graph.nodes:
@@ -46,12 +51,20 @@ class Walk:
 
     @property
     def count(self) -> int:
-        """Batches."""
+        """Batches of this rank."""
         return len(self.samples)
 
     def read(self, model: fx.GraphModule, data: Data, **how: Any) -> None:
         """Take the flat inputs of every batch that the data gives; each is put away as it comes."""
-        feed(driven(model, _Inputs(self), gives_outputs=False), data, "reading the data", **how)
+        taker = driven(model, _Inputs(self), gives_outputs=False)
+        feed(taker, data, "reading the data", merge=lambda: None, **how)
+        with ranks.agreed("reading the data") as told:
+            told.mine = self.samples
+        self.firsts, self.sample_count = ranks.places(told.all)
+        longest = max(map(len, told.all))
+        self.owners = [
+            (rank, index) for index in range(longest) for rank, each in enumerate(told.all) if index < len(each)
+        ]
 
     def take(self, inputs: Sequence[Any]) -> None:
         index = len(self.samples)
@@ -108,6 +121,8 @@ class Walk:
             return
         stub, is_same = self.stub(node), node in self.same
         is_unread = not self.keeps_outputs and all(user.op == "output" for user in node.users)
+        if not is_unread:
+            self.there.add(node)
         with torch.no_grad():
             for index in range(0 if is_unread else self.count):
                 self.shelf.put((False, node, index), self._run(self._exact, node, index, noisy=False))
@@ -129,13 +144,14 @@ class Walk:
                 self._drop(node)
 
     def _drop(self, node: fx.Node) -> None:
+        self.there.discard(node)
         for index in range(self.count):
             self.shelf.drop((False, node, index))
             self.shelf.drop((True, node, index))
 
     def has(self, node: fx.Node) -> bool:
         """Whether the walk has come past a node, and somebody will read it still."""
-        return (False, node, 0) in self.shelf.values
+        return node in self.there
 
     def value(self, node: fx.Node, index: int, *, noisy: bool) -> Any:
         return self.shelf.get((noisy and node not in self.same, node, index))
