@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from scalepoint import ranks
 from scalepoint.errors import ConfigError, UsageError
 from scalepoint.graph import Operation
 from scalepoint.quantize.record import amend_record
@@ -22,9 +23,13 @@ def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool |
 
     A stub that calibration gave a range holds it; one without follows a moving average of what passes. `observe` says
     it for all. learn_scales=True makes every scale a Parameter (LSQ): build the optimizer afterwards, so that it sees
-    them.
+    them. Inside a group of torch.distributed the ranks train one model, each with its part of every batch (DDP,
+    fully_shard): ranges are those of the whole batch, and scales learn at the pace of one process.
     """
     quantizers = _quantizers(model)
+    for quantizer in quantizers:
+        if isinstance(quantizer, QuantStub):
+            quantizer.calculator.replicas = ranks.size()
     for quantizer in quantizers:
         if isinstance(quantizer, WeightFakeQuantize):
             quantizer.unfreeze()

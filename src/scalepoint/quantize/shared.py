@@ -16,8 +16,9 @@ from scalepoint.spec.running import RunningRangeMixin
 
 
 def record(stubs: Sequence[QuantStub], on: bool) -> None:
-    """Let averages keep what they need to be put in order."""
+    """Let averages keep what they need to be put in order. Ranks see other batches now, not parts of one."""
     for stub in stubs:
+        stub.calculator.replicas = 1
         if isinstance(stub.calculator, RunningRangeMixin):
             stub.calculator.record(on)
 

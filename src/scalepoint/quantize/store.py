@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
+from scalepoint import ranks
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.files import TEMPORARY, digest, locked, replace_text, sweep
@@ -51,14 +52,17 @@ FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = False) -> Path:
     """Write a quantized model; returns the folder. The folder then holds this model, or, when something fails, what it
     held before. with_graph=True also writes the captured graph as data, so that `load(folder)` needs neither the float
-    model nor its Python class; None does so where the graph has such a form."""
+    model nor its Python class; None does so where the graph has such a form. Of several ranks the first writes; of a
+    model whose parameters lie in parts (fully_shard) all have to call it."""
     folder = Path(folder)
     if not isinstance(model, fx.GraphModule) or not has_record(model):
         raise UsageError("only a model that insert_qdq made can be saved")
     if folder.exists() and not folder.is_dir():
         raise StoreError(f"{folder} is a file: give a folder")
     graph, constants = _graph(model, with_graph)
-    tensors, aliases = _untied({**model.state_dict(), **constants})
+    tensors, aliases = _untied({**whole(model.state_dict()), **constants})
+    if not ranks.is_main():
+        return folder
     with locked(folder):
         old = _named_by(folder)
         temporary = folder / f"{TEMPORARY}{os.getpid()}-tensors"
@@ -100,6 +104,15 @@ def _graph(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], 
         return {}, {}
     held = {f"{CONSTANT}{path}": value for path, value in found.constants.items()}
     return {"graph": found.data.model_dump(exclude_defaults=True)}, held
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state whose tensors lie in parts on several ranks (fully_shard) with all of each; every rank has to ask."""
+    made: dict[int, Any] = {}  # one for each: tied parameters stay tied
+    for each in state.values():
+        if hasattr(each, "full_tensor") and id(each) not in made:
+            made[id(each)] = each.full_tensor()
+    return {name: made.get(id(each), each) for name, each in state.items()}
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -85,6 +85,7 @@ class Quantizing(Stateful):
         spec = self.spec.replace(qparam_calculator_cls=key)
         new = QuantizationComponentFactory.create_qparams_calculator(spec, self.quantizer.quantization_target)
         new.name, new.grid, new.granularity, new.on_nan = old.name, old.grid, old.granularity, old.on_nan
+        new.replicas = old.replicas
         if old.is_initialized:
             new.seed(old.stored)
         self.quantizer.qparams_calculator = new.to(self.scale.device)

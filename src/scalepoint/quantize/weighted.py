@@ -337,7 +337,8 @@ class QuantizedWeighted(Stateful):
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         self._kept = None
-        if not mode and self.weight_quant.enabled and not self.weight_quant.frozen and not self.weight.is_meta:
+        is_whole = not self.weight.is_meta and not hasattr(self.weight, "full_tensor")  # one in parts is, in a forward
+        if not mode and self.weight_quant.enabled and not self.weight_quant.frozen and is_whole:
             self.freeze()  # eval mode has the scales of the weight as it is now, for an export that may follow
             self.weight_quant.unfreeze()
         return self

@@ -53,7 +53,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         # A scale that a step took below zero counts as the smallest one, and its gradient still reaches it.
         scale = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()
         if torch.is_grad_enabled() and self.scale.requires_grad and not self.is_on("export_mode"):
-            elements = tensor.numel() / self.scale.numel()
+            elements = tensor.numel() * self.replicas / self.scale.numel()
             factor = (elements * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5
             scale = (scale - scale * factor).detach() + scale * factor
         else:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from scalepoint.errors import FrozenError, NonFiniteError, SpecError, TensorError, UsageError
 from scalepoint.numerics import (
@@ -74,6 +74,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         if on_nan not in get_args(OnNan):
             raise SpecError(f"on_nan={on_nan!r}: use 'error' or 'skip'")
         self.name = ""
+        self.replicas = 1  # ranks that each see a part of one batch, in training: the range is that of all parts
         self.grid = Grid(
             fmt,
             quant_min,
@@ -278,20 +279,29 @@ class QParamsCalculatorBase(Registry, Stateful):
             low, high = self.range_calculator(tensor)
             return low, high
         if type(self.range_calculator) is MinMaxRangeCalculator:
-            low, high = self.range_calculator(tensor)
+            low, high = self._over_replicas(*self.range_calculator(tensor))
             return (low, high) if self._is_finite(tensor.detach(), low.detach(), high.detach()) else None
         extremes = torch.aminmax(as_stored(tensor.detach()))
-        if not self._is_finite(tensor.detach(), extremes.min.to(torch.float32), extremes.max.to(torch.float32)):
+        ends = self._over_replicas(extremes.min.to(torch.float32), extremes.max.to(torch.float32))
+        if not self._is_finite(tensor.detach(), *ends):
             return None
-        low, high = self.range_calculator(tensor)
-        return low, high
+        return self._over_replicas(*self.range_calculator(tensor))
+
+    def _over_replicas(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the most of all ranks; what is no number on one is infinite on all, so that all do the same."""
+        if self.replicas == 1:
+            return low, high
+        ends = torch.stack((-low.detach(), high.detach())).nan_to_num(nan=torch.inf)
+        distributed.all_reduce(ends, distributed.ReduceOp.MAX)
+        return -ends[0], ends[1]
 
     def _is_finite(self, tensor: Tensor, low: Tensor, high: Tensor) -> bool:
         """False when the batch with these extremes is to be skipped, an error when it may not be."""
         if bool(torch.isfinite(low + 0 * high).all()):
             return True
         nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-        bad = f"{nans} NaN and {infs} infinite" if nans + infs else "some, outside the range of float32,"
+        elsewhere = "some, outside the range of float32," if self.replicas == 1 else "some on another rank, none here"
+        bad = f"{nans} NaN and {infs} infinite" if nans + infs else elsewhere
         batch = int(self.observed_batches) + int(self.skipped_batches)
         found = f"{self._where()}, batch {batch}: {bad} of {tensor.numel()} values of shape {tuple(tensor.shape)}"
         if self.on_nan == "error":
