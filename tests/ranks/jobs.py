@@ -29,7 +29,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.bn, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.LayerNorm(8)
-        self.fc, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+        self.fc, self.head = nn.Linear(8, 12), nn.Linear(12, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.conv(x)).relu().mean((2, 3))
