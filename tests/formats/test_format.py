@@ -38,6 +38,7 @@ def test_an_unknown_one_is_told_with_the_nearest():
         ({"files": write}, r"files= is a function of \(path\)"),
         ({"about": None}, r"about= is a function of \(path\), not None"),
         ({"plain": one}, r"plain= is a function of \(model, path, writing\)"),
+        ({"exposed": one}, r"exposed= is a function of \(model, path, writing\)"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(fields, why):

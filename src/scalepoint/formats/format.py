@@ -63,6 +63,7 @@ class FileFormat:
     about: Callable[[Path], About]
     summary: str = ""
     plain: Callable[[nn.Module, Path, Writing], None] | None = None  # the float model by the exporter that people use
+    exposed: Callable[[fx.GraphModule, Path, Writing], None] | None = None  # with the codes of activations as outputs
     compare: Callable[[Path, fx.GraphModule], Sequence[str]] | None = None  # what a file holds that the model does not
 
     def __post_init__(self) -> None:
@@ -71,8 +72,9 @@ class FileFormat:
         if not (isinstance(self.suffix, str) and self.suffix.startswith(".") and len(self.suffix) > 1):
             raise UsageError(f"format {self.name!r}: suffix= begins with a dot, such as '.onnx', not {self.suffix!r}")
         calls = {"write": ("model", "path", "writing"), "files": ("path",), "about": ("path",)}
-        if self.plain is not None:
-            calls["plain"] = ("model", "path", "writing")
+        for extra in ("plain", "exposed"):
+            if getattr(self, extra) is not None:
+                calls[extra] = ("model", "path", "writing")
         if self.compare is not None:
             calls["compare"] = ("path", "model")
         for called, given in calls.items():

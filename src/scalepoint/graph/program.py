@@ -255,6 +255,11 @@ def program_of(
         free = [own - gone for own, gone in zip(free, fixed, strict=True)]
 
 
+def leaves_of(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the placeholders of a graph get for these arguments, in order."""
+    return tuple(_Inputs(model, args, kwargs).leaves)
+
+
 class _Inputs:
     """The inputs of a graph as its placeholders take them, and how they are nested."""
 

@@ -1,12 +1,13 @@
 """verify: the exported file in its real runtime, against the simulation: what agrees, what really runs in int8."""
 
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, fx, nn
@@ -17,7 +18,7 @@ from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
-from scalepoint.verification.agreement import Agreement, agreements
+from scalepoint.verification.agreement import Agreement, agreements, worst
 from scalepoint.verification.departure import departure, foreseen
 from scalepoint.verification.files import about_file, existing, format_of
 from scalepoint.verification.profiling import layer_names, profile
@@ -27,6 +28,7 @@ from scalepoint.verification.times import LayerTime
 from scalepoint.verification.timing import benchmark, blamed, plain_file
 
 Feeds = Mapping[str, np.ndarray]
+SEARCHED_BELOW_DB = 30.0  # to write another file for the first layer that departs takes as long as the first did
 
 
 def verify(
@@ -68,8 +70,8 @@ def verify(
             each.name: run.agreements(**each.options) for each in chosen.variants if each.applies(executed)
         }
         found = replace(found, **others)
-        if layers and codes and said is not None and chosen.shows_codes and isinstance(model, fx.GraphModule):
-            found = replace(found, departure=_departure(run, codes, said, found))
+        if layers and codes and said is not None and isinstance(model, fx.GraphModule):
+            found = replace(found, departure=_departure(run, codes, said, found, Shown(model, given)))
     if chosen.why_not_run:
         found = replace(found, is_run=False, message=chosen.why_not_run)
     elif float_path is not None:
@@ -156,8 +158,31 @@ def _expected(path: Path, runtime: Runtime, said: About | None, bound: float) ->
     return replace(found, made_for=dict(said.made_for), warning=warning, size=said.size)
 
 
-def _departure(run: _Run, codes: Mapping[str, list[Tensor]], said: About, found: Verification) -> Departure | None:
-    answer = run.answer(expose=True)
-    if answer.status != Status.OK:
+class Shown(NamedTuple):
+    """What a file is made from that shows the codes at its quantizers."""
+
+    model: fx.GraphModule
+    inputs: tuple[Any, Any]
+
+
+def _departure(
+    run: _Run, codes: Mapping[str, list[Tensor]], said: About, found: Verification, shown: Shown
+) -> Departure | None:
+    """By the runtime where it shows codes; else by a file that does, which is written only where outputs disagree."""
+    if run.runtime.shows_codes:
+        answer, quantizers = run.answer(expose=True), said.quantizers
+    else:
+        answer, quantizers = _exposed(run, shown) if worst(found.optimized) < SEARCHED_BELOW_DB else (None, {})
+    if answer is None or answer.status != Status.OK:
         return None
-    return departure(codes, said.quantizers, run.files.outputs(answer), found.optimized, found.unoptimized)
+    return departure(codes, quantizers, run.files.outputs(answer), found.optimized, found.unoptimized)
+
+
+def _exposed(run: _Run, shown: Shown) -> tuple[Any, Mapping[str, str]]:
+    form = format_of(run.path, run.runtime)
+    if form.exposed is None:
+        return None, {}
+    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
+        path = Path(folder) / f"exposed{form.suffix}"
+        form.exposed(shown.model, path, Writing(shown.inputs))
+        return replace(run, path=path).answer(), form.about(path).quantizers

@@ -1,16 +1,21 @@
 """Files for ExecuTorch: one delegate, our own codes and scales, and outputs as simulated."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import scalepoint
 from scalepoint.errors import StoreError
-from scalepoint.formats import export, find_format
+from scalepoint.formats import Writing, export, find_format
+from scalepoint.formats.executorch.stored import StoredStub
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
+from scalepoint.runtimes.process import ask, exchange
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.verification import Status, verify
+from scalepoint.verification.departure import matched
+from scalepoint.verification.simulation import simulate
 
 HERE = find_runtime("executorch").is_here
 pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: pip install 'scalepoint[executorch]'")
@@ -91,6 +96,41 @@ def test_the_float_file_is_timed_beside_it(tmp_path):
     assert (tmp_path / "float.pte").is_file()
     assert 0 < done.verification.latency.ratio < 100
     assert done.verification.size < done.verification.float_size
+
+
+def test_every_code_is_at_most_a_step_from_the_simulation(deployed, tmp_path):
+    """What XNNPACK rounds otherwise (its adds have multipliers of 21 bits) does not grow in a net of this depth."""
+    done, x, _, _ = deployed
+    form, runtime = find_format("executorch"), find_runtime("executorch")
+    form.exposed(done.model, tmp_path / "exposed.pte", Writing(((x,), {})))
+    _, codes = simulate(done.model, ((x,), {}))
+    with exchange({"x": x.numpy()}) as files:
+        answer = ask(runtime, {"task": "run", "path": str(tmp_path / "exposed.pte"), "options": {}, **files.files})
+        found = files.outputs(answer)
+    quantizers = form.about(tmp_path / "exposed.pte").quantizers
+    compared = 0
+    for name, calls in codes.items():
+        for wanted, given in matched(name, calls, quantizers, found):
+            apart = np.abs(given.astype(int) - wanted)
+            assert apart.max() <= 1, name
+            assert (apart == 0).mean() > 0.98, name
+            compared += 1
+    assert compared == sum(map(len, codes.values()))
+
+
+@pytest.mark.slow
+def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
+    done, x, _, _ = deployed
+    made = StoredStub.__init__
+
+    def wrong(self, stub, factor):
+        made(self, stub, factor * 3 if stub.name == "two_relu_2_quant" else factor)
+
+    monkeypatch.setattr(StoredStub, "__init__", wrong)
+    monkeypatch.setattr("scalepoint.verification.running.SEARCHED_BELOW_DB", 200.0)
+    found = verify(done.path, done.model, x).departure
+    assert found.where == "two_relu_2_quant"
+    assert found.largest > 2
 
 
 @pytest.mark.parametrize("keep", [4, 100, 2000])

@@ -1,6 +1,7 @@
 """ExecuTorch programs (.pte): int8 and int4 weights, Q/DQ as XNNPACK's partitioner takes them for its kernels."""
 
 from scalepoint.formats.executorch.about import about, files_of
+from scalepoint.formats.executorch.exposing import write_exposed
 from scalepoint.formats.executorch.writing import write
 from scalepoint.formats.format import FileFormat
 
@@ -11,4 +12,5 @@ EXECUTORCH = FileFormat(
     files=files_of,
     about=about,
     summary="an ExecuTorch program, lowered to XNNPACK",
+    exposed=write_exposed,
 )

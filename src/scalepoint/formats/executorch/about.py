@@ -31,6 +31,7 @@ def about(path: Path) -> About:
         size=path.stat().st_size,
         inputs=tuple(FileInput(each["name"], each["dtype"], tuple(each["shape"])) for each in said.get("inputs", ())),
         made_for={"target": made[LABEL], **own} if LABEL in made else {},
+        quantizers=said.get("quantizers", {}),
     )
 
 

@@ -94,10 +94,15 @@ class StoredStub(nn.Module):
         self.scale, self.zero_point = float(stub.scale) * factor, int(stub.zero_point)
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters = (self.scale, self.zero_point, LOW, HIGH, torch.int8)
-        codes = operators().quantize_per_tensor(x, *parameters)
-        values: Tensor = operators().dequantize_per_tensor(codes, *parameters)
-        return values
+        return self.values(self.codes(x))
+
+    def codes(self, x: Tensor) -> Tensor:
+        found: Tensor = operators().quantize_per_tensor(x, self.scale, self.zero_point, LOW, HIGH, torch.int8)
+        return found
+
+    def values(self, codes: Tensor) -> Tensor:
+        found: Tensor = operators().dequantize_per_tensor(codes, self.scale, self.zero_point, LOW, HIGH, torch.int8)
+        return found
 
 
 class StoredDynamicStub(nn.Module):

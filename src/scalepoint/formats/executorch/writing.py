@@ -36,14 +36,14 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
     labels = {} if writing.target is None else writing.target.labels
-    with _executorch():
-        _write(stored_form(model, PARTS), path, writing, labels)
+    with with_executorch():
+        write_program(stored_form(model, PARTS), path, writing.inputs, writing.dynamic, {"made_for": labels})
         if writing.float_path is not None:
-            _write(float_form(model, PARTS), writing.float_path, writing, {})
+            write_program(float_form(model, PARTS), writing.float_path, writing.inputs, writing.dynamic, {})
 
 
 @contextmanager
-def _executorch() -> Iterator[None]:
+def with_executorch() -> Iterator[None]:
     """ExecuTorch imported, and nothing of what it and torchao have to say of themselves."""
     with quiet():
         try:
@@ -53,10 +53,11 @@ def _executorch() -> Iterator[None]:
         yield
 
 
-def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: dict[str, str]) -> None:
-    program = prepared(_exported(spell_out(model), single_inputs(writing.inputs), writing.dynamic))
-    about = {"inputs": _inputs(program), "outputs": _outputs(program), "made_for": labels, "layers": _layers(model)}
-    data = _lowered(program, about)
+def write_program(model: fx.GraphModule, path: Path, inputs: Inputs, dynamic: bool, about: dict[str, Any]) -> None:
+    """A graph in its stored form; `about` adds to what the file says of itself."""
+    program = prepared(_exported(spell_out(model), single_inputs(inputs), dynamic))
+    own = {"inputs": _inputs(program), "outputs": _outputs(program), "layers": _layers(model)}
+    data = _lowered(program, {**own, **about})
     replace_file(path, lambda temporary: _put(temporary, data))
 
 
