@@ -307,7 +307,7 @@ def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkey
     assert (seen["smoke"], seen["resume"], seen["threads"]) == (True, False, 3)
 
 
-FOR_THE_SCREEN = {"context", "config", "trust", "dry_run", "quiet", "json", "debug"}
+FOR_THE_SCREEN = {"context", "config", "trust", "dry_run", "quiet", "verbose", "json", "debug"}
 BY_NAME = {
     "model",
     "weights",
@@ -354,7 +354,7 @@ def test_every_error_has_an_ending(kind, capsys) -> None:
     code = fail(kind("a [bold]name[/bold] \x1b[31m"), "deploy", is_json=True, is_debug=False)
     out, err = capsys.readouterr()
     assert code in (Code.INTERNAL, Code.USAGE, Code.MODEL, Code.UNVERIFIED)
-    assert (code == Code.INTERNAL) == (kind is errors.GraphError)
+    assert (code == Code.INTERNAL) == (kind in (errors.GraphError, errors.RankError))
     assert kind.code in err
     assert "[bold]name[/bold]" in err
     assert "\x1b" not in err + out

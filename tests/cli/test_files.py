@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -168,3 +171,16 @@ def test_compare_of_two_runs_shows_what_differs_and_writes_a_page(call, made, tm
     assert (code, "not for two runs" in err) == (Code.USAGE, True)
     code, _, err = call("compare", made, tmp_path)
     assert (code, "is no run" in err) == (Code.USAGE, True)
+
+
+def test_the_script_beside_the_file_makes_the_same_bytes(deployed) -> None:
+    out = deployed.folder / "out"
+    done = subprocess.run(
+        [sys.executable, str(out / "reproduce.py"), "twin"],
+        cwd=deployed.folder, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    twin = deployed.folder / "twin"
+    assert (twin / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
+    assert (twin / "log.txt").is_file()
+    shutil.rmtree(twin)

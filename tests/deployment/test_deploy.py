@@ -24,6 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 UNSAID, ALL, FAST = QuantConfig(), QuantConfig(speed_first=False), QuantConfig(speed_first=True)
 
+KEPT = {"model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt"}
+
 
 @pytest.mark.parametrize(
     ("config", "strict", "has_budget", "expected"),
@@ -85,7 +87,7 @@ class TestDeploy:
     def test_the_folder_holds_all_and_nothing_half_written(self, done):
         *_, folder = done
         names = {path.name for path in folder.iterdir()}
-        assert names == {"model.onnx", "float.onnx", "quantized", "report.html", "report.json"}
+        assert names == KEPT
         report = Report.from_json((folder / "report.json").read_text())
         assert report.verification.holds
         assert "<title>" in (folder / "report.html").read_text()
@@ -164,7 +166,7 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
         done = scalepoint.deploy(net, x, [x], output=tmp_path, force=True)
         names = {path.name for path in tmp_path.iterdir()}
         data = {name for name in names if name.endswith(".data")}
-        assert names - data == {"model.onnx", "float.onnx", "quantized", "report.html", "report.json"}
+        assert names - data == KEPT
         assert len(data) == 2
         assert not data & seen
         seen |= data

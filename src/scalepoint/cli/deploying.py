@@ -18,8 +18,20 @@ from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import WORK, check_names, check_output, check_settings, done_in, finder_of, settings_of
+from scalepoint.files import replace_text
 from scalepoint.words import decibel, ratio, value_of
 
+AGAIN = '''"""Makes the kept file again, as scalepoint {version} made it: python reproduce.py [FOLDER]"""
+
+import sys
+from pathlib import Path
+
+from scalepoint.cli.app import run
+
+here = Path(__file__).resolve().parent
+output = sys.argv[1] if len(sys.argv) > 1 else "again"
+sys.exit(run(["deploy", "-c", str(here / "{file}"), "-o", output, *{trust!r}]))
+'''
 TOLD = (
     "data", "evaluate", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
     "leave", "strict", "threads",
@@ -49,6 +61,7 @@ def deploy(
     leave: options.Leave = None,
     strict: options.Strict = None,
     threads: options.Threads = None,
+    seed: options.Seed = None,
     allow_departure: options.AllowDeparture = None,
     float_dtype: options.FloatDtype = None,
     batch_size: options.BatchSize = None,
@@ -64,6 +77,7 @@ def deploy(
     resume: options.Resume = False,
     force: options.Force = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
@@ -96,12 +110,30 @@ def _deployed(given: dict[str, Any]) -> int:
         code = preview(settings, finder, "deploy", json=json)
         _talk("dry run: nothing was written", quiet)
         return code
-    return Run(settings, finder, bool(given["smoke"]), resume, quiet, json).go()
+    return Run(settings, finder, bool(given["smoke"]), resume, quiet, json, bool(given["verbose"])).go()
 
 
 def _look(folder: Path, may_exist: bool, resume: bool) -> None:
     """By the first rank: it soon writes there."""
     ranks.told("looking at the output", lambda: check_output(folder, force=may_exist, resume=resume))
+
+
+def said(event: Any) -> None:
+    """What --verbose says beside the phases that ended: those that begin, numbers, files."""
+    if event.kind in ("start", "metric", "file"):
+        say(f"{event.kind}: {event.name if event.kind == 'start' else event}")
+
+
+def seed_all(seed: int) -> None:
+    """Before the user's model and data are made."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)  # what a user's module may draw from
+    torch.manual_seed(seed)
 
 
 def _talk(text: str, quiet: bool) -> None:
@@ -112,7 +144,7 @@ def _talk(text: str, quiet: bool) -> None:
 def keywords_of(settings: Any) -> dict[str, Any]:
     """What deploy is told of a config."""
     same = ("target", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-            "leave", "strict", "threads", "float_dtype")  # fmt: skip
+            "leave", "strict", "threads", "seed", "float_dtype")  # fmt: skip
     told = {name: getattr(settings, name) for name in same}
     return {**told, "config": settings.quantization, "allow_departure": True}  # told by the exit code, after the result
 
@@ -127,6 +159,7 @@ class Run:
     resume: bool
     quiet: bool
     json: bool
+    verbose: bool = False
 
     @property
     def folder(self) -> Path:
@@ -145,6 +178,7 @@ class Run:
 
     def _deployed(self) -> Any:
         settings = self.settings
+        seed_all(settings.seed)
         evaluate = load_evaluate(settings.evaluate, self.finder) if settings.evaluate else None
         model, inputs, batches = model_and_data(settings, self.finder)
         _talk(
@@ -162,6 +196,7 @@ class Run:
             resume=self.resume,
             force=True,  # what may not be overwritten was refused before
             progress=not self.quiet,
+            callback=said if self.verbose else None,
             **keywords_of(settings),
         )
         return self.kept(done)
@@ -190,6 +225,8 @@ class Run:
             kept = {"max_drop": None, "min_speed": None, "budget": None, "quantization": done.report.config}
             here.updated(kept).to_file(file)
         trust = ["--trust"] if self.finder.trust else []
+        script = AGAIN.format(version=scalepoint.__version__, file=file.name, trust=trust)
+        replace_text(self.folder / "reproduce.py", script)
         return shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *trust])
 
     def _left_behind(self) -> str:

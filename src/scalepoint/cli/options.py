@@ -44,6 +44,8 @@ Size = Annotated[
 ]
 Mean = Annotated[str | None, typer.Option(help="Pictures: mean of each channel of values in 0..1, as 0.5,0.5,0.5.")]
 Std = Annotated[str | None, typer.Option(help="Pictures: standard deviation of each channel, as 0.25,0.25,0.25.")]
+Seed = Annotated[int | None, typer.Option(help="Of random numbers, also the model's and the data's; 0 if not said.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also say when phases start, numbers and files.")]
 Leave = Annotated[
     list[str] | None,
     typer.Option(help="A submodule that is called as it is, without looking into it; may be repeated."),

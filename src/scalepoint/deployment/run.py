@@ -58,6 +58,7 @@ class Run:
     smoke: bool
     progress: bool | None
     accuracy: Accuracy | None
+    seed: int = 0
     data_mark: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
 

@@ -67,6 +67,7 @@ class DeployConfig(Config):
     allow_departure: bool = False
     float_dtype: Literal["float32", "float16", "bfloat16"] | None = None  # of what is not quantized
     threads: Count = 1
+    seed: int = 0  # of random numbers, on the command line also of the model's and the data's
     quantization: QuantConfig = QuantConfig()
 
     @classmethod

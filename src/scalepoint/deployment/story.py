@@ -9,6 +9,7 @@ share the data of calibration and tuning; the first alone exports, verifies, eva
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from scalepoint.allocation import Budget, check_choices
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
 from scalepoint.deployment.journal import Journal, check_output
+from scalepoint.deployment.keeping import LOG, Log, keep, seeded
 from scalepoint.deployment.marks import Watched
 from scalepoint.deployment.pacing import check_pace, next_float
 from scalepoint.deployment.raising import next_step, start_of, unraised
@@ -72,6 +74,7 @@ def deploy(
     allow_departure: bool = False,
     float_dtype: str | None = None,
     threads: int = 1,
+    seed: int = 0,
     smoke: bool = False,
     resume: bool = False,
     force: bool = False,
@@ -88,10 +91,9 @@ def deploy(
     a file is so many times as fast as the float one. `budget` (size=0.2 of the float file, bits=4.5 a weight on
     average, speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses
     least. A file that departs from the simulation is an error unless allow_departure=True. on_nan="skip" leaves
-    calibration batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized,
-    where the target runs it. smoke=True goes through all stages fast: two batches, one trial, no latency. resume=True
-    goes on where a run into `output` ended; a folder that holds something is refused unless force=True.
-    `callback(event)` hears of every phase, number and file; what it raises ends the run.
+    batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized. smoke=True goes
+    through all stages fast. resume=True goes on where a run into `output` ended; a folder that holds something is
+    refused unless force=True. `callback(event)` hears of every phase, number and file. Random numbers follow `seed`.
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
@@ -100,15 +102,22 @@ def deploy(
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     found.check_float_dtype(float_dtype)
     ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
-    with listening(callback), Journal.opened(folder, resume=resume) as journal:
+    with seeded(seed), listening(callback), _opened(folder, resume) as journal:
         run = Run(
             model=model, inputs=as_inputs(example_inputs, kwargs), data=calibration_data, target=found,
             journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
             max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
-            accuracy=accuracy,
+            accuracy=accuracy, seed=seed,
         )  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
+
+
+@contextmanager
+def _opened(folder: Path, resume: bool) -> Iterator[Journal]:
+    """The journal, with the log of the run in it."""
+    with Journal.opened(folder, resume=resume) as journal, listening(Log(journal.folder / LOG)):
+        yield journal
 
 
 def _made(
@@ -132,6 +141,8 @@ def _made(
     with run.timed("reporting"):
         report = _written(lambda: make_report(run, best, trials, bar, allocation), folder)
     tell(Event("file", str(folder / HTML_FILE)))
+    if ranks.is_main():
+        keep(run, config, limits, most, budget, choices)
     return Deployment.of(best, report, bar.float_score, trials)
 
 
