@@ -3,6 +3,7 @@
 a dequantize with several readers    one for each
 a reshape to a free batch            to whatever is left (-1)
 an average over the picture          to extents of one, and a reshape
+what nobody reads                    gone
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx.passes.infra.pass_base import PassResult
 
 aten = torch.ops.aten
@@ -23,9 +25,22 @@ def prepared(program: ExportedProgram) -> ExportedProgram:
             _one_for_each(node)
         elif node.op == "call_function" and node.target is aten.mean.dim and _is_over_picture(node):
             _keep_extents(node)
+    _drop_unused(program)
     graph.lint()
     program.graph_module.recompile()
     return program
+
+
+def _drop_unused(program: ExportedProgram) -> None:
+    """Weights that codes took the place of, and batch norms that were folded: the file would hold some of them."""
+    held = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder" and not node.users}
+    specs = program.graph_signature.input_specs
+    for spec in [each for each in specs if each.kind in held and each.arg.name in nodes]:
+        specs.remove(spec)
+        program.graph.erase_node(nodes[spec.arg.name])
+        program.state_dict.pop(spec.target, None)
+        program.constants.pop(spec.target, None)
 
 
 def _one_for_each(node: fx.Node) -> None:
