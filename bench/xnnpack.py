@@ -198,9 +198,7 @@ def small_llama() -> Subject:
 
 
 def show(rows: list[Result]) -> None:
-    table = Table(
-        "network", "how", "delegates", "in XNNPACK", "low", "size", "speed", "dB sim", "dB float", "top-1", "s"
-    )
+    table = Table("network", "how", "delegates", "in XNNPACK", "low", "size", "speed", "dB sim", "dB float", "top-1")
     for row in rows:
         table.add_row(
             row.network, row.how, str(row.delegates), f"{row.share:.0%}", str(row.low), f"{row.size:.3f}",

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint import benchmark, export, verify
-from scalepoint.errors import VerificationError
+from scalepoint.errors import UsageError, VerificationError
 from scalepoint.formats import Writing, find_format
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import Runtime
+from scalepoint.verification.files import runtime_for
 from scalepoint.verification.timing import plain_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -126,3 +127,9 @@ def test_a_file_that_does_not_run_is_an_error(timed):
     with pytest.raises(VerificationError, match="clock could not run the files: failed"):
         timed("slow", "broken")
     assert time.monotonic() - start < 60
+
+
+def test_the_runtime_is_that_of_the_files_name():
+    assert [runtime_for(name).name for name in ("a.onnx", "a.pte")] == ["onnxruntime", "executorch"]
+    with pytest.raises(UsageError, match=r"a.bin: no runtime reads it; files are .*\.onnx, \.pte"):
+        runtime_for("a.bin")

@@ -70,7 +70,7 @@ def _findings(found: Sequence[Any]) -> Listing:
 def bench(
     first: Annotated[Path, typer.Argument(metavar="A.onnx", help="The file to compare with, such as float.onnx.")],
     second: Annotated[Path, typer.Argument(metavar="B.onnx", help="The file that should be faster.")],
-    runtime: options.Runtime = "onnxruntime",
+    runtime: options.Runtime = None,
     threads: options.Threads = None,
     min_ratio: Annotated[
         float | None, typer.Option(min=0, help="Exit with 5 when B is not so many times as fast.")
@@ -78,18 +78,18 @@ def bench(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """The speed of two ONNX files in one process, in turns: the ratio of medians, and the time of their layers."""
-    _there(first)
-    _there(second)
+    """The speed of two files in one process, in turns: the ratio of medians, and the time of their layers."""
+    _there(first, None)
+    _there(second, None)
     from scalepoint.runtimes import find_runtime
-    from scalepoint.verification.files import about_file
+    from scalepoint.verification.files import about_file, runtime_for
 
     try:
-        chosen = find_runtime(runtime)
+        chosen = runtime_for(second) if runtime is None else find_runtime(runtime)
     except UsageError as error:
         raise usage(str(error.args[0])) from error
     sizes = [about_file(path, chosen).size for path in (first, second)]  # what is no model is told before anything runs
-    found = public("benchmark")(first, second, runtime=runtime, threads=threads or 1)
+    found = public("benchmark")(first, second, runtime=chosen, threads=threads or 1)
     layers = _layers(first, second, chosen, threads or 1)
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
@@ -181,8 +181,8 @@ def report(
     return Code.DONE
 
 
-def _there(path: Path) -> None:
+def _there(path: Path, suffix: str | None = ".onnx") -> None:
     if not path.is_file():
         raise usage(f"{str(path)!r}: there is no such file ({Path.cwd()})")
-    if path.suffix != ".onnx":
-        raise usage(f"{str(path)!r} is not an .onnx file")
+    if suffix is not None and path.suffix != suffix:
+        raise usage(f"{str(path)!r} is not an {suffix} file")

@@ -22,7 +22,12 @@ Target = Annotated[str | None, typer.Option("--target", "-t", help="Where it wil
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for machines.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and all warnings.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the runtime.")]
-Runtime = Annotated[str, typer.Option(help="The runtime: onnxruntime, openvino or executorch.")]
+Runtime = Annotated[
+    str | None,
+    typer.Option(
+        help="The runtime, such as onnxruntime or openvino; that of the file unless given.", show_default=False
+    ),
+]
 
 Data = Annotated[
     str | None,

@@ -40,7 +40,7 @@ def verify(
     model: options.Model = None,
     data: options.Data = None,
     config: options.Config = None,
-    runtime: options.Runtime = "onnxruntime",
+    runtime: options.Runtime = None,
     threads: options.Threads = None,
     batch_size: options.BatchSize = None,
     size: options.Size = None,

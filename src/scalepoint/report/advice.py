@@ -20,7 +20,7 @@ def next_steps(report: "Report") -> tuple[str, ...]:
     found = report.verification
     if found is not None and found.status.value == "ok" and found.float_size:
         folder, file = PurePath(found.path).parent, PurePath(found.path)
-        steps.append(f"measure the speed again: scalepoint bench {folder / 'float.onnx'} {file}")
+        steps.append(f"measure the speed again: scalepoint bench {folder / f'float{file.suffix}'} {file}")
     return tuple(steps[:MOST])
 
 

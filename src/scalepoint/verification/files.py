@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from scalepoint.errors import StoreError
-from scalepoint.formats import About, FileFormat, find_format
-from scalepoint.runtimes import Runtime
+from scalepoint.errors import StoreError, UsageError
+from scalepoint.formats import About, FileFormat, find_format, list_formats
+from scalepoint.runtimes import Runtime, find_runtime, list_runtimes
 
 
 def existing(path: str | Path) -> Path:
@@ -18,6 +18,20 @@ def format_of(path: Path, runtime: Runtime) -> FileFormat:
     """Of what a runtime reads, what the file's name says; else the first."""
     known = [find_format(name) for name in runtime.formats]
     return next((each for each in known if each.suffix == path.suffix), known[0])
+
+
+def runtime_for(path: str | Path) -> Runtime:
+    """The first that reads files of this name."""
+    suffix = Path(path).suffix
+    found = [each for each in map(find_runtime, list_runtimes()) if suffix in _suffixes(each)]
+    if not found:
+        known = sorted({each for name in list_runtimes() for each in _suffixes(find_runtime(name))})
+        raise UsageError(f"{Path(path).name}: no runtime reads it; files are {', '.join(known)}")
+    return found[0]
+
+
+def _suffixes(runtime: Runtime) -> list[str]:
+    return [find_format(name).suffix for name in runtime.formats if name in list_formats()]
 
 
 def about_file(path: str | Path, runtime: Runtime) -> About:

@@ -14,7 +14,7 @@ from scalepoint.errors import VerificationError
 from scalepoint.formats import FileFormat, Writing
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Answer, Exchange, ask, exchange
-from scalepoint.verification.files import about_file, existing
+from scalepoint.verification.files import about_file, existing, runtime_for
 from scalepoint.verification.result import OWN_BASELINE, PLAIN_BASELINE, Benchmark
 
 LARGEST_PLAIN = 1_000_000_000  # bytes of weights: beyond, another export costs more than it tells
@@ -25,7 +25,7 @@ def benchmark(
     quantized_path: str | Path,
     inputs: Mapping[str, np.ndarray] | None = None,
     *,
-    runtime: str | Runtime = "onnxruntime",
+    runtime: str | Runtime | None = None,
     threads: int = 1,
     repeats: int = 50,
     seconds: float = 20,
@@ -34,12 +34,13 @@ def benchmark(
 ) -> Benchmark:
     """The speed of one file against another in one process, interleaved; without inputs, random ones of their shape.
 
-    `plain_path` is another float file, of torch.onnx.export: the faster of the two is the baseline.
+    `runtime` is that of the file's kind unless given. `plain_path` is another float file, of torch.onnx.export: the
+    faster of the two is the baseline.
     """
-    found = find_runtime(runtime)
+    paths = [existing(float_path), existing(quantized_path)]
+    found = runtime_for(paths[1]) if runtime is None else find_runtime(runtime)
     if found.why_not_run:
         raise VerificationError(f"no speed to measure here: {found.why_not_run}")
-    paths = [existing(float_path), existing(quantized_path)]
     feeds = dict(inputs) if inputs is not None else random_inputs(paths[0], found)
     asked = {"options": {"threads": threads}, "repeats": repeats, "seconds": seconds}
     with exchange(feeds) as files:
