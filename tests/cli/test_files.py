@@ -184,3 +184,18 @@ def test_the_script_beside_the_file_makes_the_same_bytes(deployed) -> None:
     assert (twin / "model.onnx").read_bytes() == (out / "model.onnx").read_bytes()
     assert (twin / "log.txt").is_file()
     shutil.rmtree(twin)
+
+
+def test_verify_of_a_file_that_departs_writes_the_layer_that_does(call, made, tmp_path) -> None:
+    import onnx
+
+    shutil.copytree(made, tmp_path / "other")
+    path = tmp_path / "other" / "model.onnx"
+    proto = onnx.load(path)
+    scale = next(each for each in proto.graph.initializer if each.name.endswith("conv.scale"))
+    scale.CopyFrom(onnx.numpy_helper.from_array(4 * onnx.numpy_helper.to_array(scale), scale.name))
+    onnx.save(proto, path)
+    code, _, err = call("verify", tmp_path / "other", "--json")
+    assert code == Code.UNVERIFIED
+    assert "run.py" in "".join(err.split())
+    assert (tmp_path / "other" / "failing" / "model.onnx").is_file()

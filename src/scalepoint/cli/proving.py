@@ -72,7 +72,18 @@ def verify(
         show(Text(f"{file} in {found.runtime}: {found.status.value}"), Listing(("", "found"), found.rows()))
     if code:
         say("failed: the file does not run as the simulation says" if found.sqnr > float("-inf") else "failed", "red")
+        _extract(found, file, quantized, inputs, folder / "failing")
     return code
+
+
+def _extract(found: Any, file: Path, quantized: Any, inputs: Any, folder: Path) -> None:
+    """The first layer that departs alone, where there is one."""
+    if found.status.value != "ok" or found.runtime != "onnxruntime":
+        return
+    from scalepoint.verification import extract_failing
+
+    if extract_failing(file, quantized, inputs, folder) is not None:
+        say(f"the first layer that departs alone: python {folder / 'run.py'}")
 
 
 def compare(

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,14 @@ import torch
 from scalepoint.allocation import Budget
 from scalepoint.deployment.run import Run
 from scalepoint.deployment.settings import DeployConfig
+from scalepoint.deployment.trials import Trial
+from scalepoint.errors import VerificationError
 from scalepoint.files import replace_text
-from scalepoint.progress import Event
+from scalepoint.progress import Event, tell
 from scalepoint.quantize import QuantConfig
+from scalepoint.verification import Status, extract_failing
 
-CONFIG, LOG = "config.yaml", "log.txt"
+CONFIG, LOG, FAILING = "config.yaml", "log.txt", "failing"
 
 
 @contextmanager
@@ -43,6 +46,18 @@ class Log:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{now} {event.kind} {event}\n")
+
+
+def keep_failing(run: Run, best: Trial) -> None:
+    """Where the file departs: the first layer that does so alone, as a file of its own with a script, in failing/."""
+    found = best.verification
+    if found is None or found.holds or found.status != Status.OK or found.runtime != "onnxruntime":
+        return
+    args, kwargs = run.inputs
+    folder = run.journal.folder.parent / FAILING
+    with suppress(VerificationError):  # a file that does not run has no layer to look at
+        if extract_failing(best.path, best.model, args, folder, kwargs=kwargs):
+            tell(Event("file", str(folder / "run.py")))
 
 
 def keep(

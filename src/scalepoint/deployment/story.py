@@ -22,7 +22,7 @@ from scalepoint.allocation import Budget, check_choices
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
 from scalepoint.deployment.journal import Journal, check_output
-from scalepoint.deployment.keeping import LOG, Log, keep, seeded
+from scalepoint.deployment.keeping import LOG, Log, keep, keep_failing, seeded
 from scalepoint.deployment.marks import Watched
 from scalepoint.deployment.pacing import check_pace, next_float
 from scalepoint.deployment.raising import next_step, start_of, unraised
@@ -142,6 +142,7 @@ def _made(
         report = _written(lambda: make_report(run, best, trials, bar, allocation), folder)
     tell(Event("file", str(folder / HTML_FILE)))
     if ranks.is_main():
+        keep_failing(run, best)
         keep(run, config, limits, most, budget, choices)
     return Deployment.of(best, report, bar.float_score, trials)
 

@@ -7,6 +7,7 @@ from scalepoint.runtimes import Status
 
 if TYPE_CHECKING:
     from scalepoint.verification.agreement import Agreement
+    from scalepoint.verification.extraction import extract_failing
     from scalepoint.verification.layers import LayerAgreement, LayerVerification, verify_layers
     from scalepoint.verification.profiling import profile
     from scalepoint.verification.result import Benchmark, Departure, Verification
@@ -26,6 +27,7 @@ __all__ = [
     "Status",
     "Verification",
     "benchmark",
+    "extract_failing",
     "profile",
     "verify",
     "verify_layers",
@@ -41,6 +43,7 @@ _HOMES = {
     "RuntimeModel": "runner",
     "Verification": "result",
     "benchmark": "timing",
+    "extract_failing": "extraction",
     "profile": "profiling",
     "verify": "running",
     "verify_layers": "layers",

@@ -93,6 +93,32 @@ def verify_layers(
     seconds: float = 600,
 ) -> LayerVerification:
     """Compare each layer of a file in ONNX Runtime with the simulation's, given the simulation's inputs."""
+    found = compared(path, model, inputs, kwargs=kwargs, threads=threads, seconds=seconds)
+    low, left = precision(found.executed)
+    return LayerVerification(tuple(found.layers.values()), low, left)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The file whose layers were fed codes, what it was fed, and what should have come out, by tensor."""
+
+    proto: Any
+    feeds: Mapping[str, np.ndarray]
+    expected: Mapping[str, np.ndarray]
+    layers: Mapping[str, LayerAgreement]
+    executed: list[dict[str, Any]]
+
+
+def compared(
+    path: str | Path,
+    model: fx.GraphModule,
+    inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    threads: int = 1,
+    seconds: float = 600,
+) -> Compared:
+    """Every layer alone, and what it takes to see it again."""
     import onnx  # noqa: PLC0415  # only files need it
 
     given = as_inputs(inputs, kwargs)
@@ -107,14 +133,12 @@ def verify_layers(
     with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
         forced = Path(folder) / "forced.onnx"
         onnx.save(proto, forced)
-        found, executed = _run(
-            str(forced), feeds | {name + GIVEN: value for name, value in known.items()}, threads, seconds
-        )
+        feeds |= {name + GIVEN: value for name, value in known.items()}
+        found, executed = _run(str(forced), feeds, threads, seconds)
     made_by = {name: node.name for node in proto.graph.node for name in node.output}
-    layers = [_codes_agree(made_by[name], value, found[name]) for name, value in known.items()]
-    layers += [_floats_agree(made_by[name], value, found[name]) for name, value in wanted.items()]
-    low, left = precision(executed)
-    return LayerVerification(tuple(layers), low, left)
+    layers = {name: _codes_agree(made_by[name], value, found[name]) for name, value in known.items()}
+    layers |= {name: _floats_agree(made_by[name], value, found[name]) for name, value in wanted.items()}
+    return Compared(proto, feeds, {**known, **wanted}, layers, executed)
 
 
 def _run(

@@ -1,0 +1,57 @@
+"""The first layer that departs alone, as a file of its own that shows it without us."""
+
+import subprocess
+import sys
+
+import onnx
+import pytest
+import torch
+
+from scalepoint.verification import extract_failing
+from tests.formats.onnx.test_export import Net, settled
+from tests.verification.test_layers import deployed
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A good file, and one whose second layer has a scale twice as large."""
+    folder = tmp_path_factory.mktemp("failing")
+    torch.manual_seed(0)
+    model, x = settled(Net()), torch.randn(4, 3, 32, 32)
+    quantized = deployed(model, x, "avx2", folder / "good.onnx")
+    proto = onnx.load(folder / "good.onnx")
+    found = (each for each in proto.graph.initializer if each.name.startswith("expand"))
+    scale = next(each for each in found if each.name.endswith("conv.scale"))
+    scale.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(scale), scale.name))
+    onnx.save(proto, folder / "bad.onnx")
+    return folder, quantized, x
+
+
+def test_a_file_that_holds_has_none(files, tmp_path):
+    folder, quantized, x = files
+    assert extract_failing(folder / "good.onnx", quantized, x, tmp_path / "failing") is None
+    assert not (tmp_path / "failing").exists()
+
+
+def test_the_layer_stands_alone_and_shows_its_fault_without_us(files, tmp_path):
+    folder, quantized, x = files
+    place = extract_failing(folder / "bad.onnx", quantized, x, tmp_path / "failing")
+    assert {path.name for path in place.iterdir()} == {"model.onnx", "inputs.npz", "expected.npz", "run.py"}
+    part, whole = onnx.load(place / "model.onnx"), onnx.load(folder / "bad.onnx")
+    assert sum(node.op_type == "Conv" for node in part.graph.node) == 1
+    assert len(part.graph.node) < len(whole.graph.node) / 2
+    assert "scalepoint" not in (place / "run.py").read_text()
+    done = subprocess.run([sys.executable, str(place / "run.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "values are equal" in done.stdout
+    assert float(done.stdout.split("%")[0]) < 90
+
+
+def test_another_extraction_replaces_the_first(files, tmp_path):
+    folder, quantized, x = files
+    (tmp_path / "failing").mkdir()
+    (tmp_path / "failing" / "old").touch()
+    extract_failing(folder / "bad.onnx", quantized, x, tmp_path / "failing")
+    assert not (tmp_path / "failing" / "old").exists()
