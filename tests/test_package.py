@@ -105,6 +105,7 @@ def test_the_public_names_are_pinned():
         "RangeCalculatorBase",
         "RunningRangeMixin",
         "ScaleRounding",
+        "Sparsity",
         "StaticQParamsCalculator",
         "default_activation_quantization_spec",
         "default_weight_quantization_spec",

@@ -84,6 +84,14 @@ def test_there_is_no_speed_to_measure_where_core_ml_is_not(tmp_path: Path) -> No
         scalepoint.benchmark(path, path, runtime="coreml")
 
 
+@pytest.mark.parametrize("way", ["weights int8, 2:4", "palettes of 3 bits a group", "weights uint4 a channel"])
+def test_narrow_weights_are_unpacked_to_what_the_simulation_multiplies_by(tmp_path: Path, file_class, way: str) -> None:
+    path, model = written(tmp_path, way, float_dtype="float32")
+    ((_, found),) = file_class(str(path), {"threads": 1}).run({"input": pictures().numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(found, model(pictures()).numpy(), rtol=1e-4, atol=1e-5)
+
+
 class Many(nn.Module):
     """Operations of every row of the table that torch's models come to."""
 

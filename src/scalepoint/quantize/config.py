@@ -40,6 +40,7 @@ from scalepoint.spec import (
     palette_spec,
 )
 from scalepoint.spec.extended import spec_class, spec_from_dict
+from scalepoint.spec.sparsity import SparsityField
 from scalepoint.spec.spec import SchemaGenerator
 
 MIGRATIONS = ("smooth", "equalize", "absorb", "awq", "rotate")  # ours, by name
@@ -86,7 +87,8 @@ class Config(BaseModel):
 class TensorQuantConfig(Config):
     """The short form of a QuantizationSpec: signed integers when symmetric, unsigned when not.
 
-    `block_size` gives every so many weights along the input channels a scale of their own.
+    `block_size` gives every so many weights along the input channels a scale of their own. `sparsity` prunes a weight
+    by magnitude before it is quantized: a share (0.5), "2:4", or {"share": 0.5, "block": 4} for channels together.
     """
 
     n_bits: Annotated[int, Field(strict=True)] = 8
@@ -94,6 +96,7 @@ class TensorQuantConfig(Config):
     per_channel: bool = False
     calibration_method: CalibrationMethod = CalibrationMethod.MINMAX
     block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
+    sparsity: SparsityField = None
 
     WIDTHS: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 7, 8, 16)  # which of them run, the target says
 
@@ -128,17 +131,21 @@ class TensorQuantConfig(Config):
             raise ConfigError(
                 f"block_size={self.block_size} is for weights; for MX activations give a QuantizationSpec"
             )
+        if self.sparsity is not None:
+            raise ConfigError(f"sparsity={str(self.sparsity)!r} is for weights: activations are not pruned")
         memory, _ = _COMPONENTS[self.calibration_method]
         return spec_class(self.dtype)(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
 
     def weight_spec(self) -> QuantizationSpec:
         _, search = _COMPONENTS[self.calibration_method]
-        return spec_class(self.dtype)(
+        pruned = {} if self.sparsity is None else {"sparsity": self.sparsity}
+        return spec_class(self.dtype, pruned)(
             dtype=self.dtype,
             qscheme=self._scheme,
             granularity=self._granularity,
             qparam_calculator_cls="static",
             range_calculator_cls=search,
+            **pruned,
         )
 
     @property
@@ -162,7 +169,7 @@ def _tensor_config(value: Any) -> Any:
     if value == FLOAT or isinstance(value, dict):
         if value == FLOAT:
             return value
-        short = not set(value) & set(ExtendedQuantizationSpec.model_fields)
+        short = not set(value) & (set(ExtendedQuantizationSpec.model_fields) - set(TensorQuantConfig.model_fields))
         return TensorQuantConfig(**value) if short else spec_from_dict(value)
     raise ConfigError(
         f"how a tensor is quantized: a TensorQuantConfig, a QuantizationSpec or 'float', not {shown(value)}"

@@ -13,6 +13,7 @@ from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
 from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Left, Site
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
+from scalepoint.spec.extended import sparsity_of
 from scalepoint.spec.palette import is_palette
 
 
@@ -104,8 +105,10 @@ def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterab
 
 def describe(spec: QuantizationSpec) -> str:
     """int8 per_channel"""
+    sparsity = sparsity_of(spec)
+    pruned = "" if sparsity is None else f" {sparsity}"
     if is_palette(spec):
-        return f"palette{spec.n_bits}"
+        return f"palette{spec.n_bits}{pruned}"
     key = QuantizationGranularity.key_of(type(spec.granularity))
     dtype: str = spec.to_dict()["dtype"]
-    return dtype if key == "per_tensor" else f"{dtype} {key}"
+    return f"{dtype}{pruned}" if key == "per_tensor" else f"{dtype} {key}{pruned}"

@@ -25,6 +25,7 @@ from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.parts import MULTIPLIES, TABLE, kind_of_part, weight_shape
 from scalepoint.spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
+from scalepoint.spec.extended import sparsity_of
 from scalepoint.targets import Facts, Target
 
 COUNTED = (*WEIGHTED, *FREE_PRODUCTS, "attention", "left")
@@ -289,6 +290,7 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
         decision.reason = why
         return decision
     said: list[str] = []
+    dense = ""
     for point, operand in _points(site, config, target):
         role = _role(point)
         spec = _spec(site, role, config, target)
@@ -299,9 +301,11 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     if site.role is not None:
         decision.weight = _spec(site, "weight", config, target)
         said += [] if decision.weight else ["weight"]
+        dense = why_dense(site, _wanted(site, "weight", config, target)) if decision.weight else ""
     if decision.points or decision.weight:
         decision.state = State.QUANTIZED
-        decision.reason = f"{' and '.join(dict.fromkeys(said))} float: asked for by the config" if said else ""
+        floats = f"{' and '.join(dict.fromkeys(said))} float: asked for by the config" if said else ""
+        decision.reason = "; ".join(each for each in (floats, dense) if each)
     elif said:
         decision.reason, decision.is_asked = "asked for by the config", True
     else:
@@ -359,7 +363,19 @@ def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> 
         check_finite(site)
         spec = spec if target is None else target.weight_for(spec, facts_of(site, config, target))
         spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
+        spec = spec.replace(sparsity=None) if why_dense(site, spec) else spec
     return spec
+
+
+def why_dense(site: Site, spec: QuantizationSpec | None) -> str:
+    """Why a weight that is to be sparse cannot be; "" where it can, or need not."""
+    sparsity = None if spec is None else sparsity_of(spec)
+    if sparsity is None or site.part is None:
+        return ""
+    shape = weight_shape(site.part)
+    if isinstance(site.part, Operation) and site.part.has_input_first:
+        shape = shape[::-1]
+    return sparsity.why_unfit(shape, is_transposed=site.kind == "conv_transpose")
 
 
 def _points(site: Site, config: QuantConfig, target: Target | None) -> list[tuple[Point, fx.Node]]:

@@ -137,12 +137,21 @@ def _quantizers(model: nn.Module) -> list[Quantizing]:
     return found
 
 
+def prune(model: nn.Module, progress: float = 1.0) -> None:
+    """How far the weights of a model in training that are to be sparse have come, from 0 to 1 of the time."""
+    left = 1 - min(max(progress, 0.0), 1.0)
+    for module in model.modules():
+        if isinstance(module, WeightFakeQuantize) and module.sparsity is not None:
+            module.pruning = 1 - left**3
+
+
 @dataclass
 class QATSchedule:
     """When what begins, in optimizer steps: call `step(model)` once a step.
 
     Observers watch from `enable_observer`, fake quantization is on from `enable_fake_quant`, and ranges (and batch norm
-    statistics, from `freeze_bn`) are held from `disable_observer`.
+    statistics, from `freeze_bn`) are held from `disable_observer`. Weights that are to be sparse lose their share from
+    `prune_from` to `prune_until`, most of it early: s_t = s (1 - (1 - t)^3) (Zhu and Gupta 2017); without, at once.
     """
 
     enable_observer: int = 0
@@ -150,9 +159,13 @@ class QATSchedule:
     disable_observer: int | None = None
     freeze_bn: int | None = None
     steps: int = 0
+    prune_from: int = 0
+    prune_until: int | None = None
 
     def __post_init__(self) -> None:
-        marks = (self.enable_observer, self.enable_fake_quant, self.disable_observer, self.freeze_bn)
+        marks = (self.enable_observer, self.enable_fake_quant, self.disable_observer, self.freeze_bn, self.prune_from)
+        if self.prune_until is not None and self.prune_until <= self.prune_from:
+            raise ConfigError(f"pruning ends at step {self.prune_until}, it begins at {self.prune_from}")
         if any(mark is not None and mark < 0 for mark in marks):
             raise ConfigError(f"a schedule counts steps from 0: {self}")
         if self.enable_fake_quant < self.enable_observer:
@@ -168,6 +181,8 @@ class QATSchedule:
         for mark, change in self._marks(model):
             if mark == self.steps:
                 change()
+        if self.prune_until is not None:
+            prune(model, (self.steps - self.prune_from) / (self.prune_until - self.prune_from))
         self.steps += 1
 
     def _marks(self, model: nn.Module) -> Iterator[tuple[int | None, Any]]:

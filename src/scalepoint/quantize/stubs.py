@@ -26,6 +26,7 @@ from scalepoint.spec import (
     QuantizationComponentFactory,
     QuantizationSpec,
 )
+from scalepoint.spec.extended import sparsity_of
 from scalepoint.spec.state import Stateful
 
 LEAST_WEIGHT_RANGE = 1e-8
@@ -319,10 +320,14 @@ class WeightFakeQuantize(Quantizing):
         super().__init__(consumers, spec, CompressionTargetTensor.WEIGHT)
         self.calculator.grid = replace(self.calculator.grid, least_range=LEAST_WEIGHT_RANGE)
         self.register_buffer("chosen", None)
+        self.register_buffer("mask", None)
+        self.sparsity = sparsity_of(spec)
+        self.pruning = 1.0  # how far it has come in a training, from 0 to 1
         self.add_switch("is_frozen", False)
         self.enabled = True
 
     chosen: Tensor | None
+    mask: Tensor | None  # which weights stay, of a sparse one
 
     @property
     def frozen(self) -> bool:
@@ -335,6 +340,7 @@ class WeightFakeQuantize(Quantizing):
             return weight
         if frozen and self.chosen is not None:
             return self._as_chosen(weight)
+        weight = self.pruned(weight, anew=not frozen)
         frozen = frozen or (not self.training and _is_exporting())
         if not frozen and not self.is_learned:
             self.follow(weight)
@@ -360,11 +366,11 @@ class WeightFakeQuantize(Quantizing):
         is_by_row = isinstance(granularity, PerTensorGranularity) or (
             isinstance(granularity, PerChannelGranularity) and granularity.axis == 0
         )
-        return is_plain and is_whole and is_by_row and not calculator.always_called
+        return is_plain and is_whole and is_by_row and not calculator.always_called and self.sparsity is None
 
     def follow(self, weight: Tensor) -> None:
         """Take the parameters of the live weight; the quantizer is disabled when its blocks do not fit."""
-        self.quantizer(weight)
+        self.quantizer(self.pruned(weight, anew=not self.frozen))
         if not self.quantizer.is_disabled():
             self.take(self.calculator.stored)
 
@@ -411,13 +417,22 @@ class WeightFakeQuantize(Quantizing):
         if self.chosen is not None:
             return self.chosen
         with torch.no_grad():
-            codes: Tensor = self.quantizer.quantize(weight, *self.qparams_for(weight))
+            codes: Tensor = self.quantizer.quantize(self.pruned(weight), *self.qparams_for(weight))
         return codes
 
     def values(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """What codes stand for."""
         found: Tensor = self.quantizer.dequantize(codes, *self.qparams_for(codes), output_dtype=dtype)
         return found
+
+    def pruned(self, weight: Tensor, *, anew: bool = False) -> Tensor:
+        """The weight without what its mask takes away; `anew` makes the mask from this weight."""
+        if self.sparsity is None:
+            return weight
+        if self.mask is None or anew or self.mask.shape != weight.shape:
+            with torch.inference_mode(False), torch.no_grad():
+                self.mask = self.sparsity.mask(weight, self.pruning)
+        return weight * self.mask
 
     def _as_chosen(self, weight: Tensor) -> Tensor:
         """The values of the chosen codes, with the straight-through gradient."""
@@ -428,7 +443,8 @@ class WeightFakeQuantize(Quantizing):
         return values + (weight - weight.detach()) if torch.is_grad_enabled() and weight.requires_grad else values
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        if prefix + "chosen" not in state_dict:
-            self.chosen = None
-        take_shapes(self, ("chosen",), state_dict, prefix)
+        for name in ("chosen", "mask"):
+            if prefix + name not in state_dict:
+                setattr(self, name, None)
+        take_shapes(self, ("chosen", "mask"), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -181,7 +181,7 @@ class QuantizedWeighted(Stateful):
         qparams = quant.qparams_for(self.canonical(self.weight)).map(lambda value: value.detach().clone())
 
         def made(weight: Tensor) -> Tensor:
-            wide = self.canonical(self._times(weight, s))
+            wide = quant.pruned(self.canonical(self._times(weight, s)))
             return self._times(self.canonical(quant.quantizer.fake_quantize(wide, *qparams)), 1 / s)
 
         return self._maker(made)
@@ -381,7 +381,7 @@ class QuantizedWeighted(Stateful):
         quant = self.weight_quant
         stub = self.input_stub
         values: list[Tensor | None] = [*tensors_of(self.operation), self.bias_shift]
-        values += [quant.scale, quant.zero_point, quant.minval, quant.chosen]
+        values += [quant.scale, quant.zero_point, quant.minval, quant.chosen, quant.mask]
         values += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
         values += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]
         if self.norm is not None:

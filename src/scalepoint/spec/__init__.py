@@ -46,6 +46,7 @@ from scalepoint.spec.running import (
     MovingAverageQParamsCalculator,
     RunningRangeMixin,
 )
+from scalepoint.spec.sparsity import Sparsity
 from scalepoint.spec.spec import (
     QuantizationSpec,
     default_activation_quantization_spec,
@@ -90,6 +91,7 @@ __all__ = [
     "RangeCalculatorBase",
     "RunningRangeMixin",
     "ScaleRounding",
+    "Sparsity",
     "StaticQParamsCalculator",
     "default_activation_quantization_spec",
     "default_weight_quantization_spec",

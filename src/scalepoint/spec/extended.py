@@ -13,6 +13,7 @@ from scalepoint.numerics import E8M0, FORMATS, CodeType, QuantizationFormulation
 from scalepoint.spec.qparams_calculator import DefaultQParamsCalculator, OnNan
 from scalepoint.spec.registry import constructor_parameters
 from scalepoint.spec.running import MovingAverageQParamsCalculator
+from scalepoint.spec.sparsity import Sparsity, SparsityField
 from scalepoint.spec.spec import QuantizationSpec, to_code_type
 
 
@@ -33,6 +34,7 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     percentile: float = Field(99.99, gt=50, le=100)
     search_steps: int = Field(80, ge=2)
     bins: int = Field(4096, ge=16, multiple_of=2)
+    sparsity: SparsityField = None  # of a weight: the stub that stands on it takes it
 
     @model_validator(mode="after")
     def _takes_effect(self) -> Self:
@@ -43,11 +45,13 @@ class ExtendedQuantizationSpec(QuantizationSpec):
             *(constructor_parameters(part) for part in (self.fake_quantize_cls, calculator, self.range_calculator_cls))
         )
         for name in self.model_fields_set & (set(type(self).model_fields) - set(QuantizationSpec.model_fields)):
-            unused = name in ExtendedQuantizationSpec.model_fields and name not in taken
+            unused = name in ExtendedQuantizationSpec.model_fields and name not in (*taken, "sparsity")
             if unused and getattr(self, name) != type(self).model_fields[name].default:
                 raise SpecError(f"{name}={getattr(self, name)!r} has no effect: none of the chosen components takes it")
         if self.scale_rounding != ScaleRounding.FLOOR and self.scale_dtype != E8M0:
             raise SpecError(f"scale_rounding={self.scale_rounding} is for float8_e8m0fnu scales: give scale_dtype")
+        if self.sparsity is not None and self.qformulation == QuantizationFormulation.MINVAL and not self.exact_zero:
+            raise SpecError("sparsity needs a code for zero: use qformulation='zp'")
         if self.exact_zero and self.qformulation != QuantizationFormulation.MINVAL:
             raise SpecError("exact_zero is for qformulation='minval'; a zero point represents 0 exactly anyway")
         return self
@@ -58,6 +62,11 @@ def spec_class(dtype: CodeType, names: Iterable[str] = ()) -> type[QuantizationS
     own = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
     is_base = dtype in QuantizationSpec.SUPPORTED_DTYPES or dtype not in ExtendedQuantizationSpec.SUPPORTED_DTYPES
     return QuantizationSpec if is_base and not own & set(names) else ExtendedQuantizationSpec
+
+
+def sparsity_of(spec: QuantizationSpec) -> Sparsity | None:
+    """What is asked of a weight beside its quantization."""
+    return spec.sparsity if isinstance(spec, ExtendedQuantizationSpec) else None
 
 
 def spec_from_dict(fields: dict[str, Any]) -> QuantizationSpec:

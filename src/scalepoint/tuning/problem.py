@@ -153,8 +153,11 @@ class Shape:
         fmt = quant.quantizer.grid.format
         is_paired = RangeCalculatorBase.key_of(quant.spec.range_calculator_cls) == "pair_safe"
         partners = self._partners() if is_paired else None
-        ends = quant.spec.quant_min - zero, quant.spec.quant_max - zero
-        return Codes(*ends, fmt if fmt.is_float else None, partners)
+        low, high = quant.spec.quant_min - zero, quant.spec.quant_max - zero
+        if quant.mask is not None:  # what was pruned stays zero
+            kept = self.geometry.by_group(quant.mask)
+            low, high = (torch.where(kept, end, 0.0) for end in (low, high))
+        return Codes(low, high, fmt if fmt.is_float else None, partners)
 
     def _partners(self) -> Tensor:
         """The columns whose products the kernel adds in pairs: neighbours along (positions, channels), and within each

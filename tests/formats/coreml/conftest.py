@@ -37,6 +37,7 @@ WAYS = {
     "weights int8": QuantConfig.weight_only("int8", None),
     "weights int4 a channel": QuantConfig.weight_only("int4", None),
     "weights uint4 a channel": QuantConfig.weight_only("uint4", None),
+    "weights int8, 2:4": QuantConfig(activation="float", weight={"n_bits": 8, "per_channel": True, "sparsity": "2:4"}),
     "palettes of 1 bit": QuantConfig.palettes(1),
     "palettes of 3 bits a group": QuantConfig.palettes(3, group_size=8),
     "palettes of 6 bits": QuantConfig.palettes(6),

@@ -32,6 +32,7 @@ def test_every_code_scale_and_zero_point_is_read_back_as_it_is_in_the_model(tmp_
     is_old = way in ("int8", "int8 activations", "weights int8")
     assert ("constexpr_affine_dequantize" in kinds) == is_old
     assert ("constexpr_blockwise_shift_scale" in kinds) == (way.startswith("weights") and not is_old)
+    assert ("constexpr_sparse_blockwise_shift_scale" in kinds) == ("2:4" in way)
     assert ("constexpr_lut_to_dense" in kinds) == way.startswith("palettes")
     assert ("quantize" in kinds) == way.startswith("int8")
     assert read_spec(path).specificationVersion == (8 if is_old else 9)  # iOS 17, iOS 18
@@ -68,6 +69,16 @@ def test_palettes_take_the_room_of_their_indices_and_a_changed_entry_is_named(tm
     entry[1, 2] += 2e-3
     told = COREML.compare(path, made)
     assert any("1 of 32 entries are others in the file" in each for each in told)
+
+
+def test_a_pruned_weight_leaves_its_zeros_away(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
+    weight = {"n_bits": 8, "per_channel": True, "sparsity": "2:4"}
+    config = QuantConfig(activation="float", weight=weight)
+    made = quantize(model, x, config, target="coreml", freeze_weights=True)
+    path = export(made, tmp_path / "m.mlpackage", x)
+    size = (path / HOME / "weights" / "weight.bin").stat().st_size
+    assert size == pytest.approx(2 * 256 * 256 * (1 / 2 + 1 / 8), rel=0.07)  # half of the codes, a bit for each
 
 
 def test_a_changed_scale_is_named(tmp_path: Path) -> None:

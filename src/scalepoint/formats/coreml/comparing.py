@@ -42,7 +42,7 @@ def _weights(stored: fx.GraphModule, found: dict[str, Any], kind: torch.dtype) -
             continue
         if (stored_in := _type_of(op)) != module.fmt:
             yield f"{path}: its codes are stored as {stored_in}, not as {module.fmt}"
-        yield from _unequal(path, "codes", _codes(op).val, module.codes)
+        yield from _unequal(path, "codes", _dense(op), module.codes)
         if isinstance(module, StoredPalette):
             held = op.inputs.get("lut")
             values = np.zeros(0) if held is None else held.val
@@ -79,11 +79,23 @@ _CODES = {
     "constexpr_affine_dequantize": "quantized_data",
     "constexpr_blockwise_shift_scale": "data",
     "constexpr_lut_to_dense": "indices",
+    "constexpr_sparse_blockwise_shift_scale": "nonzero_data",
 }
 
 
 def _codes(op: Any) -> Any:
     return op.inputs[_CODES[op.op_type]]
+
+
+def _dense(op: Any) -> Any:
+    """The codes with the zeros that a sparse weight leaves away."""
+    held = _codes(op).val
+    if "data_mask" not in op.inputs:
+        return held
+    is_kept = np.asarray(op.data_mask.val).astype(bool)
+    dense = np.zeros(is_kept.shape, np.int8 if held.dtype.kind == "i" else np.uint8)
+    dense[is_kept] = held
+    return dense
 
 
 def _type_of(op: Any) -> str:

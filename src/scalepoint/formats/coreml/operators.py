@@ -4,6 +4,7 @@
     dequantize    dequantize                                          of activations
                   constexpr_affine_dequantize                         of weights in int8, a scale a tensor or a channel
                   constexpr_blockwise_shift_scale (iOS 18)            of weights in 4 bits, or in blocks
+                  constexpr_sparse_blockwise_shift_scale (iOS 18)     of pruned weights, without their zeros
     look_up       constexpr_lut_to_dense (iOS 18)                     of palettized weights
 
 Each stands under the name of the module that it was made from, so that a file can be compared with its model.
@@ -18,19 +19,22 @@ from scalepoint.formats.coreml.stored import label
 PREFIX = "held_"  # of what a program holds, as the graph layer writes it down
 
 
-def register(is_new: bool) -> None:
-    """Tell coremltools how our operators are written, for iOS 18 or before; it narrows float32 itself."""
+def register(is_new: bool, sparse: frozenset[str] = frozenset()) -> None:
+    """Tell coremltools how our operators are written, for iOS 18 or before, and which weights leave their zeros away.
+
+    It narrows float32 itself.
+    """
     from coremltools.converters.mil.frontend.torch import torch_op_registry  # noqa: PLC0415
 
     registry = torch_op_registry._TORCH_OPS_REGISTRY
-    made = _Translations(is_new)
+    made = _Translations(is_new, sparse)
     for name in ("quantize", "dequantize", "look_up"):
         registry.set_func_by_name(getattr(made, name), f"scalepoint::{name}")
 
 
 class _Translations:
-    def __init__(self, is_new: bool) -> None:
-        self.is_new = is_new
+    def __init__(self, is_new: bool, sparse: frozenset[str]) -> None:
+        self.is_new, self.sparse = is_new, sparse
 
     def quantize(self, context: Any, node: Any) -> None:
         from coremltools.converters.mil import Builder  # noqa: PLC0415
@@ -87,7 +91,14 @@ class _Translations:
             shape[axis] = -1
         whole = scale if block else scale.reshape(shape)
         offset = None if zero is None else np.asarray(zero).reshape(whole.shape).astype(kind)
-        return Builder.constexpr_blockwise_shift_scale(data=data, scale=whole, offset=offset, name=name)
+        if name not in self.sparse:
+            return Builder.constexpr_blockwise_shift_scale(data=data, scale=whole, offset=offset, name=name)
+        is_kept = codes != 0
+        bits = is_kept.astype(types.nptype_from_builtin(types.uint1))
+        mask, kept = Builder.constexpr_sparse_blockwise_shift_scale(
+            data_mask=bits, nonzero_data=data[is_kept], scale=whole, name=name
+        )
+        return Builder.constexpr_sparse_to_dense(nonzero_data=kept, mask=mask, name=f"{name}_dense")
 
     def _given(self, context: Any, node: Any) -> list[Any]:
         """The operands: values where they are known, variables where they are not."""

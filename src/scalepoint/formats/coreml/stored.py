@@ -43,6 +43,7 @@ class StoredWeight(nn.Module):
             raise ExportError(f"{quant.name}: no Core ML form for weights with {granularity!r}")
         self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
+        self.is_sparse = quant.mask is not None and not bool(quant.zero_point.any())
         zero = quant.zero_point.expand(quant.scale.shape).to(deployed.codes.dtype)
         self.register_buffer("codes", deployed.codes.contiguous())
         self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
@@ -57,7 +58,7 @@ class StoredWeight(nn.Module):
     @property
     def is_new(self) -> bool:
         """Whether iOS 18 is the first to have it."""
-        return bool(self.block) or self.fmt in NARROW
+        return bool(self.block) or self.fmt in NARROW or self.is_sparse
 
     def parameters_of(self) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point with as many axes as the codes."""

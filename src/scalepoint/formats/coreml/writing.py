@@ -20,7 +20,7 @@ from scalepoint.errors import ExportError, ScalepointError
 from scalepoint.files import replace_folder
 from scalepoint.formats.coreml.operators import register
 from scalepoint.formats.coreml.package import coremltools, quietly
-from scalepoint.formats.coreml.stored import PARTS, StoredPalette, StoredWeight, coreml_form
+from scalepoint.formats.coreml.stored import PARTS, StoredPalette, StoredWeight, coreml_form, label
 from scalepoint.formats.form import float_form
 from scalepoint.formats.format import Writing
 from scalepoint.formats.onnx.interface import output_names
@@ -56,6 +56,7 @@ def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: Mapping[
         with torch.no_grad():
             args, kwargs = single_inputs(writing.inputs)
             program = export_graph(prepared(model), args, kwargs, False)
+        register(is_new, _sparse(model))
         made = _converted(program, writing.float_dtype, is_new)
     except ScalepointError:
         raise
@@ -69,7 +70,6 @@ def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: Mapping[
 def _converted(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:
     tools = coremltools()
     kind = dtype_name(float_dtype)
-    register(is_new)
     pipeline = tools.PassPipeline()
     pipeline.remove_passes(set(OURS) & set(pipeline.passes))
     with quietly(), quiet():
@@ -82,6 +82,11 @@ def _converted(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:
             pass_pipeline=pipeline,
             skip_model_load=True,
         )
+
+
+def _sparse(model: fx.GraphModule) -> frozenset[str]:
+    modules = model.named_modules()
+    return frozenset(label(path) for path, each in modules if isinstance(each, StoredWeight) and each.is_sparse)
 
 
 def _outputs(program: Any) -> list[Any]:

@@ -82,7 +82,8 @@ def _evaluate(op: Any, values: dict[str, torch.Tensor]) -> None:
     """One operation: its operands by name are looked up, its results are put beside them."""
     known = [each.val for each in op.outputs]
     if op.op_type.startswith("constexpr_"):
-        known = [op.materialized_val_inference()]
+        made = op.materialized_val_inference()
+        known = list(made) if isinstance(made, tuple) else [made]
     if any(each is None for each in known):
         if op.op_type not in TABLE:
             raise NotImplementedError(

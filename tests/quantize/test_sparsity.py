@@ -1,0 +1,179 @@
+"""Sparse weights: asked for in a config, masked, then quantized; kept by tuning, training, saving and export."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import ConfigError
+from scalepoint.quantize import QATSchedule, QuantConfig, TensorQuantConfig, load, prepare_qat, save
+from scalepoint.quantize.record import coverage
+from scalepoint.quantize.shortcut import quantize
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import Sparsity
+from scalepoint.tuning import TuneConfig
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 12),
+    ).eval()  # fmt: skip
+
+
+def pruned(sparsity, data=None, *, freeze=True) -> torch.fx.GraphModule:
+    data = [torch.randn(8, 3, 12, 12)] if data is None else data
+    config = QuantConfig(weight=TensorQuantConfig(per_channel=True, sparsity=sparsity))
+    return quantize(
+        net(), data[0], config, forward_loop=data, target="onnxruntime", freeze_weights=freeze, progress=False
+    ).eval()
+
+
+def layers(model) -> list[QuantizedWeighted]:
+    return [each for each in model.modules() if isinstance(each, QuantizedWeighted)]
+
+
+def codes(layer: QuantizedWeighted) -> torch.Tensor:
+    return layer.deployed().codes
+
+
+def is_two_of_four(found: torch.Tensor) -> bool:
+    groups = found.movedim(1, -1).reshape(-1, 4)
+    return bool(((groups != 0).sum(-1) <= 2).all())
+
+
+def test_what_a_config_asks_is_kept_in_every_form_of_it() -> None:
+    for asked, shown in (("2:4", "2:4"), (0.5, "50% zero"), ({"share": 0.25, "block": 4}, "25% zero in blocks of 4")):
+        config = QuantConfig(weight=TensorQuantConfig(sparsity=asked))
+        assert QuantConfig.from_yaml(config.to_yaml()) == config
+        spec = config.weight.weight_spec()
+        assert str(spec.sparsity) == shown
+        assert type(spec).from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("two of four", "a share such as 0.5, or '2:4'"),
+        ("4:4", "fewer than all"),
+        (1.0, "less than 1"),
+        ({"share": 0.5, "keep": 2, "of": 4}, "a share, or keep and of"),
+        ({"shar": 0.5}, "did you mean 'share'"),
+    ],
+    ids=str,
+)
+def test_what_no_mask_can_be_is_refused(wrong, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Sparsity.build(wrong)
+
+
+def test_activations_are_not_pruned() -> None:
+    with pytest.raises(ConfigError, match="activations are not pruned"):
+        TensorQuantConfig(sparsity=0.5).activation_spec()
+
+
+def test_two_of_four_codes_are_zero_where_channels_allow_it_and_the_coverage_says_where_not() -> None:
+    model = pruned("2:4")
+    stem, conv, head = layers(model)
+    assert not is_two_of_four(codes(stem)[:, :1].expand(-1, 4, -1, -1))
+    assert is_two_of_four(codes(conv))
+    assert is_two_of_four(codes(head))
+    rows = [row for row in coverage(model).operations if row.precision.startswith("w ")]
+    assert [("2:4" in row.precision) for row in rows] == [False, True, True]
+    assert rows[0].reason == "not pruned to 2:4: groups of 4 do not divide its 3 input channels"
+
+
+def test_quantizers_off_is_the_float_model() -> None:
+    x = torch.randn(8, 3, 12, 12)
+    model = pruned(0.5, [x])
+    with torch.no_grad():
+        assert not torch.allclose(model(x), net()(x), atol=1e-2)
+        scalepoint.quantize.disable_fake_quant(model)
+        assert torch.allclose(model(x), net()(x), atol=1e-5)
+
+
+def test_saved_and_loaded_a_mask_is_the_same(tmp_path: Path) -> None:
+    x = torch.randn(8, 3, 12, 12)
+    model = pruned({"share": 0.5, "block": 4}, [x])
+    save(model, tmp_path / "m")
+    again = load(tmp_path / "m", net(), x).eval()
+    with torch.no_grad():
+        assert torch.equal(model(x), again(x))
+    for one, other in zip(layers(model), layers(again), strict=True):
+        assert torch.equal(codes(one), codes(other))
+        assert bool((codes(one).reshape(codes(one).shape[0] // 4, 4, -1) == 0).all(1).any())
+
+
+STEPS = [("scale", "gptq", "descend"), ("intercept", "target", "scale", "descend"), ("clip", "gptq")]
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=map("-".join, STEPS))
+def test_tuning_keeps_the_mask_and_lowers_the_error(steps: tuple[str, ...]) -> None:
+    data = [torch.randn(64, 3, 12, 12) for _ in range(4)]
+    model, float_model = pruned("2:4", data), net()
+    with torch.no_grad():
+        wanted = float_model(data[0])
+        before = float((model(data[0]) - wanted).square().mean())
+        masks = [each.weight_quant.mask for each in layers(model)]
+        scalepoint.tune(model, data, TuneConfig(steps=steps), progress=False)
+        after = float((model(data[0]) - wanted).square().mean())
+    assert after < 0.8 * before
+    for layer, mask in zip(layers(model), masks, strict=True):
+        if mask is not None:
+            assert layer.weight_quant.chosen is not None
+            assert not bool(codes(layer)[~mask].any())
+
+
+def test_gradients_keep_the_mask_too() -> None:
+    data = [torch.randn(32, 3, 12, 12) for _ in range(2)]
+    model = pruned("2:4", data)
+    how = TuneConfig(steps=("intercept", "scale", "gptq", "ada_round"), unit="block")
+    scalepoint.tune(model, data, how, progress=False)
+    assert all(is_two_of_four(codes(layer)) for layer in layers(model)[1:])
+
+
+def test_a_training_prunes_by_its_schedule_and_ends_with_the_whole_share() -> None:
+    x = torch.randn(8, 3, 12, 12)
+    model = pruned(0.8, [x], freeze=False)
+    prepare_qat(model)
+    schedule, shares = QATSchedule(prune_from=1, prune_until=5), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for _ in range(7):
+        schedule.step(model)
+        optimizer.zero_grad()
+        model.train()(x).square().mean().backward()
+        optimizer.step()
+        shares.append(float((~layers(model)[1].weight_quant.mask).float().mean()))
+    assert shares[:2] == [0, 0]
+    assert shares == sorted(shares)
+    assert shares[2] == pytest.approx(0.8 * (1 - 0.75**3), abs=0.01)
+    assert shares[-1] == pytest.approx(0.8, abs=0.01)
+    model.eval()
+    assert float((codes(layers(model)[1]) == 0).float().mean()) >= 0.79
+
+
+def test_a_schedule_that_ends_before_it_begins_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pruning ends at step 3, it begins at 5"):
+        QATSchedule(prune_from=5, prune_until=3)
+
+
+def test_a_weight_that_was_pruned_has_no_gradient_where_it_is_zero() -> None:
+    x = torch.randn(8, 3, 12, 12)
+    model = pruned(0.5, [x], freeze=False)
+    prepare_qat(model)
+    model.train()(x).square().mean().backward()
+    layer = layers(model)[1]
+    assert not bool(layer.weight.grad[~layer.weight_quant.mask].any())
+    assert bool(layer.weight.grad[layer.weight_quant.mask].any())
+
+
+def test_the_file_holds_the_zeros(tmp_path: Path) -> None:
+    x = torch.randn(8, 3, 12, 12)
+    path = scalepoint.export(pruned("2:4", [x]), tmp_path / "m.onnx", x)
+    weights = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer}
+    held = next(torch.from_numpy(each.copy()) for each in weights.values() if each.shape == (16, 16, 3, 3))
+    assert is_two_of_four(held)
