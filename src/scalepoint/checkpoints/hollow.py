@@ -7,6 +7,7 @@
 So a model of any size can be captured, transformed and given quantizers, and its weights come and go block by block.
 """
 
+import ctypes
 import mmap
 from collections.abc import Iterable
 
@@ -16,6 +17,15 @@ from torch import Tensor
 from scalepoint.errors import UsageError
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+
+
+def trim() -> None:
+    """Give back what the C library keeps of freed memory, where it is one that does; what worked on a block of a large
+    model would else stay around in pieces."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # musl, macOS, Windows: they need no telling
+        return
 
 
 class Hollows:

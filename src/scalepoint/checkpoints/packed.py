@@ -17,6 +17,13 @@ from scalepoint.errors import ExportError
 from scalepoint.numerics import format_of
 from scalepoint.spec import QuantizationSpec
 
+E4M3_HIGH = 448.0
+
+
+def outer_of(scale: Tensor) -> Tensor:
+    """The power of two whose multiples by float8_e4m3fn hold these scales of blocks, the largest in its upper half."""
+    return torch.exp2((scale.amax() / E4M3_HIGH).log2().ceil())
+
 
 @dataclass(frozen=True)
 class Packed:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.checkpoints.experts import take_apart
-from scalepoint.checkpoints.hollow import Hollows
+from scalepoint.checkpoints.hollow import Hollows, trim
 from scalepoint.checkpoints.source import Source
 from scalepoint.errors import CaptureError, StoreError, UsageError
 
@@ -45,6 +45,7 @@ class Weights:
         for tensor in self._here.values():
             self.hollows.drop(tensor)
         self._here.clear()
+        trim()
 
     def name_of(self, tensor: Tensor) -> str:
         """Its name in the checkpoint."""

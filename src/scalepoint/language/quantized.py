@@ -8,7 +8,9 @@ from safetensors import safe_open
 from torch import Tensor, fx
 
 from scalepoint.checkpoints import Packed
+from scalepoint.checkpoints.packed import outer_of
 from scalepoint.checkpoints.skeleton import Weights
+from scalepoint.numerics import E4M3
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning.checkpoint import Checkpoint
@@ -57,13 +59,18 @@ class Codes(Mapping[str, Packed]):
         activation, activation_scale = None, None
         if found.stub is not None:
             activation, activation_scale = found.stub[1].spec, self._static(found)
-        return Packed(codes, scale, spec, None if is_plain else zero, activation, activation_scale)
+        outer = outer_of(scale) if spec.scale_dtype == E4M3 else None
+        return Packed(codes, scale, spec, None if is_plain else zero, activation, activation_scale, outer)
 
     def _static(self, found: _Place) -> Tensor | None:
-        if found.stub is None or found.stub[1].calculator.always_called:
+        """The scale of its input that does not change from run to run: its own, or that of all blocks."""
+        if found.stub is None:
             return None
+        place, stub = found.stub
+        key = "calculator.tensor_scale" if stub.calculator.always_called else "scale"
         with safe_open(found.file, framework="pt") as file:
-            return file.get_tensor(f"{found.stub[0]}|scale").clone()  # type: ignore[no-any-return]
+            names = [name for name in file.keys() if name.startswith(f"{place}|") and name.endswith(key)]  # noqa: SIM118
+            return file.get_tensor(names[0]).clone() if names else None
 
 
 def _by_row(value: Tensor, rows: int) -> Tensor:

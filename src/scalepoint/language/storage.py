@@ -5,10 +5,11 @@ from functools import partial
 
 import torch
 
+from scalepoint.checkpoints.packed import outer_of
 from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.formats.checkpoint import Snap
 from scalepoint.language.settings import Asked
-from scalepoint.numerics import QParams
+from scalepoint.numerics import E4M3, QParams
 from scalepoint.patterns import Fused
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
@@ -31,11 +32,18 @@ def as_stored(job: Asked, layer: QuantizedWeighted, weights: Weights) -> Callabl
     """How the parameters of a layer's codes are moved to what the format stores; None where it takes any."""
     quant, form = layer.weight_quant, job.format
     if quant.quantizer.grid.format.is_float:  # their scales are of the type that their format says
-        return None
+        return _two_level if quant.spec.scale_dtype == E4M3 else None
     dtype = form.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
     if form.snap is not None:
         return partial(_snapped, form.snap, quant.spec, layer.canonical(layer.weight).shape[1], dtype)
     return None if dtype == torch.float32 else partial(_rounded, dtype)
+
+
+def _two_level(qparams: QParams) -> QParams:
+    """Block scales as float8_e4m3fn times a power of two: loaders divide by its reciprocal, which is exact then."""
+    outer = outer_of(qparams.scale)
+    inner = (qparams.scale / outer).clamp(min=torch.finfo(E4M3).smallest_normal / 8).to(E4M3)
+    return qparams._replace(scale=inner.to(torch.float32) * outer)
 
 
 def _rounded(dtype: torch.dtype, qparams: QParams) -> QParams:

@@ -1,0 +1,78 @@
+"""The schemes of compressed-tensors through the whole road: what vLLM calls w8a8, fp8, mxfp4, nvfp4."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scalepoint import deploy_checkpoint, tensorrt
+from scalepoint.checkpoints.packed import outer_of
+from scalepoint.language.storage import _two_level
+from scalepoint.numerics import E4M3, QParams
+from scalepoint.quantize import QuantConfig
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity, QuantizationSpec
+
+ROW = PerChannelGranularity(axis=0)
+INT8 = QuantizationSpec(dtype="int8", granularity=ROW, qparam_calculator_cls="static")
+FLOAT8 = INT8.replace(dtype="float8_e4m3fn")
+MXFP4 = QuantizationSpec(dtype="float4_e2m1fn_x2", granularity=PerBlockGranularity(axis=1, block_size=32))
+SCHEMES = {
+    "w8a8, a scale a token": (INT8, INT8.replace(granularity=PerTokenGranularity(), qparam_calculator_cls="dynamic")),
+    "w8a8, stored scales": (INT8, QuantizationSpec(dtype="int8", qparam_calculator_cls="static")),
+    "fp8": (FLOAT8, "float"),
+    "fp8, a scale a token": (
+        FLOAT8,
+        FLOAT8.replace(granularity=PerTokenGranularity(), qparam_calculator_cls="dynamic"),
+    ),
+    "mxfp4": (MXFP4, "float"),
+    "nvfp4": (tensorrt.NVFP4.weight, "float"),
+    "nvfp4, activations too": (tensorrt.NVFP4.weight, tensorrt.NVFP4.activation),
+}
+
+
+def as_bfloat16(folder, path):
+    """The checkpoint in bfloat16, which is what 4-bit floats are unpacked to."""
+    shutil.copytree(folder, path)
+    file = path / "model.safetensors"
+    save_file({name: each.bfloat16() for name, each in load_file(file).items()}, file, metadata={"format": "pt"})
+    config = (path / "config.json").read_text()
+    (path / "config.json").write_text(config.replace("float32", "bfloat16"))
+    return path
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(each, marks=[] if each == "nvfp4" else pytest.mark.slow) for each in SCHEMES]
+)
+def test_transformers_computes_what_was_simulated(llama, tmp_path, scheme):
+    folder, _ = llama
+    folder = as_bfloat16(folder, tmp_path / "in") if "fp4" in scheme else folder
+    weight, activation = SCHEMES[scheme]
+    done = deploy_checkpoint(
+        folder,
+        tmp_path / "out",
+        target="compressed-tensors",
+        config=QuantConfig(weight=weight, activation=activation),
+        data=folder / "calibration.txt",
+        judge=folder / "judge.txt",
+        length=32,
+        samples=24,
+        progress=False,
+    )
+    found = done.report.language
+    assert (found.status, found.message) == ("ok", "")
+    assert found.agreement_db > (20 if "nvfp4," in scheme else 35)  # bfloat16 moves what lies between 4-bit codes
+    assert done.score < 1.02 * done.float_score
+
+
+def test_scales_of_blocks_are_float8_times_a_power_of_two():
+    generator = torch.Generator().manual_seed(0)
+    for factor in (1e-6, 1.0, 3e4):
+        scale = torch.rand(8, 16, generator=generator) * factor
+        scale[0, 0] = 0.0
+        found = _two_level(QParams(scale)).scale
+        outer = outer_of(found)
+        assert float(outer.log2()) == round(float(outer.log2()))
+        assert torch.equal((found / outer).to(E4M3).float() * outer, found)
+        assert bool((found > 0).all())
+        assert float(((found - scale).abs() / scale.amax()).max()) < 1 / 16
