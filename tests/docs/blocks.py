@@ -159,7 +159,7 @@ class Page:
         self.printed = found["printed"]
 
     def command(self, text: str) -> subprocess.CompletedProcess[str]:
-        """scalepoint, python and pip of this environment; nothing goes through a shell."""
+        """scalepoint, python, torchrun and pip of this environment; nothing goes through a shell."""
         name, *arguments = shlex.split(text)
         if name == "pip":
             self._own_environment()
@@ -173,6 +173,7 @@ class Page:
                 "scalepoint.cli",
             ],  # as installed: no modules from here
             "pip": [sys.executable, "-m", "pip", "--quiet", "--python", self.python],
+            "torchrun": [self.python, "-m", "torch.distributed.run"],
         }
         if name not in known:
             raise AssertionError(f"$ {text}: only {', '.join(known)} are run; use ```shell for the rest")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from scalepoint import ranks
 from scalepoint.cli import options
 from scalepoint.cli.checkpoints import is_folder
 from scalepoint.cli.data import Batches, check_data, load_data
@@ -113,6 +114,7 @@ def compare(
         return compare_folders(folder, Path(str(model)), context.params)
     if html is not None:
         raise usage("--html is for two runs: name two folders that `scalepoint deploy` wrote")
+    ranks.start()
     float_model, quantized, inputs, batches = restored(folder, context.params, max_batches)
     found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
     found = replace(found, rows=tuple(found.worst(len(found.rows))))

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 import scalepoint
+from scalepoint import ranks
 from scalepoint.cli import options
 from scalepoint.cli.deploying import Run, keywords_of
 from scalepoint.cli.ending import Code, interrupted, usage
@@ -38,6 +39,7 @@ def sweep(
 ) -> int:
     """Deploy with every combination of a grid: the config's `grid:` has a list of values for each key. One folder a
     run, one table and one page over all."""
+    ranks.start()
     if config is None:
         raise usage("which grid? Give a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
     check_names(context.params)

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import nn
 
+from scalepoint import ranks
 from scalepoint.deployment.journal import stages_in
 from scalepoint.deployment.story import deploy
 from scalepoint.errors import ScalepointError, StoreError, UsageError, nearest
@@ -61,6 +62,8 @@ def sweep(
     row. resume=True keeps the runs that are done. finish(done, folder, point) is called after every run.
     """
     points = points_of(grid)
+    if ranks.size() > 1:
+        raise UsageError("a sweep works in one process: run it without torchrun, or `deploy` each point over the ranks")
     if isinstance(calibration_data, Iterator):
         raise UsageError("a sweep reads the data once a run, an iterator gives it once: pass a list or a function")
     folder = Path(output)
