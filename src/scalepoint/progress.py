@@ -64,8 +64,8 @@ _LISTENERS: ContextVar[tuple[Callback, ...]] = ContextVar("scalepoint.listeners"
 
 @contextmanager
 def listening(callback: Callback | None) -> Iterator[None]:
-    """Every event of this thread goes to the callback too; what it raises ends the run."""
-    token = None if callback is None else _LISTENERS.set((*_LISTENERS.get(), callback))
+    """Every event of this thread goes to the callback too, on the first rank; what it raises ends the run."""
+    token = None if callback is None or not ranks.is_main() else _LISTENERS.set((*_LISTENERS.get(), callback))
     try:
         yield
     finally:

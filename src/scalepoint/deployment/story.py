@@ -142,7 +142,8 @@ def _made(
         report = _written(lambda: make_report(run, best, trials, bar, allocation), folder)
     tell(Event("file", str(folder / HTML_FILE)))
     if ranks.is_main():
-        keep_failing(run, best)
+        with ranks.alone():
+            keep_failing(run, best)
         keep(run, config, limits, most, budget, choices)
     return Deployment.of(best, report, bar.float_score, trials)
 
