@@ -69,7 +69,7 @@ def photographs(folder: Path | None) -> Tensor:
         names = (f"foolbox/data/imagenet_{index:02d}_{label}.jpg" for index, label in enumerate(LABELS))
         files = [io.BytesIO(member(archive, name)) for name in names]
     pictures = [np.asarray(Image.open(file).convert("RGB").resize((224, 224))) for file in files]
-    return (torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).to(torch.float32) - 127) / 128
+    return ((torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).to(torch.float32) - 127) / 128).contiguous()
 
 
 def efficientnet_lite0(folder: Path | None) -> Subject:

@@ -28,7 +28,7 @@ RUNGS = ((False, True), (True, True), (False, False), (True, False))  # (strict,
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
     """The program of the first rung that succeeds with every batch free, else the best that there is."""
-    args, kwargs = pytree.tree_map(_contiguous, (args, kwargs))
+    args, kwargs = pytree.tree_map(contiguous, (args, kwargs))
     first: Exception | None = None
     fixed: list[ExportedProgram] = []  # programs in which torch.export took the batch for a constant
     wide = widened(args, kwargs)
@@ -55,7 +55,7 @@ def export_graph(
     model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
 ) -> ExportedProgram:
     """The program of a graph that was captured: noted in one run, else by the ladder."""
-    given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(_contiguous, (args, kwargs))
+    given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(contiguous, (args, kwargs))
     wide = widened(*given) if dynamic else given
     try:
         with quiet():
@@ -69,7 +69,7 @@ def export_graph(
     return found
 
 
-def _contiguous(value: Any) -> Any:
+def contiguous(value: Any) -> Any:
     """torch.export guards the strides of views and channels-last examples, and torch.onnx trips over such guards."""
     return value.contiguous() if isinstance(value, Tensor) and value.layout == torch.strided else value
 

@@ -24,7 +24,7 @@ from scalepoint.formats.executorch.stored import PARTS, StoredWeight
 from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
 from scalepoint.formats.single import single_inputs
-from scalepoint.graph.export import quiet, widened
+from scalepoint.graph.export import contiguous, quiet, widened
 
 LARGEST_BATCH = 8  # memory is planned for it, or for the example's where that is larger
 ABOUT = "scalepoint"  # a method of the program that gives what the file says of itself
@@ -55,7 +55,8 @@ def with_executorch() -> Iterator[None]:
 
 def write_program(model: fx.GraphModule, path: Path, inputs: Inputs, dynamic: bool, about: dict[str, Any]) -> None:
     """A graph in its stored form; `about` adds to what the file says of itself."""
-    program = prepared(_exported(spell_out(model), single_inputs(inputs), dynamic))
+    plain = pytree.tree_map(contiguous, single_inputs(inputs))  # the layout of an example would be the file's
+    program = prepared(_exported(spell_out(model), plain, dynamic))
     own = {"inputs": _inputs(program), "outputs": _outputs(program), "layers": _layers(model)}
     data = _lowered(program, {**own, **about})
     replace_file(path, lambda temporary: _put(temporary, data))
