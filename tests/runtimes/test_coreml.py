@@ -63,6 +63,7 @@ def test_one_call_writes_compares_and_evaluates_and_the_metric_judges_the_simula
     assert (tmp_path / "out" / "float.mlpackage" / "Manifest.json").is_file()
     assert done.verification.holds
     assert done.verification.differences == ()
+    assert "scalepoint bench" not in str(done.report)
     assert not any("RuntimeModel" in kind.__name__ for kind in seen)
 
 
@@ -90,6 +91,13 @@ def test_narrow_weights_are_unpacked_to_what_the_simulation_multiplies_by(tmp_pa
     ((_, found),) = file_class(str(path), {"threads": 1}).run({"input": pictures().numpy()})
     with torch.no_grad():
         np.testing.assert_allclose(found, model(pictures()).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_another_size_is_refused_with_the_shape_that_the_file_takes(tmp_path: Path) -> None:
+    path, model = written(tmp_path)
+    found = scalepoint.verify(path, model, torch.randn(3, 3, 16, 16), layers=False)
+    assert found.status == Status.FAILED
+    assert "has the shape (3, 3, 16, 16): the file takes (2, 3, 16, 16), that of its example" in found.message
 
 
 class Many(nn.Module):

@@ -18,7 +18,7 @@ def next_steps(report: "Report") -> tuple[str, ...]:
         return ("a full run: the same without smoke; --force writes into the same folder",)
     steps = [*_runtime(report), *_accuracy(report)]
     found = report.verification
-    if found is not None and found.status.value == "ok" and found.float_size:
+    if found is not None and found.status.value == "ok" and found.is_run and found.float_size:
         folder, file = PurePath(found.path).parent, PurePath(found.path)
         steps.append(f"measure the speed again: scalepoint bench {folder / f'float{file.suffix}'} {file}")
     return tuple(steps[:MOST])

@@ -39,6 +39,12 @@ class File:
         self.model = coremltools.models.MLModel(path) if sys.platform == "darwin" else None
 
     def run(self, feeds: dict[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
+        for each in self.spec.description.input:
+            given, taken = feeds[each.name].shape, tuple(each.type.multiArrayType.shape)
+            if given != taken:
+                raise ValueError(
+                    f"input {each.name} has the shape {given}: the file takes {taken}, that of its example"
+                )
         if self.model is not None:
             found = self.model.predict({name: _fed(value) for name, value in feeds.items()})
             return [(name, np.asarray(found[name])) for name in self.outputs]
