@@ -320,7 +320,19 @@ BY_NAME = {
     "std",
 }  # what Python gives as objects
 MODES = {"smoke", "resume", "force"}  # of one run, not of a config
-OF_ONE_COMMAND = {"folder", "path", "first", "second", "name", "shape", "html", "rows", "target_version", "min_ratio"}
+OF_ONE_COMMAND = {
+    "folder",
+    "path",
+    "first",
+    "second",
+    "name",
+    "shape",
+    "html",
+    "rows",
+    "target_version",
+    "min_ratio",
+    "ask",
+}
 
 
 def test_a_flag_is_a_keyword_is_a_key() -> None:

@@ -1,5 +1,6 @@
 """Models by name of a library, weights beside a factory, and folders that need no model."""
 
+import io
 import json
 import pickle
 import sys
@@ -113,3 +114,18 @@ def test_a_state_dict_of_another_shape_is_refused(net, tmp_path) -> None:
     save_file({name: torch.zeros(3) for name in net.state_dict()}, tmp_path / "w.safetensors")
     with pytest.raises(UsageError, match="does not fit"):
         load_weights(net, tmp_path / "w.safetensors")
+
+
+def test_init_asks_again_for_what_cannot_be_looks_and_writes_the_answers(call, here, monkeypatch) -> None:
+    answers = "nets.pt\nnets:net\nnets:same\ntensort\nonnxruntime\nnets:score\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
+    code, out, err = call("init", "--ask")
+    assert (code, out.split()) == (0, ["scalepoint.yaml"]), err
+    said = " ".join(err.split())
+    assert "can run code" in said
+    assert "did you mean 'tensorrt'?" in said
+    assert "2 quantized" in said
+    assert "Next: scalepoint deploy -c scalepoint.yaml" in said
+    code, out, err = call("deploy", "-c", "scalepoint.yaml", "--dry-run", "--json")
+    assert (code, rows(out)) == (0, ["conv", "head"]), err
+    assert "nets:score" in (here / "scalepoint.yaml").read_text()

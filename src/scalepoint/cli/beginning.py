@@ -2,7 +2,9 @@
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 import json as writer
+import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -12,38 +14,112 @@ from rich.text import Text
 from scalepoint.cli import declared, options
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.screen import say, show, show_json, write
+from scalepoint.errors import ScalepointError, UsageError, nearest
 
+Check = Callable[[str], None]
+KEY = re.compile(r"(\w+): \S+ *(#.*)?$")
 TEMPLATES = Path(__file__).with_name("templates")
 WRITTEN = {"scalepoint.yaml": "scalepoint.yaml.txt", "deploy.py": "deploy.py.txt"}
 
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write.")] = Path(),
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Ask for model, data, target and metric, and look at the model.")
+    ] = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Write a commented scalepoint.yaml and a deploy.py to start from; nothing is overwritten."""
+    """Write a commented scalepoint.yaml and a deploy.py to start from; nothing is overwritten. With --ask, a
+    scalepoint.yaml of your answers."""
     if folder.exists() and not folder.is_dir():
         raise usage(f"{str(folder)!r} is a file, not a folder")
-    there = [name for name in WRITTEN if (folder / name).exists() or (folder / name).is_symlink()]
+    names = ["scalepoint.yaml"] if ask else list(WRITTEN)
+    there = [name for name in names if (folder / name).exists() or (folder / name).is_symlink()]
     if there:
         raise usage(
             f"{' and '.join(there)} in {str(folder)!r} is there already, nothing was written: choose another folder"
         )
     from scalepoint.files import replace_text
 
+    answers = asked(folder) if ask else {}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, template in WRITTEN.items():
-        replace_text(folder / name, (TEMPLATES / template).read_text(encoding="utf-8"))
-    paths = [folder / name for name in WRITTEN]
+    for name in names:
+        replace_text(folder / name, filled((TEMPLATES / WRITTEN[name]).read_text(encoding="utf-8"), answers))
+    paths = [folder / name for name in names]
     if json:
         show_json("init", {"exit_code": 0, "written": paths})
     else:
         show(Text("\n".join(map(str, paths))))
     change = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
     command = f"{change}scalepoint deploy -c scalepoint.yaml"
+    if ask:
+        look_at(folder)
     say(f"Next: {command} --dry-run\n      {command}")
     return Code.DONE
+
+
+def filled(template: str, answers: Mapping[str, str]) -> str:
+    """The template with the answers in the places of its values; comments stay."""
+    lines = []
+    for line in template.splitlines():
+        found = KEY.match(line)
+        key, comment = found.groups() if found else ("", "")
+        value = writer.dumps(answers[key]) if answers.get(key) else "null"
+        lines.append(f"{key}: {value}  {comment}".rstrip() if key in answers else line)
+    return "\n".join(lines) + "\n"
+
+
+def asked(folder: Path) -> dict[str, str]:
+    """One question after the other; what cannot be is said, and asked again."""
+    from scalepoint.cli.data import Reading, check_data
+    from scalepoint.cli.naming import Finder, check_name
+
+    finder = Finder(folder)
+    targets = ", ".join(declared.own_targets())
+    questions: tuple[tuple[str, str, str, Check], ...] = (
+        ("model", "The model (package.module:name, timm:NAME, hf:FOLDER)", "deploy:model",
+         lambda text: check_name(text, "model", finder)),
+        ("data", "Data to calibrate with (.npz, .safetensors, package.module:name)", "deploy:data",
+         lambda text: check_data(text, Reading(finder=finder))),
+        ("target", f"Where it will run ({targets})", "onnxruntime", _known_target),
+        ("evaluate", "Your metric, package.module:name; empty for none", "",
+         lambda text: check_name(text, "evaluate", finder) if text else None),
+    )  # fmt: skip
+    return {key: _answer(question, usual, check) for key, question, usual, check in questions}
+
+
+def _known_target(text: str) -> None:
+    known = [*declared.own_targets(), *declared.other_names()]
+    if text not in known:
+        raise usage(f"no target {text!r}: {nearest(text, known)}")
+
+
+def _answer(question: str, usual: str, check: Check) -> str:
+    while True:
+        text: str = typer.prompt(question, default=usual, err=True).strip()
+        try:
+            check(text)
+        except UsageError as error:
+            say(str(error.args[0]), "yellow")
+        else:
+            return text
+
+
+def look_at(folder: Path) -> None:
+    """What the target would quantize of the model; of one that cannot be looked at yet, why."""
+    from scalepoint.cli.inspecting import model_and_data
+    from scalepoint.cli.naming import public
+    from scalepoint.cli.settings import finder_of, settings_of
+
+    settings = settings_of({"config": folder / "scalepoint.yaml"})
+    try:
+        model, inputs, _ = model_and_data(settings, finder_of(settings, {}))
+        found = public("inspect")(model, inputs, target=settings.target)
+    except ScalepointError as error:
+        say(f"not looked at yet: {error.args[0]}", "yellow")
+    else:
+        say(f"{settings.target}: {found.summary()}")
 
 
 def schema(json: options.Json = True, debug: options.Debug = False) -> int:
