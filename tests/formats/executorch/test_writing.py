@@ -167,7 +167,7 @@ def test_rows_and_groups_of_four_bits_run_in_integers(tmp_path):
     model = quantize(Encoder().eval(), inputs, QuantConfig(weight=INT4), forward_loop=[inputs], target="executorch")
     path = export(model, tmp_path / "groups.pte", inputs)
     found = verify(path, model, inputs)
-    assert found.executed["XNNFullyConnected qbint4"] == 6
+    assert (found.executed["XNNFullyConnected qbint4"], found.executed["XNNConvert"]) == (6, 6)  # rows for each
     assert found.fallbacks == ()
     assert found.optimized[0].output == "tokens"
     assert found.optimized[0].sqnr > 80

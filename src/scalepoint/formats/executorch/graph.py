@@ -6,6 +6,7 @@ an average over the picture          to extents of one, and a reshape
 what nobody reads                    gone
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -45,9 +46,31 @@ def _drop_unused(program: ExportedProgram) -> None:
 
 def _one_for_each(node: fx.Node) -> None:
     for reader in list(node.users)[1:]:
-        with node.graph.inserting_after(node):
-            own = node.graph.node_copy(node)
-        reader.replace_input_with(node, own)
+        reader.replace_input_with(node, _copied(node))
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """With all that finds the parameters of its rows: shared, they tie delegates into cycles that cannot be cut."""
+    own: dict[fx.Node, fx.Node] = {}
+    for each in _chain(node):
+        with node.graph.inserting_before(node):
+            own[each] = node.graph.node_copy(each, lambda source: own.get(source, source))
+    return own[node]
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """Its own quantize and choose_qparams, where there are such, in order, and itself."""
+    found = [node]
+    for each in found:
+        found += [source for source in each.all_input_nodes if _is_of_rows(source) and source not in found]
+    order = list(node.graph.nodes)
+    return sorted(found, key=order.index)
+
+
+def _is_of_rows(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_of_rows(node.all_input_nodes[0])
+    return any(name in str(node.target) for name in ("choose_qparams_per_token", ".quantize_per_token"))
 
 
 def _is_over_picture(node: fx.Node) -> bool:
