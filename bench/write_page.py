@@ -201,6 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "saturation": ("deployed", saturation_table),
     "pair_safe": ("pair_safe", plain_table),
     "openvino": ("deployed-vnni", partial(files_table, runtime="openvino", others=NNCF)),
+    "xnnpack": ("xnnpack", plain_table),
     "weight_only": ("weight_only", plain_table),
     "tuning": ("tuning", partial(tuning_table, models=("ResNet", "CIFAR", "Efficient"))),
     "tuning-transformers": ("tuning", partial(tuning_table, models=("ViT", "MiniLM"))),
