@@ -202,7 +202,7 @@ class _Group:
     @contextmanager
     def beating(self) -> Iterator[None]:
         """A thread leaves a new number every second."""
-        ended, own = threading.Event(), f"scalepoint/beat/{self.rank}"
+        ended, own = threading.Event(), _key("beat", self.rank)
 
         def beat() -> None:
             with suppress(Exception):  # without a store there is nobody to tell
@@ -333,7 +333,7 @@ class _Group:
         for each in ranks:
             if each == self.rank:
                 continue
-            key = f"scalepoint/beat/{each}"
+            key = _key("beat", each)
             with self._reaching():
                 beat = self.store.get(key) if self.store.check([key]) else b""
             last, since = self.seen.get(each, (None, now))
@@ -384,8 +384,9 @@ def _refreshed() -> _Group | None:
     return _state.found if _state.found.size > 1 else None
 
 
-def _key(number: int, rank: int) -> str:
-    return f"scalepoint/{number}/{rank}"
+def _key(number: int | str, rank: int) -> str:
+    """Of a word in the store, which outlives the ranks that torchrun starts again."""
+    return f"scalepoint/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}/{rank}"
 
 
 def _unpacked(flat: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]:

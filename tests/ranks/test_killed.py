@@ -54,7 +54,8 @@ def test_resume_with_another_number_of_ranks_completes_what_a_killed_rank_left(
     kind, message = result_of(first, 1 - dies)
     assert kind == "RankError"
     assert f"rank {dies} of 2 gave no sign of life" in message
-    assert not (first / "out" / "model.onnx").exists()
+    if step != "make_report":  # by then the file is there, whole
+        assert not (first / "out" / "model.onnx").exists()
     assert not [each for each in first.rglob("*") if each.name.startswith(TEMPORARY)]
     for left in (*first.glob("result-*"), first / "store"):
         left.unlink(missing_ok=True)
@@ -66,7 +67,7 @@ def test_resume_with_another_number_of_ranks_completes_what_a_killed_rank_left(
 def _torchrun(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     (folder / "nets.py").write_text(NETS)
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT), str(folder)))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SCALEPOINT_RANK_TIMEOUT": "3"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SCALEPOINT_RANK_TIMEOUT": "30"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
     command += ["--max-restarts", str(restarts), "-m", "scalepoint", "deploy", "nets:model", *arguments]
     return subprocess.run(command, check=False, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
