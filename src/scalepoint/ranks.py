@@ -162,8 +162,16 @@ def start() -> None:
         return
     from torch import cuda, distributed  # noqa: PLC0415  # torch takes seconds to load
 
-    if not distributed.is_initialized():
-        distributed.init_process_group("nccl" if cuda.is_available() else "gloo")
+    if distributed.is_initialized():
+        return
+    backend, env = "nccl" if cuda.is_available() else "gloo", os.environ
+    if not is_restarted():
+        distributed.init_process_group(backend)
+        return
+    # torchrun's store still holds where the ranks of the last attempt listened: this attempt's words go beside them
+    kept = distributed.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store = distributed.PrefixStore(f"restart {env['TORCHELASTIC_RESTART_COUNT']}", kept)
+    distributed.init_process_group(backend, store=store, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
 
 
 def is_restarted() -> bool:
