@@ -161,6 +161,7 @@ def start() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         return
     from torch import cuda, distributed  # noqa: PLC0415  # torch takes seconds to load
+    from torch._C._distributed_c10d import PrefixStore, TCPStore  # noqa: PLC0415
 
     if distributed.is_initialized():
         return
@@ -169,8 +170,8 @@ def start() -> None:
         distributed.init_process_group(backend)
         return
     # torchrun's store still holds where the ranks of the last attempt listened: this attempt's words go beside them
-    kept = distributed.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-    store = distributed.PrefixStore(f"restart {env['TORCHELASTIC_RESTART_COUNT']}", kept)
+    kept = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store = PrefixStore(f"restart {env['TORCHELASTIC_RESTART_COUNT']}", kept)
     distributed.init_process_group(backend, store=store, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
 
 
