@@ -76,7 +76,7 @@ def asked(folder: Path) -> dict[str, str]:
     from scalepoint.cli.naming import Finder, check_name
 
     finder = Finder(folder)
-    targets = ", ".join(declared.own_targets())
+    targets = ", ".join(_targets())
     questions: tuple[tuple[str, str, str, Check], ...] = (
         ("model", "The model (package.module:name, timm:NAME, hf:FOLDER)", "deploy:model",
          lambda text: check_name(text, "model", finder)),
@@ -89,8 +89,13 @@ def asked(folder: Path) -> dict[str, str]:
     return {key: _answer(question, usual, check) for key, question, usual, check in questions}
 
 
+def _targets() -> list[str]:
+    """Of models; those of language models take a checkpoint's folder instead."""
+    return [name for name, each in declared.own_targets().items() if not each["is_language"]]
+
+
 def _known_target(text: str) -> None:
-    known = [*declared.own_targets(), *declared.other_names()]
+    known = [*_targets(), *declared.other_names()]
     if text not in known:
         raise usage(f"no target {text!r}: {nearest(text, known)}")
 

@@ -38,10 +38,12 @@ def told(target: Any) -> dict[str, Any]:
     from scalepoint.quantize.coverage import describe as described
     from scalepoint.targets import describe
 
+    inputs = "float" if target.is_language else described(target.activation)
     return {
         "name": target.name,
         "summary": target.summary,
-        "default": f"w {described(target.weight)}, x {described(target.activation)}",
+        "is_language": target.is_language,
+        "default": f"w {described(target.weight)}, x {inputs}",
         "accepts": sorted({str(row) for row in target.accepts}) or ["everything"],
         "runtime": target.runtime,
         "sections": plain((*describe(target), *describe_rules(target.name))),
@@ -51,9 +53,10 @@ def told(target: Any) -> dict[str, Any]:
 def made() -> dict[str, Any]:
     """The data from the declarations themselves."""
     from scalepoint.deployment import DeployConfig
-    from scalepoint.targets import find_target, onnxruntime_target, openvino_target
+    from scalepoint.targets import find_target, list_targets, onnxruntime_target, openvino_target
 
-    fixed = tuple(map(find_target, ("tensorrt", "executorch", "coreml", "reference")))
+    names = ("tensorrt", "executorch", "coreml", "reference", *list_targets(language=True))
+    fixed = tuple(map(find_target, names))
     by_cpu = {
         cpu: [told(each) for each in (onnxruntime_target(cpu), openvino_target(cpu), *fixed)]
         for cpu in ("vnni", "avx2")

@@ -67,7 +67,7 @@ AWQ = replace(
 GGUF = replace(
     _BASE,
     name="gguf",
-    summary="one file for llama.cpp: 8, 5 or 4 bits in blocks of 32",
+    summary="one file for llama.cpp: weights of 2 to 8 bits in blocks",
     weight=_blocks("int4", 32),
     accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED, *FIVE), "per_block", "per_channel")),
     table=_blocks("int8", 32),
