@@ -128,7 +128,7 @@ def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
         made(self, stub, factor * 3 if stub.name == "two_relu_2_quant" else factor)
 
     monkeypatch.setattr(StoredStub, "__init__", wrong)
-    monkeypatch.setattr("scalepoint.verification.running.SEARCHED_BELOW_DB", 200.0)
+    monkeypatch.setattr("scalepoint.verification.running.worst", lambda agreements: 0.0)  # else it is not searched for
     found = verify(done.path, done.model, x).departure
     assert found.where == "two_relu_2_quant"
     assert found.largest > 2
