@@ -10,10 +10,14 @@ used: docs/decisions/0017 says why there is no target yet.
 
 from typing import Any
 
-import flatbuffers
 import numpy as np
-from ai_edge_litert import schema_py_generated as schema
-from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+try:
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+except ModuleNotFoundError:  # said by main
+    schema = None
 
 INPUT, OUTPUT = (np.float32(0.03), 5), (np.float32(0.05), -7)  # scale and zero point
 
@@ -121,12 +125,12 @@ def compared(kind: str, resolver: Any) -> str:
     return f"{100 * float((apart == 0).mean()):6.2f} % equal, at most {int(apart.max())} apart, {ran}"
 
 
-KERNELS = {"own": OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES, "XNNPACK": OpResolverType.AUTO}
-
-
 def main() -> None:
+    if schema is None:
+        raise SystemExit("LiteRT is not here: pip install ai-edge-litert, in an environment of its own")
+    kernels = {"own": OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES, "XNNPACK": OpResolverType.AUTO}
     for kind in ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED"):
-        for name, resolver in KERNELS.items():
+        for name, resolver in kernels.items():
             print(f"{kind:18} {name:8} {compared(kind, resolver)}", flush=True)
 
 

@@ -64,6 +64,7 @@ def test_weights_that_are_none_are_refused_and_do_nothing(call, here, net) -> No
     assert not (here / "owned").exists()
 
 
+@pytest.mark.slow
 def test_a_model_of_timm_with_random_weights_is_the_same_at_every_call(call, here) -> None:
     pytest.importorskip("timm") if "timm" in sys.modules else _timm()
     code, out, err = call("inspect", "timm:test_resnet", "--random", "--json")

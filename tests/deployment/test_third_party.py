@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from scalepoint.targets import list_targets
+
 TARGET = """
 from dataclasses import replace
 from scalepoint.targets import onnxruntime_target
@@ -67,7 +69,8 @@ def test_it_is_listed_and_a_broken_one_breaks_nothing(python):
     assert done.returncode == 0
     found = json.loads(done.stdout)
     names = [row["name"] for row in found["targets"]]
-    assert {"onnxruntime", "openvino", "tensorrt", "executorch", "coreml", "reference", "acme"} == set(names)
+    own = {"onnxruntime", "openvino", "tensorrt", "executorch", "coreml", "reference"}
+    assert set(names) == {*own, *list_targets(language=True), "acme"}
     assert next(row for row in found["targets"] if row["name"] == "acme")["runtime"] == "ok"
     assert {row["name"] for row in found["broken"]} == {"acme-broken", "acme-nothing", "acme-other"}
     assert all("'acme-targets'" in row["why"] for row in found["broken"])

@@ -41,9 +41,8 @@ def as_bfloat16(folder, path):
     return path
 
 
-@pytest.mark.parametrize(
-    "scheme", [pytest.param(each, marks=[] if each == "nvfp4" else pytest.mark.slow) for each in SCHEMES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_transformers_computes_what_was_simulated(llama, tmp_path, scheme):
     folder, _ = llama
     folder = as_bfloat16(folder, tmp_path / "in") if "fp4" in scheme else folder

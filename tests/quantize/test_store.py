@@ -401,10 +401,11 @@ class TestNothingIsUnpickled:
             if words.search(line.partition("#")[0])
         ]
         assert len(sources) > 30
-        asked = (
-            "export.py:64: return torch.export.load(path)"  # a .pt2 file, only when the user says that it is trusted
-        )
-        assert [line for line in found if line.partition(": ")[2] != asked.partition(": ")[2]] == []
+        allowed = {
+            "return torch.export.load(path)",  # a .pt2 file, only when the user says that it is trusted
+            'state = torch.load(path, map_location="cpu", weights_only=True)',  # tensors alone, nothing is unpickled
+        }
+        assert [line for line in found if line.partition(": ")[2] not in allowed] == []
 
 
 class Kept:

@@ -52,6 +52,7 @@ def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
 
 def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: Mapping[str, str]) -> None:
     is_new = any(isinstance(each, StoredWeight | StoredPalette) and each.is_new for each in model.modules())
+    coremltools()  # quietly, before anything else of it is imported
     try:
         with torch.no_grad():
             args, kwargs = single_inputs(writing.inputs)
