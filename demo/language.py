@@ -66,7 +66,7 @@ def main() -> None:
             samples=SAMPLES,
         )
         console.rule(target, align="left")
-        console.print(done)
+        console.print(str(done), markup=False, highlight=False)
         console.print(f"\nwritten to    {done.path}")
 
 
