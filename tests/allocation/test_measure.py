@@ -160,14 +160,14 @@ def test_what_an_override_names_has_no_choice(result, data):
 def test_what_the_target_does_not_run_is_no_choice(data):
     torch.manual_seed(0)
     result = transform(Net().eval(), data[0], target="onnxruntime")
-    found = measured(result, data, ("int4", "int8"), QuantConfig(activation=MINMAX), "onnxruntime")
+    found = measured(result, data, ("uint4", "int8"), QuantConfig(activation=MINMAX), "onnxruntime")
     names = {row.name: [each.name for each in row.widths] for row in found.rows}
-    assert names == {"small": ["int8"], "large": ["int8"], "q": ["int4", "int8"], "head": ["int4", "int8"]}
-    assert "cannot run int4" in found.rows[0].refused["int4"]
+    assert names == {"small": ["int8"], "large": ["int8"], "q": ["uint4", "int8"], "head": ["uint4", "int8"]}
+    assert "cannot run uint4" in found.rows[0].refused["uint4"]
     with pytest.raises(TargetError, match="no layer can have uint8: small: target 'onnxruntime' cannot run"):
         measured(result, data, ("int8", "uint8"), QuantConfig(activation=MINMAX), "onnxruntime")
-    with pytest.raises(TargetError, match="small can have none of int4"):
-        measured(result, data, ("int4",), QuantConfig(activation=MINMAX), "onnxruntime")
+    with pytest.raises(TargetError, match="small can have none of uint4"):
+        measured(result, data, ("uint4",), QuantConfig(activation=MINMAX), "onnxruntime")
 
 
 def test_where_blocks_do_not_divide_a_weight_the_granularity_is_the_targets():

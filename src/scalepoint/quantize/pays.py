@@ -36,7 +36,10 @@ def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], targe
     if target.kernels is None:
         return
     table = kernels(target.kernels)
-    free = _priced(model, decisions, table, target)
+    narrow = [
+        each for each in decisions if each.weight is not None and each.weight.n_bits < 8
+    ]  # asked for, to be small
+    free = _priced(model, decisions, table, target, kept=narrow)
     forced = _priced(model, decisions, table, target, kept=decisions)
     if free is None or forced is None or sum(before for before, _ in free.prices.values()) < SMALLEST:
         return

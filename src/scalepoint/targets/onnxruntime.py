@@ -69,6 +69,8 @@ def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
 
 
 NARROW = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # weight-only: MatMulNBits
+PACKED = tuple(map(to_dtype, ("int4", "int2")))  # in 8-bit kernels
+SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 BOTH = (Point.INPUT, Point.OUTPUT)
 PATTERNS = (
     Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), FOLDED), FusedConvBNReLU, BOTH),
@@ -104,12 +106,18 @@ def pair_safe(spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
     return spec.replace(range_calculator_cls="pair_safe", qscheme=QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 
 
+WIDENED = Spelling(
+    "narrow_weights_as_int8",
+    "products of integers have kernels for 8 bits: weights of fewer are stored as they are, and cast when the file is "
+    "loaded",
+)
 SPELLINGS = (
     Spelling(
         "sum_before_layer_norm",
         "an Add before a layer norm is fused into SkipLayerNormalization, whose CPU kernel is slower than both; a Sum "
         "of two is not",
     ),
+    WIDENED,
 )
 
 
@@ -132,6 +140,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         accepts=(
             Accepted("activation", (torch.uint8,), (), ("per_tensor",)),
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
+            Accepted("weight", PACKED, SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
             Accepted(
                 "weight",
                 NARROW,

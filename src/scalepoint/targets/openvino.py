@@ -14,7 +14,7 @@ import torch
 from scalepoint.patterns import Pattern, Point
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.onnxruntime import PATTERNS, onnxruntime_target
+from scalepoint.targets.onnxruntime import PATTERNS, SYMMETRIC, WIDENED, onnxruntime_target
 from scalepoint.targets.target import Accepted, Target
 
 NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4")))
@@ -36,10 +36,11 @@ def openvino_target(cpu: str = "auto") -> Target:
         accepts=(
             Accepted("activation", (torch.uint8, torch.int8), (), ("per_tensor",)),
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
+            Accepted("weight", (to_dtype("int4"),), SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
         bias="float",
-        spellings=(),
+        spellings=(WIDENED,),
         runtime="openvino",
         kernels=None,
     )

@@ -12,11 +12,15 @@ from torch import nn
 
 from scalepoint.errors import ExportError
 from scalepoint.formats import export
-from scalepoint.quantize import quantize
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.targets import find_target
 from scalepoint.targets.target import Spelling
+from scalepoint.verification import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+PACKED = {4: onnx.TensorProto.INT4, 2: onnx.TensorProto.INT2}
 
 
 class Block(nn.Module):
@@ -98,3 +102,46 @@ def test_a_spelling_that_the_format_does_not_know_is_refused_with_the_nearest(tm
     quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
     with pytest.raises(ExportError, match=r"sum_before_norm.*sum_before_layer_norm"):
         export(quantized, tmp_path / "m.onnx", x)
+
+
+class Pictures(nn.Module):
+    """Convolutions, one depthwise, a head over vectors, and one over a sequence of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=16)
+        self.head, self.tokens = nn.Linear(16, 8), nn.Linear(16, 32)
+
+    def forward(self, x):
+        x = torch.relu(self.two(torch.relu(self.one(x))))
+        return self.head(x.mean((2, 3))), self.tokens(x.flatten(2).transpose(1, 2))
+
+
+def narrow(bits, target):
+    torch.manual_seed(0)
+    data = [torch.randn(4, 3, 12, 12) for _ in range(2)]
+    weight = TensorQuantConfig(n_bits=bits, per_channel=True)
+    config = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=weight)
+    return quantize(Pictures().eval(), data[0], config, forward_loop=data, target=target, freeze_weights=True), data
+
+
+@pytest.mark.parametrize(("target", "bits"), [("onnxruntime", 4), ("onnxruntime", 2), ("openvino", 4)])
+def test_narrow_weights_beside_integers_are_stored_narrow_and_run_in_8_bit_kernels(target, bits, tmp_path):
+    quantized, data = narrow(bits, target)
+    export(quantized, tmp_path / "m.onnx", data[0])
+    stored = Counter(each.data_type for each in onnx.load(tmp_path / "m.onnx").graph.initializer)
+    assert stored[PACKED[bits]] == 4
+    found = verify(tmp_path / "m.onnx", quantized, data[0], runtime=target)
+    assert (found.low_precision, found.fallbacks) == (4, ())
+    assert all(each.sqnr > 35 for each in found.optimized), found
+
+
+def test_narrow_weights_beside_floats_and_in_blocks_stay_as_their_kernels_want_them(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
+    alone = Override(name="2", weight=TensorQuantConfig(n_bits=4, per_channel=True))
+    config = QuantConfig.weight_only("int4", block_size=32).model_copy(update={"overrides": (alone,)})
+    quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x)
+    assert not kinds(tmp_path / "m.onnx")["Cast"]
+    assert compiled(tmp_path / "m.onnx", tmp_path)["MatMulNBits"] == 2

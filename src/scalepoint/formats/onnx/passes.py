@@ -40,7 +40,7 @@ def finish(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
 
 
 def fold_casts(model: Any) -> None:
-    """Cast(stored codes) becomes an initializer of the narrow type."""
+    """Cast(stored codes) becomes an initializer of the narrow type; a cast to a wider one is the runtime's to fold."""
     graph = model.graph
     made: dict[tuple[str, str], Any] = {}
     for node in list(graph):
@@ -48,7 +48,7 @@ def fold_casts(model: Any) -> None:
             continue
         kind = ir.DataType(node.attributes["to"].as_int())
         source = node.inputs[0]
-        if kind.name not in _NARROW or not source.is_initializer():
+        if kind.name not in _NARROW or not source.is_initializer() or source.dtype.bitwidth < kind.bitwidth:
             continue
         key = (source.name, kind.name)
         if key not in made:

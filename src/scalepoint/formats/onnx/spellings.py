@@ -1,12 +1,15 @@
 """Other words for the same operation, where a target's compiler does better with them.
 
-sum_before_layer_norm    Add -> LayerNormalization  becomes  Sum -> LayerNormalization
+sum_before_layer_norm    Add -> LayerNormalization      becomes  Sum -> LayerNormalization
+narrow_weights_as_int8   int4 codes -> DequantizeLinear  becomes  int4 codes -> Cast to int8 -> DequantizeLinear
 
 A target names the rules that it wants, each with its reason; the values are the same bit for bit.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import onnx_ir as ir
 
 from scalepoint.errors import ExportError, nearest
 from scalepoint.targets.target import Spelling
@@ -28,4 +31,55 @@ def sum_before_layer_norm(model: Any) -> None:
             source.op_type = "Sum"
 
 
-RULES: dict[str, Callable[[Any], None]] = {"sum_before_layer_norm": sum_before_layer_norm}
+def narrow_weights_as_int8(model: Any) -> None:
+    """Codes of fewer than 8 bits that an integer kernel multiplies: what reads them in blocks, or beside float
+    activations, has kernels of its own for them."""
+    for node in list(model.graph):
+        if node.op_type != "DequantizeLinear" or not (_is_narrow(node.inputs[0]) and _meets_integers(node)):
+            continue
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            node.replace_input_with(2, node.inputs[2].producer().inputs[0])
+        codes = node.inputs[0]
+        cast = ir.node("Cast", [codes], {"to": int(ir.DataType.INT8)})
+        cast.outputs[0].name, cast.outputs[0].shape = f"{codes.name}.int8", codes.shape
+        cast.outputs[0].type = ir.TensorType(ir.DataType.INT8)
+        cast.metadata_props.update(node.metadata_props)
+        model.graph.insert_before(node, cast)
+        node.replace_input_with(0, cast.outputs[0])
+
+
+def _is_narrow(value: Any) -> bool:
+    """Whether it is made from a constant in int8, to be stored in fewer bits."""
+    cast = value.producer()
+    return cast is not None and cast.op_type == "Cast" and cast.attributes["to"].as_int() in NARROW
+
+
+def _meets_integers(dequantize: Any) -> bool:
+    """Whether every product that reads the weight reads integers on its other side, too."""
+    if "block_size" in dequantize.attributes and dequantize.attributes["block_size"].as_int():
+        return False
+    readers = _through(dequantize)
+    return bool(readers) and all(map(_reads_integers, readers))
+
+
+def _through(node: Any) -> list[Any]:
+    """What reads the value of a node, moves left out."""
+    readers = [use.node for use in node.outputs[0].uses()]
+    return [found for each in readers for found in (_through(each) if each.op_type in MOVES else [each])]
+
+
+def _reads_integers(product: Any) -> bool:
+    if product.op_type not in ("Conv", "Gemm", "MatMul"):
+        return False
+    source = product.inputs[0].producer()
+    while source is not None and source.op_type in MOVES:
+        source = source.inputs[0].producer()
+    return source is not None and source.op_type == "DequantizeLinear"
+
+
+NARROW = (ir.DataType.INT4, ir.DataType.INT2)
+MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
+RULES: dict[str, Callable[[Any], None]] = {
+    "sum_before_layer_norm": sum_before_layer_norm,
+    "narrow_weights_as_int8": narrow_weights_as_int8,
+}
