@@ -118,6 +118,11 @@ SPELLINGS = (
         "of two is not",
     ),
     WIDENED,
+    Spelling(
+        "float_weights_stay",
+        "a float weight between integers is quantized by ONNX Runtime itself, with one scale for all of it, unless its "
+        "input has a scale a channel",
+    ),
 )
 
 
@@ -140,7 +145,6 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         accepts=(
             Accepted("activation", (torch.uint8,), (), ("per_tensor",)),
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
-            Accepted("weight", PACKED, SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
             Accepted(
                 "weight",
                 NARROW,
@@ -149,6 +153,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
                 (16, 32, 64, 128, 256),
                 ("linear",),
             ),
+            Accepted("weight", PACKED, SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
         ),
         adapt_weight=None if chosen == "vnni" else pair_safe,
         rules=(weights_alone, small_tables),

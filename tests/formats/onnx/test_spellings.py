@@ -145,3 +145,32 @@ def test_narrow_weights_beside_floats_and_in_blocks_stay_as_their_kernels_want_t
     export(quantized, tmp_path / "m.onnx", x)
     assert not kinds(tmp_path / "m.onnx")["Cast"]
     assert compiled(tmp_path / "m.onnx", tmp_path)["MatMulNBits"] == 2
+
+
+class Mixed(nn.Module):
+    """Layers that stay float between layers that do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.side = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 3)
+        self.up, self.last = nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(8, 8, 1)
+        self.hidden, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        x = torch.relu(self.middle(x)) + self.side(x)
+        x = self.last(torch.relu(self.up(x)))
+        return self.head(torch.relu(self.hidden(x.mean((2, 3)))))
+
+
+def test_a_weight_that_stays_float_between_integers_is_float_in_the_runtime_too(tmp_path):
+    torch.manual_seed(0)
+    x, names = torch.randn(4, 3, 16, 16), ("middle", "hidden")
+    config = QuantConfig(overrides=tuple(Override(name=name, weight="float") for name in names))
+    quantized = quantize(Mixed().eval(), x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x)
+    onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
+    found = verify(tmp_path / "m.onnx", quantized, x)
+    assert found.low_precision == 4
+    assert [each.partition("_")[0] for each in found.fallbacks] == ["middle", "up", "hidden"]
+    assert found.optimized[0].sqnr > 60, found

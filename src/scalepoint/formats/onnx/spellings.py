@@ -2,6 +2,7 @@
 
 sum_before_layer_norm    Add -> LayerNormalization      becomes  Sum -> LayerNormalization
 narrow_weights_as_int8   int4 codes -> DequantizeLinear  becomes  int4 codes -> Cast to int8 -> DequantizeLinear
+float_weights_stay       DequantizeLinear -> float Conv  becomes  DequantizeLinear, a scale a channel -> float Conv
 
 A target names the rules that it wants, each with its reason; the values are the same bit for bit.
 """
@@ -9,6 +10,7 @@ A target names the rules that it wants, each with its reason; the values are the
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from scalepoint.errors import ExportError, nearest
@@ -69,7 +71,7 @@ def _through(node: Any) -> list[Any]:
 
 
 def _reads_integers(product: Any) -> bool:
-    if product.op_type not in ("Conv", "Gemm", "MatMul"):
+    if product.op_type not in PRODUCTS:
         return False
     source = product.inputs[0].producer()
     while source is not None and source.op_type in MOVES:
@@ -77,9 +79,63 @@ def _reads_integers(product: Any) -> bool:
     return source is not None and source.op_type == "DequantizeLinear"
 
 
+def float_weights_stay(model: Any) -> None:
+    """Products by float weights between integers: each gets a DequantizeLinear of its own, with the one scale written
+    once a channel, which keeps a compiler from quantizing the weight by itself."""
+    for node in list(model.graph):
+        source = node.inputs[0].producer() if node.op_type in PRODUCTS and node.inputs[0] is not None else None
+        if source is None or source.op_type != "DequantizeLinear" or not _is_single(source.inputs[1]):
+            continue
+        if _is_float_constant(node.inputs[1]) and _leads_to_codes(node):
+            node.replace_input_with(0, _by_channel(model, node, source))
+
+
+def _is_single(scale: Any) -> bool:
+    return scale.const_value is not None and scale.const_value.size == 1
+
+
+def _is_float_constant(value: Any) -> bool:
+    return value is not None and value.is_initializer() and value.dtype == ir.DataType.FLOAT
+
+
+def _leads_to_codes(node: Any) -> bool:
+    """Whether one line of biases and clamps ends in QuantizeLinear."""
+    uses = node.outputs[0].uses()
+    if len(uses) != 1:
+        return False
+    reader = uses[0].node
+    return reader.op_type == "QuantizeLinear" or (reader.op_type in ("Add", "Relu", "Clip") and _leads_to_codes(reader))
+
+
+def _by_channel(model: Any, node: Any, source: Any) -> Any:
+    weight = node.inputs[1].shape
+    if node.op_type in ("Conv", "ConvTranspose"):
+        groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
+        axis, count = 1, int(weight[1]) * groups if node.op_type == "Conv" else int(weight[0])
+    else:
+        is_turned = "transB" in node.attributes and bool(node.attributes["transB"].as_int())
+        axis, count = len(node.inputs[0].shape) - 1, int(weight[-1 if is_turned else -2])
+    parts = [source.inputs[0]]
+    for value in source.inputs[1:]:
+        array = np.broadcast_to(value.const_value.numpy().reshape(1), (count,)).copy()
+        made = ir.Value(name=f"{value.name}.{count}", const_value=ir.Tensor(array, dtype=value.dtype))
+        made.shape, made.type = ir.Shape((count,)), ir.TensorType(value.dtype)
+        if made.name not in model.graph.initializers:
+            model.graph.register_initializer(made)
+        parts.append(model.graph.initializers[made.name])
+    own = ir.node("DequantizeLinear", parts, {"axis": axis})
+    own.outputs[0].name = f"{node.inputs[0].name}.{node.outputs[0].name}"
+    own.outputs[0].shape, own.outputs[0].type = node.inputs[0].shape, node.inputs[0].type
+    own.metadata_props.update(node.metadata_props)
+    model.graph.insert_before(node, own)
+    return own.outputs[0]
+
+
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 NARROW = (ir.DataType.INT4, ir.DataType.INT2)
 MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 RULES: dict[str, Callable[[Any], None]] = {
     "sum_before_layer_norm": sum_before_layer_norm,
     "narrow_weights_as_int8": narrow_weights_as_int8,
+    "float_weights_stay": float_weights_stay,
 }
