@@ -39,8 +39,8 @@ def load() -> tuple[MiniLM, Tokenizer]:
     return loaded(from_bytes(member(archive, f"{FOLDER}/model.safetensors"))), tokenizer
 
 
-def sentences() -> tuple[list[str], Tensor]:
-    """Movie reviews, sentence by sentence, and whether people found them positive."""
+def sentences(count: int = TRAIN + TEST + CALIBRATION) -> tuple[list[str], Tensor]:
+    """Movie reviews, sentence by sentence, and whether people found them positive; the first are always the same."""
     archive = fetch(*TEXTS)
     name = "vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz"
     with tarfile.open(fileobj=io.BytesIO(member(archive, name))) as files:
@@ -50,7 +50,7 @@ def sentences() -> tuple[list[str], Tensor]:
             raise SystemExit(f"{archive} does not hold {found}")
         lines = file.read().decode("latin-1").splitlines()
     rows = [line.split("\t") for line in lines if line.count("\t") >= 2]
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: TRAIN + TEST + CALIBRATION].tolist()
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:count].tolist()
     return [rows[index][2] for index in order], torch.tensor([float(rows[index][1]) > 0 for index in order])
 
 

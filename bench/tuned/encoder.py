@@ -2,26 +2,24 @@
 
 from collections.abc import Iterable
 
-import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 import sentences
-from texts import articles
 from tuned.rows import Limit
 from tuned.subject import Subject
 from tuned.vision import OF_TRANSFORMERS
 
-CALIBRATION = 320  # sentences; others than those that train the classifier and those that judge
+JUDGED, CALIBRATION = 4000, 1024  # sentences; others than those that train the classifier
 MORE_DECIBELS = (Limit("decibels", 0.0, "nearest"), Limit("decibels", 0.0, "gptq + intercept"))
 
 
 def minilm() -> Subject:
     model, tokenizer = sentences.load()
-    texts, positive = sentences.sentences()
-    train, test = sentences.TRAIN, sentences.TRAIN + sentences.TEST
+    train, test = sentences.TRAIN, sentences.TRAIN + JUDGED
+    texts, positive = sentences.sentences(test + CALIBRATION)
     head = sentences.classifier(sentences.vectors(model, sentences.batches(tokenizer, texts[:train])), positive[:train])
     held_out = list(zip(sentences.batches(tokenizer, texts[train:test]), positive[train:test].split(32), strict=True))
+    calibration = sentences.batches(tokenizer, sorted(texts[test:], key=len))  # of a length together: little is padded
 
     def marks(vectors: Tensor, answers: Tensor) -> Tensor:
         return ((head(vectors)[:, 0] > 0) == answers).float()
@@ -30,6 +28,7 @@ def minilm() -> Subject:
         return held_out
 
     limits = {
+        "W8A8": MORE_DECIBELS[:1],
         "W4A8": OF_TRANSFORMERS,
         "W3A8": OF_TRANSFORMERS,
         "int3 blocks of 128": MORE_DECIBELS,
@@ -38,11 +37,4 @@ def minilm() -> Subject:
         "int2 blocks of 32": MORE_DECIBELS,
         "int4 blocks of 128": MORE_DECIBELS,
     }
-    return Subject("MiniLM", model, calibration(tokenizer, set(texts)), judging, marks, limits)
-
-
-def calibration(tokenizer: Tokenizer, used: set[str]) -> list[dict[str, Tensor]]:
-    """Film reviews that nothing else reads, those of a length together, so that little is padded."""
-    free = [text for text in articles("movieReviewSnippets_GroundTruth.txt") if text not in used]
-    order = torch.randperm(len(free), generator=torch.Generator().manual_seed(1))[:CALIBRATION].tolist()
-    return sentences.batches(tokenizer, sorted((free[index] for index in order), key=len))
+    return Subject("MiniLM", model, calibration, judging, marks, limits)

@@ -48,7 +48,12 @@ def resnet8() -> Subject:
 def vit() -> Subject:
     judging = partial(zipped, pictures("test_batch"), labels())
     calibration = pictures("data_batch_1", 2 * CALIBRATION).split(BATCH)
-    limits = {"W4A8": OF_TRANSFORMERS, "W3A8": OF_TRANSFORMERS, "W4A4": ()}
+    limits = {
+        "W4A8": OF_TRANSFORMERS,
+        "W3A8": OF_TRANSFORMERS,
+        "W4A4": (),
+        "W8A8": (Limit("decibels", 0.0, NEAREST),),
+    }
     return Subject("ViT, CIFAR-10", vit_network.trained(), calibration, judging, right, limits)
 
 
@@ -108,7 +113,10 @@ def lite0(folder: Path) -> Subject:
 
     model = lite0_network.trained()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
-    limits = {"W4A8": (Limit("score", -4.0, "float"), Limit("seconds", 120.0))}
+    limits = {
+        "W4A8": (Limit("score", -4.0, "float"), Limit("seconds", 120.0)),
+        "W8A8": (Limit("decibels", 0.0, NEAREST),),
+    }
     return Subject(
         "EfficientNet-Lite0",
         model,
