@@ -16,7 +16,6 @@ from scalepoint.errors import ConfigError, DocumentError, NonFiniteError, Scalep
 from scalepoint.formats.onnx import saving
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
-from scalepoint.targets import onnxruntime_target
 from scalepoint.verification import RuntimeModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -43,8 +42,7 @@ def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(conf
 
 @pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])
 def test_deploy_names_what_it_leaves_float_for_speed(model, data, tmp_path, config):
-    vnni = onnxruntime_target("vnni")
-    done = scalepoint.deploy(model, data[0], data, target=vnni, config=config, output=tmp_path, smoke=True)
+    done = scalepoint.deploy(model, data[0], data, target="onnxruntime", config=config, output=tmp_path, smoke=True)
     left = [row for row in done.report.coverage.operations if row.is_for_speed]
     assert config is None or not left
     assert all(f"{row.name} " in str(done) and row.reason for row in left)

@@ -64,11 +64,13 @@ def run(model, inputs):
         return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
-def made(case: str, config: QuantConfig | None = None):
+def made(case: str, config: QuantConfig | None = None, **how):
     torch.manual_seed(0)
     factory, inputs = CASES[case]
     model, example = factory().eval(), inputs()
-    quantized = quantize(model, example, config, forward_loop=lambda each: run(each, example), freeze_weights=True)
+    quantized = quantize(
+        model, example, config, forward_loop=lambda each: run(each, example), freeze_weights=True, **how
+    )
     return model, quantized, example
 
 
@@ -133,7 +135,7 @@ def test_training_goes_on(tmp_path):
 
 
 def test_it_can_be_exported(tmp_path):
-    _, quantized, example = made("transformer")
+    _, quantized, example = made("transformer", target="onnxruntime")
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)
     paths = [tmp_path / "one.onnx", tmp_path / "two.onnx"]
     for path, model in zip(paths, (quantized, scalepoint.load(tmp_path / "saved")), strict=True):

@@ -104,12 +104,12 @@ def test_it_is_the_same_every_time_and_with_values_on_disk(net, data):
 
 
 def test_what_was_chosen_is_kept_exported_and_run(net, data, tmp_path):
-    config = QuantConfig(weight=onnxruntime_target(cpu="vnni").weight)
-    model = quantized(net, data, config, target=onnxruntime_target(cpu="vnni"))
+    target = onnxruntime_target()
+    model = quantized(net, data, QuantConfig(weight=target.weight), target=target)
     assert tune(model, data, progress=False).layers
     x = pictures(4, 5)
     save(model, tmp_path / "kept")
-    again = load(tmp_path / "kept", net, data[0], target=onnxruntime_target(cpu="vnni"))
+    again = load(tmp_path / "kept", net, data[0], target=target)
     with torch.no_grad():
         assert torch.equal(again(x), model(x))
     export(model, tmp_path / "model.onnx", x)
