@@ -4,6 +4,7 @@
         with agreed("calibrating") as told:   one phase: an error of one rank is the error of all
             told.mine = what this rank did    ... and afterwards told.all is what each did
         states = gathered(tensors)            the tensors of each rank, in the order of ranks
+        states = handed(tensors)              those of rank 0
         add_up(tensors)                       their sums, the same bits on every rank
 
 Ranks meet at the store of the group: each leaves a word under the number of the meeting and waits for the others'.
@@ -134,6 +135,12 @@ def gathered(tensors: Mapping[str, "Tensor"], what: str = "gathering") -> list[d
     """These tensors of every rank, in the order of ranks; names and shapes may differ between them."""
     group = _group()
     return [dict(tensors)] if group is None else group.gathered(tensors, what)
+
+
+def handed(tensors: Mapping[str, "Tensor"], what: str = "handing on") -> dict[str, "Tensor"]:
+    """The tensors of rank 0, on every rank; what the others give does not count."""
+    group = _group()
+    return dict(tensors) if group is None else group.handed(tensors, what)
 
 
 def add_up(tensors: Sequence["Tensor"], what: str = "adding up") -> None:
@@ -267,9 +274,7 @@ class _Group:
         import torch  # noqa: PLC0415
         from torch import distributed  # noqa: PLC0415
 
-        about = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
-        parts = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors.values()]
-        own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        about, own = _packed(tensors)
         found = [each["said"] for each in self.meet(what, {"said": [about, own.numel()]})]
         longest = max(length for _, length in found)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self._device())
@@ -278,6 +283,18 @@ class _Group:
         if longest:
             self._finish(lambda: distributed.all_gather(everything, padded, group=self.pg, async_op=True), what)
         return [_unpacked(each.cpu(), header) for each, (header, _) in zip(everything, found, strict=True)]
+
+    def handed(self, tensors: Mapping[str, "Tensor"], what: str) -> dict[str, "Tensor"]:
+        import torch  # noqa: PLC0415
+        from torch import distributed  # noqa: PLC0415
+
+        about, own = _packed({} if self.rank else tensors)
+        header, length = self.meet(what, {"said": [about, own.numel()]})[0]["said"]
+        flat = torch.empty(length, dtype=torch.uint8) if self.rank else own
+        flat = flat.to(self._device())
+        if length:
+            self._finish(lambda: distributed.broadcast(flat, 0, group=self.pg, async_op=True), what)
+        return _unpacked(flat.cpu(), header)
 
     def add_up(self, tensors: Sequence["Tensor"], what: str) -> None:
         from torch import distributed  # noqa: PLC0415
@@ -396,6 +413,15 @@ def _refreshed() -> _Group | None:
 def _key(number: int | str, rank: int) -> str:
     """Of a word in the store, which outlives the ranks that torchrun starts again."""
     return f"scalepoint/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}/{rank}"
+
+
+def _packed(tensors: Mapping[str, "Tensor"]) -> tuple[list[Any], "Tensor"]:
+    """Names, types and shapes, and the bytes of all."""
+    import torch  # noqa: PLC0415
+
+    about = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
+    parts = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors.values()]
+    return about, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def _unpacked(flat: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]:
