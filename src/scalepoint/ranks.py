@@ -470,7 +470,8 @@ def _unpacked(flat: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]:
 
 
 def _described(error: BaseException) -> Words:
-    message = str(error.args[0]) if isinstance(error, ScalepointError) and error.args else str(error)
+    is_plain = len(error.args) == 1 or (isinstance(error, ScalepointError) and bool(error.args))
+    message = str(error.args[0]) if is_plain else str(error)
     return {"type": type(error).__name__, "message": message, "notes": list(getattr(error, "__notes__", ()))}
 
 

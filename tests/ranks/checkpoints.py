@@ -4,10 +4,9 @@ import hashlib
 import json
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import distributed
 
 from scalepoint import deploy_checkpoint, ranks
 from scalepoint.errors import ScalepointWarning
@@ -18,48 +17,71 @@ FOUR = {"weight": {"n_bits": 4, "block_size": 32}, "activation": "float"}
 EIGHT = {"weight": {"per_channel": True}, "activation": {"symmetric": True}}
 
 
-def deploying(folder: Path) -> Any:
-    """Rounded, observed and tuned, as one process would; goes on alone after a failure; refuses what does not fit."""
-    source = folder / "llama"
+@dataclass(frozen=True)
+class Folder:
+    """Where the llama is, and what is made of it."""
 
-    def deployed(name: str, **how: Any) -> Any:
-        asked = {"config": FOUR, "judge": source / "judge.txt", "length": 32, "samples": 13, "verify": False, **how}
-        asked = {"data": source / "calibration.txt", **asked}
-        done = deploy_checkpoint(source, folder / name, target="compressed-tensors", progress=False, **asked)
+    path: Path
+
+    @property
+    def source(self) -> Path:
+        return self.path / "llama"
+
+    def deployed(self, name: str, **how: Any) -> Any:
+        """Scores, and what tuning says of every layer."""
+        asked = {
+            "target": "compressed-tensors", "config": FOUR, "data": self.source / "calibration.txt",
+            "judge": self.source / "judge.txt", "length": 32, "samples": 13, "verify": False, "progress": False,
+        }  # fmt: skip
+        done = deploy_checkpoint(self.source, self.path / name, **{**asked, **how})
         rows = [] if done.tuned is None else [[row.name, row.after, row.rows] for row in done.tuned.layers]
-        return [done.float_score, done.score, len(done.report.tuning.layers if done.report.tuning else ()), rows]
+        return [done.float_score, done.score, len(done.report.tuning), rows]
 
-    def both(name: str, **how: Any) -> Any:
-        one = _by_first(lambda: deployed(f"{name}-one", **how))
-        many = deployed(f"{name}-many", **how)
-        with ranks.agreed("both are there"):
+    def both(self, name: str, **how: Any) -> Any:
+        """By the first rank alone, by all, and whether they wrote the same weights."""
+        one = ranks.told("alone", lambda: self.deployed(f"{name}-one", **how))
+        many = self.deployed(f"{name}-many", **how)
+        return [one, many, self.mark(f"{name}-one") == self.mark(f"{name}-many")]
+
+    def mark(self, name: str) -> str:
+        """Of the weights as they were written."""
+        with ranks.agreed("written"):
             pass
-        return [one, many, _mark(folder / f"{name}-one") == _mark(folder / f"{name}-many")]
+        return hashlib.sha256(
+            b"".join(each.read_bytes() for each in self.path.glob(f"{name}/*.safetensors"))
+        ).hexdigest()
 
-    found = {"rounded": both("rounded", accuracy="fast", data=None)}
-    found["observed"] = both("observed", accuracy="fast", config=EIGHT)
-    found["tuned"] = both("tuned")
-    found["few"] = both("few", samples=1)
-    found["failed"] = outcome(lambda: _interrupted(lambda: deployed("again")))
+
+def deploying(folder: Path) -> Any:
+    """As one process would; goes on after a failure, alone and together; refuses what does not fit."""
+    here = Folder(folder)
+    found = {"rounded": here.both("rounded", accuracy="fast", data=None)}
+    found["tuned"] = here.deployed("tuned")
+    found["failed"] = outcome(lambda: _interrupted(lambda: here.deployed("again")))
     found["left"] = sorted(each.name for each in folder.iterdir() if "again" in each.name)
-    found["resumed"] = _by_first(lambda: _unwarned(lambda: deployed("again", resume=True)))
-    found["same bytes"] = _mark(folder / "again") == _mark(folder / "tuned-many")
-    found["nan"] = outcome(lambda: deployed("never", length=10**6))
-    found["other"] = outcome(lambda: _other(folder, source))
-    found["all"] = sorted(each.name for each in folder.iterdir())
+    if ranks.is_main():
+        shutil.copytree(folder / ".again.work", folder / ".first.work")
+    found["resumed"] = [
+        _unwarned(lambda: here.deployed("again", resume=True)),
+        here.mark("again") == here.mark("tuned"),
+    ]
+    found["resumed by one"] = ranks.told("alone", lambda: _unwarned(lambda: here.deployed("first", resume=True)))
+    found["short"] = outcome(lambda: here.deployed("never", length=10**6))
+    found["other"] = outcome(lambda: _other(here))
+    with ranks.agreed("all is there"):
+        found["all"] = sorted(each.name for each in folder.iterdir() if not each.name.startswith(("result", "said")))
     return found
 
 
-def _by_first(make: Any) -> Any:
-    return ranks.told("alone", make)
-
-
-def _mark(folder: Path) -> str:
-    """Of the weights as they were written."""
-    files = sorted(folder.glob("*.safetensors"))
-    return hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest() if files else "nothing"
-
-
+def further(folder: Path) -> Any:
+    """Activations observed on the way; fewer sequences than ranks; the file run in its runtime; blocks by gradients."""
+    here = Folder(folder)
+    found = {"observed": here.both("observed", accuracy="fast", config=EIGHT)}
+    found["few"] = here.both("few", samples=1)
+    found["tuned"] = here.both("tuned")
+    found["best"] = here.both("best", accuracy="best")
+    found["proven"] = here.deployed("proven", accuracy="fast", verify=True)
+    return found
 
 
 def _interrupted(run: Any) -> Any:
@@ -86,15 +108,15 @@ def _unwarned(run: Any) -> Any:
         return run()
 
 
-def _other(folder: Path, source: Path) -> Any:
+def _other(here: Folder) -> Any:
     """The second rank is given a checkpoint with another config."""
-    own = folder / "other" if ranks.rank() else source
+    own = here.path / "other" if ranks.rank() else here.source
     if ranks.rank():
-        shutil.copytree(source, own)
+        shutil.copytree(here.source, own)
         said = json.loads((own / "config.json").read_text())
         (own / "config.json").write_text(json.dumps({**said, "rms_norm_eps": 0.5}))
     try:
-        return deploy_checkpoint(own, folder / "never", target="compressed-tensors", accuracy="fast", progress=False)
+        return deploy_checkpoint(own, here.path / "never", target="compressed-tensors", accuracy="fast", progress=False)
     finally:
-        if distributed.get_rank():
+        if ranks.rank():
             shutil.rmtree(own)

@@ -136,7 +136,6 @@ def test_every_rank_returns_what_the_first_found(deployed: Results) -> None:
         ("again", "UsageError", "is not empty: choose another output="),
         ("strict", "CoverageError", "operations stay float unasked"),
         ("other model", "UsageError", "rank 1 has another model than rank 0"),
-        ("checkpoint", "UsageError", "deploy_checkpoint works in one process"),
     ],
 )
 def test_what_one_process_refuses_all_ranks_refuse(deployed: Results, case: str, kind: str, says: str) -> None:
@@ -160,7 +159,7 @@ def test_histograms_for_plots_count_the_values_of_all_ranks(done: Results) -> No
         assert {each["role"] for each in one} == {"weight", "input"}
 
 
-@pytest.mark.parametrize("case", ["closed form", "gradients", "one batch"])
+@pytest.mark.parametrize("case", ["closed form", "gradients", "one batch", "shared outputs"])
 def test_ranks_tune_as_well_as_one_process_and_all_choose_the_same_codes(done: Results, case: str) -> None:
     first, second = (result["tuning"][case] for result in done)
     assert first[1] == second[1]
@@ -182,6 +181,20 @@ def test_a_nan_in_the_part_of_one_rank_ends_tuning_on_all(done: Results) -> None
     first, second = (result["tuning"]["nan"] for result in done)
     assert first == second
     assert first[0] == "NonFiniteError"
+
+
+@pytest.mark.slow
+def test_budgets_trials_and_sweeps_end_as_in_one_process(tmp_path: Path) -> None:
+    for result in run_group("tests.ranks.jobs:searching", 2, tmp_path):
+        for case in ("budget", "drop", "sweep"):
+            one, many = result[case]
+            assert many == one
+        assert len(result["drop"][0][0]) > 1
+        assert [status for _, status, _ in result["sweep"][0]] == ["done", "failed", "done"]
+        assert "is not empty: go on with resume=True" in result["again"][1]
+        assert result["resumed"] == result["sweep"][0]
+        assert result["split"][0] == "UsageError"
+        assert result["files"] == [".lock", "nowhere", "onnxruntime", "reference", "sweep.html", "sweep.json"]
 
 
 def _flat(value: Any) -> list[Any]:

@@ -1,0 +1,85 @@
+"""deploy_checkpoint over two ranks: the weights that one process writes, or as good; a run that failed goes on."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.language.conftest import WORDS, text, write_llama, write_tokenizer
+from tests.ranks.group import run_group
+
+Results = list[Any]
+
+
+def group(job: str, folder: Path) -> Results:
+    source = folder / "llama"
+    source.mkdir()
+    tokens = write_tokenizer(source).encode(text(400))
+    write_llama(source, tokens, words=WORDS, steps=5)
+    return run_group(f"tests.ranks.checkpoints:{job}", 2, folder, "tcp")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Results:
+    return group("deploying", tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_rounded_weights_are_those_of_one_process_byte_for_byte(done: Results) -> None:
+    for result in done:
+        one, many, is_same = result["rounded"]
+        assert many == one
+        assert is_same
+
+
+def test_all_ranks_return_what_the_first_found(done: Results) -> None:
+    first, second = (result["tuned"] for result in done)
+    assert first == second
+    assert len(first[3]) == 14
+    assert {rows for _, _, rows in first[3]} == {13 * 32}  # those of all ranks
+
+
+def test_a_failure_of_the_first_rank_ends_all_and_keeps_the_blocks_that_are_done(done: Results) -> None:
+    for result in done:
+        assert result["failed"] == ["RuntimeError", "no more"]
+        assert result["left"] == [".again.work"]
+
+
+def test_two_ranks_go_on_and_end_in_the_same_bytes_and_one_goes_on_as_well(done: Results) -> None:
+    for result in done:
+        again, is_same = result["resumed"]
+        assert again == result["tuned"]
+        assert is_same
+        assert result["resumed by one"][1] == pytest.approx(result["tuned"][1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "says"),
+    [
+        ("short", "CalibrationError", "less than one sequence of 1000000"),
+        ("other", "UsageError", "rank 1 has another checkpoint than rank 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_all_ranks(done: Results, case: str, kind: str, says: str) -> None:
+    for result in done:
+        assert result[case][0] == kind
+        assert re.search(says, result[case][1])
+
+
+def test_nothing_is_left_of_the_work(done: Results) -> None:
+    for result in done:
+        assert result["all"] == ["again", "first", "llama", "rounded-many", "rounded-one", "tuned"]
+
+
+@pytest.mark.slow
+def test_observed_ranges_few_sequences_gradients_and_runtimes_work_over_ranks(tmp_path: Path) -> None:
+    for result in group("further", tmp_path):
+        for case in ("observed", "few"):
+            one, many, is_same = result[case]
+            assert many == one
+            assert is_same
+        for case in ("tuned", "best"):
+            one, many, _ = result[case]
+            assert many[1] == pytest.approx(one[1], rel=1e-3)
+            assert [name for name, _, _ in many[3]] == [name for name, _, _ in one[3]]
+        assert result["proven"][1] > 1
