@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 from scalepoint import deploy_checkpoint, ranks
 from scalepoint.errors import ScalepointWarning
+from scalepoint.language import deploy as language
 from scalepoint.tuning.checkpoint import Checkpoint
 from tests.ranks.jobs import outcome
 
@@ -35,7 +38,7 @@ class Folder:
         }  # fmt: skip
         done = deploy_checkpoint(self.source, self.path / name, **{**asked, **how})
         rows = [] if done.tuned is None else [[row.name, row.after, row.rows] for row in done.tuned.layers]
-        return [done.float_score, done.score, len(done.report.tuning), rows]
+        return [done.float_score, done.score, len(done.report.tuning.layers if done.report.tuning else ()), rows]
 
     def both(self, name: str, **how: Any) -> Any:
         """By the first rank alone, by all, and whether they wrote the same weights."""
@@ -82,6 +85,27 @@ def further(folder: Path) -> Any:
     found["best"] = here.both("best", accuracy="best")
     found["proven"] = here.deployed("proven", accuracy="fast", verify=True)
     return found
+
+
+def killed(folder: Path) -> Any:
+    """DIES=rank at STEP: while blocks are tuned (keep), scored, written (Codes); there that rank is killed."""
+    step, dies = os.environ["STEP"], int(os.environ["DIES"])
+    if step and ranks.rank() == dies:
+        _deadly(Checkpoint if step == "keep" else language, step)
+    return outcome(lambda: Folder(folder).deployed("out", resume=not step)[:2])
+
+
+def _deadly(owner: Any, name: str) -> None:
+    """The second call of it is the end: the first may be in the first block."""
+    original, calls = getattr(owner, name), []
+
+    def call(*args: Any, **how: Any) -> Any:
+        calls.append(name)
+        if len(calls) == (2 if name == "keep" else 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **how)
+
+    setattr(owner, name, call)
 
 
 def _interrupted(run: Any) -> Any:

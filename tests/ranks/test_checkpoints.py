@@ -6,17 +6,21 @@ from typing import Any
 
 import pytest
 
+from scalepoint.files import TEMPORARY
 from tests.language.conftest import WORDS, text, write_llama, write_tokenizer
-from tests.ranks.group import run_group
+from tests.ranks.group import result_of, run_group, start_group
 
 Results = list[Any]
 
 
-def group(job: str, folder: Path) -> Results:
-    source = folder / "llama"
+def write_source(source: Path) -> None:
     source.mkdir()
     tokens = write_tokenizer(source).encode(text(400))
     write_llama(source, tokens, words=WORDS, steps=5)
+
+
+def group(job: str, folder: Path) -> Results:
+    write_source(folder / "llama")
     return run_group(f"tests.ranks.checkpoints:{job}", 2, folder, "tcp")
 
 
@@ -83,3 +87,24 @@ def test_observed_ranges_few_sequences_gradients_and_runtimes_work_over_ranks(tm
             assert many[1] == pytest.approx(one[1], rel=1e-3)
             assert [name for name, _, _ in many[3]] == [name for name, _, _ in one[3]]
         assert result["proven"][1] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "dies"), [("keep", 0), ("keep", 1), ("scored", 0), ("scored", 1), ("Codes", 0)])
+def test_a_killed_rank_ends_the_other_and_one_process_goes_on(tmp_path: Path, step: str, dies: int) -> None:
+    write_source(tmp_path / "llama")
+    job, limit = "tests.ranks.checkpoints:killed", {"SCALEPOINT_RANK_TIMEOUT": "3"}
+    ranks = start_group(job, 2, tmp_path, STEP=step, DIES=str(dies), **limit)
+    assert ranks[dies].wait(timeout=300) == -9
+    ranks[1 - dies].wait(timeout=60)  # the stated 3 s, and what the process takes to end
+    kind, message = result_of(tmp_path, 1 - dies)
+    assert kind == "RankError"
+    assert f"rank {dies} of 2 gave no sign of life" in message
+    assert not (tmp_path / "out").exists()
+    assert not [each for each in tmp_path.rglob("*") if each.name.startswith(TEMPORARY)]
+    for left in (*tmp_path.glob("result-*"), tmp_path / "store"):
+        left.unlink(missing_ok=True)
+    ((how, _),) = run_group(job, 1, tmp_path, STEP="", DIES="0")
+    assert how == "done"
+    assert (tmp_path / "out").is_dir()
+    assert not (tmp_path / ".out.work").exists()
