@@ -56,35 +56,41 @@ class Folder:
 
 
 def deploying(folder: Path) -> Any:
-    """As one process would; goes on after a failure, alone and together; refuses what does not fit."""
+    """Fails, and goes on; refuses what does not fit."""
     here = Folder(folder)
-    found = {"rounded": here.both("rounded", accuracy="fast", data=None)}
-    found["tuned"] = here.deployed("tuned")
-    found["failed"] = outcome(lambda: _interrupted(lambda: here.deployed("again")))
-    found["left"] = sorted(each.name for each in folder.iterdir() if "again" in each.name)
-    if ranks.is_main():
-        shutil.copytree(folder / ".again.work", folder / ".first.work")
-    found["resumed"] = [
-        _unwarned(lambda: here.deployed("again", resume=True)),
-        here.mark("again") == here.mark("tuned"),
-    ]
-    found["resumed by one"] = ranks.told("alone", lambda: _unwarned(lambda: here.deployed("first", resume=True)))
+    found = {"failed": outcome(lambda: _interrupted(lambda: here.deployed("out")))}
+    found["left"] = _names(folder)
+    found["resumed"] = _unwarned(lambda: here.deployed("out", resume=True))
     found["short"] = outcome(lambda: here.deployed("never", length=10**6))
     found["other"] = outcome(lambda: _other(here))
-    with ranks.agreed("all is there"):
-        found["all"] = sorted(each.name for each in folder.iterdir() if not each.name.startswith(("result", "said")))
+    found["all"] = _names(folder)
     return found
 
 
 def further(folder: Path) -> Any:
-    """Activations observed on the way; fewer sequences than ranks; the file run in its runtime; blocks by gradients."""
+    """As one process would, rounded, observed, tuned, by gradients; the file run in its runtime; fewer sequences than
+    ranks; what failed goes on, with all and with one, and ends in the same bytes."""
     here = Folder(folder)
-    found = {"observed": here.both("observed", accuracy="fast", config=EIGHT)}
+    found = {"rounded": here.both("rounded", accuracy="fast", data=None)}
+    found["observed"] = here.both("observed", accuracy="fast", config=EIGHT)
     found["few"] = here.both("few", samples=1)
     found["tuned"] = here.both("tuned")
     found["best"] = here.both("best", accuracy="best")
     found["proven"] = here.deployed("proven", accuracy="fast", verify=True)
+    found["failed"] = outcome(lambda: _interrupted(lambda: here.deployed("again")))
+    if ranks.is_main():
+        shutil.copytree(folder / ".again.work", folder / ".first.work")
+    found["resumed"] = _unwarned(lambda: here.deployed("again", resume=True))
+    found["same bytes"] = here.mark("again") == here.mark("tuned-many")
+    found["resumed by one"] = ranks.told("alone", lambda: _unwarned(lambda: here.deployed("first", resume=True)))
     return found
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder when all ranks have come here; without what the test itself leaves there."""
+    with ranks.agreed("looking"):
+        pass
+    return sorted(each.name for each in folder.iterdir() if not each.name.startswith(("result", "said", "store")))
 
 
 def killed(folder: Path) -> Any:
