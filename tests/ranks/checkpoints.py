@@ -20,6 +20,15 @@ FOUR = {"weight": {"n_bits": 4, "block_size": 32}, "activation": "float"}
 EIGHT = {"weight": {"per_channel": True}, "activation": {"symmetric": True}}
 
 
+def write_source(source: Path) -> None:
+    """The checkpoint, and text."""
+    from tests.language.conftest import WORDS, text, write_llama, write_tokenizer  # ranks need it not
+
+    source.mkdir(parents=True)
+    tokens = write_tokenizer(source).encode(text(400))
+    write_llama(source, tokens, words=WORDS, steps=5)
+
+
 @dataclass(frozen=True)
 class Folder:
     """Where the llama is, and what is made of it."""

@@ -1,68 +1,18 @@
-"""deploy_checkpoint over two ranks: the weights that one process writes, or as good; a run that failed goes on."""
+"""deploy_checkpoint over two ranks: the weights of one process, or as good ones; what a killed rank left goes on."""
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scalepoint.files import TEMPORARY
-from tests.language.conftest import WORDS, text, write_llama, write_tokenizer
+from tests.ranks.checkpoints import write_source
 from tests.ranks.group import result_of, run_group, start_group
-
-Results = list[Any]
-
-
-def write_source(source: Path) -> None:
-    source.mkdir()
-    tokens = write_tokenizer(source).encode(text(400))
-    write_llama(source, tokens, words=WORDS, steps=5)
-
-
-def group(job: str, folder: Path) -> Results:
-    write_source(folder / "llama")
-    return run_group(f"tests.ranks.checkpoints:{job}", 2, folder, "tcp")
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Results:
-    return group("deploying", tmp_path_factory.mktemp("checkpoints"))
-
-
-def test_a_failure_of_the_first_rank_ends_all_and_keeps_the_blocks_that_are_done(done: Results) -> None:
-    for result in done:
-        assert result["failed"] == ["RuntimeError", "no more"]
-        assert result["left"] == [".out.work", "llama"]
-
-
-def test_they_go_on_and_all_return_what_the_first_found(done: Results) -> None:
-    first, second = (result["resumed"] for result in done)
-    assert first == second
-    assert len(first[3]) == 14
-    assert {rows for _, _, rows in first[3]} == {13 * 32}  # those of all ranks
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "says"),
-    [
-        ("short", "CalibrationError", "less than one sequence of 1000000"),
-        ("other", "UsageError", "rank 1 has another checkpoint than rank 0"),
-    ],
-)
-def test_what_does_not_fit_is_refused_on_all_ranks(done: Results, case: str, kind: str, says: str) -> None:
-    for result in done:
-        assert result[case][0] == kind
-        assert re.search(says, result[case][1])
-
-
-def test_nothing_is_left_of_the_work(done: Results) -> None:
-    for result in done:
-        assert result["all"] == ["llama", "out"]
 
 
 @pytest.mark.slow
 def test_checkpoints_over_ranks_are_those_of_one_process_or_as_good(tmp_path: Path) -> None:
-    for result in group("further", tmp_path):
+    write_source(tmp_path / "llama")
+    for result in run_group("tests.ranks.checkpoints:further", 2, tmp_path, "tcp"):
         for case in ("rounded", "observed", "few"):
             one, many, is_same = result[case]
             assert many == one
