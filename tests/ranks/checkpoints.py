@@ -106,11 +106,11 @@ def killed(folder: Path) -> Any:
     """DIES=rank at STEP: while blocks are tuned (keep), scored, written (Codes); there that rank is killed."""
     step, dies = os.environ["STEP"], int(os.environ["DIES"])
     if step and ranks.rank() == dies:
-        _deadly(Checkpoint if step == "keep" else language, step)
+        deadly(Checkpoint if step == "keep" else language, step)
     return outcome(lambda: Folder(folder).deployed("out", resume=not step)[:2])
 
 
-def _deadly(owner: Any, name: str) -> None:
+def deadly(owner: Any, name: str) -> None:
     """The second call of it is the end: the first may be in the first block."""
     original, calls = getattr(owner, name), []
 

@@ -324,7 +324,7 @@ def searching(folder: Path) -> Any:
         done = sweep(net(), data[0], data, grid=grid, output=folder / name, progress=False, smoke=True, **how)
         return [[row.name, row.status, row.message] for row in done.rows]
 
-    found: dict[str, Any] = {"budget": _both(deployed, "budget", budget={"bits": 6.0}, choices=("int8", "int4"))}
+    found: dict[str, Any] = {"budget": _both(deployed, "budget", budget={"bits": 7.0}, choices=("int8", "int4"))}
     found["drop"] = _both(deployed, "drop", evaluate=evaluate, max_drop=0.0, max_trials=3)
     found["sweep"] = _both(swept, "sweep")
     found["again"] = outcome(lambda: swept("sweep-many"))

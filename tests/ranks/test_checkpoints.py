@@ -1,12 +1,28 @@
 """deploy_checkpoint over two ranks: the weights of one process, or as good ones; what a killed rank left goes on."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from scalepoint.files import TEMPORARY
 from tests.ranks.checkpoints import write_source
-from tests.ranks.group import result_of, run_group, start_group
+from tests.ranks.group import ROOT, result_of, run_group, start_group
+
+DRIVER = """
+import os, sys
+from scalepoint.cli.app import run
+from scalepoint.tuning.checkpoint import Checkpoint
+from tests.ranks.checkpoints import deadly
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    deadly(Checkpoint, "keep")
+sys.exit(run(sys.argv[1:]))
+"""
+
+CONFIG = "{model: llama, target: compressed-tensors, data: llama/calibration.txt, length: 32, output: out}"
 
 
 @pytest.mark.slow
@@ -47,3 +63,20 @@ def test_a_killed_rank_ends_the_other_and_one_process_goes_on(tmp_path: Path, st
     assert how == "done"
     assert (tmp_path / "out").is_dir()
     assert not (tmp_path / ".out.work").exists()
+
+
+@pytest.mark.slow
+def test_a_restart_of_torchrun_goes_on_with_the_blocks_that_are_done(tmp_path: Path) -> None:
+    write_source(tmp_path / "llama")
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SCALEPOINT_RANK_TIMEOUT": "30"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts"]
+    command += ["1", "driver.py", "deploy", "-c", "config.yaml"]
+    done = subprocess.run(command, check=False, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "out" / "report.json").is_file()
+    assert not (tmp_path / ".out.work").exists()
+    assert done.stdout.count("written: out") == 1  # by the first rank alone
+    assert "starting from the beginning" not in done.stderr
