@@ -378,7 +378,7 @@ class _Group:
             missing = {each: key for each, key in missing.items() if key not in there}
             if missing:
                 self._check_alive(list(missing), began)
-                time.sleep(min(0.05, 0.0005 + (time.monotonic() - began) / 20))
+                time.sleep(min(0.05, 0.0002 * self.size + (time.monotonic() - began) / 20))  # who asks: all of them
         with self._reaching():
             return [self.store.get(each) for each in dict.fromkeys(keys.values())]
 
