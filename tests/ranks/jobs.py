@@ -317,7 +317,8 @@ def searching(folder: Path) -> Any:
 
     def deployed(name: str, **how: Any) -> Any:
         done = deploy(net(), data[0], data, output=folder / name, progress=False, allow_departure=True, **how)
-        return [[str(each.config.overrides) for each in done.trials], done.allocation and str(done.allocation.rows)]
+        chosen = {} if done.allocation is None else {each.name: each.chosen for each in done.allocation.layers}
+        return [[str(each.config.overrides) for each in done.trials], chosen]
 
     def swept(name: str, **how: Any) -> Any:
         grid = {"target": ["onnxruntime", "nowhere", "reference"]}
@@ -325,7 +326,7 @@ def searching(folder: Path) -> Any:
         return [[row.name, row.status, row.message] for row in done.rows]
 
     found: dict[str, Any] = {"budget": _both(deployed, "budget", budget={"bits": 7.0}, choices=("int8", "int4"))}
-    found["drop"] = _both(deployed, "drop", evaluate=evaluate, max_drop=0.0, max_trials=3)
+    found["drop"] = _both(deployed, "drop", evaluate=evaluate, max_drop=0.0, max_trials=2)
     found["sweep"] = _both(swept, "sweep")
     found["again"] = outcome(lambda: swept("sweep-many"))
     found["resumed"] = swept("sweep-many", resume=True)

@@ -228,7 +228,8 @@ def test_budgets_trials_and_sweeps_end_as_in_one_process(tmp_path: Path) -> None
         for case in ("budget", "drop", "sweep"):
             one, many = result[case]
             assert many == one
-        assert len(result["drop"][0][0]) > 1
+        assert set(result["budget"][0][1].values()) == {"int4", "int8"}
+        assert len(result["drop"][0][0]) == 2
         assert [status for _, status, _ in result["sweep"][0]] == ["done", "failed", "done"]
         assert "is not empty: go on with resume=True" in result["again"][1]
         assert result["resumed"] == result["sweep"][0]
