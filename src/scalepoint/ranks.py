@@ -337,7 +337,7 @@ class _Group:
             work = begin()
             while not work.is_completed():
                 self._check_alive(range(self.size), began)
-                time.sleep(0.0005)
+                time.sleep(min(0.02, 0.0005 + (time.monotonic() - began) / 50))
             work.wait()
         except RankError:
             raise
