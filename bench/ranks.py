@@ -14,19 +14,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, fx, nn
 
-from scalepoint import ranks
+from scalepoint import deploy_checkpoint, ranks
+from scalepoint.language import deploy
+from scalepoint.language.deploy import quantized_skeleton
+from scalepoint.language.settings import asked
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneConfig, tune
 
 SIZES = (1, 2, 4)
-JOBS = ("min-max", "histograms", "tuning")
+JOBS = ("min-max", "histograms", "tuning", "checkpoint")
+WORDS, LENGTH = 2048, 256
 OUT = Path(__file__).parent.parent / "out"
 
 
@@ -49,7 +54,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.bytes = self.meetings = 0
-        for name in ("all_gather", "all_reduce"):
+        for name in ("all_gather", "all_reduce", "broadcast"):
             setattr(distributed, name, self._counting(getattr(distributed, name)))
         meet = ranks._Group.meet
 
@@ -61,7 +66,7 @@ class Sent:
 
     def _counting(self, original: Any) -> Any:
         def counted(*tensors: Any, **how: Any) -> Any:
-            sent = tensors[-1]
+            sent = next(each for each in reversed(tensors) if isinstance(each, Tensor))
             self.bytes += sent.numel() * sent.element_size()
             return original(*tensors, **how)
 
@@ -77,26 +82,48 @@ def inserted(job: str) -> fx.GraphModule:
     return insert_qdq(result.model, result.matches, QuantConfig.build(config))
 
 
-def work(job: str, count: int) -> dict[str, float]:
+def write_llama(folder: Path) -> None:
+    """A Llama of two blocks with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  # only this job needs it
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=WORDS, max_position_embeddings=LENGTH, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def prepared(job: str, count: int, folder: Path) -> Callable[[], object]:
+    """What is timed."""
+    if job == "checkpoint":
+        made = torch.Generator().manual_seed(1)
+        tokens = [torch.randint(WORDS, (1, LENGTH), generator=made) for _ in range(2 * count)]
+        how: dict[str, Any] = {"data": tokens[:count], "judge": tokens[count : count + count // 2], "verify": False}
+        job = asked(folder / "llama", folder / "out", "compressed-tensors", None, "balanced", None)
+        captured = quantized_skeleton(job, tokens)  # every rank does that alike, and it is the same for any data
+        deploy.quantized_skeleton = lambda *_: captured
+        how["target"] = "compressed-tensors"
+        return lambda: deploy_checkpoint(folder / "llama", folder / "out", progress=False, **how)
+    model, data = inserted(job), batches(count)
+    if job != "tuning":
+        return lambda: calibrate(model, data, progress=False)
+    calibrate(model, data, freeze_weights=True, progress=False)
+    return lambda: tune(model, data, TuneConfig(rows=16_384), progress=False)
+
+
+def work(job: str, count: int, folder: Path) -> dict[str, float]:
     """What one rank does, and what it took."""
     torch.set_num_threads(1)
-    model, data, sent = inserted(job), batches(count), Sent()
-    if job == "tuning":
-        calibrate(model, data, freeze_weights=True, progress=False)
-        sent.bytes = sent.meetings = 0
+    run, sent = prepared(job, count, folder), Sent()
     with ranks.agreed("starting"):
         pass
+    sent.bytes = sent.meetings = 0
     wall, cpu = time.perf_counter(), time.process_time()
-    if job == "tuning":
-        report = tune(model, data, TuneConfig(rows=16_384), progress=False)
-        solver = sum(row.seconds for row in report.layers)
-    else:
-        calibrate(model, data, progress=False)
-        solver = 0.0
+    run()
     return {
         "wall": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,
-        "layers": solver,
         "bytes": sent.bytes,
         "meetings": sent.meetings,
     }
@@ -105,6 +132,8 @@ def work(job: str, count: int) -> dict[str, float]:
 def run(job: str, size: int, count: int) -> dict[str, float]:
     """One group: the wall time of the slowest rank, the CPU time of the busiest and of all."""
     with tempfile.TemporaryDirectory() as folder:
+        if job == "checkpoint":
+            write_llama(Path(folder) / "llama")
         command = [sys.executable, __file__, "--job", job, "--size", str(size), "--batches", str(count)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         group = [subprocess.Popen([*command, "--rank", str(rank), "--folder", folder], env=env) for rank in range(size)]
@@ -117,13 +146,12 @@ def run(job: str, size: int, count: int) -> dict[str, float]:
         "cpu": sum(each["cpu"] for each in found),
         "bytes": found[0]["bytes"],
         "meetings": found[0]["meetings"],
-        "layers": found[0]["layers"],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--job", "--folder"):
+    for name in ("--job", "--folder"):  # --job alone: only that one
         parser.add_argument(name, default="")
     for name, value in (("--rank", 0), ("--size", 0), ("--batches", 32), ("--repeats", 3)):
         parser.add_argument(name, type=int, default=value)
@@ -131,9 +159,13 @@ def main() -> None:
     if given.size:
         init = f"file://{given.folder}/store"
         distributed.init_process_group("gloo", init_method=init, rank=given.rank, world_size=given.size)
-        (Path(given.folder) / f"{given.rank}.json").write_text(json.dumps(work(given.job, given.batches)))
+        (Path(given.folder) / f"{given.rank}.json").write_text(
+            json.dumps(work(given.job, given.batches, Path(given.folder)))
+        )
         return
-    taken: dict[tuple[str, int], list[dict[str, float]]] = {(job, size): [] for job in JOBS for size in SIZES}
+    taken: dict[tuple[str, int], list[dict[str, float]]] = {
+        (job, size): [] for job in JOBS if given.job in ("", job) for size in SIZES
+    }
     for _ in range(given.repeats):
         for (job, size), runs in taken.items():
             runs.append(run(job, size, given.batches))

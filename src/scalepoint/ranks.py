@@ -4,11 +4,13 @@
         with agreed("calibrating") as told:   one phase: an error of one rank is the error of all
             told.mine = what this rank did    ... and afterwards told.all is what each did
         states = gathered(tensors)            the tensors of each rank, in the order of ranks
+        states = handed(tensors)              those of rank 0
         add_up(tensors)                       their sums, the same bits on every rank
 
-Ranks meet at the store of the group: each leaves a word under the number of the meeting and waits for the others'.
-While it works it leaves a heartbeat, so that a rank that is slow is waited for, and one that is dead is named. Without
-a group every function here is the plain case of one rank, and costs nothing.
+Ranks meet at the store of the group: each leaves a word under the number of the meeting; the first reads them all and
+leaves one with what all said, which the others wait for. While a rank works it leaves a heartbeat, so that one that is
+slow is waited for, and one that is dead is named. Without a group every function here is the plain case of one rank,
+and costs nothing.
 """
 
 import builtins
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 TIMEOUT = "SCALEPOINT_RANK_TIMEOUT"
 SECONDS = 60.0  # without a heartbeat a rank counts as dead; ten times as long for one that has not come at all
 BEAT = 1.0
+AWAY = "away"  # instead of a heartbeat: between two functions
+ALL = "all"  # in the place of a rank: what all of them said
 Words = dict[str, Any]
 
 
@@ -136,6 +140,12 @@ def gathered(tensors: Mapping[str, "Tensor"], what: str = "gathering") -> list[d
     return [dict(tensors)] if group is None else group.gathered(tensors, what)
 
 
+def handed(tensors: Mapping[str, "Tensor"], what: str = "handing on") -> dict[str, "Tensor"]:
+    """The tensors of rank 0, on every rank; what the others give does not count."""
+    group = _group()
+    return dict(tensors) if group is None else group.handed(tensors, what)
+
+
 def add_up(tensors: Sequence["Tensor"], what: str = "adding up") -> None:
     """Make each the sum over all ranks, in place; all have the same shapes."""
     group = _group()
@@ -211,33 +221,37 @@ class _Group:
     @contextmanager
     def beating(self) -> Iterator[None]:
         """A thread leaves a new number every second."""
-        ended, own = threading.Event(), _key("beat", self.rank)
+        self.ended, own = threading.Event(), _key("beat", self.rank)
 
         def beat() -> None:
             with suppress(Exception):  # without a store there is nobody to tell
-                while not ended.wait(BEAT):
+                while not self.ended.wait(BEAT):
                     self.store.set(own, str(time.time()))
 
         with self._reaching():
             self.store.set(own, str(time.time()))
         self.is_beating, self.seen = True, {}
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
+        self.thread = threading.Thread(target=beat, daemon=True)
+        self.thread.start()
         try:
             yield
         finally:
-            ended.set()
-            thread.join()
+            self.ended.set()
+            self.thread.join()
             self.is_beating = False
+
+    def rest(self) -> None:
+        """No heartbeat until the next function: what comes before it may take long, and is none of ours."""
+        self.ended.set()
+        self.thread.join()
+        with self._reaching():
+            self.store.set(_key("beat", self.rank), AWAY)
 
     def meet(self, what: str, own: Words) -> list[Words]:
         """Leave a word, wait for those of all."""
         number = self.count
         self._post(number, {"what": what, **own})
-        found = [json.loads(word) for word in self._awaited(number, range(self.size))]
-        with self._reaching():
-            if number:
-                self.store.delete_key(_key(number - 1, self.rank))  # all have read it: they are here
+        found = self._passed_on(number) if self.rank else self._collected(number)
         for index, each in enumerate(found):
             if "left" in each:
                 self.raised = _rebuilt(each["left"], index)
@@ -250,26 +264,30 @@ class _Group:
 
     def leave(self, error: BaseException) -> None:
         """Tell those who will wait for this rank that it does not come."""
+        word = {"what": "", "left": _described(error)}
         with suppress(Exception):
-            self._post(self.count, {"what": "", "left": _described(error)})
+            number = self.count
+            self._post(number, word)
+            if not self.rank:
+                self.store.set(_key(number, ALL), json.dumps([word]))
 
     def end(self) -> None:
         """Rank 0 goes last: it may hold the store that the others still read."""
         number = self.count
+        if self.rank:
+            self.rest()
         self._post(number, {"what": "the end"})
         if not self.rank:
-            for index, word in enumerate(self._awaited(number, range(self.size))):
-                said = json.loads(word)
+            for index, said in enumerate(self._collected(number)):
                 if "left" in said:
                     raise _rebuilt(said["left"], index)
+            self.rest()
 
     def gathered(self, tensors: Mapping[str, "Tensor"], what: str) -> list[dict[str, "Tensor"]]:
         import torch  # noqa: PLC0415
         from torch import distributed  # noqa: PLC0415
 
-        about = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
-        parts = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors.values()]
-        own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        about, own = _packed(tensors)
         found = [each["said"] for each in self.meet(what, {"said": [about, own.numel()]})]
         longest = max(length for _, length in found)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self._device())
@@ -278,6 +296,18 @@ class _Group:
         if longest:
             self._finish(lambda: distributed.all_gather(everything, padded, group=self.pg, async_op=True), what)
         return [_unpacked(each.cpu(), header) for each, (header, _) in zip(everything, found, strict=True)]
+
+    def handed(self, tensors: Mapping[str, "Tensor"], what: str) -> dict[str, "Tensor"]:
+        import torch  # noqa: PLC0415
+        from torch import distributed  # noqa: PLC0415
+
+        about, own = _packed({} if self.rank else tensors)
+        header, length = self.meet(what, {"said": [about, own.numel()]})[0]["said"]
+        flat = torch.empty(length, dtype=torch.uint8) if self.rank else own
+        flat = flat.to(self._device())
+        if length:
+            self._finish(lambda: distributed.broadcast(flat, 0, group=self.pg, async_op=True), what)
+        return _unpacked(flat.cpu(), header)
 
     def add_up(self, tensors: Sequence["Tensor"], what: str) -> None:
         from torch import distributed  # noqa: PLC0415
@@ -307,7 +337,7 @@ class _Group:
             work = begin()
             while not work.is_completed():
                 self._check_alive(range(self.size), began)
-                time.sleep(0.0005)
+                time.sleep(min(0.02, 0.0005 + (time.monotonic() - began) / 50))
             work.wait()
         except RankError:
             raise
@@ -322,16 +352,35 @@ class _Group:
         with self._reaching():
             self.store.set(_key(number, self.rank), json.dumps(word))
 
-    def _awaited(self, number: int, ranks: Sequence[int]) -> list[bytes]:
-        began, missing = time.monotonic(), list(ranks)
+    def _collected(self, number: int) -> list[Words]:
+        """What all said: the first rank reads it and passes it on."""
+        words = self._awaited({each: _key(number, each) for each in range(self.size)})
+        found = [json.loads(word) for word in words]
+        with self._reaching():
+            self.store.set(_key(number, ALL), json.dumps(found))
+            for each in range(self.size):
+                self.store.delete_key(_key(number, each))
+            if number:
+                self.store.delete_key(_key(number - 1, ALL))  # all have read it: they are here
+        return found
+
+    def _passed_on(self, number: int) -> list[Words]:
+        """The same, on the other ranks."""
+        found: list[Words] = json.loads(self._awaited(dict.fromkeys(range(self.size), _key(number, ALL)))[0])
+        return found
+
+    def _awaited(self, keys: Mapping[int, str]) -> list[bytes]:
+        """What stands under keys, each with a rank that must live until it does."""
+        began, missing = time.monotonic(), dict(keys)
         while missing:
             with self._reaching():
-                missing = [each for each in missing if not self.store.check([_key(number, each)])]
+                there = {key for key in set(missing.values()) if self.store.check([key])}
+            missing = {each: key for each, key in missing.items() if key not in there}
             if missing:
-                self._check_alive(missing, began)
-                time.sleep(min(0.05, 0.001 + (time.monotonic() - began) / 20))
+                self._check_alive(list(missing), began)
+                time.sleep(min(0.05, 0.0002 * self.size + (time.monotonic() - began) / 20))  # who asks: all of them
         with self._reaching():
-            return [self.store.get(_key(number, each)) for each in ranks]
+            return [self.store.get(each) for each in dict.fromkeys(keys.values())]
 
     def _check_alive(self, ranks: Sequence[int], began: float) -> None:
         """An error that names the first rank whose heartbeat stands still."""
@@ -345,6 +394,7 @@ class _Group:
             key = _key("beat", each)
             with self._reaching():
                 beat = self.store.get(key) if self.store.check([key]) else b""
+            beat = b"" if beat == AWAY.encode() else beat
             last, since = self.seen.get(each, (None, now))
             if beat != last:
                 self.seen[each] = (beat, now)
@@ -393,9 +443,18 @@ def _refreshed() -> _Group | None:
     return _state.found if _state.found.size > 1 else None
 
 
-def _key(number: int | str, rank: int) -> str:
+def _key(number: int | str, rank: int | str) -> str:
     """Of a word in the store, which outlives the ranks that torchrun starts again."""
     return f"scalepoint/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}/{rank}"
+
+
+def _packed(tensors: Mapping[str, "Tensor"]) -> tuple[list[Any], "Tensor"]:
+    """Names, types and shapes, and the bytes of all."""
+    import torch  # noqa: PLC0415
+
+    about = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
+    parts = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors.values()]
+    return about, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def _unpacked(flat: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]:
@@ -411,7 +470,8 @@ def _unpacked(flat: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]:
 
 
 def _described(error: BaseException) -> Words:
-    message = str(error.args[0]) if isinstance(error, ScalepointError) and error.args else str(error)
+    is_plain = len(error.args) == 1 or (isinstance(error, ScalepointError) and bool(error.args))
+    message = str(error.args[0]) if is_plain else str(error)
     return {"type": type(error).__name__, "message": message, "notes": list(getattr(error, "__notes__", ()))}
 
 

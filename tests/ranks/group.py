@@ -33,7 +33,11 @@ def start_group(job: str, size: int, folder: Path, store: str = "file", **env: s
 def run_group(job: str, size: int, folder: Path, store: str = "file", **env: str) -> list[Any]:
     """What a job returned on each rank; the test fails with what a rank said when it did not return."""
     ranks = start_group(job, size, folder, store, **env)
-    codes = [rank.wait(timeout=300) for rank in ranks]
+    try:
+        codes = [rank.wait(timeout=600) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()  # one that waits in vain would wait on
     for index, code in enumerate(codes):
         assert code == 0, f"rank {index} ended with {code}: {(folder / f'said-{index}').read_text()[-3000:]}"
     return [result_of(folder, index) for index in range(size)]

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, distributed, fx, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from scalepoint import deploy, deploy_checkpoint, ranks
+from scalepoint import deploy, ranks, sweep
 from scalepoint.analysis import compare, histograms, sensitivity
 from scalepoint.deployment import story
 from scalepoint.errors import ScalepointWarning
 from scalepoint.quantize import QuantConfig, QuantStub, calibrate, insert_qdq
 from scalepoint.transformation import transform
-from scalepoint.tuning import TuneConfig, tune
+from scalepoint.tuning import TuneConfig, solve, tune
 
 METHODS = ("global_minmax", "moving_average", "histogram_percentile", "histogram_mse", "histogram_entropy", "learned")
 
@@ -161,6 +161,7 @@ def tuning(folder: Path) -> Any:
     found: dict[str, Any] = {"closed form": both(lambda: tuned(batches(6)))}
     found["gradients"] = both(lambda: tuned(batches(5), steps=("intercept", "gptq", "ranges", "clip", "sign_round")))
     found["one batch"] = both(lambda: tuned(batches(1)))
+    found["shared outputs"] = [found["closed form"][0], _sharing(lambda: tuned(batches(6)))]
     with ranks.alone():
         found["nearest"] = compare(net(), start, batches(6), progress=False).outputs[0].sqnr_db
     many = tuned(batches(6), folder=folder / "tuned")
@@ -168,6 +169,15 @@ def tuning(folder: Path) -> Any:
     found["resumed by all"] = [many, tuned(batches(6), folder=folder / "tuned", resume=True)]
     found["nan"] = outcome(lambda: tuned(_with_nan(3)))
     return found
+
+
+def _sharing(make: Callable[[], Any]) -> Any:
+    """Ranks share the outputs of layers of any size."""
+    least, solve.SHARED = solve.SHARED, 0
+    try:
+        return make()
+    finally:
+        solve.SHARED = least
 
 
 def _resumed_by_first(again: Callable[[], Any], otherwise: Any) -> Any:
@@ -264,8 +274,11 @@ def _two_errors() -> Any:
 
 def first(folder: Path) -> Any:
     """Several jobs by one group: it takes seconds to start one."""
+    from tests.ranks import checkpoints  # which needs what is here
+
     jobs = (calibrating, meeting, deploying, analysing, tuning)
-    return {job.__name__: job(folder) for job in jobs}
+    found = {job.__name__: job(folder) for job in jobs}
+    return {**found, "checkpoints": checkpoints.deploying(folder / "checkpoints")}
 
 
 def deploying(folder: Path) -> Any:
@@ -292,8 +305,41 @@ def deploying(folder: Path) -> Any:
     found["again"] = outcome(lambda: deployed("many"))
     found["strict"] = outcome(lambda: deployed("strict", strict=True, leave=("conv",)))
     found["other model"] = outcome(_deploy_another)
-    found["checkpoint"] = outcome(lambda: deploy_checkpoint(folder, folder / "never", target="gguf"))
     return found
+
+
+def searching(folder: Path) -> Any:
+    """Budgets, trials and sweeps: what is decided by numbers is decided alike."""
+    data = batches(5)
+
+    def evaluate(run: Any) -> float:
+        return -float((run(data[0]) - net()(data[0])).abs().mean())
+
+    def deployed(name: str, **how: Any) -> Any:
+        done = deploy(net(), data[0], data, output=folder / name, progress=False, allow_departure=True, **how)
+        chosen = {} if done.allocation is None else {each.name: each.chosen for each in done.allocation.layers}
+        return [[str(each.config.overrides) for each in done.trials], chosen]
+
+    def swept(name: str, **how: Any) -> Any:
+        grid = {"target": ["onnxruntime", "nowhere", "reference"]}
+        done = sweep(net(), data[0], data, grid=grid, output=folder / name, progress=False, smoke=True, **how)
+        return [[row.name, row.status, row.message] for row in done.rows]
+
+    found: dict[str, Any] = {"budget": _both(deployed, "budget", budget={"bits": 7.0}, choices=("int8", "int4"))}
+    found["drop"] = _both(deployed, "drop", evaluate=evaluate, max_drop=0.0, max_trials=2)
+    found["sweep"] = _both(swept, "sweep")
+    found["again"] = outcome(lambda: swept("sweep-many"))
+    found["resumed"] = swept("sweep-many", resume=True)
+    found["split"] = outcome(lambda: sweep(net(), data[0], _loader(), grid={"threads": [1]}, output=folder / "never"))
+    with ranks.agreed("all is there"):
+        found["files"] = sorted(each.name for each in (folder / "sweep-many").iterdir())
+    return found
+
+
+def _both(make: Callable[..., Any], name: str, **how: Any) -> list[Any]:
+    """By the first rank alone, and by all."""
+    one = ranks.told("alone", lambda: make(f"{name}-one", **how))
+    return [one, make(f"{name}-many", **how)]
 
 
 def _same_bytes(one: Path, other: Path) -> bool:

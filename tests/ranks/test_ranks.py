@@ -9,6 +9,7 @@ import pytest
 
 from scalepoint import ranks
 from scalepoint.errors import UsageError
+from tests.ranks.checkpoints import write_source
 from tests.ranks.group import result_of, run_group, start_group
 from tests.ranks.jobs import METHODS
 
@@ -17,7 +18,9 @@ Results = list[Any]
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Results:
-    return run_group("tests.ranks.jobs:first", 2, tmp_path_factory.mktemp("two"), "tcp")
+    folder = tmp_path_factory.mktemp("two")
+    write_source(folder / "checkpoints" / "llama")
+    return run_group("tests.ranks.jobs:first", 2, folder, "tcp")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,11 @@ def met(done: Results) -> Results:
 @pytest.fixture(scope="module")
 def deployed(done: Results) -> Results:
     return [each["deploying"] for each in done]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(done: Results) -> Results:
+    return [each["checkpoints"] for each in done]
 
 
 @pytest.mark.parametrize("key", METHODS)
@@ -136,7 +144,6 @@ def test_every_rank_returns_what_the_first_found(deployed: Results) -> None:
         ("again", "UsageError", "is not empty: choose another output="),
         ("strict", "CoverageError", "operations stay float unasked"),
         ("other model", "UsageError", "rank 1 has another model than rank 0"),
-        ("checkpoint", "UsageError", "deploy_checkpoint works in one process"),
     ],
 )
 def test_what_one_process_refuses_all_ranks_refuse(deployed: Results, case: str, kind: str, says: str) -> None:
@@ -160,7 +167,7 @@ def test_histograms_for_plots_count_the_values_of_all_ranks(done: Results) -> No
         assert {each["role"] for each in one} == {"weight", "input"}
 
 
-@pytest.mark.parametrize("case", ["closed form", "gradients", "one batch"])
+@pytest.mark.parametrize("case", ["closed form", "gradients", "one batch", "shared outputs"])
 def test_ranks_tune_as_well_as_one_process_and_all_choose_the_same_codes(done: Results, case: str) -> None:
     first, second = (result["tuning"][case] for result in done)
     assert first[1] == second[1]
@@ -182,6 +189,52 @@ def test_a_nan_in_the_part_of_one_rank_ends_tuning_on_all(done: Results) -> None
     first, second = (result["tuning"]["nan"] for result in done)
     assert first == second
     assert first[0] == "NonFiniteError"
+
+
+def test_a_failure_of_the_first_rank_ends_all_and_keeps_the_blocks_that_are_done(checkpoints: Results) -> None:
+    for result in checkpoints:
+        assert result["failed"] == ["RuntimeError", "no more"]
+        assert result["left"] == [".out.work", "llama"]
+
+
+def test_they_go_on_and_all_return_what_the_first_found(checkpoints: Results) -> None:
+    first, second = (result["resumed"] for result in checkpoints)
+    assert first == second
+    assert len(first[3]) == 14
+    assert {rows for _, _, rows in first[3]} == {13 * 32}  # those of all ranks
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "says"),
+    [
+        ("short", "CalibrationError", "less than one sequence of 1000000"),
+        ("other", "UsageError", "rank 1 has another checkpoint than rank 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_all_ranks(checkpoints: Results, case: str, kind: str, says: str) -> None:
+    for result in checkpoints:
+        assert result[case][0] == kind
+        assert re.search(says, result[case][1])
+
+
+def test_nothing_is_left_of_the_work(checkpoints: Results) -> None:
+    for result in checkpoints:
+        assert result["all"] == ["llama", "out"]
+
+
+@pytest.mark.slow
+def test_budgets_trials_and_sweeps_end_as_in_one_process(tmp_path: Path) -> None:
+    for result in run_group("tests.ranks.jobs:searching", 2, tmp_path):
+        for case in ("budget", "drop", "sweep"):
+            one, many = result[case]
+            assert many == one
+        assert set(result["budget"][0][1].values()) == {"int4", "int8"}
+        assert len(result["drop"][0][0]) == 2
+        assert [status for _, status, _ in result["sweep"][0]] == ["done", "failed", "done"]
+        assert "is not empty: go on with resume=True" in result["again"][1]
+        assert result["resumed"] == result["sweep"][0]
+        assert result["split"][0] == "UsageError"
+        assert result["files"] == [".lock", "onnxruntime", "reference", "sweep.html", "sweep.json"]
 
 
 def _flat(value: Any) -> list[Any]:

@@ -7,11 +7,12 @@ chosen by GPTQ, as tuning will do it; the descent after that lowers all widths a
 are left to the descent by GPTQ, so that they get it here, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 
+from scalepoint import ranks
 from scalepoint.progress import phase
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.record import record_of
@@ -75,7 +76,6 @@ class _Layer:
         self.live = use.layer
 
     def losses(self, specs: Sequence[QuantizationSpec]) -> tuple[Losses, float]:
-        layers = {spec: _with_spec(self.live, spec) for spec in specs}
         own = self.live.weight_quant.spec
         geometry = geometry_of(self.live)
         shape = None if geometry is None else Shape(self.live, geometry)
@@ -84,7 +84,7 @@ class _Layer:
             return {spec: WITHOUT ** (own.n_bits - spec.n_bits) for spec in specs}, 1.0
         weight = shape.weight()
         now = _nearest(self.live, geometry, judge)
-        found = {spec: self._loss(layer, geometry, weight, fit, judge) for spec, layer in layers.items()}
+        found = _shared(specs, lambda spec: self._loss(_with_spec(self.live, spec), geometry, weight, fit, judge))
         energy = float(judge.wanted.sum())
         scale = now if now > 0 else energy or 1.0
         return {spec: loss / scale for spec, loss in found.items()}, now / energy if now > 0 and energy else 1.0
@@ -106,6 +106,13 @@ class _Layer:
             now = find_step(step).run(problem, now) if step else now
             least = min(least, problem.error(now) * whole)
         return least
+
+
+def _shared(specs: Sequence[QuantizationSpec], loss: Callable[[QuantizationSpec], float]) -> Losses:
+    """Of each, by one of the ranks."""
+    with ranks.agreed("losses") as told:
+        told.mine = [loss(each) for each in specs[ranks.rank() :: ranks.size()]]
+    return {spec: told.all[index % ranks.size()][index // ranks.size()] for index, spec in enumerate(specs)}
 
 
 def _with_spec(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeighted:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import scalepoint
+from scalepoint import ranks
 from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import say, show, show_json
@@ -32,8 +33,8 @@ class FolderRun:
     def output(self) -> Path:
         return Path(self.settings.output)
 
-    def check(self) -> None:
-        """What can be refused before the model is looked at."""
+    def check(self) -> bool:
+        """What can be refused before the model is looked at; whether a run goes on."""
         from scalepoint.language.settings import work_of
         from scalepoint.targets import find_target, list_targets
 
@@ -45,15 +46,19 @@ class FolderRun:
         given = [name for name in NOT_HERE if getattr(self.settings, name)]
         if given:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
-        if self.force or self.resume:
-            return
-        if work_of(self.output).exists():
+        is_left = work_of(self.output).exists()
+        if self.resume or (is_left and ranks.is_restarted()):
+            return True
+        if self.force:
+            return False
+        if is_left:
             raise usage(f"{self.output} has an unfinished run: go on with --resume, or begin anew with --force")
         if self.output.exists() and any(self.output.iterdir() if self.output.is_dir() else [self.output]):
             raise usage(f"{self.output} is not empty: choose another with -o, or overwrite it with --force")
+        return False
 
     def go(self) -> int:
-        self.check()
+        resume = bool(ranks.told("looking at the output", self.check))
         settings = self.settings
         if not self.quiet:
             say(f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.output}")
@@ -69,7 +74,7 @@ class FolderRun:
                 memory=settings.memory,
                 length=settings.length,
                 samples=settings.samples,
-                resume=self.resume,
+                resume=resume,
                 progress=not self.quiet,
             )
         except KeyboardInterrupt:

@@ -49,9 +49,8 @@ def sweep(
     check_settings(settings, finder)
     for target in grid.get("target", ()):
         check_target(target)
-    folder = Path(settings.output)
-    if folder.is_dir() and any(folder.iterdir()) and not (resume or force):
-        raise usage(f"output folder {str(folder)!r} is not empty: go on with --resume, or overwrite it with --force")
+    folder, resume = Path(settings.output), resume or ranks.is_restarted()
+    ranks.told("looking at the output", lambda: _look(folder, resume or force))
     judge = load_evaluate(settings.evaluate, finder) if settings.evaluate else None
     net, inputs, batches = model_and_data(settings, finder)
     if not quiet:
@@ -73,6 +72,11 @@ def sweep(
     except KeyboardInterrupt:
         return interrupted("finished runs are kept; the same command with --resume goes on from there")
     return _shown(found, folder, is_json=json)
+
+
+def _look(folder: Path, may_exist: bool) -> None:
+    if folder.is_dir() and any(folder.iterdir()) and not may_exist:
+        raise usage(f"output folder {str(folder)!r} is not empty: go on with --resume, or overwrite it with --force")
 
 
 def _shown(found: Any, folder: Path, *, is_json: bool) -> int:

@@ -3,18 +3,20 @@
     grid {target: [a, b], accuracy: [fast, best]}  ->  OUT/a-fast, OUT/a-best, OUT/b-fast, OUT/b-best, OUT/sweep.html
 
 After every run the table is written, so that resume=True takes the runs that are done, goes on in the one that was
-interrupted, and does the rest. A run that fails is told in its row; the others go on.
+interrupted, and does the rest. A run that fails is told in its row; the others go on. Several ranks run as many at a
+time, each of them alone; the first has the table.
 """
 
 import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from scalepoint import ranks
@@ -23,6 +25,7 @@ from scalepoint.deployment.story import deploy
 from scalepoint.errors import ScalepointError, StoreError, UsageError, nearest
 from scalepoint.files import locked, replace_text
 from scalepoint.plain import plain
+from scalepoint.quantize.feeding import is_split
 from scalepoint.report import Report, Sweep, SweepRow, sweep_page
 from scalepoint.report.folder import JSON_FILE
 from scalepoint.report.sweep import FILE
@@ -43,6 +46,7 @@ _NOT_SWEPT = (
 )
 
 
+@ranks.together()
 def sweep(
     model: nn.Module,
     example_inputs: Any,
@@ -59,26 +63,49 @@ def sweep(
 
     `options` are keywords of `deploy` that all runs share. Each run has a folder of its own in `output`, beside
     sweep.json and sweep.html. What a run cannot do (a target that refuses, a runtime that is missing) is told in its
-    row. resume=True keeps the runs that are done. finish(done, folder, point) is called after every run.
+    row. resume=True keeps the runs that are done. finish(done, folder, point) is called after every run, on the rank
+    that had it.
     """
     points = points_of(grid)
-    if ranks.size() > 1:
-        raise UsageError("a sweep works in one process: run it without torchrun, or `deploy` each point over the ranks")
     if isinstance(calibration_data, Iterator):
         raise UsageError("a sweep reads the data once a run, an iterator gives it once: pass a list or a function")
+    if ranks.size() > 1 and is_split(calibration_data) and not callable(calibration_data):
+        raise UsageError("a sweep gives every rank whole runs, a DistributedSampler a part of the data: leave it away")
     folder = Path(output)
-    if folder.exists() and any(folder.iterdir()) and not (resume or force):
-        raise UsageError(f"{folder} is not empty: go on with resume=True, overwrite with force=True, or choose another")
-    known = _known(folder) if resume else {}
-    rows: list[SweepRow] = []
-    with locked(folder):
-        for name, point in points.items():
-            row = known.get(name)
-            if row is None or row.settings != plain(point):
-                row = _run(model, (example_inputs, calibration_data), folder / name, point, options, finish)
-            rows.append(row)
-            _write(folder, Sweep(tuple(rows)))
-    return Sweep(tuple(rows))
+    with _opened(folder, resume=resume, force=force) as known:
+        rows = {name: row for name, row in known.items() if name in points and row.settings == plain(points[name])}
+        due = [name for name in points if name not in rows]
+        for first in range(0, len(due), ranks.size()):
+            turn = due[first : first + ranks.size()]
+            with ranks.agreed("a run of the sweep") as told:
+                if ranks.rank() < len(turn):
+                    name = turn[ranks.rank()]
+                    shown = options if ranks.is_main() else {**options, "progress": False, "callback": None}
+                    with ranks.alone():
+                        inputs = (example_inputs, calibration_data)
+                        told.mine = plain(_run(model, inputs, folder / name, points[name], shown, finish))
+            rows |= zip(turn, map(TypeAdapter(SweepRow).validate_python, told.all), strict=False)
+            found = Sweep(tuple(rows[name] for name in points if name in rows))
+            _write(folder, found)
+    return Sweep(tuple(rows[name] for name in points))
+
+
+@contextmanager
+def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, SweepRow]]:
+    """The runs that are done already. Of several ranks the first looks, and keeps other jobs out."""
+    with ExitStack() as held:
+
+        def looked() -> Any:
+            if folder.exists() and any(folder.iterdir()) and not (resume or force):
+                raise UsageError(
+                    f"{folder} is not empty: go on with resume=True, overwrite with force=True, or choose another"
+                )
+            known = _known(folder) if resume else {}
+            held.enter_context(locked(folder))
+            return plain(known)
+
+        found = ranks.told("looking at the output", looked)
+        yield {name: TypeAdapter(SweepRow).validate_python(row) for name, row in found.items()}
 
 
 def points_of(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
@@ -143,5 +170,7 @@ def _run(
 
 
 def _write(folder: Path, found: Sweep) -> None:
+    if not ranks.is_main():
+        return
     replace_text(folder / FILE, json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
     replace_text(folder / PAGE, sweep_page(found))

@@ -3,10 +3,16 @@
 headers of the shards -> module tree over hollow weights -> graph -> quantizers, as for any model
 walk: load a block -> observe, tune -> keep its codes in a folder -> drop it        (killed: goes on here)
 score: both streams once more on other text -> write the format from the codes -> run it in its runtime
+
+Several ranks share the sequences, in the walk and in the score; each has the block that is walked. The first alone
+keeps codes, writes, and runs the file, and tells the others.
 """
 
+import hashlib
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +37,7 @@ from scalepoint.progress import timed
 from scalepoint.quantize import QuantConfig, coverage, insert_qdq
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.report import Report
 from scalepoint.targets import Target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
@@ -39,6 +46,7 @@ from scalepoint.tuning.checkpoint import Checkpoint
 JUDGED = 16  # sequences that are scored, at most
 
 
+@ranks.together()
 def deploy_checkpoint(
     source: str | Path,
     output: str | Path,
@@ -61,15 +69,11 @@ def deploy_checkpoint(
     perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
     holds one, and activations up to `memory`. resume=True goes on where a run of the same was killed.
     """
-    if ranks.size() > 1:
-        raise UsageError(
-            "deploy_checkpoint works in one process: run it without torchrun, or inside a group on one rank, in "
-            "`with scalepoint.ranks.alone():`"
-        )
     job = asked(source, output, target, config, accuracy, memory)
+    _check_same(job)
     timings: dict[str, float] = {}
     calibration, judging = _texts(job, data, judge, length, samples)
-    with locked(job.work):
+    with _locked(job.work):
         with timed(timings, "capturing", show=progress):
             model, weights = quantized_skeleton(job, calibration)
         with timed(timings, "tuning", is_phase=False):
@@ -78,32 +82,54 @@ def deploy_checkpoint(
         if judging:
             with timed(timings, "scoring", is_phase=False):
                 scores = scored(model, weights, kept, judging, memory=job.tuning.memory, progress=progress)
-        codes = Codes(model, weights, kept)
-        with timed(timings, "writing", show=progress):
-            job.path.parent.mkdir(parents=True, exist_ok=True)
-            job.format.write(QuantizedCheckpoint(job.source, codes), job.path)
-        proof: Proof | None = None
-        if verify and scores is not None:
-            with timed(timings, f"running it in {job.target.runtime}", show=progress):
-                proof = prove(job, judging, scores)
-        return _finished(job, model, codes, tuned, scores, proof, timings)
 
+        def written() -> Report:
+            codes = Codes(model, weights, kept)
+            with timed(timings, "writing", show=progress):
+                job.path.parent.mkdir(parents=True, exist_ok=True)
+                job.format.write(QuantizedCheckpoint(job.source, codes), job.path)
+            proof: Proof | None = None
+            if verify and scores is not None:
+                with timed(timings, f"running it in {job.target.runtime}", show=progress):
+                    proof = prove(job, judging, scores)
+            report = report_of(job, model, codes, tuned, scores, proof, timings)
+            write_report(report, job)
+            shutil.rmtree(job.work, ignore_errors=True)
+            return report
 
-def _finished(
-    job: Asked,
-    model: fx.GraphModule,
-    codes: Codes,
-    tuned: TuneReport,
-    scores: Scored | None,
-    proof: Proof | None,
-    timings: Mapping[str, float],
-) -> Deployment:
-    report = report_of(job, model, codes, tuned, scores, proof, timings)
-    write_report(report, job)
-    shutil.rmtree(job.work, ignore_errors=True)
-    before, after = (None, None) if scores is None else (scores.float_perplexity, scores.perplexity)
-    after = after if proof is None or proof.perplexity is None else proof.perplexity
+        report = _by_first(written)
+    score = next(iter(report.accuracy), None)
+    before, after = (None, None) if score is None else (score.float_value, score.final)
     return Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one job writes there; of several ranks the first does."""
+    if not ranks.is_main():
+        yield
+        return
+    with locked(folder):
+        yield
+
+
+def _by_first(make: Callable[[], Report]) -> Report:
+    """What the first rank writes and finds."""
+    if ranks.size() == 1:
+        return make()
+    return Report.from_dict(ranks.told("writing and proving", lambda: make().to_dict()))
+
+
+def _check_same(job: Asked) -> None:
+    """Ranks that read other checkpoints would add up what does not belong together."""
+    about = {name: [str(each.dtype), *each.shape] for name, each in job.source.tensors.items()}
+    with ranks.agreed("the checkpoint") as told:
+        told.mine = hashlib.sha256(json.dumps([dict(job.source.config), about], sort_keys=True).encode()).hexdigest()
+    others = [index for index, each in enumerate(told.all) if each != told.all[0]]
+    if others:
+        raise UsageError(
+            f"rank {others[0]} has another checkpoint than rank 0 in {job.source.folder}: every rank reads the same one"
+        )
 
 
 def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:

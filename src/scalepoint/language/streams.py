@@ -6,11 +6,13 @@ at the head: a sequence at a time, so that logits are never all in memory
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from scalepoint import ranks
 from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.errors import CaptureError
 from scalepoint.progress import phase
@@ -23,7 +25,7 @@ from scalepoint.tuning.walk import Walk
 
 @dataclass(frozen=True)
 class Scored:
-    """Perplexities, and the simulation's logits of the first sequence."""
+    """Perplexities, and the simulation's logits of the first sequence (of several ranks the first has it)."""
 
     float_perplexity: float
     perplexity: float
@@ -58,10 +60,10 @@ def scored(
     memory: int,
     progress: bool | None,
 ) -> Scored:
-    """Both models on these tokens; the codes are those in the folder."""
-    walk = Walk(model, memory=memory, keeps_outputs=False)
+    """Both models on these tokens, which ranks share; the codes are those in the folder."""
+    walk, own = Walk(model, memory=memory, keeps_outputs=False), tokens[ranks.rank() :: ranks.size()]
     try:
-        for each in tokens:
+        for each in own:
             walk.take([each])
         pieces = cut(walk.graph, walk.same, lambda node: walk.layer(node) is not None, "block")
         with phase("scoring", total=len(pieces), unit="blocks", show=progress) as running:
@@ -72,7 +74,7 @@ def scored(
                 give_back(walk, piece, weights)
                 running.advance()
             _enter(walk, weights, kept, pieces[-1], f"{len(pieces) - 1:04}")
-            found = _at_head(walk, pieces[-1], tokens)
+            found = _at_head(walk, pieces[-1], own)
             give_back(walk, pieces[-1], weights)
             running.advance()
         return found
@@ -89,23 +91,21 @@ def _enter(walk: Walk, weights: Weights, kept: Checkpoint, piece: Piece, name: s
 
 
 def _at_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Scored:
-    sums, count, noise, signal = [0.0, 0.0], 0, 0.0, 0.0
-    first: Tensor | None = None
-    with torch.no_grad():
+    """`tokens` are those of this rank."""
+    first = torch.empty(0)
+    with torch.no_grad(), ranks.agreed("scoring") as told:
+        told.mine = []
         for index, own in enumerate(tokens):
             exact, noisy = (
                 _logits(walk.run(piece, walk.entries(piece, index, noisy=side), noisy=side)) for side in (False, True)
             )
-            for place, logits in enumerate((exact, noisy)):
-                loss, number = loss_of(logits, own)
-                sums[place] += loss
-            count += number
-            noise += float((noisy - exact).double().square().sum())
-            signal += float(exact.double().square().sum())
-            first = noisy.clone() if first is None else first
-    assert first is not None  # noqa: S101  # there is a sequence
-    means = torch.tensor(sums, dtype=torch.float64) / max(count, 1)
-    before, after = (float(each) for each in means.exp())
+            (before, number), (after, _) = (loss_of(logits, own) for logits in (exact, noisy))
+            noise = float((noisy - exact).double().square().sum())
+            told.mine.append([before, after, number, noise, float(exact.double().square().sum())])
+            first = noisy.clone() if not index else first
+    rows = [row for turn in zip_longest(*told.all) for row in turn if row is not None]  # in the order of the text
+    before, after, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
+    before, after = (torch.tensor([before, after], dtype=torch.float64) / max(count, 1)).exp().tolist()
     sqnr = float("inf") if not noise else 10 * float(torch.tensor(signal / noise, dtype=torch.float64).log10())
     return Scored(before, after, count, first, sqnr)
 

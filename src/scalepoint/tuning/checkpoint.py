@@ -70,8 +70,10 @@ class Checkpoint:
 
     @classmethod
     def reopened(cls, folder: Path) -> "Checkpoint":
-        """What a run that ended has left."""
-        pages = Pages.model_validate(parse_json((folder / FILE).read_text(), LARGEST))
+        """What a run that ended has left. Of several ranks the first reads."""
+        pages = Pages(mark="")
+        if ranks.is_main():
+            pages = Pages.model_validate(parse_json((folder / FILE).read_text(), LARGEST))
         found = cls(None, pages.mark, resume=False)
         found.folder, found.pages = folder, pages
         return found
@@ -82,7 +84,7 @@ class Checkpoint:
             return self._found(name)
         own = self._found(name) if ranks.is_main() else None
         said = ranks.told(name, lambda: own and TypeAdapter(Done).dump_python(own[1], mode="json"))
-        tensors = ranks.gathered({} if own is None else flat(own[0]), name)[0]
+        tensors = ranks.handed({} if own is None else flat(own[0]), name)
         return None if said is None else (_states(tensors), TypeAdapter(Done).validate_python(said))
 
     def _found(self, name: str) -> tuple[States, Done] | None:

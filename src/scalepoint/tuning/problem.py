@@ -1,12 +1,13 @@
 """One layer to be solved: its weight by groups, the grid of its codes, what was seen; and a solution of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scalepoint import ranks
 from scalepoint.numerics import Format, QParams, round_to_float
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
@@ -34,6 +35,10 @@ class Solution:
     def values(self) -> Tensor:
         return self.codes * self.steps
 
+    def of(self, outputs: slice) -> "Solution":
+        """That of some of the outputs."""
+        return Solution(*(each[:, outputs] for each in (self.target, self.codes, self.scale)))
+
 
 @dataclass(frozen=True)
 class Codes:
@@ -44,6 +49,11 @@ class Codes:
     high: Tensor
     floats: Format | None = None
     partners: Tensor | None = None  # (kinds of pairs, n): the other column of each, or its own where it has none
+
+    def of(self, outputs: slice) -> "Codes":
+        """Those of some of the outputs."""
+        low, high = (each if each.shape[1] == 1 else each[:, outputs] for each in (self.low, self.high))
+        return replace(self, low=low, high=high)
 
     def rounded(self, x: Tensor) -> Tensor:
         """The nearest of the grid, within no limits."""
@@ -73,7 +83,8 @@ class Codes:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a step may know. `fit` is what it solves on, `judge` the held-out rows."""
+    """What a step may know. `fit` is what it solves on, `judge` the held-out rows. Outputs do not depend on each other:
+    ranks may share those of a layer, and what is decided by a sum over outputs is decided by `added`."""
 
     name: str
     weight: Tensor
@@ -84,7 +95,23 @@ class Problem:
     has_intercept: bool
     ridge: Ridge = "auto"
     notes: dict[str, Any] = field(default_factory=dict)  # what a step did, for the report
+    is_part: bool = False  # the other outputs are with other ranks
     _near: dict[int, Near] = field(default_factory=dict)
+
+    def of(self, outputs: slice) -> "Problem":
+        """Some of the outputs, where other ranks have the others."""
+        fit = self.fit.of(outputs)
+        judge = fit if self.judge is self.fit else self.judge.of(outputs)
+        weight, codes = self.weight[:, outputs], self.codes.of(outputs)
+        return replace(self, weight=weight, codes=codes, fit=fit, judge=judge, is_part=True, _near={})
+
+    def added(self, *sums: float) -> list[float]:
+        """Sums over outputs: over all of them, also those of other ranks."""
+        if not self.is_part:
+            return list(sums)
+        with ranks.agreed(f"solving {self.name}") as told:
+            told.mine = sums
+        return [sum(each) for each in zip(*told.all, strict=True)]
 
     def near(self, moments: Moments) -> Near:
         """Errors of values near the float weight, what they share made once."""
@@ -102,8 +129,9 @@ class Problem:
         mismatch = seen.mismatch(values)
         if self.has_intercept:
             mismatch = mismatch - self.fit.mismatch(values)
-        whole = float(seen.wanted.sum())
-        return float((self.near(seen).error(values) + mismatch.square()).sum()) / whole if whole > 0 else 0.0
+        apart = float((self.near(seen).error(values) + mismatch.square()).sum())
+        apart, whole = self.added(apart, float(seen.wanted.sum()))
+        return apart / whole if whole > 0 else 0.0
 
     def damped(self, least: float = 0.01) -> Tensor:
         """H with a diagonal that grows with unknowns per row: rounding, too, fits noise when rows are few. In float32,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from scalepoint import ranks
 from scalepoint.tuning.collect import Collector, Use, why_not
 from scalepoint.tuning.moments import Moments
 from scalepoint.tuning.problem import Problem, Ridge, Shape, Solution, noted
@@ -16,6 +17,7 @@ from scalepoint.tuning.walk import Walk
 
 LAST = 2  # steps that are always judged
 FEWEST = 8  # rows below which nothing is chosen by them
+SHARED = 3e7  # products of a sweep over a layer from which on ranks share its outputs
 
 
 @dataclass
@@ -89,23 +91,32 @@ class Solver:
         problem = Problem(name, weight, shape.codes(), fit, judge, shape.has_own_scales, has_bias, self.ridge)
         if len(uses) > 1:
             problem.notes["uses"] = len(uses)
-        plain = replace(problem, has_intercept=False)
-        best, step = self.best(problem, plain, first)
+        best, step, errors = self._solved(problem, first)
         if step:
             shape.apply(best)
             if has_bias:
                 for each in use.layer.sharing:
                     each.shift_bias(_shift(fit, judge, best).reshape(-1))
-        after = problem if step else plain
         moved = float((best.codes != first.codes).to(torch.float64).mean())
-        errors = (plain.error(first), after.error(best), plain.error(first, fit), after.error(best, fit))
         seen = fit.count + (judge.count if judge is not fit else 0)
         seconds, notes = time.perf_counter() - start, noted(problem.notes)
         return TunedLayer(name, use.layer.kind, seen, fit.size, *errors, moved, step, notes, seconds)
 
-    def best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str]:
+    def _solved(self, problem: Problem, first: Solution) -> tuple[Solution, str, tuple[float, float, float, float]]:
+        """The best, its step, and the errors before and after, on held-out and on fitted rows. Ranks share outputs."""
+        outputs = own_outputs(problem.weight)
+        own, start = (problem, first) if outputs is None else (problem.of(outputs), first.of(outputs))
+        plain = replace(own, has_intercept=False)
+        best, step, before, least = self.best(own, plain, start)
+        after = own if step else plain
+        errors = (before, least, plain.error(start, own.fit), after.error(best, own.fit))
+        if outputs is not None:
+            best = _whole(best, first) if step else first
+        return best, step, errors
+
+    def best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str, float, float]:
         """The best on held-out rows of the start, the last two steps, and, where these are no better, the others; ""
-        as its step when that is the first."""
+        as its step when that is the first. Then the errors there of the start and of the best."""
         tried: list[tuple[Solution, str]] = [(first, INTERCEPT)] if problem.has_intercept else []
         now = first
         for name in self.steps:
@@ -113,14 +124,32 @@ class Solver:
             if isinstance(found, LayerStep):
                 now = found.run(problem, now)
                 tried.append((now, name))
-        best, step, least = first, "", plain.error(first)
+        best, step, before = first, "", plain.error(first)
+        least = before
         for place, (solution, name) in enumerate(reversed(tried)):
             if place >= LAST and step:
                 break
             error = problem.error(solution)
             if error < least:
                 best, step, least = solution, name, error
-        return best, step
+        return best, step, before, least
+
+
+def own_outputs(weight: Tensor) -> slice | None:
+    """The outputs that this rank solves, where the ranks share those of a layer; None where each solves all: what they
+    have to tell each other takes longer than a small layer."""
+    groups, outputs, size = weight.shape
+    rank, count = ranks.rank(), ranks.size()
+    if count == 1 or outputs < count or groups * outputs * size**2 < SHARED:
+        return None
+    return slice(outputs * rank // count, outputs * (rank + 1) // count)
+
+
+def _whole(found: Solution, first: Solution) -> Solution:
+    """The solution of all outputs, from those of all ranks."""
+    parts = ranks.gathered({"codes": found.codes.to(torch.float32), "scale": found.scale}, "solved")
+    codes, scale = (torch.cat([part[name] for part in parts], 1) for name in ("codes", "scale"))
+    return Solution(first.target, codes.to(torch.float64), scale.to(torch.float64))
 
 
 def takes_bias(walk: Walk, use: Use) -> bool:

@@ -25,6 +25,7 @@ from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.record import record_of
+from scalepoint.quantize.shared import merge_stubs, record
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning.checkpoint import Checkpoint, Done, mark_of
@@ -96,7 +97,7 @@ def tune(
     """
     config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
     config.check(is_lent=lender is not None)
-    record = record_of(model)
+    names = record_of(model).names
     if lender is None:
         freeze(model)
     start = time.perf_counter()
@@ -106,7 +107,7 @@ def tune(
             walk.read(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
         mark = "" if folder is None else mark_of(_known(model, lender), walk, config.model_dump_json())
         kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
-        run = _Tuning(model, walk, config, kept, record.names, lender)
+        run = _Tuning(model, walk, config, kept, names, lender)
         run.run(progress)
     finally:
         walk.shelf.close()
@@ -192,9 +193,14 @@ class _Tuning:
         stub = self.walk.stub(node)
         if self.lender is None or stub is None or stub.is_fixed or stub.calculator.is_initialized:
             return
-        for where in self.walk.stub_nodes[id(stub)]:
-            for index in range(self.walk.count if self.walk.has(where.all_input_nodes[0]) else 0):
-                stub.quantizer(self.walk.value(where.all_input_nodes[0], index, noisy=False))
+        record([stub], ranks.size() > 1)
+        with ranks.agreed("observing"):
+            for where in self.walk.stub_nodes[id(stub)]:
+                for index in range(self.walk.count if self.walk.has(where.all_input_nodes[0]) else 0):
+                    stub.quantizer(self.walk.value(where.all_input_nodes[0], index, noisy=False))
+        if ranks.size() > 1:
+            merge_stubs([stub])
+        record([stub], False)
         stub.compute_parameters()
 
     def _pass(self, piece: Piece) -> None:
@@ -322,11 +328,13 @@ class _Tuning:
 
 
 def _known(model: fx.GraphModule, lender: Lender | None) -> object:
-    """What tells this model and its quantizers from others."""
+    """What tells this model and its quantizers from others. Of several ranks the first looks: it has the folder."""
+    if not ranks.is_main():
+        return None
     if lender is None:
         return fingerprint(model)
-    record = record_of(model)
-    return [lender.mark, record.config.to_dict(), None if record.target is None else record.target.labels]
+    known = record_of(model)
+    return [lender.mark, known.config.to_dict(), None if known.target is None else known.target.labels]
 
 
 def _choose_all(modules: Mapping[str, nn.Module]) -> None:

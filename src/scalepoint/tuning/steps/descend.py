@@ -25,7 +25,7 @@ def descend(problem: Problem, solution: Solution) -> Solution:
         problem.fit.made["damped"] = problem.damped()
     state = _Descent(problem, solution, problem.fit.made["damped"])
     for sweep in range(SWEEPS):
-        moved = state.sweep()
+        (moved,) = problem.added(state.sweep())
         if problem.has_own_scales:
             state.refit(is_last=sweep + 1 == SWEEPS)
         problem.notes["sweeps"] = sweep + 1

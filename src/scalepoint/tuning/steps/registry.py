@@ -1,6 +1,7 @@
 """Steps by name.
 
-layer   takes a problem and a solution, gives another solution: pure and deterministic
+layer   takes a problem and a solution, gives another solution: pure and deterministic, output by output. What is one
+        for all outputs is decided by sums that went through `problem.added`, as ranks may share the outputs
 stub    proposes another range of an activation
 piece   changes the modules of a piece; taken back when it does not end better on held-out samples
 model   the same, once, on the whole net after all its pieces

@@ -40,12 +40,12 @@ def _chosen(problem: Problem) -> float | None:
     """The ridge that is best on held-out rows; None where no change is. Some outputs are enough to tell by."""
     judge = problem.near(problem.judge)
     some = slice(None, None, max(1, problem.weight.shape[1] // OUTPUTS))
-    least = float(judge.base[:, some].sum())
+    (least,) = problem.added(float(judge.base[:, some].sum()))
     ridge: float | None = None
     for rungs in (LADDER[FIRST:], LADDER[FIRST - 1 :: -1]):
         for share in rungs:
             found = _ridged(problem, share, some)
-            error = float("inf") if found is None else float(judge.error(found, some).sum())
+            (error,) = problem.added(float("inf") if found is None else float(judge.error(found, some).sum()))
             if error >= least:
                 break
             least, ridge = error, share

@@ -1,0 +1,82 @@
+"""deploy_checkpoint over two ranks: the weights of one process, or as good ones; what a killed rank left goes on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalepoint.files import TEMPORARY
+from tests.ranks.checkpoints import write_source
+from tests.ranks.group import ROOT, result_of, run_group, start_group
+
+DRIVER = """
+import os, sys
+from scalepoint.cli.app import run
+from scalepoint.tuning.checkpoint import Checkpoint
+from tests.ranks.checkpoints import deadly
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    deadly(Checkpoint, "keep")
+sys.exit(run(sys.argv[1:]))
+"""
+
+CONFIG = "{model: llama, target: compressed-tensors, data: llama/calibration.txt, length: 32, output: out}"
+
+
+@pytest.mark.slow
+def test_checkpoints_over_ranks_are_those_of_one_process_or_as_good(tmp_path: Path) -> None:
+    write_source(tmp_path / "llama")
+    for result in run_group("tests.ranks.checkpoints:further", 2, tmp_path, "tcp"):
+        for case in ("rounded", "observed", "few"):
+            one, many, is_same = result[case]
+            assert many == one
+            assert is_same
+        for case in ("tuned", "best"):
+            one, many, _ = result[case]
+            assert many[1] == pytest.approx(one[1], rel=1e-3)
+            assert [name for name, _, _ in many[3]] == [name for name, _, _ in one[3]]
+        assert result["proven"][1] > 1
+        many = result["tuned"][1]
+        assert result["resumed"] == many
+        assert result["same bytes"]
+        assert result["resumed by one"][1] == pytest.approx(many[1], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "dies"), [("keep", 0), ("keep", 1), ("scored", 0), ("scored", 1), ("Codes", 0)])
+def test_a_killed_rank_ends_the_other_and_one_process_goes_on(tmp_path: Path, step: str, dies: int) -> None:
+    write_source(tmp_path / "llama")
+    job, limit = "tests.ranks.checkpoints:killed", {"SCALEPOINT_RANK_TIMEOUT": "3"}
+    ranks = start_group(job, 2, tmp_path, STEP=step, DIES=str(dies), **limit)
+    assert ranks[dies].wait(timeout=300) == -9
+    ranks[1 - dies].wait(timeout=60)  # the stated 3 s, and what the process takes to end
+    kind, message = result_of(tmp_path, 1 - dies)
+    assert kind == "RankError"
+    assert f"rank {dies} of 2 gave no sign of life" in message
+    assert not (tmp_path / "out").exists()
+    assert not [each for each in tmp_path.rglob("*") if each.name.startswith(TEMPORARY)]
+    for left in (*tmp_path.glob("result-*"), tmp_path / "store"):
+        left.unlink(missing_ok=True)
+    ((how, _),) = run_group(job, 1, tmp_path, STEP="", DIES="0")
+    assert how == "done"
+    assert (tmp_path / "out").is_dir()
+    assert not (tmp_path / ".out.work").exists()
+
+
+@pytest.mark.slow
+def test_a_restart_of_torchrun_goes_on_with_the_blocks_that_are_done(tmp_path: Path) -> None:
+    write_source(tmp_path / "llama")
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SCALEPOINT_RANK_TIMEOUT": "30"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts"]
+    command += ["1", "driver.py", "deploy", "-c", "config.yaml"]
+    done = subprocess.run(command, check=False, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "out" / "report.json").is_file()
+    assert not (tmp_path / ".out.work").exists()
+    assert done.stdout.count("written: out") == 1  # by the first rank alone
+    assert "starting from the beginning" not in done.stderr
