@@ -1,0 +1,110 @@
+"""Operations that LiteRT has none for, in the parts that it has: written with torch, taken apart before the walk."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from scalepoint.formats.executorch.attention import attention
+from scalepoint.formats.litert.walk import FORMS
+
+aten = torch.ops.aten
+
+
+def taken_apart(program: ExportedProgram) -> ExportedProgram:
+    """A program of operations that have a form, where their parts have one."""
+    known = {target: parts for target, parts in torch.export.default_decompositions().items() if target not in FORMS}
+    return program.run_decompositions({**known, **PARTS})
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Tensor:
+    axes = list(range(-len(shape), 0))
+    centred = x - x.mean(axes, keepdim=True)
+    made = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+    made = made if weight is None else made * weight
+    return made if bias is None else made + bias
+
+
+def batch_norm(
+    x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With the statistics of the model: one factor and one term a channel."""
+    factor = torch.rsqrt(var + eps)
+    factor = factor if weight is None else factor * weight
+    term = -mean * factor if bias is None else bias - mean * factor
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+    empty = x.new_empty(0)
+    return x * factor.reshape(shape) + term.reshape(shape), empty, empty
+
+
+def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Tensor:
+    split = x.reshape(x.shape[0], groups, -1)
+    centred = split - split.mean(-1, keepdim=True)
+    made = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+    made = made if weight is None else made * weight.reshape(shape)
+    return made if bias is None else made + bias.reshape(shape)
+
+
+def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
+    for shift, axis in zip(shifts, dims, strict=True):
+        cut = (-shift) % x.shape[axis]
+        if cut:
+            x = torch.cat([x.narrow(axis, cut, x.shape[axis] - cut), x.narrow(axis, 0, cut)], axis)
+    return x
+
+
+def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
+    count, channels, height, width = x.shape
+    split = x.reshape(count, channels // factor**2, factor, factor, height, width).permute(0, 1, 4, 2, 5, 3)
+    return split.reshape(count, channels // factor**2, height * factor, width * factor)
+
+
+def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    """max(bx, 0) + log(1 + exp(-|bx|)), which nothing overflows in."""
+    scaled = x * beta
+    return (torch.relu(scaled) + torch.log(torch.exp(-scaled.abs()) + 1)) / beta
+
+
+def average_of_line(
+    x: Tensor, size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), *rest: Any
+) -> Tensor:
+    pads = [0, *padding]
+    return aten.avg_pool2d(x.unsqueeze(2), [1, *size], [1, *(stride or size)], pads, *rest[:2]).squeeze(2)
+
+
+def largest_of_line(
+    x: Tensor, size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), *rest: Any
+) -> Tensor:
+    dilation = [1, *rest[0]] if rest else [1, 1]
+    made = aten.max_pool2d(x.unsqueeze(2), [1, *size], [1, *(stride or size)], [0, *padding], dilation, *rest[1:])
+    return made.squeeze(2)
+
+
+PARTS: dict[Any, Callable[..., Any]] = {
+    aten.layer_norm.default: layer_norm,
+    aten._native_batch_norm_legit_no_training.default: batch_norm,
+    aten.group_norm.default: group_norm,
+    aten.instance_norm.default: lambda x, weight, bias, mean, var, use_input_stats, momentum, eps, _: (
+        group_norm(x, x.shape[1], weight, bias, eps) if use_input_stats else NotImplemented
+    ),
+    aten.scaled_dot_product_attention.default: attention,
+    aten.silu.default: lambda x: x * torch.sigmoid(x),
+    aten.hardsigmoid.default: lambda x: aten.relu6(x + 3) * (1 / 6),
+    aten.mish.default: lambda x: x * torch.tanh(softplus(x)),
+    aten.softplus.default: softplus,
+    aten.log_sigmoid.default: lambda x: -softplus(-x),
+    aten.roll.default: roll,
+    aten.pixel_shuffle.default: pixel_shuffle,
+    aten.avg_pool1d.default: average_of_line,
+    aten.max_pool1d.default: largest_of_line,
+    aten.adaptive_avg_pool1d.default: lambda x, size: aten.adaptive_avg_pool2d(x.unsqueeze(2), [1, *size]).squeeze(2),
+    aten.reciprocal.default: lambda x: 1 / x,
+    aten.sigmoid_.default: torch.sigmoid,
+}
