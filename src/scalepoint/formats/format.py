@@ -5,8 +5,8 @@
 `write(model, path, writing)` puts a quantized model there, whole or not at all, and the float model of the same capture
 at writing.float_path where that is given; `files(path)` names all that it wrote, the file itself last; `about(path)`
 reads it back without running anything. `check(model, writing)`, where a format has it, refuses a graph that has an
-operation without a form, before anything is calibrated. `compare(path, model)`, where a format has it, reads all codes, scales and
-tables back and says in words where they are others than the model's, bit by bit.
+operation without a form, before anything is calibrated. `compare(path, model)`, where a format has it, reads all codes,
+scales and tables back and says in words where they are others than the model's, bit by bit.
 """
 
 import inspect

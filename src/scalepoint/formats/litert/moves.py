@@ -1,5 +1,6 @@
 """What moves values and computes nothing: codes stay codes, with the parameters they had."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,17 +14,16 @@ from scalepoint.formats.litert.values import Free, Held, NotFreeError, Value, ki
 from scalepoint.formats.litert.walk import Ending, UnfitError, Walk, form
 
 aten, own = torch.ops.aten, torch.ops.scalepoint
-WHOLE = 2**31 - 1  # an end that is further is the last
 
 
 @form(own.quantize.default)
 def quantize(walk: Walk, node: fx.Node) -> Any:
-    x, codes = walk.known[node.args[0]], walk.parameters(node)  # type: ignore[index]
+    x, codes = walk.given(node.args[0]), walk.parameters(node)
     if isinstance(x, Held) and codes.is_same(x.quantized):
         return x
     if isinstance(x, Held | Tensor):
         values = torch.from_numpy(x.values) if isinstance(x, Held) else x
-        data = own.quantize(values, *(walk.known[each] for each in node.args[1:3]), *node.args[3:])  # type: ignore[index]
+        data = own.quantize(values, *map(walk.given, node.args[1:]))
         return Held(node.name, data.numpy(), "int8", codes)
     if x.codes is not None and codes.is_same(x.codes):
         return x
@@ -38,9 +38,7 @@ def recoded(walk: Walk, x: Any, codes: Quantized) -> Any:
         raise UnfitError("joins constants and int8 tensors")
     order = x.order
     is_integer = x.codes is not None
-    return walk.emit(
-        "QUANTIZE", [x.stored[order]], x.shape, "float32", order=order, codes=codes, is_integer=is_integer
-    )
+    return walk.emit("QUANTIZE", [x.stored[order]], x.shape, "float32", order=order, codes=codes, is_integer=is_integer)
 
 
 @form(own.dequantize.default)
@@ -71,7 +69,7 @@ def rows(walk: Walk, node: fx.Node) -> Any:
     aten.dropout.default,
 )
 def same(walk: Walk, node: fx.Node) -> Any:
-    return walk.known[node.args[0]]  # type: ignore[index]
+    return walk.given(node.args[0])
 
 
 @form(
@@ -86,7 +84,7 @@ def same(walk: Walk, node: fx.Node) -> Any:
     aten.unsqueeze.default,
 )
 def reshape(walk: Walk, node: fx.Node) -> Any:
-    x = walk.known[node.args[0]]  # type: ignore[index]
+    x = walk.first(node)
     shape, _ = walk.like(node)
     if tuple(shape) == tuple(x.shape):
         return x
@@ -95,11 +93,7 @@ def reshape(walk: Walk, node: fx.Node) -> Any:
 
 @form(aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default)
 def permute(walk: Walk, node: fx.Node) -> Any:
-    x, given = walk.known[node.args[0]], walk.arguments(node)  # type: ignore[index]
-    if isinstance(x, Held):
-        x = walk.float_of(x)
-        function: Any = node.target
-        return function(x, *node.args[1:])
+    x, given = walk.first(node), walk.arguments(node)
     axes = list(plain(x.rank))
     if "dims" in given:
         axes = [axis % x.rank for axis in given["dims"]]
@@ -112,7 +106,7 @@ def permute(walk: Walk, node: fx.Node) -> Any:
 @form(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 def expand(walk: Walk, node: fx.Node) -> Any:
     """Not at all where all readers broadcast by themselves."""
-    x, (shape, kind) = walk.known[node.args[0]], walk.like(node)  # type: ignore[index]
+    x, (shape, kind) = walk.given(node.args[0]), walk.like(node)
     if tuple(shape) == tuple(x.shape):
         return x
     from scalepoint.formats.litert.pointwise import BROADCASTS  # noqa: PLC0415  # which knows this module
@@ -132,7 +126,10 @@ def repeated(walk: Walk, x: Any, shape: Sequence[int], kind: str) -> Value:
         raise NotFreeError("a tensor is repeated along the batch")
     many = [1 if isinstance(n, Free) else n // int(was) for n, was in zip(shape, here, strict=True)]
     if any(each > 1 for each in many):
-        grown = [n if isinstance(n, Free) and axis not in free else int(here[axis]) * many[axis] for axis, n in enumerate(shape)]
+        grown = [
+            n if isinstance(n, Free) and axis not in free else int(here[axis]) * many[axis]
+            for axis, n in enumerate(shape)
+        ]
         x = walk.emit("TILE", [walk.take(x), walk.ints(many)], grown, kind)
     if free:
         x = walk.emit("ADD", [walk.take(x), walk.take(walk.batch_of_zeros(rank))], shape, kind)
@@ -141,7 +138,7 @@ def repeated(walk: Walk, x: Any, shape: Sequence[int], kind: str) -> Value:
 
 @form(aten.repeat.default, aten.tile.default)
 def repeat(walk: Walk, node: fx.Node) -> Value:
-    x, (shape, kind) = walk.float_of(walk.known[node.args[0]]), walk.like(node)  # type: ignore[index]
+    x, (shape, kind) = walk.float_of(walk.first(node)), walk.like(node)
     many = [1] * (len(shape) - x.rank) + list(x.shape)
     if any(isinstance(each, Free) != isinstance(was, Free) for each, was in zip(shape, many, strict=True)):
         raise NotFreeError("a tensor is repeated along the batch")
@@ -152,7 +149,7 @@ def repeat(walk: Walk, node: fx.Node) -> Value:
 
 @form(aten.slice.Tensor, aten.narrow.default)
 def cut(walk: Walk, node: fx.Node) -> Any:
-    x, given = walk.known[node.args[0]], walk.arguments(node)  # type: ignore[index]
+    x, given = walk.first(node), walk.arguments(node)
     shape, _ = walk.like(node)
     axis = int(given["dim"]) % x.rank
     step = int(given.get("step", 1))
@@ -170,21 +167,17 @@ def piece(walk: Walk, x: Value, axis: int, start: int, extent: tuple[int, int]) 
     (count, step), order = extent, x.order
     shape = [count if place == axis else size for place, size in enumerate(x.shape)]
     begin = [start if place == axis else 0 for place in order]
-    if step == 1:
-        size = [count if place == axis else -1 for place in order]
-        inputs = [x.stored[order], walk.ints(begin), walk.ints(size)]
-        return walk.emit("SLICE", inputs, shape, x.kind, order=order, codes=x.codes)
     end = [start + (count - 1) * step + 1 if place == axis else 0 for place in order]
     steps = [step if place == axis else 1 for place in order]
-    others = sum(1 << at for at, place in enumerate(order) if place != axis)
+    others = sum(1 << at for at, place in enumerate(order) if place != axis)  # which are whole
     inputs = [x.stored[order], *(walk.ints(each) for each in (begin, end, steps))]
     masks = {"beginMask": others, "endMask": others}
-    return walk.emit("STRIDED_SLICE", inputs, shape, x.kind, order=order, codes=x.codes, **masks)
+    return walk.emit("STRIDED_SLICE", inputs, shape, x.kind, order=order, codes=x.codes, options=masks)
 
 
 @form(aten.select.int)
 def select(walk: Walk, node: fx.Node) -> Value:
-    x, given = walk.known[node.args[0]], walk.arguments(node)  # type: ignore[index]
+    x, given = walk.first(node), walk.arguments(node)
     axis, index = int(given["dim"]) % x.rank, int(given["index"])
     return _picked(walk, x, axis, index)
 
@@ -202,14 +195,14 @@ def _picked(walk: Walk, x: Value, axis: int, index: int) -> Value:
 
 @form(aten.unbind.int)
 def unbind(walk: Walk, node: fx.Node) -> list[Value]:
-    x, given = walk.known[node.args[0]], walk.arguments(node)  # type: ignore[index]
+    x, given = walk.first(node), walk.arguments(node)
     axis = int(given["dim"]) % x.rank
     return [_picked(walk, x, axis, index) for index in range(x.shape[axis])]
 
 
 @form(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 def split(walk: Walk, node: fx.Node) -> list[Value]:
-    x, given = walk.known[node.args[0]], walk.arguments(node)  # type: ignore[index]
+    x, given = walk.first(node), walk.arguments(node)
     axis = int(given["dim"]) % x.rank
     if isinstance(x.shape[axis], Free):
         raise NotFreeError("the batch is split")
@@ -221,9 +214,9 @@ def split(walk: Walk, node: fx.Node) -> list[Value]:
     return made
 
 
-@form(__import__("operator").getitem)
+@form(operator.getitem)
 def item(walk: Walk, node: fx.Node) -> Any:
-    found: Any = walk.known[node.args[0]]  # type: ignore[index]
+    found: Any = walk.given(node.args[0])
     place: Any = node.args[1]
     return found[place]
 
@@ -234,7 +227,8 @@ def concat(walk: Walk, node: fx.Node) -> Value:
     parts = [each for each in given["tensors"] if tuple(each.shape) != (0,)]
     shape, kind = walk.like(node)
     axis, end = int(given["dim"]) % len(shape), walk.ending(node, folds=False)
-    sources = [each for each in node.args[0] if tuple(each.meta["val"].shape) != (0,)]  # type: ignore[union-attr]
+    listed: Any = node.args[0]
+    sources = [each for each in listed if tuple(each.meta["val"].shape) != (0,)]
     codes = _common(parts, end)
     if codes is not None:
         parts = [recoded(walk, each, codes) for each in parts]
@@ -246,7 +240,9 @@ def concat(walk: Walk, node: fx.Node) -> Value:
         ]
     order = parts[0].order
     inputs = [walk.take(each, order) for each in parts]
-    made = walk.emit("CONCATENATION", inputs, shape, kind, order=order, codes=codes, axis=order.index(axis))
+    made = walk.emit(
+        "CONCATENATION", inputs, shape, kind, order=order, codes=codes, options={"axis": order.index(axis)}
+    )
     return closed(walk, node, end, made)
 
 
@@ -269,7 +265,7 @@ def stack(walk: Walk, node: fx.Node) -> Value:
     wide = [1 if place == axis else size for place, size in enumerate(shape)]
     parts = [walk.float_of(each) for each in given["tensors"]]
     whole = [each.reshape(wide) if isinstance(each, Tensor) else walk.reshaped(each, wide) for each in parts]
-    return walk.emit("CONCATENATION", [walk.take(each) for each in whole], shape, kind, axis=axis)
+    return walk.emit("CONCATENATION", [walk.take(each) for each in whole], shape, kind, options={"axis": axis})
 
 
 @form(aten.constant_pad_nd.default)
@@ -287,18 +283,17 @@ def pad(walk: Walk, node: fx.Node) -> Value:
     inputs = [x.stored[order], walk.constant(np.array([pairs[axis] for axis in order], np.int32), "paddings")]
     if value == 0:
         return walk.emit("PAD", inputs, shape, kind, order=order, codes=x.codes)
-    filled = walk.constant(np.full(1, value, np.dtype(kind)))
+    filled = walk.number(value, kind)
     return walk.emit("PADV2", [*inputs, filled], shape, kind, order=order)
 
 
 def _cropped(walk: Walk, x: Value, pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> Value:
     if any(each > 0 for pair in pairs for each in pair):
         raise UnfitError("pads and crops at once")
-    order = x.order
-    begin = [-pairs[axis][0] for axis in order]
-    size = [-1 if isinstance(shape[axis], Free) else shape[axis] for axis in order]
-    inputs = [x.stored[order], walk.ints(begin), walk.ints(size)]
-    return walk.emit("SLICE", inputs, shape, x.kind, order=order, codes=x.codes)
+    for axis, (before, _) in enumerate(pairs):
+        if tuple(pairs[axis]) != (0, 0):
+            x = piece(walk, x, axis, -before, (int(shape[axis]), 1))
+    return x
 
 
 @form(aten.embedding.default)
@@ -318,10 +313,22 @@ def index_select(walk: Walk, node: fx.Node) -> Value:
 def index(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
     wanted = [(axis, each) for axis, each in enumerate(given["indices"]) if each is not None]
-    if len(wanted) != 1 or (isinstance(wanted[0][1], Tensor) and wanted[0][1].dtype == torch.bool):
-        raise UnfitError("picks elements by several indices, or by a mask")
-    axis, indices = wanted[0]
-    return _gathered(walk, node, walk.float_of(given["self"]), indices, axis)
+    if not all(isinstance(each, Tensor) and each.dtype != torch.bool for _, each in wanted) and len(wanted) > 1:
+        raise UnfitError("picks elements by several indices that are computed, or by a mask")
+    if len(wanted) == 1:
+        axis, indices = wanted[0]
+        return _gathered(walk, node, walk.float_of(given["self"]), indices, axis)
+    if [axis for axis, _ in wanted] != list(range(len(wanted))):
+        raise UnfitError("picks elements by indices of axes that are not the first ones")
+    x, (shape, kind) = walk.float_of(walk.first(node)), walk.like(node)
+    rows = [torch.where(each < 0, each + x.shape[axis], each) for axis, each in wanted]
+    places = torch.stack(_together(rows), -1).to(torch.int32)
+    return walk.emit("GATHER_ND", [walk.take(x), walk.constant(places, "places")], shape, kind, name=node.name)
+
+
+def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    shape = torch.broadcast_shapes(*(each.shape for each in tensors))
+    return [each.expand(shape) for each in tensors]
 
 
 def _gathered(walk: Walk, node: fx.Node, table: Any, indices: Any, axis: int) -> Value:
@@ -332,22 +339,13 @@ def _gathered(walk: Walk, node: fx.Node, table: Any, indices: Any, axis: int) ->
         indices = torch.where(indices < 0, indices + size, indices).to(torch.int32)
     inputs = [walk.take(table), walk.take(indices)]
     stored = kind if not isinstance(table, Tensor) else kind_of_dtype(table.dtype)
-    return walk.emit("GATHER", inputs, shape, stored, name=node.name, axis=axis % rank, batchDims=0)
+    return walk.emit("GATHER", inputs, shape, stored, name=node.name, options={"axis": axis % rank})
 
 
 @form(aten.flip.default)
 def flip(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
-    x, (shape, kind) = walk.float_of(given["self"]), walk.like(node)
+    x: Value = walk.float_of(given["self"])
     for axis in given["dims"]:
-        order = x.order
-        x = walk.emit(
-            "REVERSE_V2", [x.stored[order], walk.ints([order.index(axis % x.rank)])], shape, kind, order=order
-        )
+        x = walk.same("REVERSE_V2", x, [walk.ints([x.order.index(axis % x.rank)])])
     return x
-
-
-@form(aten.sym_size.int)
-def size(walk: Walk, node: fx.Node) -> Any:
-    x, axis = walk.known[node.args[0]], node.args[1]  # type: ignore[index]
-    return x.shape[axis]

@@ -1,22 +1,57 @@
 """Operations that LiteRT has none for, in the parts that it has: written with torch, taken apart before the walk."""
 
 from collections.abc import Callable, Sequence
+from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from scalepoint.formats.executorch.attention import attention
 from scalepoint.formats.litert.walk import FORMS
 
 aten = torch.ops.aten
+HIDDEN = -1e30  # a score that a mask hides
 
 
 def taken_apart(program: ExportedProgram) -> ExportedProgram:
     """A program of operations that have a form, where their parts have one."""
-    known = {target: parts for target, parts in torch.export.default_decompositions().items() if target not in FORMS}
-    return program.run_decompositions({**known, **PARTS})
+    table: Any = torch.export.default_decompositions()
+    known = {target: parts for target, parts in table.items() if target not in FORMS and not _is_size(target)}
+    made: ExportedProgram = program.run_decompositions({**known, **PARTS})
+    return made
+
+
+def _is_size(target: Any) -> bool:
+    return str(target).startswith("aten.sym_")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(c q k^T + mask) v; a row that a mask hides whole gives the mean of all values."""
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
+    scores = torch.matmul(query * (1 / sqrt(query.shape[-1]) if scale is None else scale), key.transpose(-2, -1))
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(attn_mask.logical_not(), HIDDEN) if is_bool else scores + attn_mask
+    return torch.matmul(torch.softmax(scores, -1), value)
+
+
+def vector_norm(x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The root of the sum of squares."""
+    axes = list(range(x.ndim)) if dim is None else dim
+    return torch.sqrt(x.square().sum(axes, keepdim=keepdim)) if order == 2 else NotImplemented
 
 
 def layer_norm(
@@ -74,17 +109,32 @@ def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
 
 def average_of_line(
     x: Tensor, size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), *rest: Any
-) -> Tensor:
+) -> Any:
     pads = [0, *padding]
     return aten.avg_pool2d(x.unsqueeze(2), [1, *size], [1, *(stride or size)], pads, *rest[:2]).squeeze(2)
 
 
 def largest_of_line(
     x: Tensor, size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), *rest: Any
-) -> Tensor:
+) -> Any:
     dilation = [1, *rest[0]] if rest else [1, 1]
     made = aten.max_pool2d(x.unsqueeze(2), [1, *size], [1, *(stride or size)], [0, *padding], dilation, *rest[1:])
     return made.squeeze(2)
+
+
+def adaptive_average(x: Tensor, size: Sequence[int]) -> Any:
+    """In windows of several sizes: a product with what each contributes, along either axis."""
+    if all(int(whole) % part == 0 for whole, part in zip(x.shape[2:], size, strict=True)):
+        return NotImplemented
+    rows, columns = (_shares(int(whole), part) for whole, part in zip(x.shape[2:], size, strict=True))
+    return torch.matmul(torch.matmul(x, columns).transpose(2, 3), rows).transpose(2, 3)
+
+
+def _shares(whole: int, part: int) -> Tensor:
+    """(whole, part): 1 / length of a window for its elements, 0 for others."""
+    window, place = torch.arange(part), torch.arange(whole)[:, None]
+    start, end = window * whole // part, ((window + 1) * whole + part - 1) // part
+    return ((place >= start) & (place < end)).to(torch.float32) / (end - start).to(torch.float32)
 
 
 PARTS: dict[Any, Callable[..., Any]] = {
@@ -95,6 +145,7 @@ PARTS: dict[Any, Callable[..., Any]] = {
         group_norm(x, x.shape[1], weight, bias, eps) if use_input_stats else NotImplemented
     ),
     aten.scaled_dot_product_attention.default: attention,
+    aten.linalg_vector_norm.default: vector_norm,
     aten.silu.default: lambda x: x * torch.sigmoid(x),
     aten.hardsigmoid.default: lambda x: aten.relu6(x + 3) * (1 / 6),
     aten.mish.default: lambda x: x * torch.tanh(softplus(x)),
@@ -102,6 +153,7 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.log_sigmoid.default: lambda x: -softplus(-x),
     aten.roll.default: roll,
     aten.pixel_shuffle.default: pixel_shuffle,
+    aten.adaptive_avg_pool2d.default: adaptive_average,
     aten.avg_pool1d.default: average_of_line,
     aten.max_pool1d.default: largest_of_line,
     aten.adaptive_avg_pool1d.default: lambda x, size: aten.adaptive_avg_pool2d(x.unsqueeze(2), [1, *size]).squeeze(2),

@@ -1,6 +1,6 @@
 """What is computed element by element: operands of one order, whichever they have.
 
-    add, sub, mul    int8 where both operands have codes and the result gets some; others in float
+add, sub, mul    int8 where both operands have codes and the result gets some; others in float
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.formats.litert.products import closed
-from scalepoint.formats.litert.values import Free, Held, Order, Value, kind_of_dtype, plain
+from scalepoint.formats.litert.values import Held, Order, Value, kind_of_dtype, plain
 from scalepoint.formats.litert.walk import UnfitError, Walk, form
 
 aten = torch.ops.aten
-UNARY = {
+UNARY: dict[Any, str] = {
     aten.relu.default: "RELU", aten.relu6.default: "RELU6", aten.sigmoid.default: "LOGISTIC", aten.tanh.default: "TANH",
     aten.exp.default: "EXP", aten.log.default: "LOG", aten.sqrt.default: "SQRT", aten.rsqrt.default: "RSQRT",
     aten.neg.default: "NEG", aten.abs.default: "ABS", aten.sin.default: "SIN", aten.cos.default: "COS",
@@ -22,16 +22,16 @@ UNARY = {
     aten.square.default: "SQUARE", aten.hardswish.default: "HARD_SWISH", aten.logical_not.default: "LOGICAL_NOT",
     aten.bitwise_not.default: "LOGICAL_NOT",
 }  # fmt: skip
-ACTIVATED = {
+ACTIVATED: dict[Any, str] = {
     aten.add.Tensor: "ADD", aten.add.Scalar: "ADD", aten.sub.Tensor: "SUB", aten.sub.Scalar: "SUB",
     aten.mul.Tensor: "MUL", aten.mul.Scalar: "MUL", aten.div.Tensor: "DIV", aten.div.Scalar: "DIV",
 }  # fmt: skip
-BINARY = ACTIVATED | {
+BINARY: dict[Any, str] = ACTIVATED | {
     aten.maximum.default: "MAXIMUM", aten.minimum.default: "MINIMUM", aten.pow.Tensor_Tensor: "POW",
     aten.logical_and.default: "LOGICAL_AND", aten.logical_or.default: "LOGICAL_OR",
     aten.bitwise_and.Tensor: "LOGICAL_AND", aten.bitwise_or.Tensor: "LOGICAL_OR",
 }  # fmt: skip
-COMPARED = {
+COMPARED: dict[Any, str] = {
     getattr(getattr(aten, name), overload): operator
     for name, operator in {
         "eq": "EQUAL", "ne": "NOT_EQUAL", "lt": "LESS", "le": "LESS_EQUAL", "gt": "GREATER", "ge": "GREATER_EQUAL"
@@ -45,27 +45,24 @@ LOGICAL = ("LOGICAL_AND", "LOGICAL_OR", "LOGICAL_NOT")
 
 @form(*UNARY)
 def unary(walk: Walk, node: fx.Node) -> Value:
-    x, (shape, kind) = walk.float_of(walk.known[node.args[0]]), walk.like(node)  # type: ignore[index]
     operator = UNARY[node.target]
-    if operator in LOGICAL and kind != "bool":
+    if operator in LOGICAL and walk.like(node)[1] != "bool":
         raise UnfitError("computes with the bits of whole numbers")
-    return walk.emit(operator, [x.stored[x.order]], shape, kind, order=x.order)
+    return walk.same(operator, walk.float_of(walk.first(node)))
 
 
 @form(aten.gelu.default)
 def gelu(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
-    x, (shape, kind) = walk.float_of(given["self"]), walk.like(node)
-    is_tanh = given["approximate"] == "tanh"
-    return walk.emit("GELU", [x.stored[x.order]], shape, kind, order=x.order, approximate=is_tanh)
+    options = {"approximate": given["approximate"] == "tanh"}
+    return walk.same("GELU", walk.float_of(given["self"]), options=options)
 
 
 @form(aten.leaky_relu.default)
 def leaky_relu(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
-    x, (shape, kind) = walk.float_of(given["self"]), walk.like(node)
-    alpha = float(given["negative_slope"])
-    return walk.emit("LEAKY_RELU", [x.stored[x.order]], shape, kind, order=x.order, alpha=alpha)
+    options = {"alpha": float(given["negative_slope"])}
+    return walk.same("LEAKY_RELU", walk.float_of(given["self"]), options=options)
 
 
 @form(aten.elu.default)
@@ -73,32 +70,29 @@ def elu(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
     if (given["alpha"], given["scale"], given["input_scale"]) != (1, 1, 1):
         raise UnfitError("is an ELU with an alpha other than 1")
-    x, (shape, kind) = walk.float_of(given["self"]), walk.like(node)
-    return walk.emit("ELU", [x.stored[x.order]], shape, kind, order=x.order)
+    return walk.same("ELU", walk.float_of(given["self"]))
 
 
 @form(aten.prelu.default, aten._prelu_kernel.default)
 def prelu(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
-    x, weight, (shape, kind) = walk.float_of(given["self"]), given["weight"].reshape(-1), walk.like(node)
+    x, weight = walk.float_of(given["self"]), given["weight"]
     if not isinstance(weight, Tensor):
         raise UnfitError("has a slope that is computed from the data")
-    order = x.order
-    slope = weight.expand(shape[1]).reshape([-1 if axis == 1 else 1 for axis in order[1:]])
-    return walk.emit("PRELU", [x.stored[order], walk.constant(slope, "slope")], shape, kind, order=order)
+    slope = weight.reshape(-1).expand(x.shape[1]).reshape([-1 if axis == 1 else 1 for axis in x.order[1:]])
+    return walk.same("PRELU", x, [walk.constant(slope, "slope")])
 
 
 @form(aten.clamp.default, aten.hardtanh.default, aten.clamp_min.default, aten.clamp_max.default)
 def clamp(walk: Walk, node: fx.Node) -> Any:
     given = walk.arguments(node)
-    x, (shape, kind) = walk.float_of(given["self"]), walk.like(node)
+    x = walk.float_of(given["self"])
     low, high = (given.get(each, given.get(f"{each}_val")) for each in ("min", "max"))
     if (low, high) in ((0, 6), (0, None)):
-        return walk.emit("RELU6" if high else "RELU", [x.stored[x.order]], shape, kind, order=x.order)
+        return walk.same("RELU6" if high else "RELU", x)
     for operator, limit in (("MAXIMUM", low), ("MINIMUM", high)):
         if limit is not None:
-            held = walk.constant(np.full(1, limit, np.dtype(kind)))
-            x = walk.emit(operator, [x.stored[x.order], held], shape, kind, order=x.order)
+            x = walk.same(operator, x, [walk.number(limit, x.kind)])
     return x
 
 
@@ -120,7 +114,7 @@ def binary(walk: Walk, node: fx.Node) -> Value:
     inputs = [_aligned(walk, each, len(shape), order) for each in (x, y)]
     options = {"fusedActivationFunction": end.activation} if node.target in ACTIVATED else {}
     codes = end.codes if is_integer else None
-    made = walk.emit(operator, inputs, shape, kind, order=order, codes=codes, name=node.name, **options)
+    made = walk.emit(operator, inputs, shape, kind, order=order, codes=codes, name=node.name, options=options)
     return closed(walk, node, end, made)
 
 
@@ -132,19 +126,18 @@ def subtracted(walk: Walk, node: fx.Node) -> Value:
     x = _typed(walk, walk.float_of(given["self"]), kind)
     if given["alpha"] != 1:
         raise UnfitError("subtracts a multiple")
-    held = walk.constant(np.full(1, given["other"], np.dtype(kind)))
+    held = walk.number(given["other"], kind)
     return walk.emit("SUB", [held, x.stored[x.order]], shape, kind, order=x.order)
 
 
 @form(aten.pow.Tensor_Scalar)
 def power(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
-    x, (shape, kind) = walk.float_of(given["self"]), walk.like(node)
+    x = walk.float_of(given["self"])
     known = {2: "SQUARE", 0.5: "SQRT", -0.5: "RSQRT"}
     if given["exponent"] in known:
-        return walk.emit(known[given["exponent"]], [x.stored[x.order]], shape, kind, order=x.order)
-    held = walk.constant(np.full(1, given["exponent"], np.dtype(kind)))
-    return walk.emit("POW", [x.stored[x.order], held], shape, kind, order=x.order)
+        return walk.same(known[given["exponent"]], x)
+    return walk.same("POW", x, [walk.number(given["exponent"], x.kind)])
 
 
 @form(*COMPARED)
@@ -174,7 +167,7 @@ def choose(walk: Walk, node: fx.Node) -> Value:
 
 @form(aten._to_copy.default, aten.to.dtype, aten.type_as.default)
 def cast(walk: Walk, node: fx.Node) -> Any:
-    x, (_, kind) = walk.known[node.args[0]], walk.like(node)  # type: ignore[index]
+    x, (_, kind) = walk.given(node.args[0]), walk.like(node)
     return _typed(walk, walk.float_of(x) if not _is_kind(x, kind) else x, kind)
 
 
@@ -190,14 +183,13 @@ def _typed(walk: Walk, x: Any, kind: str) -> Any:
         return torch.tensor(x, dtype=getattr(torch, kind))
     if x.kind == kind:
         return x
-    return walk.emit("CAST", [x.stored[x.order]], x.shape, kind, order=x.order, **walk.cast(x.kind, kind))
+    return walk.cast(x, kind)
 
 
 def _scaled(walk: Walk, x: Any, factor: float) -> Any:
     if isinstance(x, Tensor):
         return x * factor
-    held = walk.constant(np.full(1, factor, np.dtype(x.kind)))
-    return walk.emit("MUL", [x.stored[x.order], held], x.shape, x.kind, order=x.order)
+    return walk.same("MUL", x, [walk.number(factor, x.kind)])
 
 
 def _has_codes(x: Any) -> bool:
@@ -227,9 +219,10 @@ def _aligned(walk: Walk, x: Any, rank: int, order: Order) -> int:
     if isinstance(x, Tensor):
         if x.numel() == 1:
             return walk.constant(x.reshape(1))
-        return walk.constant(x.reshape([1] * (rank - x.ndim) + list(x.shape)).permute(order), walk.names.get(id(x), "constant"))
-    if x.rank < rank and all(size == 1 and not isinstance(size, Free) for size in x.shape):
-        return x.stored[x.order]
-    if x.rank < rank:
-        x = walk.reshaped(x, [1] * (rank - x.rank) + list(x.shape))
-    return walk.take(x, order)
+        return walk.constant(
+            x.reshape([1] * (rank - x.ndim) + list(x.shape)).permute(order), walk.names.get(id(x), "constant")
+        )
+    value: Value = x
+    if value.rank < rank:
+        value = walk.reshaped(value, [1] * (rank - value.rank) + list(value.shape))
+    return walk.take(value, order)

@@ -1,7 +1,7 @@
 """Pools: windows over pictures whose channels stand last.
 
-    max        the codes of its input
-    average    int8 where its output has the same scale as its input, else float
+max        the codes of its input
+average    int8 where its output has the same scale as its input, else float
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ def _pooled(walk: Walk, operator: str, place: int, node: fx.Node, window: tuple[
     options = {
         "padding": how, "filterHeight": kernel[0], "filterWidth": kernel[1], "strideH": stride[0], "strideW": stride[1]
     }  # fmt: skip
-    return walk.emit(operator, [place], shape, kind, order=LAST, codes=x.codes, name=node.name, **options)
+    return walk.emit(operator, [place], shape, kind, order=LAST, codes=x.codes, name=node.name, options=options)
 
 
 @form(aten.avg_pool2d.default)
@@ -83,7 +83,9 @@ def adaptive_average_pool(walk: Walk, node: fx.Node) -> Value:
         x = x if is_integer else walk.float_of(x)
         inputs = [walk.take(x, LAST), walk.ints([1, 2])]
         codes = end.codes if is_integer else None
-        made = walk.emit("MEAN", inputs, shape, kind, order=LAST, codes=codes, name=node.name, keepDims=True)
+        made = walk.emit(
+            "MEAN", inputs, shape, kind, order=LAST, codes=codes, name=node.name, options={"keepDims": True}
+        )
         return closed(walk, node, end, made)
     if any(whole % part for whole, part in zip(x.shape[2:], shape[2:], strict=True)):
         raise UnfitError(f"pools {tuple(x.shape[2:])} to {tuple(shape[2:])}, in windows of several sizes")

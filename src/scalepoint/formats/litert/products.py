@@ -53,10 +53,10 @@ def convolution(walk: Walk, node: fx.Node) -> Value:
     if is_depthwise:
         options["depthMultiplier"] = out[1] // groups
     held = _held(walk, weight, (1, 2, 3, 0) if is_depthwise else (0, 2, 3, 1), 3 if is_depthwise else 0)
-    inputs = [place, held, _bias(walk, bias, int(out[1]), is_integer)]
+    inputs = [place, held, _bias(walk, bias, source, weight, int(out[1]))]
     operator = "DEPTHWISE_CONV_2D" if is_depthwise else "CONV_2D"
     codes = end.codes if is_integer else None
-    made = walk.emit(operator, inputs, out, "float32", order=LAST, codes=codes, name=node.name, **options)
+    made = walk.emit(operator, inputs, out, "float32", order=LAST, codes=codes, name=node.name, options=options)
     made = made if dims == 2 else _without_height(walk, made, shape)
     return closed(walk, node, end, made)
 
@@ -65,7 +65,9 @@ def closed(walk: Walk, node: fx.Node, end: Ending, made: Value) -> Value:
     """As codes where the ending asks for some that the operator did not give."""
     if end.codes is not None and made.codes is None:
         order = made.order
-        made = walk.emit("QUANTIZE", [made.stored[order]], made.shape, made.kind, order=order, codes=end.codes, is_integer=False)
+        made = walk.emit(
+            "QUANTIZE", [made.stored[order]], made.shape, made.kind, order=order, codes=end.codes, is_integer=False
+        )
     return walk.close(node, end, made)
 
 
@@ -161,7 +163,7 @@ def padded(
 
 def _lowest(walk: Walk, x: Value) -> int:
     if x.codes is None:
-        return walk.constant(np.full(1, np.finfo(np.float32).min, np.float32))
+        return walk.number(float(np.finfo(np.float32).min), "float32")
     return walk.file.constant("lowest", np.full(1, -128, np.int8), x.codes)
 
 
@@ -173,13 +175,16 @@ def _held(walk: Walk, weight: Any, order: Sequence[int], axis: int) -> int:
     return walk.take(weight, tuple(order))
 
 
-def _bias(walk: Walk, bias: Any, channels: int, is_integer: bool) -> int:
-    """Zeros where there is none, which older delegates ask for."""
-    if bias is None:
-        return walk.constant(np.zeros(channels, np.int32 if is_integer else np.float32), "no_bias")
-    if is_integer and not isinstance(bias, Held):
+def _bias(walk: Walk, bias: Any, x: Value, weight: Any, channels: int) -> int:
+    """Zeros where there is none, which delegates ask for; int32 of the scale s_x s_w beside int8 tensors."""
+    if x.codes is None or not isinstance(weight, Held):
+        return walk.take(torch.zeros(channels) if bias is None else bias)
+    if isinstance(bias, Held):
+        return walk.take(bias)
+    if bias is not None:
         raise UnfitError("has a float bias beside int8 tensors")
-    return walk.take(bias)
+    scale = np.broadcast_to(x.codes.scale * weight.quantized.scale, channels)
+    return walk.file.constant("no_bias", np.zeros(channels, np.int32), Quantized(scale))
 
 
 @form(aten.conv_transpose2d.input, aten.conv_transpose1d.default)
@@ -206,10 +211,13 @@ def _transposed(walk: Walk, node: fx.Node, given: dict[str, Any]) -> Value:
         raise UnfitError("is a transposed convolution whose output_padding is larger than its padding")
     held = _held(walk, weight, (1, 2, 3, 0), 0)
     whole = (*shape[:2], *reach)
-    inputs = [walk.ints([whole[axis] for axis in LAST]), held, walk.take(x, LAST), _bias(walk, bias, shape[1], is_integer)]
+    biases = _bias(walk, bias, x, weight, shape[1])
+    inputs = [walk.ints([whole[axis] for axis in LAST]), held, walk.take(x, LAST), biases]
     codes = end.codes if is_integer else None
     options = {"padding": VALID, "strideH": stride[0], "strideW": stride[1]}
-    made = walk.emit("TRANSPOSE_CONV", inputs, whole, "float32", order=LAST, codes=codes, name=node.name, **options)
+    made = walk.emit(
+        "TRANSPOSE_CONV", inputs, whole, "float32", order=LAST, codes=codes, name=node.name, options=options
+    )
     if whole != shape:
         begin, size = walk.ints([0, *pads, 0]), walk.ints([shape[axis] for axis in LAST])
         made = walk.emit("SLICE", [walk.take(made, LAST), begin, size], shape, "float32", order=LAST, codes=made.codes)
@@ -228,7 +236,7 @@ def added_product(walk: Walk, node: fx.Node) -> Value:
     bias, weight = given["self"], given["mat2"]
     if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or (given["alpha"], given["beta"]) != (1, 1):
         raise UnfitError("adds to a product that is no linear layer")
-    return _linear(walk, node, given["mat1"], weight.T, bias)
+    return _linear(walk, node, given["mat1"], walk.called(weight.T, walk.names.get(id(weight), node.name)), bias)
 
 
 def _linear(walk: Walk, node: fx.Node, x: Any, weight: Any, bias: Any) -> Value:
@@ -241,12 +249,22 @@ def _linear(walk: Walk, node: fx.Node, x: Any, weight: Any, bias: Any) -> Value:
         weight = weight if is_rows else walk.float_of(weight)
     if isinstance(weight, Value):
         raise UnfitError("has a weight that is computed from the data")
-    channels = _data(weight).shape[0]
-    inputs = [walk.take(x), walk.take(weight), _bias(walk, bias, channels, is_integer)]
-    options = {"fusedActivationFunction": end.activation, "keepNumDims": len(shape) != 2, "asymmetricQuantizeInputs": is_rows}
+    inputs = [walk.take(x), walk.take(weight), _bias(walk, bias, x, weight, _data(weight).shape[0])]
+    options = {
+        "fusedActivationFunction": end.activation,
+        "keepNumDims": len(shape) != 2,
+        "asymmetricQuantizeInputs": is_rows,
+    }
     codes = end.codes if is_integer else None
     made = walk.emit(
-        "FULLY_CONNECTED", inputs, shape, "float32", codes=codes, name=node.name, is_integer=is_integer or is_rows, **options
+        "FULLY_CONNECTED",
+        inputs,
+        shape,
+        "float32",
+        codes=codes,
+        name=node.name,
+        is_integer=is_integer or is_rows,
+        options=options,
     )
     return closed(walk, node, end, made)
 
@@ -255,8 +273,8 @@ def _linear(walk: Walk, node: fx.Node, x: Any, weight: Any, bias: Any) -> Value:
 def product(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
     x, y = (walk.float_of(given[each]) for each in ("self", "other" if "other" in given else "mat2"))
-    if isinstance(y, Tensor) and y.ndim == 2 and isinstance(x, Value):
-        return _linear(walk, node, x, y.T, None)
+    if isinstance(y, Tensor) and y.ndim == 2 and isinstance(x, Value) and walk.is_parameter(y):
+        return _linear(walk, node, x, walk.called(y.T, walk.names[id(y)]), None)
     ranks = [each.ndim if isinstance(each, Tensor) else each.rank for each in (x, y)]
     if min(ranks) < 2 or max(ranks) > 5:
         raise UnfitError(f"multiplies tensors of {ranks[0]} and {ranks[1]} axes")
@@ -264,4 +282,4 @@ def product(walk: Walk, node: fx.Node) -> Value:
     swapped = (*plain(ranks[1])[:-2], ranks[1] - 1, ranks[1] - 2)
     is_swapped = isinstance(y, Value) and plain(ranks[1]) not in y.stored and swapped in y.stored
     inputs = [walk.take(x), walk.take(y, swapped if is_swapped else None)]
-    return walk.emit("BATCH_MATMUL", inputs, shape, kind, name=node.name, adjY=is_swapped)
+    return walk.emit("BATCH_MATMUL", inputs, shape, kind, name=node.name, options={"adjY": is_swapped})

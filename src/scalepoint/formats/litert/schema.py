@@ -107,9 +107,7 @@ class File:
         told.quantizedDimension = quantized.axis
         return told
 
-    def constant(
-        self, name: str, data: np.ndarray, quantized: Quantized | None = None, kind: str | None = None
-    ) -> int:
+    def constant(self, name: str, data: np.ndarray, quantized: Quantized | None = None, kind: str | None = None) -> int:
         """The place of a tensor that holds its values; the same values without parameters are there once."""
         kind, raw = kind or str(data.dtype), np.ascontiguousarray(data)
         packed = _packed(raw) if kind == "int4" else raw.reshape(-1).view(np.uint8)

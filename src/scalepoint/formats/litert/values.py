@@ -94,7 +94,7 @@ class Held:
 
 def shape_of(value: Tensor, batch: int) -> tuple[int, ...]:
     """With the extents of the example; what follows from the batch is free."""
-    return tuple(map(lambda each: extent_of(each, batch), value.shape))
+    return tuple(extent_of(each, batch) for each in value.shape)
 
 
 def extent_of(size: Any, batch: int) -> int:

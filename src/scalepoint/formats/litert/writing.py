@@ -81,7 +81,11 @@ def _own(walk: Walk, name: str, value: Any, taken: set[int]) -> int:
     place = walk.take(value)
     if place in taken or isinstance(value, Tensor):
         shape = value.shape
-        source = value if isinstance(value, Value) else Value(tuple(shape), str(value.dtype).removeprefix("torch."), {tuple(range(len(shape))): place})
+        source = (
+            value
+            if isinstance(value, Value)
+            else Value(tuple(shape), str(value.dtype).removeprefix("torch."), {tuple(range(len(shape))): place})
+        )
         place = walk.take(walk.reshaped(source, source.shape))
     tensor = walk.file.graph.tensors[place]
     tensor.name = walk.file.free_name(name).encode()

@@ -13,6 +13,7 @@ WEIGHTS = {"CONV_2D": 1, "DEPTHWISE_CONV_2D": 1, "FULLY_CONNECTED": 1, "TRANSPOS
 INPUTS = {"TRANSPOSE_CONV": 2}
 NAMES = {value: name for name, value in vars(schema.BuiltinOperator).items() if name.isupper()}
 TYPES = {value: name.lower() for name, value in vars(schema.TensorType).items() if name.isupper()}
+OUTSIDE = " (own kernel)"  # of LiteRT: what the delegate does not take
 STORED = re.compile(r"\.stored_\w+(\.\w+)?$")
 
 
@@ -52,9 +53,7 @@ class File:
         if shapes == self.shapes:
             return
         for name, place, signature, shape in zip(self.inputs, self.places, self.signatures, shapes, strict=True):
-            fits = len(signature) == len(shape) and all(
-                a in (-1, b) for a, b in zip(signature, shape, strict=True)
-            )
+            fits = len(signature) == len(shape) and all(a in (-1, b) for a, b in zip(signature, shape, strict=True))
             if not fits:
                 takes = [size if size >= 0 else "batch" for size in signature]
                 raise SystemExit(f"{name}: the file takes {takes}, {list(shape)} was given")
@@ -63,14 +62,15 @@ class File:
         self.shapes = shapes
 
     def executed(self) -> list[dict[str, Any]]:
-        """The operators of the file, weighted ones with the types of input and weight, and the delegates that run them."""
-        graph = self.model.Subgraphs(0)
+        """The operators of the file, weighted ones with the types that they multiply, and delegates that run them."""
+        graph, details = self.model.Subgraphs(0), self.interpreter._get_ops_details()
+        taken = _taken(details)
         nodes = []
         for place in range(graph.OperatorsLength()):
             operator = graph.Operators(place)
             code = self.model.OperatorCodes(operator.OpcodeIndex())
-            nodes.append(_node(graph, operator, NAMES[max(code.BuiltinCode(), code.DeprecatedBuiltinCode())]))
-        details = self.interpreter._get_ops_details()
+            told = _node(graph, operator, NAMES[max(code.BuiltinCode(), code.DeprecatedBuiltinCode())])
+            nodes.append(told if place in taken else {**told, "op": f"{told['op']}{OUTSIDE}"})
         return [*nodes, *(_told("XNNPACK", "XNNPACK") for each in details if each["op_name"] == "DELEGATE")]
 
     def _said(self) -> dict[str, Any]:
@@ -79,6 +79,26 @@ class File:
             if each.Name() == ABOUT:
                 return dict(json.loads(bytes(self.model.Buffers(each.Buffer()).DataAsNumpy())))
         return {}
+
+
+def _taken(details: list[dict[str, Any]]) -> set[int]:
+    """The places of the operators that delegates run: all from their outputs back to their inputs."""
+    makers = {int(out): place for place, each in enumerate(details) for out in each["outputs"] if _is_plain(each)}
+    taken: set[int] = set()
+    for delegate in details:
+        given = set(map(int, delegate["inputs"]))
+        pending = [] if _is_plain(delegate) else list(map(int, delegate["outputs"]))
+        while pending:
+            tensor = pending.pop()
+            place = makers.get(tensor)
+            if tensor not in given and place is not None and place not in taken:
+                taken.add(place)
+                pending += map(int, details[place]["inputs"])
+    return taken
+
+
+def _is_plain(details: dict[str, Any]) -> bool:
+    return bool(details["op_name"] != "DELEGATE")
 
 
 def _node(graph: Any, operator: Any, name: str) -> dict[str, Any]:
