@@ -248,7 +248,7 @@ def _hold_scales(model: fx.GraphModule, target: Target) -> None:
         if isinstance(module, Quantizing) and target.has_half_scales:
             module.as_stored = in_half
         elif isinstance(module, WeightFakeQuantize) and isinstance(module.spec.granularity, PerBlockGranularity):
-            module.as_stored = {torch.bfloat16: in_bfloat, torch.float16: in_half}.get(target.block_scale_dtype)
+            module.as_stored = in_bfloat if target.block_scale_dtype == torch.bfloat16 else None
 
 
 def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:

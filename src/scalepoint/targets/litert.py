@@ -4,19 +4,17 @@ An operator is an integer one when its operands and its result are int8, after a
 their input, a concat brings its inputs to the scale of its output. So inputs and outputs of what follows convolutions
 are quantized. Other linear layers take their rows in int8 with a scale that the kernel finds anew for each (hybrid):
 norms, attention and residuals of a transformer stay float, and nothing is rounded on the way out. 4-bit weights run so
-alone. Its kernels on CPUs are XNNPACK's, as ExecuTorch's are, and the placement is that of `executorch` but for pools,
-concats and multiplications.
+alone, with a scale a channel: XNNPACK refuses files with blocks. Its kernels on CPUs are XNNPACK's, as ExecuTorch's
+are, and the placement is that of `executorch` but for average pools and concats.
 """
 
 from dataclasses import replace
 
-import torch
-
 from scalepoint.patterns import Pattern, chain, op
 from scalepoint.patterns.fused import FusedConcat
-from scalepoint.targets.executorch import BOTH, EXECUTORCH
+from scalepoint.targets.executorch import BOTH, EXECUTORCH, INT4, SYMMETRIC
 from scalepoint.targets.onnxruntime import COPIES, reads_convolution
-from scalepoint.targets.target import Facts
+from scalepoint.targets.target import Accepted, Facts
 
 CONCAT = Pattern("ConcatPattern", chain(op("cat", where=reads_convolution)), FusedConcat, BOTH)
 
@@ -37,7 +35,7 @@ LITERT = replace(
     patterns=tuple(CONCAT if each.name == "ConcatPattern" else each for each in EXECUTORCH.patterns),
     refuses=(of_other_axes, *EXECUTORCH.refuses[1:]),
     shares=COPIES | {"avg_pool"},
-    block_scale_dtype=torch.float16,
+    accepts=(*EXECUTORCH.accepts[:-1], Accepted("weight", (INT4,), SYMMETRIC, ("per_channel",), (), ("linear",))),
     format="litert",
     runtime="litert",
 )

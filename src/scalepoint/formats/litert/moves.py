@@ -49,7 +49,7 @@ def dequantize(walk: Walk, node: fx.Node) -> Any:
         return codes
     scale, zero = given["scale"], given["zero_point"]
     zeros = 0 if zero is None else int(zero.reshape(-1)[0])
-    told = Quantized(scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]), int(given["block"]))
+    told = Quantized(scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]))
     name = walk.names.get(id(codes), node.name).removesuffix(".codes")
     return Held(name, codes.detach().numpy(), str(given["fmt"]), told)
 
@@ -327,7 +327,7 @@ def index(walk: Walk, node: fx.Node) -> Value:
 
 
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    shape = torch.broadcast_shapes(*(each.shape for each in tensors))
+    shape = np.broadcast_shapes(*(tuple(each.shape) for each in tensors))
     return [each.expand(shape) for each in tensors]
 
 

@@ -157,6 +157,5 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.avg_pool1d.default: average_of_line,
     aten.max_pool1d.default: largest_of_line,
     aten.adaptive_avg_pool1d.default: lambda x, size: aten.adaptive_avg_pool2d(x.unsqueeze(2), [1, *size]).squeeze(2),
-    aten.reciprocal.default: lambda x: 1 / x,
     aten.sigmoid_.default: torch.sigmoid,
 }

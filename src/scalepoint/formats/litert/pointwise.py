@@ -130,6 +130,12 @@ def subtracted(walk: Walk, node: fx.Node) -> Value:
     return walk.emit("SUB", [held, x.stored[x.order]], shape, kind, order=x.order)
 
 
+@form(aten.reciprocal.default)
+def reciprocal(walk: Walk, node: fx.Node) -> Value:
+    x = walk.float_of(walk.first(node))
+    return walk.emit("DIV", [walk.number(1, x.kind), x.stored[x.order]], x.shape, x.kind, order=x.order)
+
+
 @form(aten.pow.Tensor_Scalar)
 def power(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)

@@ -73,7 +73,7 @@ def closed(walk: Walk, node: fx.Node, end: Ending, made: Value) -> Value:
 
 def _is_integer(x: Any, weight: Any, end: Ending) -> bool:
     is_static = isinstance(x, Value) and x.codes is not None and end.codes is not None
-    return is_static and isinstance(weight, Held) and weight.kind == "int8" and not weight.quantized.block
+    return is_static and isinstance(weight, Held) and weight.kind == "int8"
 
 
 def _data(weight: Any) -> Any:

@@ -49,15 +49,14 @@ def schema() -> Any:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The parameters of an integer tensor: one scale and zero point, one each along an axis, or one a block of it."""
+    """The parameters of an integer tensor: one scale and zero point, or a scale each along an axis."""
 
     scale: np.ndarray
     zero_point: int = 0
     axis: int = 0
-    block: int = 0
 
     def is_same(self, other: "Quantized | None") -> bool:
-        if other is None or self.scale.shape != other.scale.shape or self.block or other.block:
+        if other is None or self.scale.shape != other.scale.shape:
             return False
         return self.zero_point == other.zero_point and bool((self.scale == other.scale).all())
 
@@ -88,20 +87,12 @@ class File:
         if -1 in signature:
             made.shapeSignature = np.array(signature, np.int32)
         if quantized is not None:
-            made.quantization = self._parameters(quantized, name)
+            made.quantization = self._parameters(quantized)
         self.graph.tensors.append(made)
         return len(self.graph.tensors) - 1
 
-    def _parameters(self, quantized: Quantized, name: str) -> Any:
+    def _parameters(self, quantized: Quantized) -> Any:
         told = self.schema.QuantizationParametersT()
-        if quantized.block:
-            blocks = self.schema.BlockwiseQuantizationT()
-            scales = quantized.scale.astype(np.float16)
-            blocks.scales = self.constant(f"{name}_scales", scales)
-            blocks.zeroPoints, blocks.blockSize = -1, quantized.block
-            told.detailsType = self.schema.QuantizationDetails.BlockwiseQuantization
-            told.details, told.quantizedDimension = blocks, quantized.axis
-            return told
         told.scale = np.atleast_1d(quantized.scale).astype(np.float32)
         told.zeroPoint = np.full(told.scale.shape, quantized.zero_point, np.int64)
         told.quantizedDimension = quantized.axis

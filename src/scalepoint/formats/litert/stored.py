@@ -14,7 +14,7 @@ from scalepoint.numerics import dtype_name
 from scalepoint.quantize.parts import TABLE, run_with
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity, PerTokenGranularity
+from scalepoint.spec import PerChannelGranularity, PerTensorGranularity, PerTokenGranularity
 
 LOW, HIGH = -128, 127  # of int8
 
@@ -26,12 +26,11 @@ class StoredWeight(nn.Module):
         super().__init__()
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
-        if not isinstance(granularity, PerChannelGranularity | PerBlockGranularity):
-            raise ExportError(f"{quant.name}: LiteRT takes weights with a scale a channel or a block")
+        if not isinstance(granularity, PerChannelGranularity):
+            raise ExportError(f"{quant.name}: LiteRT takes weights with a scale a channel")
         self.refers = {"operation": source.operation}
         self.is_linear, self.fmt = source.kind == "linear", dtype_name(quant.spec.dtype)
         self.axis = int(granularity.axis or 0)
-        self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
         self.register_buffer("codes", deployed.codes.to(torch.int8).contiguous())
         self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
         bias, scale = deployed.bias, deployed.bias_scale
@@ -45,7 +44,7 @@ class StoredWeight(nn.Module):
     bias_scale: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = dequantize(self.codes, self.scale, None, self.axis, self.block, self.fmt)
+        weight = dequantize(self.codes, self.scale, None, self.axis, 0, self.fmt)
         bias = self.bias
         if bias is not None and self.bias_scale is not None:
             bias = dequantize(bias, self.bias_scale, None, 0, 0, "int32")

@@ -83,10 +83,8 @@ class Held:
     @property
     def values(self) -> np.ndarray:
         """What they stand for."""
-        scale, block = self.quantized.scale.astype(np.float32), self.quantized.block
-        if block:
-            scale = scale.repeat(block, 1)
-        elif scale.ndim:
+        scale = self.quantized.scale.astype(np.float32)
+        if scale.ndim:
             scale = scale.reshape([-1 if axis == self.quantized.axis else 1 for axis in range(self.data.ndim)])
         zero = np.float32(self.quantized.zero_point)
         return ((self.data.astype(np.float32) - zero) * scale).astype(np.float32)

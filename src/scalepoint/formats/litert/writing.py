@@ -40,7 +40,12 @@ def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     labels = {} if writing.target is None else writing.target.labels
     _write(stored_form(model, PARTS), path, writing, {"made_for": labels})
     if writing.float_path is not None:
-        _write(float_form(model, PARTS), writing.float_path, writing, {})
+        write_float(model, writing.float_path, writing)
+
+
+def write_float(model: fx.GraphModule, path: Path, writing: Writing) -> None:
+    """A graph with or without quantizers, in float."""
+    _write(float_form(model, PARTS), path, writing, {})
 
 
 def write_exposed(model: fx.GraphModule, path: Path, writing: Writing) -> None:
