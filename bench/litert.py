@@ -4,8 +4,8 @@
 
 One thread, all files interleaved in one process, speeds against our float .tflite. "integer" is the share of the
 operators that compute with integers, "XNNPACK" of those that its delegate runs, in so many pieces. The other quantizer
-runs where AI_EDGE_QUANTIZER names the Python of an environment that has it (pip install ai-edge-quantizer; it brings
-TensorFlow's tools and more than a gigabyte), on the same calibration data. Needs `pip install scalepoint[litert]`.
+runs where AI_EDGE_QUANTIZER names the Python of an environment that has it (pip install ai-edge-quantizer), on the same
+calibration data. Needs `pip install scalepoint[litert]`.
 Results go to out/litert.json, network by network.
 """
 

@@ -31,9 +31,9 @@ class Branches(nn.Module):
 
 def test_a_concat_has_a_scale_of_its_own_and_an_average_pool_that_of_its_input():
     found = placed(Branches(), torch.randn(1, 3, 8, 8))
-    assert stubs(found) == ["x_quant", "one_quant", "two_quant", "cat_quant", "last_quant"]
+    assert stubs(found) == [f"{name}_quant" for name in ("x", "one_fused", "two_fused", "cat_fused", "last_fused")]
     calls = [str(node.target) for node in found.graph.nodes if node.meta.get("kind") == "quant"]
-    assert calls.count("cat_quant") == 2  # before and after the pool
+    assert calls.count("cat_fused_quant") == 2  # before and after the pool
 
 
 @pytest.mark.parametrize(
