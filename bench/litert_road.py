@@ -5,7 +5,7 @@
 
 For a convolution, a depthwise one and a linear layer: which operations the interpreter holds, and how many of the codes
 they give equal those of exact integer arithmetic, with LiteRT's own kernels and with XNNPACK. Nothing of scalepoint is
-used: docs/decisions/0017 says why there is no target yet.
+used: docs/decisions/0017 says why files are written so.
 """
 
 from typing import Any

@@ -80,11 +80,8 @@ def their_file(subject: Subject, path: Path, *, dynamic: bool) -> Tensor:
         program = torch.export.export(subject.model, args, kwargs, strict=False)
         prepared = prepare_pt2e(program.module(), XNNPACKQuantizer().set_global(config))
         for batch in subject.calibration:
-            if _same_shape(batch, subject.inputs):
-                called(prepared, batch)
-            else:
-                for piece in _pieces(batch, subject.inputs):
-                    called(prepared, piece)
+            for piece in pieces_of(batch, subject.inputs):
+                called(prepared, piece)
         converted = convert_pt2e(prepared)
         given = called(converted, subject.inputs)
         final = torch.export.export(converted, args, kwargs, strict=False)
@@ -99,8 +96,10 @@ def _same_shape(batch: Any, inputs: Any) -> bool:
     return bool(batch.shape == inputs.shape)
 
 
-def _pieces(batch: Any, inputs: Any) -> list[Any]:
-    """The program of PT2E has the shape of the example: other batches go in pieces, other lengths cut or padded."""
+def pieces_of(batch: Any, inputs: Any) -> list[Any]:
+    """In the shape of the example, for what takes no other: in pieces, other lengths cut or padded."""
+    if _same_shape(batch, inputs):
+        return [batch]
     if isinstance(batch, Mapping):
         count, length = next(iter(inputs.values())).shape
         fitted = {

@@ -63,6 +63,7 @@ PROOF = {
     "openvino": "running the file in OpenVINO (`pip install scalepoint[openvino]`)",
     "tensorrt": "static rules over the file: `scalepoint check`",
     "executorch": "running the file in ExecuTorch (`pip install scalepoint[executorch]`)",
+    "litert": "running the file in LiteRT (`pip install scalepoint[litert]`)",
     "coreml": "reading the file back, bit by bit, and evaluating it; on macOS by running it "
     "(`pip install scalepoint[coreml]`)",
     "reference": "nothing: it is a simulation",

@@ -544,7 +544,7 @@ def test_targets_are_listed(call) -> None:
     assert "onnxruntime" in call("targets")[1]
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino", "tensorrt", "executorch", "coreml", "reference"])
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "reference"])
 def test_one_target_is_told_whole(call, name: str) -> None:
     from scalepoint.targets import find_target
 

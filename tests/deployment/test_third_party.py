@@ -69,7 +69,7 @@ def test_it_is_listed_and_a_broken_one_breaks_nothing(python):
     assert done.returncode == 0
     found = json.loads(done.stdout)
     names = [row["name"] for row in found["targets"]]
-    own = {"onnxruntime", "openvino", "tensorrt", "executorch", "coreml", "reference"}
+    own = {"onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml", "reference"}
     assert set(names) == {*own, *list_targets(language=True), "acme"}
     assert next(row for row in found["targets"] if row["name"] == "acme")["runtime"] == "ok"
     assert {row["name"] for row in found["broken"]} == {"acme-broken", "acme-nothing", "acme-other"}

@@ -130,6 +130,7 @@ def test_a_file_that_does_not_run_is_an_error(timed):
 
 
 def test_the_runtime_is_that_of_the_files_name():
-    assert [runtime_for(name).name for name in ("a.onnx", "a.pte")] == ["onnxruntime", "executorch"]
+    known = {"a.onnx": "onnxruntime", "a.pte": "executorch", "a.tflite": "litert"}
+    assert {name: runtime_for(name).name for name in known} == known
     with pytest.raises(UsageError, match=r"a.bin: no runtime reads it; files are .*\.onnx, \.pte"):
         runtime_for("a.bin")

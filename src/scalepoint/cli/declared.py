@@ -55,7 +55,7 @@ def made() -> dict[str, Any]:
     from scalepoint.deployment import DeployConfig
     from scalepoint.targets import find_target, list_targets, onnxruntime_target, openvino_target
 
-    names = ("tensorrt", "executorch", "coreml", "reference", *list_targets(language=True))
+    names = ("tensorrt", "executorch", "litert", "coreml", "reference", *list_targets(language=True))
     fixed = tuple(map(find_target, names))
     by_cpu = {
         cpu: [told(each) for each in (onnxruntime_target(cpu), openvino_target(cpu), *fixed)]

@@ -34,7 +34,13 @@ NEEDED = (
     "onnxscript",
     "ml_dtypes",
 )
-DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "onnx_ir": "onnx-ir", "ml_dtypes": "ml-dtypes"}
+DISTRIBUTION = {
+    "yaml": "pyyaml",
+    "PIL": "pillow",
+    "onnx_ir": "onnx-ir",
+    "ml_dtypes": "ml-dtypes",
+    "ai_edge_litert": "ai-edge-litert",
+}
 SPACE = 2e9
 CAP_SAID = "".join(f"{name}={value}" for name, value in CAP.items())
 
@@ -124,6 +130,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
         _package("onnxruntime", "runs target onnxruntime", is_needed=True),
         _package("openvino", "runs files in OpenVINO (optional)"),
         _package("executorch", "writes and runs .pte files (optional)"),
+        _package("ai_edge_litert", "writes and runs .tflite files (optional: pip install scalepoint[litert])"),
         _package("coremltools", "writes and reads files of target coreml (optional: pip install scalepoint[coreml])"),
         _package("gguf", "writes GGUF files (optional)"),
         _llamacpp(),

@@ -34,7 +34,7 @@ from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import with_speed
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
 from scalepoint.errors import ScalepointWarning, UsageError
-from scalepoint.formats import export
+from scalepoint.formats import Writing, export
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs
 from scalepoint.plain import plain
@@ -230,6 +230,8 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
         if model is None:
             with run.timed("capturing"):
                 result = transform(run.model, args, target=run.target, kwargs=kwargs, leave=run.leave)
+                if run.format.check is not None:
+                    run.format.check(result.model, Writing(run.inputs, run.target))
                 model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)
             with run.timed("calibrating", is_phase=False):
                 calibrate(

@@ -4,8 +4,9 @@
 
 `write(model, path, writing)` puts a quantized model there, whole or not at all, and the float model of the same capture
 at writing.float_path where that is given; `files(path)` names all that it wrote, the file itself last; `about(path)`
-reads it back without running anything. `compare(path, model)`, where a format has it, reads all codes, scales and
-tables back and says in words where they are others than the model's, bit by bit.
+reads it back without running anything. `check(model, writing)`, where a format has it, refuses a graph that has an
+operation without a form, before anything is calibrated. `compare(path, model)`, where a format has it, reads all codes,
+scales and tables back and says in words where they are others than the model's, bit by bit.
 """
 
 import inspect
@@ -64,6 +65,7 @@ class FileFormat:
     summary: str = ""
     plain: Callable[[nn.Module, Path, Writing], None] | None = None  # the float model by the exporter that people use
     exposed: Callable[[fx.GraphModule, Path, Writing], None] | None = None  # with the codes of activations as outputs
+    check: Callable[[fx.GraphModule, Writing], None] | None = None  # raises for a model that cannot be written
     compare: Callable[[Path, fx.GraphModule], Sequence[str]] | None = None  # what a file holds that the model does not
 
     def __post_init__(self) -> None:
@@ -75,6 +77,8 @@ class FileFormat:
         for extra in ("plain", "exposed"):
             if getattr(self, extra) is not None:
                 calls[extra] = ("model", "path", "writing")
+        if self.check is not None:
+            calls["check"] = ("model", "writing")
         if self.compare is not None:
             calls["compare"] = ("path", "model")
         for called, given in calls.items():

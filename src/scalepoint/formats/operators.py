@@ -3,6 +3,7 @@
     quantize      codes = clamp(round(x / scale) + zero_point, low, high)
     dequantize    x' = (codes - zero_point) * scale
     look_up       x' = table[codes], of palettized weights
+    rows          x' = what int8 keeps of every row, with parameters that are found anew
 
 A file format is a table that translates them. `axis` says which one has a scale each, `block` > 0 how many share one
 along it; `fmt` is the name of the format of the codes, which may be narrower than the type they are kept in.
@@ -57,6 +58,20 @@ def look_up(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
 @look_up.register_fake
 def _(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
     return torch.empty(codes.shape, dtype=tables.dtype, device=codes.device)
+
+
+@torch.library.custom_op("scalepoint::rows", mutates_args=())
+def rows(x: Tensor) -> Tensor:
+    """Asymmetric, of ranges that hold zero, over the last axis."""
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
+    zero = (-128 - (low / scale).round()).clamp(-128, 127)
+    return (((x / scale).round() + zero).clamp(-128, 127) - zero) * scale
+
+
+@rows.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _along(scale: Tensor, zero_point: Tensor, rank: int, axis: int) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,11 @@ from scalepoint.formats.executorch import EXECUTORCH
 from scalepoint.formats.format import FileFormat
 from scalepoint.formats.genai import ORT_GENAI
 from scalepoint.formats.gguf import GGUF
+from scalepoint.formats.litert import LITERT
 from scalepoint.formats.onnx import ONNX
 from scalepoint.formats.packed import AWQ, COMPRESSED_TENSORS, GPTQ
 
-_ALL = Extensions(FileFormat, "scalepoint.formats", (ONNX, EXECUTORCH, COREML), UsageError)
+_ALL = Extensions(FileFormat, "scalepoint.formats", (ONNX, EXECUTORCH, LITERT, COREML), UsageError)
 _OF_CHECKPOINTS = Extensions(
     CheckpointFormat,
     "scalepoint.checkpoint_formats",

@@ -4,7 +4,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass
 from io import StringIO
@@ -52,14 +52,20 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyna
 
 
 def export_graph(
-    model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
+    model: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic: bool,
+    axes: Callable[[Tensor], Iterable[int]] | None = None,
 ) -> ExportedProgram:
-    """The program of a graph that was captured: noted in one run, else by the ladder."""
+    """The program of a graph that was captured: noted in one run, else by the ladder. `axes` tells which of an input's
+    may change, the batch and the length of token sequences unless given."""
+    free = axes or (lambda value: _dimensions(value) or ())
     given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(contiguous, (args, kwargs))
     wide = widened(*given) if dynamic else given
     try:
         with quiet():
-            program = program_of(model, *wide, lambda value: (_dimensions(value) or ()) if dynamic else ())
+            program = program_of(model, *wide, lambda value: free(value) if dynamic else ())
             is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (given, wide)), strict=True))
             return program_of(model, *given, lambda _: ()) if is_wide and fixed_batch(program) else program
     except Exception as error:  # a run without values raises every kind; the ladder says what is wrong, if anything is

@@ -5,13 +5,14 @@ from scalepoint.extensions import Extensions
 from scalepoint.runtimes.coreml import COREML
 from scalepoint.runtimes.executorch import EXECUTORCH
 from scalepoint.runtimes.genai import ORT_GENAI
+from scalepoint.runtimes.litert import LITERT
 from scalepoint.runtimes.llamacpp import LLAMACPP
 from scalepoint.runtimes.onnxruntime import ONNXRUNTIME
 from scalepoint.runtimes.openvino import OPENVINO
 from scalepoint.runtimes.runtime import Runtime
 from scalepoint.runtimes.transformers import TRANSFORMERS
 
-_OWN = (ONNXRUNTIME, OPENVINO, EXECUTORCH, COREML, ORT_GENAI, LLAMACPP, TRANSFORMERS)
+_OWN = (ONNXRUNTIME, OPENVINO, EXECUTORCH, LITERT, COREML, ORT_GENAI, LLAMACPP, TRANSFORMERS)
 _ALL = Extensions(Runtime, "scalepoint.runtimes", _OWN, UsageError)
 
 

@@ -5,13 +5,14 @@ from scalepoint.extensions import Extensions
 from scalepoint.targets.coreml import COREML
 from scalepoint.targets.executorch import EXECUTORCH
 from scalepoint.targets.language import LANGUAGE
+from scalepoint.targets.litert import LITERT
 from scalepoint.targets.onnxruntime import onnxruntime_target
 from scalepoint.targets.openvino import openvino_target
 from scalepoint.targets.reference import REFERENCE
 from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
-_OWN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, COREML, REFERENCE, *LANGUAGE)
+_OWN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE)
 _ALL = Extensions(Target, "scalepoint.targets", _OWN, TargetError)
 
 

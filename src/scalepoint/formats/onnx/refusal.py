@@ -21,14 +21,14 @@ def refusal(error: Exception, program: ExportedProgram | None) -> ExportError:
     first = f"{type(causes[-1]).__name__}: {_first_line(_COLOUR.sub('', str(causes[-1])))}"
     node = None if program is None else _node(said, program.graph)
     named = _OPERATION.search(said)
-    operation = _operation(node) or (named[1] if named else "")
+    operation = operation_of(node) or (named[1] if named else "")
     own = next((cause for cause in causes if isinstance(cause, ExportError)), None)
     if own is not None:  # a translation of ours has said why
-        return ExportError(f"{operation}{'' if node is None else _place(node)}: {own}".removeprefix(": "))
+        return ExportError(f"{operation}{'' if node is None else place_of(node)}: {own}".removeprefix(": "))
     if not operation:
         return ExportError(f"torch cannot write this model as ONNX. {first}")
     return ExportError(
-        f"torch cannot write {operation} as ONNX{'' if node is None else _place(node)}. {first.rstrip('.')}. Write "
+        f"torch cannot write {operation} as ONNX{'' if node is None else place_of(node)}. {first.rstrip('.')}. Write "
         "that line with other operations"
     )
 
@@ -53,16 +53,16 @@ def _node(said: str, graph: fx.Graph) -> fx.Node | None:
     named = _OPERATION.search(said)
     if found is None and named:
         own = named[1].partition(".")[2]  # decomposed, aten.special_x is prims.x
-        found = next((node for node in nodes.values() if _operation(node).endswith(own)), None)
+        found = next((node for node in nodes.values() if operation_of(node).endswith(own)), None)
     return found
 
 
-def _operation(node: fx.Node | None) -> str:
+def operation_of(node: fx.Node | None) -> str:
     """As it was written, before it was taken apart."""
     return "" if node is None else str(node.meta.get("written", node.target)).rpartition(".")[0]
 
 
-def _place(node: fx.Node) -> str:
+def place_of(node: fx.Node) -> str:
     stack = list(node.meta.get("nn_module_stack", {}).values())
     module = f" (in {stack[-1][0]})" if stack and stack[-1][0] else ""
     return f"{recorded_line(node.stack_trace)}{module}"

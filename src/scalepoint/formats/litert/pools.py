@@ -1,0 +1,93 @@
+"""Pools: windows over pictures whose channels stand last.
+
+max        the codes of its input
+average    int8 where its output has the same scale as its input, else float
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from scalepoint.formats.litert.products import LAST, VALID, closed, padded
+from scalepoint.formats.litert.values import Value
+from scalepoint.formats.litert.walk import UnfitError, Walk, form
+
+aten = torch.ops.aten
+
+
+def _pair(given: Any, default: Any = ()) -> list[int]:
+    values = list(given or default)
+    return [int(each) for each in (values * 2 if len(values) == 1 else values)]
+
+
+@form(aten.max_pool2d.default)
+def max_pool(walk: Walk, node: fx.Node) -> Value:
+    given = walk.arguments(node)
+    x, kernel = given["self"], _pair(given["kernel_size"])
+    stride = _pair(given["stride"], kernel)
+    if any(each != 1 for each in _pair(given["dilation"])):
+        raise UnfitError("is a pool with dilated windows")
+    shape, _ = walk.like(node)
+    window = (kernel, stride, [1, 1], _pair(given["padding"]))
+    place, how = padded(walk, x, shape[2:], window, lowest=not _is_positive(x, node))
+    return _pooled(walk, "MAX_POOL_2D", place, node, (how, kernel, stride), x)
+
+
+def _is_positive(x: Value, node: fx.Node) -> bool:
+    """Whether zero is the lowest value, so that a plain PAD will do, which delegates have."""
+    if x.codes is not None:
+        return x.codes.zero_point == -128
+    source: Any = node.args[0]
+    return source.target in (aten.relu.default, aten.relu6.default)
+
+
+def _pooled(walk: Walk, operator: str, place: int, node: fx.Node, window: tuple[int, Any, Any], x: Value) -> Value:
+    how, kernel, stride = window
+    shape, kind = walk.like(node)
+    options = {
+        "padding": how, "filterHeight": kernel[0], "filterWidth": kernel[1], "strideH": stride[0], "strideW": stride[1]
+    }  # fmt: skip
+    return walk.emit(operator, [place], shape, kind, order=LAST, codes=x.codes, name=node.name, options=options)
+
+
+@form(aten.avg_pool2d.default)
+def average_pool(walk: Walk, node: fx.Node) -> Value:
+    given = walk.arguments(node)
+    kernel = _pair(given["kernel_size"])
+    stride, pads = _pair(given["stride"], kernel), _pair(given["padding"])
+    if given["ceil_mode"] or given["divisor_override"]:
+        raise UnfitError("is an average pool with ceil_mode or a divisor of its own")
+    return _averaged(walk, node, (kernel, stride, pads), counts_pads=bool(given["count_include_pad"]))
+
+
+def _averaged(walk: Walk, node: fx.Node, window: tuple[list[int], list[int], list[int]], counts_pads: bool) -> Value:
+    kernel, stride, pads = window
+    shape, _ = walk.like(node)
+    x, end = walk.arguments(node)["self"], walk.ending(node, folds=False)
+    is_same = x.codes is not None and x.codes.is_same(end.codes)
+    x = x if is_same else walk.float_of(x)
+    place, how = padded(walk, x, shape[2:], (kernel, stride, [1, 1], pads), explicit=counts_pads)
+    if any(pads) and counts_pads != (how == VALID):
+        raise UnfitError("is an average pool whose padding LiteRT counts otherwise")
+    return closed(walk, node, end, _pooled(walk, "AVERAGE_POOL_2D", place, node, (how, kernel, stride), x))
+
+
+@form(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)
+def adaptive_average_pool(walk: Walk, node: fx.Node) -> Value:
+    x = walk.arguments(node)["self"]
+    shape, kind = walk.like(node)
+    if tuple(shape[2:]) == (1, 1):
+        end = walk.ending(node, folds=False)
+        is_integer = x.codes is not None and end.codes is not None
+        x = x if is_integer else walk.float_of(x)
+        inputs = [walk.take(x, LAST), walk.ints([1, 2])]
+        codes = end.codes if is_integer else None
+        made = walk.emit(
+            "MEAN", inputs, shape, kind, order=LAST, codes=codes, name=node.name, options={"keepDims": True}
+        )
+        return closed(walk, node, end, made)
+    if any(whole % part for whole, part in zip(x.shape[2:], shape[2:], strict=True)):
+        raise UnfitError(f"pools {tuple(x.shape[2:])} to {tuple(shape[2:])}, in windows of several sizes")
+    kernel = [whole // part for whole, part in zip(x.shape[2:], shape[2:], strict=True)]
+    return _averaged(walk, node, (kernel, kernel, [0, 0]), counts_pads=True)

@@ -1,0 +1,15 @@
+"""LiteRT on this CPU, with the XNNPACK delegate as its interpreter chooses, or with LiteRT's own kernels alone."""
+
+from pathlib import Path
+
+from scalepoint.runtimes.runtime import Runtime, Variant
+
+LITERT = Runtime(
+    name="litert",
+    package="ai_edge_litert",
+    child=Path(__file__).with_name("child.py"),
+    formats=("litert",),
+    summary="LiteRT (TensorFlow Lite) on CPUs, with XNNPACK",
+    variants=(Variant("unoptimized", {"delegate": False}),),
+    install="pip install 'scalepoint[litert]'",
+)

@@ -1,0 +1,41 @@
+"""LiteRT (TensorFlow Lite) on phones and other ARM or x86 CPUs: signed int8, one scale a tensor, s8 weights a channel.
+
+An operator is an integer one when its operands and its result are int8, after a relu at most; pools have the scale of
+their input, a concat brings its inputs to the scale of its output. So inputs and outputs of what follows convolutions
+are quantized. Other linear layers take their rows in int8 with a scale that the kernel finds anew for each (hybrid):
+norms, attention and residuals of a transformer stay float, and nothing is rounded on the way out. 4-bit weights run so
+alone, with a scale a channel: XNNPACK refuses files with blocks. Its kernels on CPUs are XNNPACK's, as ExecuTorch's
+are, and the placement is that of `executorch` but for average pools and concats.
+"""
+
+from dataclasses import replace
+
+from scalepoint.patterns import Pattern, chain, op
+from scalepoint.patterns.fused import FusedConcat
+from scalepoint.targets.executorch import BOTH, EXECUTORCH, INT4, SYMMETRIC
+from scalepoint.targets.onnxruntime import COPIES, reads_convolution
+from scalepoint.targets.target import Accepted, Facts
+
+CONCAT = Pattern("ConcatPattern", chain(op("cat", where=reads_convolution)), FusedConcat, BOTH)
+
+
+def of_other_axes(facts: Facts) -> str | None:
+    """Convolutions over three axes, and transposed ones in groups or over one axis, have no operator."""
+    if facts.kind in ("conv", "conv_transpose") and len(facts.weight_shape) > 4:
+        return "a convolution over three axes, in any precision: convolve over one or two, or deploy for 'onnxruntime'"
+    if facts.kind == "conv_transpose" and (facts.groups > 1 or len(facts.weight_shape) == 3):
+        return "a transposed convolution in groups or over one axis, in any precision: deploy for 'onnxruntime'"
+    return None
+
+
+LITERT = replace(
+    EXECUTORCH,
+    name="litert",
+    summary="LiteRT (TensorFlow Lite) on phones and CPUs: int8, dynamic int8 linear layers, int4 weights",
+    patterns=tuple(CONCAT if each.name == "ConcatPattern" else each for each in EXECUTORCH.patterns),
+    refuses=(of_other_axes, *EXECUTORCH.refuses[1:]),
+    shares=COPIES | {"avg_pool"},
+    accepts=(*EXECUTORCH.accepts[:-1], Accepted("weight", (INT4,), SYMMETRIC, ("per_channel",), (), ("linear",))),
+    format="litert",
+    runtime="litert",
+)

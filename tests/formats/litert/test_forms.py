@@ -1,0 +1,190 @@
+"""Every form of the table computes what torch does, whatever the order of axes it finds, for a batch of any size."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scalepoint.errors import TargetError
+from scalepoint.formats import Writing, find_format
+from scalepoint.formats.litert.writing import write_float
+from scalepoint.runtimes import find_runtime
+from scalepoint.runtimes.process import ask, exchange
+from scalepoint.transformation import transform
+
+HERE = find_runtime("litert").is_here
+pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip install 'scalepoint[litert]'")
+
+
+class Pictures(nn.Module):
+    """What takes pictures, each on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {
+                "strided": nn.Conv2d(4, 6, 3, 2, 1),
+                "same": nn.Conv2d(4, 6, 5, 1, 2),
+                "uneven": nn.Conv2d(4, 6, (3, 1), 1, (2, 1), bias=False),
+                "dilated": nn.Conv2d(4, 6, 3, padding="same", dilation=2),
+                "grouped": nn.Conv2d(4, 6, 3, groups=2),
+                "depthwise": nn.Conv2d(4, 8, 3, 1, 1, groups=4),
+                "max_pool": nn.MaxPool2d(3, 2, 1),
+                "max_pool_up": nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+                "average": nn.AvgPool2d(2),
+                "average_padded": nn.AvgPool2d(3, 2, 1),
+                "average_inside": nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+                "adaptive": nn.AdaptiveAvgPool2d(4),
+                "adaptive_uneven": nn.AdaptiveAvgPool2d((3, 5)),
+                "nearest": nn.Upsample(scale_factor=2),
+                "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
+                "corners": nn.Upsample((11, 13), mode="bilinear", align_corners=True),
+                "shuffled": nn.PixelShuffle(2),
+                "prelu": nn.PReLU(4),
+                "groups": nn.GroupNorm(2, 4),
+                "batch": nn.BatchNorm2d(4),
+                "silu": nn.SiLU(),
+                "hardswish": nn.Hardswish(),
+                "hardsigmoid": nn.Hardsigmoid(),
+                "mish": nn.Mish(),
+            }
+        )
+        self.line, self.last, self.head = nn.Conv1d(4, 3, 3, 2, 1), nn.LayerNorm(4), nn.Linear(4 * 64, 5)
+
+    def forward(self, x):
+        found = {name: layer(x) for name, layer in self.layers.items()}
+        found["line"] = self.line(x.flatten(2))
+        found["norm_of_channels"] = self.last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        found["joined"] = torch.cat([x, x.sigmoid()], 1) + 1
+        found["padded"] = F.pad(x, (1, 2, 0, 3), value=0.5)
+        found["cropped"] = F.pad(x, (-1, 0, -2, -1))
+        found["head"] = self.head(x.flatten(1))
+        found["pooled"] = x.mean((2, 3))
+        found["gated"] = x * x.mean((2, 3), keepdim=True).sigmoid()
+        found["flipped"], found["rolled"] = x.flip(2), x.roll((1, -2), (2, 3))
+        found["chances"] = x.softmax(1)
+        found["turned"] = x.transpose(2, 3) - x.flip(3)
+        found["steps"] = x[:, 1:, ::2, -3:]
+        found["tokens"] = torch.cat([x.new_ones(1, 1, 4).expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], 1)
+        return found
+
+
+class Rows(nn.Module):
+    """What takes rows and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.out = nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x, words):
+        positive, mask = x.abs() + 0.5, words > 5
+        query, key, value = (torch.stack([x * n, x + n], 1) for n in (1, 2, 3))
+        rows = self.table(words)
+        found = {
+            "rows": self.norm(rows) @ self.out.weight,
+            "attention": F.scaled_dot_product_attention(query, key, value),
+            "masked": F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None]),
+            "causal": F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3),
+            "product": x @ rows.transpose(1, 2),
+            "chosen": torch.where(mask[..., None], x, rows),
+            "filled": x.masked_fill(mask[..., None], -2.0),
+            "logic": (mask & (words < 15)) | ~mask,
+            "largest": x.argmax(-1),
+            "sum": x.cumsum(1) + x.amax(1, keepdim=True) - x.sum(-1, keepdim=True),
+            "numbers": words.to(torch.float32) * 2 + 1,
+            "picked": x[:, 1] + x.select(2, 3).mean(1, keepdim=True),
+            "parts": torch.cat(x.chunk(2, -1)[::-1], -1),
+            "places": x[:, torch.tensor([2, 0, -1])],
+            "repeated": x.repeat(1, 2, 1),
+            "length": torch.linalg.vector_norm(x, dim=-1),
+        }
+        for name in ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "tanh", "reciprocal"):
+            found[name] = getattr(torch, name)(positive)
+        for name in ("gelu", "elu", "leaky_relu", "relu6", "softplus", "logsigmoid", "log_softmax"):
+            found[name] = getattr(F, name)(x, dim=-1) if name == "log_softmax" else getattr(F, name)(x)
+        found["gelu_tanh"] = F.gelu(x, approximate="tanh")
+        return found | {"pow": positive**3, "clamped": x.clamp(-0.5, 0.7), "less": 1 - x, "root": positive**0.5}
+
+
+def written(model, inputs, path):
+    """The float file of a model, by the road that every model goes."""
+    result = transform(model.eval(), inputs, target="litert")
+    write_float(result.model, path, Writing((inputs, {})))
+    return path
+
+
+def run(path, feeds):
+    with exchange({name: value.numpy() for name, value in feeds.items()}) as files:
+        asked = {"task": "run", "path": str(path), "options": {"threads": 1}}
+        answer = ask(find_runtime("litert"), {**asked, **files.files})
+        assert answer.data is not None, answer.message
+        return files.outputs(answer)
+
+
+def compare(model, feeds, found):
+    with torch.no_grad():
+        wanted = model(*feeds.values())
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value.numpy(), rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def test_pictures(tmp_path):
+    torch.manual_seed(0)
+    model = Pictures()
+    path = written(model, (torch.randn(2, 4, 8, 8),), tmp_path / "pictures.tflite")
+    assert find_format("litert").about(path).inputs[0].shape == (None, 4, 8, 8)
+    for batch in (2, 3):
+        feeds = {"x": torch.randn(batch, 4, 8, 8)}
+        compare(model, feeds, run(path, feeds))
+
+
+def test_rows(tmp_path):
+    torch.manual_seed(0)
+    model, words = Rows(), torch.randint(0, 20, (2, 6))
+    feeds = {"x": torch.randn(2, 6, 8), "words": words}
+    compare(model, feeds, run(written(model, tuple(feeds.values()), tmp_path / "rows.tflite"), feeds))
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.padded = nn.ConvTranspose2d(4, 3, 2, 2), nn.ConvTranspose2d(4, 3, 3, 2, 1, output_padding=1)
+
+    def forward(self, x):
+        return {"plain": self.plain(x), "padded": self.padded(x)}
+
+
+def test_what_is_told_its_size_has_the_batch_of_the_example(tmp_path):
+    torch.manual_seed(0)
+    model, feeds = Transposed(), {"x": torch.randn(2, 4, 5, 5)}
+    path = written(model, (feeds["x"],), tmp_path / "transposed.tflite")
+    assert find_format("litert").about(path).inputs[0].shape == (2, 4, 5, 5)
+    compare(model, feeds, run(path, feeds))
+    with exchange({"x": torch.randn(3, 4, 5, 5).numpy()}) as files:
+        answer = ask(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
+    assert "x: the file takes [2, 4, 5, 5], [3, 4, 5, 5] was given" in answer.message
+
+
+class Sorted(nn.Module):
+    def forward(self, x):
+        return torch.sort(x, -1).values
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Sorted(), "aten.sort .*return torch.sort"),
+        (nn.MaxPool2d(2, dilation=2), "aten.max_pool2d .*is a pool with dilated windows"),
+        (nn.ELU(0.5), "aten.elu .*alpha other than 1"),
+    ],
+    ids=["sort", "dilated pool", "ELU"],
+)
+def test_an_operation_without_a_form_is_named_with_its_line(model, said, tmp_path):
+    with pytest.raises(TargetError, match=said) as caught:
+        written(model, (torch.randn(2, 3, 8, 8),), tmp_path / "never.tflite")
+    assert "deploy for 'onnxruntime'" in str(caught.value)
+    assert not Path(tmp_path / "never.tflite").exists()

@@ -1,0 +1,69 @@
+"""Where LiteRT's quantizers stand, and what its target refuses before any work; nothing of it need be installed."""
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.errors import TargetError
+from scalepoint.quantize import QuantConfig, QuantStub, insert_qdq
+from scalepoint.spec import PerBlockGranularity, QuantizationSpec
+from scalepoint.targets import find_target
+from scalepoint.transformation import transform
+
+
+def placed(model, x, config=None):
+    result = transform(model.eval(), (x,), target="litert")
+    return insert_qdq(result.model, result.matches, config)
+
+
+def stubs(model):
+    return [name for name, module in model.named_modules() if isinstance(module, QuantStub)]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.last(nn.functional.avg_pool2d(torch.cat([self.one(x), self.two(x)], 1), 2))
+
+
+def test_a_concat_has_a_scale_of_its_own_and_an_average_pool_that_of_its_input():
+    found = placed(Branches(), torch.randn(1, 3, 8, 8))
+    assert stubs(found) == [f"{name}_quant" for name in ("x", "one_fused", "two_fused", "cat_fused", "last_fused")]
+    calls = [str(node.target) for node in found.graph.nodes if node.meta.get("kind") == "quant"]
+    assert calls.count("cat_fused_quant") == 2  # before and after the pool
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "said"),
+    [
+        (nn.Conv3d(3, 4, 3), torch.randn(1, 3, 8, 8, 8), "a convolution over three axes"),
+        (nn.ConvTranspose2d(4, 4, 2, groups=2), torch.randn(1, 4, 8, 8), "a transposed convolution in groups"),
+        (nn.ConvTranspose1d(4, 4, 2), torch.randn(1, 4, 8), "a transposed convolution in groups or over one axis"),
+    ],
+    ids=["volumes", "groups", "one axis"],
+)
+def test_what_has_no_operator_is_refused_with_another_target(model, x, said):
+    with pytest.raises(TargetError, match=f"target 'litert' cannot run {said}") as caught:
+        placed(nn.Sequential(model, nn.ReLU()), x)
+    assert "deploy for 'onnxruntime'" in str(caught.value)
+
+
+def test_unsigned_activations_are_refused_with_the_nearest_choice():
+    wrong = QuantConfig(activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric"))
+    with pytest.raises(TargetError, match=r"cannot run dtype uint8 as activation .*the nearest it can: int8"):
+        placed(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), wrong)
+
+
+def test_blocks_of_four_bits_are_refused_with_a_scale_a_channel():
+    blocks = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32))
+    with pytest.raises(TargetError, match=r"int4 with granularity per_block as weight .*int4 .*per_channel"):
+        placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(weight=blocks))
+
+
+def test_the_declaration_names_its_format_and_runtime():
+    target = find_target("litert")
+    assert (target.format, target.runtime, target.bias) == ("litert", "litert", "int32")
+    assert target.activation_for("LinearPattern").qparam_calculator_cls.always_called
