@@ -41,6 +41,7 @@ def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(conf
     assert with_speed(config, is_strict=strict, has_budget=has_budget).speed_first is expected
 
 
+@pytest.mark.filterwarnings("ignore:.*was made for a CPU with VNNI")  # what is asked of it stands before it runs
 @pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])
 def test_deploy_names_what_it_leaves_float_for_speed(model, data, tmp_path, config):
     vnni = onnxruntime_target("vnni")
@@ -107,10 +108,11 @@ class TestDeploy:
 
 def test_batches_with_nan_can_be_left_out(model, data, tmp_path):
     holed = [data[0], torch.full_like(data[0], math.nan)]
+    settings = {"config": ALL, "output": tmp_path, "smoke": True, "progress": False}
     with pytest.raises(NonFiniteError, match="on_nan='skip'"):
-        scalepoint.deploy(model, data[0], holed, output=tmp_path, smoke=True, progress=False)
+        scalepoint.deploy(model, data[0], holed, **settings)
     with pytest.warns(ScalepointWarning, match="1 batches hold NaN or infinity"):
-        done = scalepoint.deploy(model, data[0], holed, output=tmp_path, smoke=True, on_nan="skip", progress=False)
+        done = scalepoint.deploy(model, data[0], holed, on_nan="skip", **settings)
     assert done.verification.holds
 
 

@@ -110,6 +110,11 @@ SPELLINGS = (
         "an Add before a layer norm is fused into SkipLayerNormalization, whose CPU kernel is slower than both; a Sum "
         "of two is not",
     ),
+    Spelling(
+        "unpack_when_loaded",
+        "int8 weights of a float product are written as Cast and Mul, which are computed once, as the file is loaded; "
+        "a DequantizeLinear runs at each call",
+    ),
 )
 
 
@@ -146,6 +151,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         shares=COPIES,
         bias="int32",
         spellings=SPELLINGS,
+        unpacks=True,
         runtime="onnxruntime",
         kernels=f"onnxruntime-{chosen}",
         options={"cpu": chosen},

@@ -40,6 +40,7 @@ def openvino_target(cpu: str = "auto") -> Target:
         ),
         bias="float",
         spellings=(),
+        unpacks=False,
         runtime="openvino",
         kernels=None,
     )
