@@ -21,15 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 from files import run, sqnr
-from scalepoint.deployment.accuracy import tuning_for
-from scalepoint.quantize import quantize
+from scalepoint.deployment.accuracy import PRESETS, tuning_for
+from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.tuning import tune
 from subjects import SUBJECTS, Subject
 
 OUT = Path(__file__).parent.parent / "out" / "pair_safe.json"
+CORRECTED = "nearest, biases corrected"  # as deploy does
 NETWORKS = ("lite0", "resnet50")
-WAYS = (("vnni", None), ("avx2", None), ("avx2", "fast"), ("avx2", "balanced"))
+WAYS = (("vnni", None), ("avx2", None), ("avx2", CORRECTED), ("avx2", "fast"), ("avx2", "balanced"))
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ def rows_of(subject: Subject) -> Iterator[Row]:
     expected = run(subject.model, subject.held_out)
     for cpu, accuracy in WAYS:
         start, target = time.process_time(), onnxruntime_target(cpu)
-        made = quantize(subject.model, subject.inputs, forward_loop=subject.calibration, target=target)
-        how = accuracy and tuning_for(made, accuracy, has_data=True)
+        config = QuantConfig(correct_bias=accuracy == CORRECTED)
+        made = quantize(subject.model, subject.inputs, config, forward_loop=subject.calibration, target=target)
+        how = tuning_for(made, accuracy, has_data=True) if accuracy in PRESETS else None
         if how:
             tune(made, subject.calibration, how, progress=False)
         taken = time.process_time() - start

@@ -64,9 +64,10 @@ def subject_of(name: str, pictures: Path | None) -> Subject:
 
 def scalepoint(subject: Subject, folder: Path, config: Any = None) -> Steps:
     from scalepoint import export  # noqa: PLC0415
-    from scalepoint.quantize import quantize  # noqa: PLC0415
+    from scalepoint.quantize import QuantConfig, quantize  # noqa: PLC0415
 
     made: list[Any] = []
+    config = config or QuantConfig(correct_bias=True, speed_first=True)  # as deploy does
     options = {"forward_loop": subject.calibration, "target": "onnxruntime", "freeze_weights": True}
     return Steps(
         lambda: made.append(quantize(subject.model, subject.inputs, config, **options)),

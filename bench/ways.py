@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx
 
+from scalepoint.quantize import calibrate
 from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
@@ -36,15 +37,17 @@ ANSWERS: dict[str, Callable[[QuantizationSpec], QuantizationSpec]] = {
 }
 
 
-def with_weights(quantized: fx.GraphModule, change: Callable[[QuantizationSpec], QuantizationSpec]) -> fx.GraphModule:
-    """The same quantized model with other quantizers on its weights."""
+def with_weights(
+    quantized: fx.GraphModule, change: Callable[[QuantizationSpec], QuantizationSpec], batches: list[Any]
+) -> fx.GraphModule:
+    """The same quantized model with other quantizers on its weights, and biases corrected for those."""
     made = copy.deepcopy(quantized)
     for module in made.modules():
         if isinstance(module, QuantizedWeighted) and not module.is_unpacked:
             old = module.weight_quant
             module.weight_quant = WeightFakeQuantize(old.consumers, spec=change(old.spec)).eval()
             module.weight_quant.name = old.name
-            module.freeze()
+    calibrate(made, batches, freeze_weights=True, correct_bias=True, progress=False)
     return made
 
 
