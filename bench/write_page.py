@@ -234,6 +234,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "deployed-vnni": ("deployed-vnni", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),
     "layers": ("deployed", layers_table),
     "saturation": ("deployed", saturation_table),
+    "bias_correction": ("bias_correction", plain_table),
     "pair_safe": ("pair_safe", plain_table),
     "openvino": ("deployed-vnni", partial(files_table, runtime="openvino", others=NNCF)),
     "xnnpack": ("xnnpack", plain_table),

@@ -1,9 +1,9 @@
 """Bias correction: what the rounding of a weight adds to the mean of a layer's output is taken off its bias.
 
-    shift = mean over positions of (W - Wq) * mean over samples of x        (* is the layer's own product)
+    shift = mean over positions of (W - Wq) * E[x]        E[x] a value a channel, * the layer's own product
 
-A layer is linear, so the mean of its error is its product with the mean of its input: exact, borders and groups
-counted, and known from the pass that finds the ranges. Layers without a bias get none.
+A layer is linear, so the mean of its error is its product with the mean of its input, borders and groups counted; the
+means come from the pass that finds the ranges. Layers without a bias get none.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ class Means:
         self.layers = [each for each in layers if each.folded()[1] is not None]
         self.sums: list[Tensor | None] = [None for _ in self.layers]
         self.counts = [0 for _ in self.layers]
+        self.sizes: list[tuple[int, ...]] = [() for _ in self.layers]  # of the first picture
         self.hooks: list[Any] = []
 
     def __enter__(self) -> "Means":
@@ -40,19 +41,20 @@ class Means:
             hook.remove()
 
     def _hook(self, index: int) -> Any:
-        is_linear = self.layers[index].kind == "linear"
+        layer = self.layers[index]
+        spatial = 0 if layer.kind == "linear" else layer.weight.ndim - 2
 
         def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach()
-            samples = x.reshape(-1, x.shape[-1]) if is_linear else x if x.ndim > 2 else x[None]
-            found, known = samples.sum(0, dtype=torch.float32), self.sums[index]
-            if not len(samples) or not bool(torch.isfinite(found).all()):
+            channel = x.ndim - 1 - spatial
+            found = x.sum([axis for axis in range(x.ndim) if axis != channel], dtype=torch.float32)
+            if not x.numel() or not bool(torch.isfinite(found).all()):
                 return  # what holds NaN is told, or left out, by the stubs
-            if known is None:
-                self.sums[index], self.counts[index] = found, len(samples)
-            elif known.shape == found.shape:  # pictures of another size have a mean of their own, which is not kept
-                known += found
-                self.counts[index] += len(samples)
+            known = self.sums[index]
+            wide = found.cpu().double()  # which gives the same float32 in any order
+            self.sums[index] = wide if known is None else known + wide
+            self.sizes[index] = self.sizes[index] or tuple(x.shape[channel + 1 :])
+            self.counts[index] += x.numel() // x.shape[channel]
 
         return see
 
@@ -60,28 +62,30 @@ class Means:
         """Of all ranks, in their order."""
         own = {f"{index} sum": each for index, each in enumerate(self.sums) if each is not None}
         own |= {f"{index} count": torch.tensor(each) for index, each in enumerate(self.counts)}
+        own |= {f"{index} sizes": torch.tensor(each) for index, each in enumerate(self.sizes) if each}
         parts: Sequence[dict[str, Tensor]] = ranks.gathered(own, "merging means")
         for index in range(len(self.layers)):
-            sums = [part[f"{index} sum"] for part in parts if f"{index} sum" in part]
-            same = [each for each in sums if each.shape == sums[0].shape]
-            self.sums[index] = torch.stack(same).sum(0) if same else None
-            self.counts[index] = sum(
-                int(part[f"{index} count"])
-                for part in parts
-                if f"{index} sum" in part and part[f"{index} sum"].shape == sums[0].shape
-            )
+            seen = [part for part in parts if f"{index} sum" in part]
+            if seen:
+                self.sums[index] = torch.stack([part[f"{index} sum"] for part in seen]).sum(0)
+                self.counts[index] = sum(int(part[f"{index} count"]) for part in seen)
+                sizes = seen[0].get(f"{index} sizes")
+                self.sizes[index] = () if sizes is None else tuple(map(int, sizes.tolist()))
 
     @torch.no_grad()
     def correct(self) -> None:
         """Shift the biases of all that saw something; weights are frozen."""
-        for layer, found, count in zip(self.layers, self.sums, self.counts, strict=True):
+        for layer, found, count, sizes in zip(self.layers, self.sums, self.counts, self.sizes, strict=True):
             quant = layer.weight_quant
-            if found is None or not count or not quant.frozen or quant.quantizer.is_disabled():
+            if found is None or not quant.frozen or quant.quantizer.is_disabled():
                 continue
             weight, _ = layer.folded()
             values = layer.canonical(quant.values(layer.deployed().codes, weight.dtype))
-            mean = (found / count)[None].to(weight)
-            y = run_with(layer.operation, mean, weight - values, None)
-            shift = y.reshape(-1, y.shape[-1]).mean(0) if layer.kind == "linear" else y.flatten(2).mean(2)[0]
+            mean = (found / count).to(weight)
+            if layer.kind == "linear":
+                shift = run_with(layer.operation, mean[None], weight - values, None)[0]
+            else:
+                picture = mean.view(1, -1, *(1 for _ in sizes)).expand(1, -1, *sizes)
+                shift = run_with(layer.operation, picture, weight - values, None).flatten(2).mean(2)[0]
             if bool(torch.isfinite(shift).all()):
                 layer.shift_bias(shift)
