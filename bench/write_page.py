@@ -222,8 +222,6 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-import": ("bench-import", table),
     "qat": ("qat", table),
     "ptq_time": ("ptq_time", costs_table),
-    "export_time": ("export_time", noted_table),
-    "smoke": ("smoke", noted_table),
     "calibration_time": ("calibration_time", table),
     "spellings": ("spellings", table),
     "small_cnns": ("small_cnns-vnni", small_table),
