@@ -41,11 +41,10 @@ def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(conf
     assert with_speed(config, is_strict=strict, has_budget=has_budget).speed_first is expected
 
 
-@pytest.mark.filterwarnings("ignore:.*was made for a CPU with VNNI")  # what is asked of it stands before it runs
 @pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])
 def test_deploy_names_what_it_leaves_float_for_speed(model, data, tmp_path, config):
-    vnni = onnxruntime_target("vnni")
-    done = scalepoint.deploy(model, data[0], data, target=vnni, config=config, output=tmp_path, smoke=True)
+    target = onnxruntime_target()  # of this machine: files for another one may not run as simulated
+    done = scalepoint.deploy(model, data[0], data, target=target, config=config, output=tmp_path, smoke=True)
     left = [row for row in done.report.coverage.operations if row.is_for_speed]
     assert config is None or not left
     assert all(f"{row.name} " in str(done) and row.reason for row in left)
