@@ -67,11 +67,11 @@ def layer_by_layer(how: str, path: Path, quantized: fx.GraphModule, inputs: Any)
 def in_onnxruntime(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any]:
     plain, paths, simulated, layers = folder / "float.onnx", {}, {}, []
     own = OURS if CPU == "avx2" else OURS_VNNI
-    config, data = QuantConfig(speed_first=True), subject.calibration
+    config, data = QuantConfig(speed_first=True, correct_bias=True), subject.calibration
     ours = quantize(subject.model, subject.inputs, config, forward_loop=data, target=onnxruntime_target(CPU))
     for how in (own, *(() if quick or CPU == "vnni" else ANSWERS)):
         path = paths[how] = folder / f"{len(paths)}.onnx"
-        quantized = ours if how == own else with_weights(ours, ANSWERS[how])
+        quantized = ours if how == own else with_weights(ours, ANSWERS[how], data)
         scalepoint.export(quantized, path, subject.inputs, float_path=plain if how == own else None)
         simulated[how] = run(quantized, subject.held_out)
         if how in (own, NAIVE):
@@ -87,8 +87,8 @@ def in_onnxruntime(subject: Subject, folder: Path, *, quick: bool) -> dict[str, 
 def in_openvino(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any]:
     own = OURS if CPU == "avx2" else OURS_VNNI
     plain, paths = folder / "float.onnx", {own: folder / "openvino.onnx"}
-    target = openvino_target(CPU)
-    quantized = quantize(subject.model, subject.inputs, forward_loop=subject.calibration, target=target)
+    config, target = QuantConfig(correct_bias=True), openvino_target(CPU)
+    quantized = quantize(subject.model, subject.inputs, config, forward_loop=subject.calibration, target=target)
     scalepoint.export(quantized, paths[own], subject.inputs, float_path=plain)
     if find_spec("nncf") and not quick:
         paths[NNCF] = folder / "nncf.xml"

@@ -1,32 +1,49 @@
-"""What post-training quantization costs: CPU seconds and peak memory, ours beside other tools.
+"""What post-training quantization costs: CPU seconds and peak memory, ours beside other tools, network by network.
 
-ResNet-18 at 224, calibrated with 4 batches of 8. Each tool runs in a process of its own, from the float model to the
-calibrated one (ONNX Runtime from the float file to the int8 file); importing and building are not counted. A tool
-that is not installed is skipped, and said so. Then calibration alone, as a multiple of the float forwards over the same
-batches, side by side in one process: min-max (the default), and the ranges that are searched in a histogram.
+    python bench/ptq_time.py [resnet18 minilm ..] [--pictures FOLDER] [--python nncf=PATH] [--python modelopt=PATH]
+
+Each tool runs in a process of its own, one thread. "quantizing" is from what it takes (a model, a file) to what is
+calibrated; "to a file" adds what stands before and after it: from the PyTorch model to the int8 file. Importing and
+building the model are not counted. A tool that is not installed is said so; --python names an environment that has it.
+Then calibration alone, as a multiple of the float forwards over the same batches, side by side in one process: min-max
+(the default), and the ranges that are searched in a histogram.
 """
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from files import arrays
 from measure import Row, interleave, peak_extra_bytes, report
 from resnet18 import resnet18
+from subjects import SUBJECTS, Subject, vision
+from ways import nncf_quantized, quantize_static
 
 OUT = Path(__file__).parent.parent / "out"
 SKIPPED = 3
 CALIBRATION = "calibration alone"
 LIMITS = {"min-max": 1.3, "least squared error": 1.8}
+NETWORKS = ("resnet18", "resnet50", "minilm", "lite0")
+
+
+class Steps(NamedTuple):
+    """What a tool does, in order; `before` and `after` quantizing are what its user needs to come to a file."""
+
+    quantizing: Callable[[], Any]
+    before: Callable[[], Any] = lambda: None
+    after: Callable[[], Any] | None = None
 
 
 def data() -> list[torch.Tensor]:
@@ -34,111 +51,169 @@ def data() -> list[torch.Tensor]:
     return [torch.randn(8, 3, 224, 224, generator=generator) for _ in range(4)]
 
 
-def scalepoint() -> Callable[[], Any]:
-    from scalepoint.quantize import quantize  # noqa: PLC0415
-
-    model, batches = resnet18(), data()
-    return lambda: quantize(model, batches[0][:2], forward_loop=batches, target="tensorrt")
-
-
-def scalepoint_searched() -> Callable[[], Any]:
-    from scalepoint.quantize import quantize  # noqa: PLC0415
-
-    model, batches = resnet18(), data()
-    return lambda: quantize(model, batches[0][:2], searched(), forward_loop=batches)
+def subject_of(name: str, pictures: Path | None) -> Subject:
+    """Of the deployed ones; the ResNets with 4 batches of 8."""
+    if name == "resnet18":
+        return Subject("ResNet-18 @224, 4 batches of 8", resnet18().eval(), data()[0][:2], data(), None)
+    if name == "resnet50":
+        return Subject("ResNet-50 @224, 4 batches of 8", vision("resnet50").eval(), data()[0][:2], data(), None)
+    found = SUBJECTS[name](pictures)
+    said = f"{len(found.calibration)} batches of {len(next(iter(arrays(found.model, found.calibration[0]).values())))}"
+    return Subject(f"{found.title}, {said}", found.model, found.inputs, found.calibration, found.held_out)
 
 
-def searched() -> Any:
-    """Symmetric int8 with the least squared error over all batches."""
+def scalepoint(subject: Subject, folder: Path, config: Any = None) -> Steps:
+    from scalepoint import export  # noqa: PLC0415
+    from scalepoint.quantize import QuantConfig, quantize  # noqa: PLC0415
+
+    made: list[Any] = []
+    config = config or QuantConfig(correct_bias=True, speed_first=True)  # as deploy does
+    options = {"forward_loop": subject.calibration, "target": "onnxruntime", "freeze_weights": True}
+    return Steps(
+        lambda: made.append(quantize(subject.model, subject.inputs, config, **options)),
+        after=lambda: export(made[0], folder / "int8.onnx", subject.inputs),
+    )
+
+
+def scalepoint_searched(subject: Subject, folder: Path) -> Steps:
     from scalepoint.quantize import CalibrationMethod, QuantConfig, TensorQuantConfig  # noqa: PLC0415
 
-    activation = TensorQuantConfig(calibration_method=CalibrationMethod.MSE)
-    return QuantConfig(activation=activation, weight=TensorQuantConfig(per_channel=True))
+    activation = TensorQuantConfig(symmetric=False, calibration_method=CalibrationMethod.MSE)
+    return scalepoint(subject, folder, QuantConfig(activation=activation))
 
 
-def torchao() -> Callable[[], Any]:
+def exported(subject: Subject, model: torch.nn.Module, path: Path) -> None:
+    """By torch's quicker exporter, with free axes."""
+    given = subject.inputs
+    names = list(given) if isinstance(given, dict) else ["x"]
+    args = tuple(given.values()) if isinstance(given, dict) else (given,)
+    axes = {name: {0: "batch", **({1: "length"} if isinstance(given, dict) else {})} for name in names}
+    with torch.no_grad():
+        torch.onnx.export(model, args, str(path), input_names=names, dynamic_axes=axes, dynamo=False)
+
+
+def onnxruntime(subject: Subject, folder: Path) -> Steps:
+    import onnxruntime.quantization  # noqa: F401, PLC0415
+
+    plain, batches = folder / "float.onnx", [arrays(subject.model, batch) for batch in subject.calibration]
+    return Steps(
+        lambda: quantize_static(plain, folder / "int8.onnx", batches),
+        before=lambda: exported(subject, subject.model, plain),
+        after=lambda: None,
+    )
+
+
+def nncf(subject: Subject, folder: Path) -> Steps:
+    import nncf  # noqa: F401, PLC0415
+    import openvino  # noqa: PLC0415
+
+    plain, batches = folder / "float.onnx", [arrays(subject.model, batch) for batch in subject.calibration]
+    made: list[Any] = []
+    return Steps(
+        lambda: made.append(nncf_quantized(plain, batches, is_transformer=subject.is_transformer)),
+        before=lambda: exported(subject, subject.model, plain),
+        after=lambda: openvino.save_model(made[0], folder / "int8.xml", compress_to_fp16=False),
+    )
+
+
+def torchao(subject: Subject, folder: Path) -> Steps:
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e  # noqa: PLC0415
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86  # noqa: PLC0415
-
-    model, batches = resnet18(), data()
 
     def run() -> Any:
         quantizer = x86.X86InductorQuantizer()
         quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
-        prepared = prepare_pt2e(torch.export.export(model, (batches[0],)).module(), quantizer)
+        args, kwargs = called(subject.calibration[0])
+        prepared = prepare_pt2e(torch.export.export(subject.model, args, kwargs).module(), quantizer)
         with torch.no_grad():
-            for batch in batches:
-                prepared(batch)
+            for batch in subject.calibration:
+                args, kwargs = called(batch)
+                prepared(*args, **kwargs)
         return convert_pt2e(prepared)
 
-    return run
+    return Steps(run)
 
 
-def onnxruntime() -> Callable[[], Any]:
-    from onnxruntime.quantization import CalibrationDataReader, quantize_static  # noqa: PLC0415
-
-    folder = Path(tempfile.mkdtemp())
-    batches = data()
-    torch.onnx.export(resnet18(), (batches[0],), str(folder / "float.onnx"), input_names=["x"], dynamo=False)
-
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.left: Iterator[torch.Tensor] = iter(batches)
-
-        def get_next(self) -> dict[str, Any] | None:
-            batch = next(self.left, None)
-            return None if batch is None else {"x": batch.numpy()}
-
-    return lambda: quantize_static(folder / "float.onnx", folder / "int8.onnx", Reader(), per_channel=True)
+def called(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), batch) if isinstance(batch, dict) else ((batch,), {})
 
 
-def modelopt() -> Callable[[], Any]:
+def modelopt(subject: Subject, folder: Path) -> Steps:
     import modelopt.torch.quantization as mtq  # noqa: PLC0415
 
-    model, batches = resnet18(), data()
+    made: list[Any] = []
 
-    def loop(each: torch.nn.Module) -> None:
+    def loop(model: torch.nn.Module) -> None:
         with torch.no_grad():
-            for batch in batches:
-                each(batch)
+            for batch in subject.calibration:
+                args, kwargs = called(batch)
+                model(*args, **kwargs)
 
-    return lambda: mtq.quantize(model, mtq.INT8_DEFAULT_CFG, loop)
+    return Steps(
+        lambda: made.append(mtq.quantize(subject.model, mtq.INT8_DEFAULT_CFG, loop)),
+        after=lambda: exported(subject, made[0], folder / "int8.onnx"),
+    )
 
 
-TOOLS = {
+TOOLS: dict[str, Callable[[Subject, Path], Steps]] = {
     "scalepoint, min-max (default)": scalepoint,
     "scalepoint, least squared error": scalepoint_searched,
     "ONNX Runtime quantize_static, min-max": onnxruntime,
+    "NNCF quantize": nncf,
     "torchao PT2E, histogram": torchao,
     "ModelOpt, max": modelopt,
 }
+HOMES = {"NNCF quantize": "nncf", "ModelOpt, max": "modelopt"}  # which may have an environment of their own
 
 
-def measure(name: str) -> int:
+def measure(tool: str, network: str, pictures: Path | None) -> int:
     """In the child: prepare the tool, then run it once and say what it took."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    try:
-        run = TOOLS[name]()
-    except ImportError as error:
-        print(error, file=sys.stderr)
-        return SKIPPED
+    subject = subject_of(network, pictures)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            steps = TOOLS[tool](subject, Path(folder))
+        except ImportError as error:
+            print(error, file=sys.stderr)
+            return SKIPPED
+        before, _ = timed(steps.before)
+        quantizing, peak = timed(steps.quantizing)
+        found = {"network": subject.title, "quantizing": quantizing, "bytes": peak}
+        try:
+            after = timed(steps.after)[0] if steps.after else None
+        except Exception as error:
+            found["note"] = f"no file: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            after = None
+        print(json.dumps({**found, "to a file": None if after is None else before + quantizing + after}))
+    return 0
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, int]:
+    """CPU seconds, and bytes beyond what the process held."""
     start = time.process_time()
     peak = peak_extra_bytes(run)
-    print(json.dumps({"seconds": time.process_time() - start, "bytes": peak}))
-    return 0
+    return time.process_time() - start, peak
 
 
 def calibration() -> int:
     """In the child: calibrate beside the float forwards that it needs."""
     from scalepoint import transform  # noqa: PLC0415
-    from scalepoint.quantize import calibrate, insert_qdq  # noqa: PLC0415
+    from scalepoint.quantize import (  # noqa: PLC0415
+        CalibrationMethod,
+        QuantConfig,
+        TensorQuantConfig,
+        calibrate,
+        insert_qdq,
+    )
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model, batches = resnet18(), data()
     result = transform(model, batches[0][:2], target="tensorrt")
-    plain, histogram = (insert_qdq(result.model, result.matches, config) for config in (None, searched()))
+    activation = TensorQuantConfig(calibration_method=CalibrationMethod.MSE)
+    searched = QuantConfig(activation=activation, weight=TensorQuantConfig(per_channel=True))
+    plain, histogram = (insert_qdq(result.model, result.matches, config) for config in (None, searched))
 
     def forwards() -> None:
         with torch.no_grad():
@@ -157,36 +232,64 @@ def calibration() -> int:
     return 0
 
 
+def asked(python: str, *words: str) -> tuple[dict[str, Any] | None, str]:
+    """What a child printed last, or why it did not."""
+    where = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, where))}
+    done = subprocess.run([python, __file__, *words], capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        line = (done.stderr.strip().splitlines() or ["it died"])[-1]
+        return None, ("not installed: " if done.returncode == SKIPPED else "failed: ") + line[:160]
+    return json.loads(done.stdout.strip().splitlines()[-1]), ""
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="from a float model to int8, one thread, CPU seconds")
+    for column in ("network", "tool", "quantizing", "to a file", "peak memory", "note"):
+        table.add_column(column, justify="left" if column in ("network", "tool", "note") else "right")
+    for row in rows:
+        seconds = ("" if row[name] is None else f"{row[name]:.1f}" for name in ("quantizing", "to a file"))
+        size = "" if row["MB"] is None else f"{row['MB']:.0f} MB"
+        table.add_row(row["network"], row["tool"], *seconds, size, row["note"])
+    return table
+
+
 def main() -> int:
-    if sys.argv[1:] == [CALIBRATION]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", help=f"of {', '.join(NETWORKS)}; all when none is named")
+    parser.add_argument(
+        "--pictures", type=Path, help="a folder with photographs for EfficientNet-Lite0; else it has 20"
+    )
+    parser.add_argument("--python", action="append", default=[], metavar="TOOL=PATH", help="nncf or modelopt")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child == CALIBRATION:
         return calibration()
-    if len(sys.argv) > 1:
-        return measure(sys.argv[1])
-    table = Table(title="ResNet-18 @224, 4 batches of 8, one thread")
-    for column in ("tool", "CPU seconds", "against ours", "peak memory beyond the model"):
-        table.add_column(column, justify="left" if column == "tool" else "right")
-    results: dict[str, dict[str, float] | str] = {}
-    for name in TOOLS:
-        command = [sys.executable, __file__, name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            results[name] = ("not installed: " if done.returncode == SKIPPED else "failed: ") + lines[-1]
-            table.add_row(name, "", "", str(results[name]))
-            continue
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-        results[name] = found
-        own = results[next(iter(TOOLS))]
-        ratio = found["seconds"] / own["seconds"] if isinstance(own, dict) else float("nan")
-        table.add_row(name, f"{found['seconds']:.1f}", f"{ratio:.2f}", f"{found['bytes'] / 2**20:.0f} MB")
-    Console(width=110).print(table)
+    if given.child:
+        return measure(given.child, given.networks[0], given.pictures)
+    homes = dict(each.split("=", 1) for each in given.python)
+    more = [] if given.pictures is None else ["--pictures", str(given.pictures)]
+    path = OUT / "ptq_time.json"
+    chosen = given.networks or list(NETWORKS)
+    kept = json.loads(path.read_text()) if path.exists() else []
+    rows = [row for row in kept if row.get("key") not in chosen]
+    for network in chosen:
+        for tool in TOOLS:
+            python = homes.get(HOMES.get(tool, ""), sys.executable)
+            found, why = asked(python, network, "--child", tool, *more)
+            told = {"key": network, "tool": tool, "quantizing": None, "to a file": None, "note": why, **(found or {})}
+            size = told.pop("bytes", None)
+            rows.append({"network": network, **told, "MB": size and size / 2**20})
+            Console(width=150).print(rows[-1])
+    rows.sort(key=lambda row: NETWORKS.index(row["key"]))
+    Console(width=150).print(table_of(rows))
     OUT.mkdir(exist_ok=True)
-    (OUT / "ptq_time.json").write_text(json.dumps(results, indent=2))
-    command = [sys.executable, __file__, CALIBRATION]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    ratios = json.loads(done.stdout.strip().splitlines()[-1])
-    rows = [Row(name, ratios[name], limit, "the float forwards") for name, limit in LIMITS.items()]
-    return 0 if report("Calibrating ResNet-18", rows, OUT / "calibration_time.json") else 1
+    path.write_text(json.dumps(rows, indent=2))
+    ratios, why = asked(sys.executable, "--child", CALIBRATION)
+    if ratios is None:
+        raise SystemExit(why)
+    limits = [Row(name, ratios[name], limit, "the float forwards") for name, limit in LIMITS.items()]
+    return 0 if report("Calibrating ResNet-18", limits, OUT / "calibration_time.json") else 1
 
 
 if __name__ == "__main__":

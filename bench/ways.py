@@ -3,10 +3,12 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor, fx
 
+from scalepoint.quantize import calibrate
 from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
@@ -35,15 +37,17 @@ ANSWERS: dict[str, Callable[[QuantizationSpec], QuantizationSpec]] = {
 }
 
 
-def with_weights(quantized: fx.GraphModule, change: Callable[[QuantizationSpec], QuantizationSpec]) -> fx.GraphModule:
-    """The same quantized model with other quantizers on its weights."""
+def with_weights(
+    quantized: fx.GraphModule, change: Callable[[QuantizationSpec], QuantizationSpec], batches: list[Any]
+) -> fx.GraphModule:
+    """The same quantized model with other quantizers on its weights, and biases corrected for those."""
     made = copy.deepcopy(quantized)
     for module in made.modules():
-        if isinstance(module, QuantizedWeighted):
+        if isinstance(module, QuantizedWeighted) and not module.is_unpacked:
             old = module.weight_quant
             module.weight_quant = WeightFakeQuantize(old.consumers, spec=change(old.spec)).eval()
             module.weight_quant.name = old.name
-            module.freeze()
+    calibrate(made, batches, freeze_weights=True, correct_bias=True, progress=False)
     return made
 
 
@@ -68,7 +72,15 @@ def quantize_static(plain: Path, path: Path, batches: list[dict[str, np.ndarray]
 
 
 def nncf_quantize(plain: Path, path: Path, batches: list[dict[str, np.ndarray]], *, is_transformer: bool) -> None:
-    """NNCF on the same float file: its defaults, and its own setting for transformers."""
+    """NNCF on the same float file, as a file."""
+    import openvino  # noqa: PLC0415
+
+    made = nncf_quantized(plain, batches, is_transformer=is_transformer)
+    openvino.save_model(made, path, compress_to_fp16=False)
+
+
+def nncf_quantized(plain: Path, batches: list[dict[str, np.ndarray]], *, is_transformer: bool) -> Any:
+    """NNCF on a float file: its defaults, and its own setting for transformers."""
     import nncf  # noqa: PLC0415
     import openvino  # noqa: PLC0415
 
@@ -76,4 +88,4 @@ def nncf_quantize(plain: Path, path: Path, batches: list[dict[str, np.ndarray]],
     names = [each.get_any_name() for each in model.inputs]
     dataset = nncf.Dataset([dict(zip(names, batch.values(), strict=True)) for batch in batches])
     kind = nncf.ModelType.TRANSFORMER if is_transformer else None
-    openvino.save_model(nncf.quantize(model, dataset, model_type=kind), path, compress_to_fp16=False)
+    return nncf.quantize(model, dataset, model_type=kind)

@@ -37,6 +37,7 @@ class CoverageRow:
     is_meant: bool = False  # float because the target runs its kind so
     saves: float | None = None  # seconds by which float is faster, where it stays float for speed
     shared: int = 0  # of its parameters, those that an earlier operation in the same precision has too
+    stored: str = ""  # "int8 per_channel": how the file holds the weight of a product that runs in float
 
     @property
     def is_for_speed(self) -> bool:
@@ -61,7 +62,8 @@ class Coverage:
 
     def share_of_parameters(self) -> dict[str, float]:
         """Precision -> share of the weights."""
-        return self._shares([(row.precision, row.parameters - row.shared) for row in self.operations])
+        rows = ((f"stored {row.stored}" if row.stored else row.precision, row) for row in self.operations)
+        return self._shares([(precision, row.parameters - row.shared) for precision, row in rows])
 
     @staticmethod
     def _shares(rows: list[tuple[str, int]]) -> dict[str, float]:
@@ -82,8 +84,8 @@ class Coverage:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is quantized."""
-        return not self.in_state(State.QUANTIZED)
+        """Whether nothing is quantized, and nothing stored so."""
+        return not self.in_state(State.QUANTIZED) and not any(row.stored for row in self.operations)
 
     def why_empty(self) -> str:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in self.operations[:4]) or "it has no weights"
@@ -113,6 +115,7 @@ class Coverage:
         left = [row.saves for row in self.operations if row.saves is not None]
         if left:
             text += f"; {len(left)} left float for speed, which saves {time_of(sum(max(0.0, each) for each in left))}"
+            text += ", with weights that the file holds in int8" if any(row.stored for row in self.operations) else ""
         return text
 
     def table(self) -> "Table":

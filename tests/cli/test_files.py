@@ -134,6 +134,24 @@ def test_bench_measures_two_files(call, made) -> None:
     assert "asked for" in err
 
 
+def test_bench_tells_samples_a_second_at_each_batch_and_number_of_threads(call, made) -> None:
+    files = (made / "float.onnx", made / "model.onnx")
+    code, out, _ = call("bench", *files, "--batches", "1,4", "--threads", "1, 2", "--json")
+    found = json.loads(out)["throughput"]
+    assert code == 0
+    assert [(each["batch"], each["threads"]) for each in found] == [(1, 1), (4, 1), (1, 2), (4, 2)]
+    assert all(each["per_second"][1] / each["per_second"][0] == pytest.approx(each["ratio"]) for each in found)
+    code, out, _ = call("bench", *files, "--batches", "4")
+    assert (code, "a second" in out) == (0, False)  # one batch is told as ever
+    assert "4x3x" in "".join(out.split())
+
+
+def test_bench_refuses_batches_that_are_none(call, made) -> None:
+    for given in ("1,x", "0", "1,,2", "-1"):
+        code, _, err = call("bench", made / "float.onnx", made / "model.onnx", f"--batches={given}")
+        assert (code, "as 1,8,32" in " ".join(err.split())) == (Code.USAGE, True), given
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

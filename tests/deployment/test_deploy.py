@@ -105,10 +105,11 @@ class TestDeploy:
 
 def test_batches_with_nan_can_be_left_out(model, data, tmp_path):
     holed = [data[0], torch.full_like(data[0], math.nan)]
+    settings = {"config": ALL, "output": tmp_path, "smoke": True, "progress": False}
     with pytest.raises(NonFiniteError, match="on_nan='skip'"):
-        scalepoint.deploy(model, data[0], holed, output=tmp_path, smoke=True, progress=False)
+        scalepoint.deploy(model, data[0], holed, **settings)
     with pytest.warns(ScalepointWarning, match="1 batches hold NaN or infinity"):
-        done = scalepoint.deploy(model, data[0], holed, output=tmp_path, smoke=True, on_nan="skip", progress=False)
+        done = scalepoint.deploy(model, data[0], holed, on_nan="skip", **settings)
     assert done.verification.holds
 
 

@@ -44,6 +44,14 @@ def test_the_gradients_are_the_same(dtype, name, zero, learns):
     assert all(a is None or torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(3, 70_000), (2, 5, 181, 97)], ids=str)  # what goes through the cache in pieces
+def test_large_tensors_come_back_bit_for_bit(shape):
+    y, _ = quantized(torch.randn(shape, requires_grad=True).mul(2))
+    found = getattr(y, kept._MARK).packed(y.detach())
+    assert found.codes.dtype == torch.uint8
+    assert torch.equal(kept._unpacked(found), y.detach())
+
+
 def test_a_byte_an_element_is_kept_in_a_training_net(monkeypatch):
     packed = []
     original = kept._Mark.packed

@@ -9,8 +9,9 @@ from torch import nn
 
 from scalepoint import transform
 from scalepoint.covered import State
-from scalepoint.quantize import QuantConfig, coverage, insert_qdq, load, quantize, save
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, coverage, insert_qdq, load, quantize, save
 from scalepoint.quantize.pays import FLOAT, INT8, _Cut
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.kernels import Kernels, Shape, kernels
 
@@ -110,11 +111,50 @@ def test_a_product_with_a_relu_is_not_int8_before_a_float_reader():
     assert not (rows["one"] != "float" and rows["two"] == "float")
 
 
-def test_where_nothing_wins_the_largest_weight_is_quantized_all_the_same():
-    model = nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * 15 * 15, 10))
-    rows = {row.name: row for row in inserted(model, torch.randn(2, 3, 64, 64))}
-    assert rows["0"].precision == "float"
+def small():
+    return nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * 15 * 15, 10))
+
+
+def test_where_nothing_wins_all_is_float_and_stored_in_int8():
+    result = transform(small().eval(), torch.randn(2, 3, 64, 64), target=VNNI)
+    found = coverage(insert_qdq(result.model, result.matches, FIRST))
+    assert [row.precision for row in found.operations] == ["float", "float"]
+    assert {row.stored for row in found.operations} == {"int8 per_channel"}
+    assert found.share_of_macs() == {"float": 1.0}
+    assert found.share_of_parameters() == {"stored int8 per_channel": 1.0}
+    assert not found.is_empty
+    assert "with weights that the file holds in int8" in found.summary()
+
+
+def test_where_nothing_wins_and_nothing_is_unpacked_the_largest_weight_is_quantized_all_the_same():
+    never = replace(VNNI, unpacks=False)
+    rows = {row.name: row for row in inserted(small(), torch.randn(2, 3, 64, 64), target=never)}
+    assert (rows["0"].precision, rows["0"].stored) == ("float", "")
     assert rows["4"].state == State.QUANTIZED
+
+
+def test_a_weight_that_is_multiplied_as_float_is_not_pair_safe_and_its_bias_not_rounded():
+    x = torch.randn(2, 3, 64, 64)
+    quantized = quantize(small().eval(), x, FIRST, forward_loop=[x], target=onnxruntime_target("avx2"))
+    layers = [module for module in quantized.modules() if isinstance(module, QuantizedWeighted)]
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.is_unpacked
+        assert layer.input_stub is None
+        assert layer.weight_quant.spec.to_dict()["range_calculator_cls"] == "minmax"
+
+
+def test_a_float_layer_behind_int8_reads_its_values_and_keeps_its_bias():
+    quantized = quantize(Net().eval(), X, FIRST, forward_loop=[X], target=VNNI, freeze_weights=True)
+    layers = {each.weight_quant.name: each for each in quantized.modules() if isinstance(each, QuantizedWeighted)}
+    assert layers["stem.weight"].is_unpacked
+    assert layers["stem.weight"].bias_scale() is None
+    assert layers["deep.weight"].bias_scale() is not None
+
+
+def test_one_scale_for_a_whole_weight_is_stored_too():
+    config = QuantConfig(speed_first=True, weight=TensorQuantConfig())
+    assert {row.stored for row in inserted(small(), torch.randn(2, 3, 64, 64), config)} == {"int8"}
 
 
 def chain(*prices, border=1.0, quantize_input=0.5):

@@ -12,7 +12,7 @@ from scalepoint.formats import Writing, find_format
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import Runtime
 from scalepoint.verification.files import runtime_for
-from scalepoint.verification.timing import plain_file
+from scalepoint.verification.timing import plain_file, throughput
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -52,6 +52,16 @@ def test_it_states_batch_shapes_threads_and_spread(files):
     assert all(each > 0 for each in found.spread)
     assert "onnxruntime, 1 thread, given_x 4x32, offset 4x8, medians of" in str(found)
     assert "interleaved runs, quartiles within" in str(found)
+
+
+def test_throughput_is_told_at_each_batch_and_a_file_with_a_fixed_one_says_so(files, tmp_path):
+    _, quantized, folder = files
+    first, second = throughput(folder / "float.onnx", folder / "m.onnx", batches=(2, 16), repeats=3)
+    assert (first.batch, second.batch) == (2, 16)
+    assert second.per_second == tuple(16 / each for each in second.seconds)
+    export(quantized, tmp_path / "m.onnx", ARGS, kwargs=KWARGS, dynamic=False)
+    with pytest.raises(UsageError, match=r"in batches of 4 alone, not of 16: export it with a free batch"):
+        throughput(tmp_path / "m.onnx", tmp_path / "m.onnx", batches=(4, 16), repeats=3)
 
 
 def test_the_plain_exporter_takes_what_deploy_takes(files):

@@ -71,7 +71,13 @@ def bench(
     first: Annotated[Path, typer.Argument(metavar="A.onnx", help="The file to compare with, such as float.onnx.")],
     second: Annotated[Path, typer.Argument(metavar="B.onnx", help="The file that should be faster.")],
     runtime: options.Runtime = None,
-    threads: options.Threads = None,
+    threads: Annotated[
+        str | None, typer.Option(help="Threads of the runtime; several, as 1,2,4, show how many samples a second.")
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option(help="Sizes of batches, as 1,8,32: how many samples a second at each.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="What free axes are that are not the batch, such as tokens.")] = 1,
     min_ratio: Annotated[
         float | None, typer.Option(min=0, help="Exit with 5 when B is not so many times as fast.")
     ] = None,
@@ -89,8 +95,18 @@ def bench(
     except UsageError as error:
         raise usage(str(error.args[0])) from error
     sizes = [about_file(path, chosen).size for path in (first, second)]  # what is no model is told before anything runs
-    found = public("benchmark")(first, second, runtime=chosen, threads=threads or 1)
-    layers = _layers(first, second, chosen, threads or 1)
+    counts, sizes_of = _counts("--threads", threads), _counts("--batches", batches)
+    from scalepoint.verification.timing import random_inputs, throughput
+
+    try:
+        feeds = random_inputs(first, chosen, sizes_of[0], length)
+        more: Sequence[Any] = ()
+        if len(counts) * len(sizes_of) > 1:
+            more = throughput(first, second, batches=sizes_of, threads=counts, length=length, runtime=chosen)
+    except UsageError as error:
+        raise usage(str(error.args[0])) from error
+    found = more[0] if more else public("benchmark")(first, second, feeds, runtime=chosen, threads=counts[0])
+    layers = _layers(first, second, feeds, chosen, counts[0])
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
         show_json(
@@ -101,6 +117,10 @@ def bench(
                 "bytes": sizes,
                 **vars(found),
                 "layers": list(map(vars, layers)),
+                "throughput": [
+                    {"batch": each.batch, "threads": each.threads, "per_second": each.per_second, "ratio": each.ratio}
+                    for each in more
+                ],
             },
         )
     else:
@@ -112,6 +132,7 @@ def bench(
         show(
             Listing(("file", "median", "size"), rows, numbers=(1, 2)),
             Text(one_line(f"{second.name}: {speed} of {first.name} ({found.how})")),
+            *_throughput(more, first, second),
             *_slowest(layers, first, second),
         )
     if code:
@@ -119,11 +140,30 @@ def bench(
     return code
 
 
-def _layers(first: Path, second: Path, runtime: Any, threads: int) -> Sequence[Any]:
+def _counts(name: str, given: str | None) -> list[int]:
+    """1,8,32 as numbers; 1 unless given."""
+    parts = [part.strip() for part in (given or "1").split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise usage(f"{name} {given!r}: whole numbers above 0, as 1,8,32")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _throughput(more: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
+    """Samples a second, where several batches or numbers of threads were asked for."""
+    if more:
+        rows = [
+            (str(each.batch), str(each.threads), *(f"{rate:,.1f}" for rate in each.per_second), ratio(each.ratio))
+            for each in more
+        ]
+        columns = ("batch", "threads", f"{first.name}, a second", f"{second.name}, a second", "speed")
+        yield Listing(columns, rows, numbers=(0, 1, 2, 3, 4))
+
+
+def _layers(first: Path, second: Path, feeds: Any, runtime: Any, threads: int) -> Sequence[Any]:
     """By layer, where the runtime tells."""
     from scalepoint.verification import profile
 
-    return profile(first, second, runtime=runtime, threads=threads) if runtime.profiles else ()
+    return profile(first, second, feeds, runtime=runtime, threads=threads) if runtime.profiles else ()
 
 
 def _slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:

@@ -233,13 +233,14 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
                 if run.format.check is not None:
                     run.format.check(result.model, Writing(run.inputs, run.target))
                 model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)
+            how = tuning_for(model, run.accuracy, has_data=run.has_data)
+            corrects = how is None if config.correct_bias is None else config.correct_bias  # else tuning does it
             with run.timed("calibrating", is_phase=False):
                 calibrate(
                     model, data.data, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress,
-                    freeze_weights=True,
+                    freeze_weights=True, correct_bias=corrects,
                 )  # fmt: skip
             stage.marks["the calibration data"] = run.data_mark = data.mark if ranks.size() == 1 else data.mark_now()
-            how = tuning_for(model, run.accuracy, has_data=run.has_data)
             if how is not None:
                 with run.timed("tuning", is_phase=False):
                     tuned = tune(

@@ -172,10 +172,10 @@ def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, want_inside: b
 
 def _clipped(t: Tensor, steps: Steps) -> bool:
     """Whether a piece on the CPU holds a clamped value (or NaN); cheaper than its mask by a factor of five."""
-    if isinstance(steps.low, Tensor):
+    if not steps.is_uniform and isinstance(steps.low, Tensor):
         return True
     extremes = torch.aminmax(t)
-    return not (float(extremes.min) >= steps.low and float(extremes.max) <= float(steps.high))
+    return not (float(extremes.min) >= float(steps.low) and float(extremes.max) <= float(steps.high))
 
 
 def _pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Steps]]:

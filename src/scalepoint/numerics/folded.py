@@ -16,6 +16,8 @@ from scalepoint.numerics.affine import PIECE, Steps, clamp, divide
 from scalepoint.numerics.fake import is_traced
 from scalepoint.numerics.format import Format
 
+NEAR = 0.49  # of a step beyond the last code: less is rounded to it
+
 
 def can_fold(weight: Tensor, steps: Steps) -> bool:
     """Whether the pass knows this weight and these steps: rows of float32 on a CPU, limits that are numbers."""
@@ -67,32 +69,45 @@ def _rows(
 
 
 class _Folded(torch.autograd.Function):
-    """Keeps the weight, which is there anyway."""
+    """Keeps the weight, which is there anyway, and the places of what was clamped."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> Tensor:
-        ctx.save_for_backward(weight, factor)
+        ctx.save_for_backward(weight, factor, clamped(weight, factor, steps, fmt))
         ctx.steps, ctx.fmt = steps, fmt
         return round_trip_folded(weight, factor, steps, fmt)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, factor = ctx.saved_tensors
-        steps, fmt = ctx.steps, ctx.fmt
-        low, high = float(steps.low) - 0.5, float(steps.high) + 0.5  # between whole numbers: the bounds are inside
-        gradient = torch.ops.aten.hardtanh_backward
-        if torch.is_grad_enabled() or not grad.is_contiguous():  # to be differentiated again: the formula as a whole
+        weight, factor, places = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: the formula as a whole
+            steps = ctx.steps
             wide = weight.detach() * factor.view(-1, *(1 for _ in weight.shape[1:]))
             scale = steps.scale.reshape(-1, *(1 for _ in weight.shape[1:]))
-            t = divide(wide, steps._replace(scale=scale), fmt)
-            return torch.where((t > low) & (t < high), grad, 0.0), None, None, None
-        of_weight = torch.empty_like(grad)
-        scratch = torch.empty(PIECE, dtype=torch.float32)
-        targets = _rows(grad, of_weight, factor, steps)
-        for (part, _, times, own), (given, target, _, _) in zip(
-            _rows(weight.detach(), of_weight, factor, steps), targets, strict=True
-        ):
-            buffer = scratch[: part.numel()].view(part.shape) if part.numel() <= PIECE else torch.empty_like(part)
-            t = divide(torch.mul(part, times, out=buffer), own, fmt, buffer)
-            gradient.grad_input(given, t, low, high, grad_input=target)
-        return of_weight, None, None, None
+            t = divide(wide, steps._replace(scale=scale), ctx.fmt)
+            return torch.where((t >= steps.low) & (t <= steps.high), grad, 0.0), None, None, None
+        if places is not None:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            grad.view(-1)[places] = 0.0
+        return grad, None, None, None
+
+
+@torch.no_grad()
+def clamped(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> Tensor | None:
+    """Where w s was clamped, as places in the flat weight; None where nothing was.
+
+    Only rows whose extremes reach the ends of the range are looked at, and only what is near an end is divided.
+    """
+    rows, times, scale = weight.view(len(weight), -1), factor.view(-1), steps.scale.reshape(-1)
+    ends = torch.stack([(end * scale / times).expand(len(rows)) for end in (steps.low - NEAR, steps.high + NEAR)])
+    low, high = ends.amin(0), ends.amax(0)  # of the weight: a factor may be negative
+    found = ((rows.amin(1) < low) | (rows.amax(1) > high)).nonzero().view(-1)
+    if not len(found):
+        return None
+    picked = rows[found]
+    at, column = ((picked < low[found, None]) | (picked > high[found, None])).nonzero().unbind(1)
+    row = found[at]
+    own = steps._replace(scale=scale if len(scale) == 1 else scale[row])
+    t = divide(picked[at, column] * times[row], own, fmt)
+    outside = (t < steps.low) | (t > steps.high)
+    return (row * rows.shape[1] + column)[outside] if bool(outside.any()) else None

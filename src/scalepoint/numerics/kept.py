@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.affine import Steps, narrow
+from scalepoint.numerics.affine import PIECE, Steps, narrow
 from scalepoint.numerics.format import Format
 
 _MARK = "_scalepoint_steps"
@@ -49,9 +49,17 @@ class _Mark:
     def packed(self, y: Tensor) -> _Codes:
         codes = self.known()
         if codes is None:
-            codes = torch.div(y.to(torch.float32), self.scale).round_().sub_(self.low).to(torch.uint8)
+            codes = self._codes(y)
             self.known = weakref.ref(codes)
         return _Codes(codes, self.scale, self.low, y.dtype)
+
+    def _codes(self, y: Tensor) -> Tensor:
+        if not _is_cut(y):
+            return torch.div(y.to(torch.float32), self.scale).round_().sub_(self.low).to(torch.uint8)
+        codes, scratch = torch.empty_like(y, dtype=torch.uint8), y.new_empty(PIECE)
+        for part, target in zip(torch.split(y.view(-1), PIECE), torch.split(codes.view(-1), PIECE), strict=True):
+            target.copy_(torch.div(part, self.scale, out=scratch[: part.numel()]).round_().sub_(self.low))
+        return codes
 
 
 def mark(y: Tensor, steps: Steps, fmt: Format) -> Tensor:
@@ -93,7 +101,12 @@ def _place(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 def _unpacked(kept: Any) -> Tensor:
     if isinstance(kept, _Codes):
-        return narrow(kept.codes.to(torch.float32).add_(kept.low).mul_(kept.scale), kept.dtype)
+        if not (_is_cut(kept.codes) and kept.dtype == torch.float32):
+            return narrow(kept.codes.to(torch.float32).add_(kept.low).mul_(kept.scale), kept.dtype)
+        y = torch.empty_like(kept.codes, dtype=torch.float32)
+        for part, target in zip(torch.split(kept.codes.view(-1), PIECE), torch.split(y.view(-1), PIECE), strict=True):
+            target.copy_(part).add_(kept.low).mul_(kept.scale)
+        return y
     if isinstance(kept, _Made):
         with torch.no_grad():
             return kept.make()
@@ -104,6 +117,12 @@ def _unpacked(kept: Any) -> Tensor:
             "the layer read it"
         )
     return found.tensor
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether it goes through the cache in pieces: large, on a CPU, and of one run of memory."""
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.uint8)
+    return is_plain and tensor.numel() >= 2 * PIECE
 
 
 def _is_taken() -> bool:

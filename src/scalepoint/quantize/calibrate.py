@@ -9,7 +9,7 @@ before afterwards, also when the data raises.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -20,6 +20,7 @@ from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split
+from scalepoint.quantize.means import Means
 from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
@@ -40,6 +41,7 @@ def calibrate(
     on_unseen: Literal["error", "skip"] = "error",
     on_nan: OnNan = "error",
     progress: bool | None = None,
+    correct_bias: bool | None = None,
 ) -> nn.Module:
     """Find the ranges of all activations, and switch fake quantization on. Returns the model.
 
@@ -47,7 +49,8 @@ def calibrate(
     batches, each a tensor, a tuple or list of inputs (what comes after the model's own inputs, such as labels, is left
     away), or a dict of inputs by name. on_unseen="skip" leaves a stub that saw nothing as it is, float; on_nan="skip"
     leaves out batches whose inputs hold NaN or infinity, and tensors inside the model that do. The progress bar shows
-    on a terminal unless `progress` says otherwise.
+    on a terminal unless `progress` says otherwise. With `correct_bias` (as the config says, unless given) biases take
+    up what rounded weights add to the means of outputs, found in the same pass; it needs frozen weights.
     """
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
@@ -70,13 +73,22 @@ def calibrate(
             _rewrite(model, run, max_batches, names, smoothing, on_nan)
             for weight in weights:
                 weight.unfreeze()  # it is another weight now
+        means = Means(model) if stubs and freeze_weights and _corrects(model, correct_bias) else None
         if stubs:
-            _observe(run, stubs, on_nan, on_unseen)
-    for quantizer in (*stubs, *weights):
-        quantizer.enabled = not (isinstance(quantizer, QuantStub) and quantizer.skipped_because)
+            _observe(run, stubs, means, on_nan, on_unseen)
+    _switch_on(stubs, weights)
     if freeze_weights:
         freeze(model)
+    if means is not None:
+        means.correct()
     return model
+
+
+def _switch_on(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> None:
+    for stub in stubs:
+        stub.enabled = not stub.skipped_because
+    for weight in weights:
+        weight.enabled = True
 
 
 def freeze(model: nn.Module) -> None:
@@ -84,6 +96,10 @@ def freeze(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedWeighted):
             module.freeze()
+
+
+def _corrects(model: nn.Module, given: bool | None) -> bool:
+    return given if given is not None else has_record(model) and bool(record_of(model).config.correct_bias)
 
 
 def _migrations(model: nn.Module) -> Sequence[str]:
@@ -125,15 +141,24 @@ def _smooth(run: Callable[..., Fed], observers: Sequence[SmoothQuantObserver], o
         observer.enabled = False  # it is in the weights now
 
 
-def _observe(run: Callable[..., Fed], stubs: Sequence[QuantStub], on_nan: OnNan, on_unseen: str) -> None:
+def _observe(
+    run: Callable[..., Fed], stubs: Sequence[QuantStub], means: Means | None, on_nan: OnNan, on_unseen: str
+) -> None:
     for stub in stubs:
         stub.reset()
         stub.skipped_because = ""
         stub.calculator.on_nan = on_nan
         stub.calibrating = True
     record(stubs, ranks.size() > 1)
+
+    def merge() -> None:
+        merge_stubs(stubs)
+        if means is not None:
+            means.merge()
+
     try:
-        fed = run("calibrating", merge=lambda: merge_stubs(stubs))
+        with means or nullcontext():
+            fed = run("calibrating", merge=merge)
     finally:
         record(stubs, False)
         for stub in stubs:

@@ -269,7 +269,8 @@ class QuantConfig(Config):
     `migrate` names rewrites of the float weights before calibration, which leave what the model computes as it is:
     "smooth", "equalize", "absorb", "awq", "rotate", in the order given. With `speed_first` what int8 would make slower
     stays float, where the target knows the times of its kernels: so it is in deploy unless this says False, and not in
-    the single steps unless it says True.
+    the single steps unless it says True. With `correct_bias` calibration shifts biases by what rounded weights add to
+    the means of outputs: so it is in deploy, where nothing else is tuned, unless this says False.
     """
 
     activation: Tensors = None
@@ -279,6 +280,7 @@ class QuantConfig(Config):
     migrate: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     speed_first: bool | None = None
+    correct_bias: bool | None = None
 
     @field_validator("migrate")
     @classmethod

@@ -48,12 +48,13 @@ def _row(decision: Decision) -> CoverageRow:
     kind = "attention" if site.match.pattern.name.startswith("Attention") else site.kind
     part = site.part or next(iter(site.fused.parts.values()))
     macs = 0 if site.is_constant else macs_of(kind, part, site.node, _operands(site, kind))
-    words = [f"w {describe(decision.weight)}"] if decision.weight else []
+    stored = describe(decision.weight) if decision.weight and decision.state == State.FLOAT else ""
+    words = [f"w {describe(decision.weight)}"] if decision.weight and not stored else []
     inputs = {describe(spec) for _, _, spec in decision.points}
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
     whose = (decision.is_asked, decision.is_meant)
     told = (site.name, kind, decision.state, ", ".join(words), decision.reason, 0, macs, *whose)
-    return CoverageRow(*told, saves=decision.saves)
+    return CoverageRow(*told, saves=decision.saves, stored=stored)
 
 
 def _operands(site: Site, kind: str) -> list[fx.Node]:

@@ -99,7 +99,7 @@ def decisions_for(
             target.refuse(facts_of(site, config, target))
     decisions = [(decide_table if is_table(site) else decide)(site, config, target) for site in sites]
     if target is not None and config.speed_first:
-        leave_what_loses(model, decisions, target)
+        leave_what_loses(model, decisions, config, target)
     share_codes(decisions)
     if target is not None and target.follows_readers:
         follow_readers(decisions)
@@ -202,6 +202,7 @@ def _place_weights(decisions: Sequence[Decision]) -> None:
         weighted = QuantizedWeighted(site.fused.parts[site.role], norm, made[key])
         weighted.sharing = sharing.setdefault(id(made[key]), [])
         weighted.sharing.append(weighted)
+        weighted.is_unpacked = decision.saves is not None
         name = site.role if not hasattr(site.fused, site.role) else f"{site.role}_quantized"
         site.fused.add_module(name, weighted)
         _swap(site, weighted, norm_role)
@@ -255,7 +256,9 @@ def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:
     """Let each quantized operation know the stub on its input: its bias has the scale of the products."""
     for decision in decisions:
         weighted, source = decision.site.part, next(iter(decision.site.node.args), None)
-        if not isinstance(weighted, QuantizedWeighted) or not isinstance(source, fx.Node) or kind_of(source) != "quant":
+        if not isinstance(weighted, QuantizedWeighted) or weighted.is_unpacked:
+            continue
+        if not isinstance(source, fx.Node) or kind_of(source) != "quant":
             continue
         stub = _reader(model, source)
         if stub.is_learned or not stub.calculator.always_called:  # else no scale is known before the call

@@ -16,9 +16,10 @@ from torch import fx, nn
 from scalepoint.covered import State
 from scalepoint.graph import Operation
 from scalepoint.patterns import Point, kind_of
+from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, output_pixels, shape_of
 from scalepoint.quantize.parts import kind_of_part, weight_shape
-from scalepoint.quantize.placement import Decision
+from scalepoint.quantize.placement import Decision, unpacked
 from scalepoint.targets import Target
 from scalepoint.targets.kernels import Kernels, Shape, kernels
 from scalepoint.words import time_of
@@ -31,8 +32,11 @@ DEQUANTIZED = 2e-9  # seconds a weight, at each run, where a runtime fuses float
 LAYOUT = 2.0  # passes over a tensor at a border: integer kernels have channels last, float ones in blocks
 
 
-def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], target: Target) -> None:
-    """Make float of what the target's table says is faster so, borders counted; in place."""
+def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], config: QuantConfig, target: Target) -> None:
+    """Make float of what the target's table says is faster so, borders counted; in place.
+
+    Its weight is stored in int8 all the same where the target makes it float as it loads a file: no slower than float.
+    """
     if target.kernels is None:
         return
     table = kernels(target.kernels)
@@ -44,7 +48,7 @@ def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], targe
     if free is None or forced is None or sum(before for before, _ in free.prices.values()) < SMALLEST:
         return
     (least, left), (most, _) = free.solved(), forced.solved()
-    if len(left) == len(free.decisions):  # nothing wins: then the largest weight at least is made small, as was asked
+    if len(left) == len(free.decisions) and not target.unpacks:  # nothing wins: then at least one weight is made small
         heaviest = max(left, key=lambda each: prod(weight_shape(each.site.part)) if each.site.role else 0)
         held = _priced(model, decisions, table, target, kept=[heaviest])
         least, left = (most, []) if held is None else held.solved()
@@ -52,7 +56,8 @@ def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], targe
         return
     for decision in left:
         before, after = free.prices[id(decision)]
-        decision.points, decision.weight, decision.state = [], None, State.FLOAT
+        decision.points, decision.state = [], State.FLOAT
+        decision.weight = unpacked(decision.site, config, target) if target.unpacks else None
         decision.is_meant, decision.saves = True, after - before
         decision.reason = _why(before, after)
 

@@ -5,7 +5,7 @@ Site x config x target -> Decision: specs by point and for the weight, or the re
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.parts import MULTIPLIES, TABLE, kind_of_part, weight_shape
-from scalepoint.spec import QuantizationSpec, default_activation_quantization_spec, default_weight_quantization_spec
+from scalepoint.spec import (
+    PerChannelGranularity,
+    PerTensorGranularity,
+    QuantizationScheme,
+    QuantizationSpec,
+    default_activation_quantization_spec,
+    default_weight_quantization_spec,
+)
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.extended import sparsity_of
 from scalepoint.targets import Facts, Target
@@ -365,6 +372,20 @@ def _spec(site: Site, role: str, config: QuantConfig, target: Target | None) -> 
         spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
         spec = spec.replace(sparsity=None) if why_dense(site, spec) else spec
     return spec
+
+
+def unpacked(site: Site, config: QuantConfig, target: Target) -> QuantizationSpec | None:
+    """Of a weight that is stored in int8 and multiplied as float: the one it would have were its inputs float; None
+    where that has a zero point, blocks or another width."""
+    spec = None if site.role is None else _wanted(site, "weight", config, target)
+    if spec is None:
+        return None
+    spec = target.weight_for(spec, replace(facts_of(site, config, target), activation=None))
+    spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
+    is_plain = isinstance(spec.granularity, PerTensorGranularity | PerChannelGranularity) and spec.qformulation == "zp"
+    is_symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC
+    fits = spec.dtype == torch.int8 and is_plain and is_symmetric and sparsity_of(spec) is None
+    return spec if fits else None
 
 
 def why_dense(site: Site, spec: QuantizationSpec | None) -> str:

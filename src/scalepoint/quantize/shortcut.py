@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from scalepoint.errors import UsageError
 from scalepoint.patterns import Pattern
-from scalepoint.quantize.calibrate import calibrate, freeze
+from scalepoint.quantize.calibrate import calibrate
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.insert import insert_qdq
@@ -38,7 +38,7 @@ def quantize(
     result = transform(model, args, patterns, target, kwargs=kwargs, leave=leave)
     quantized = insert_qdq(result.model, result.matches, config, strict=strict, copy=False)
     if forward_loop is not None:
-        calibrate(quantized, forward_loop, max_batches=max_batches, progress=progress)
+        calibrate(quantized, forward_loop, max_batches=max_batches, progress=progress, freeze_weights=freeze_weights)
     elif QuantConfig.build(config).migrations:
         raise UsageError("migrations are chosen and checked by data: pass forward_loop=, or leave migrate= away")
     elif any(isinstance(module, QuantStub) for module in quantized.modules()):
@@ -47,7 +47,5 @@ def quantize(
             f"QuantConfig(activation={FLOAT!r})"
         )
     else:
-        calibrate(quantized, [])
-    if freeze_weights:
-        freeze(quantized)
+        calibrate(quantized, [], freeze_weights=freeze_weights)
     return quantized

@@ -70,6 +70,7 @@ class QuantizedWeighted(Stateful):
         self.refers = {"operation": operation, "norm": norm, "input": None}  # a plain dict: not registered twice
         self.weight_quant = quantizer
         self.sharing = [self]  # all that multiply by this quantizer's weight
+        self.is_unpacked = False  # stored as codes, multiplied as floats: what stays float for speed
         self.register_buffer("bias_shift", None)
         self.add_switch("is_norm_frozen", False)
         self._kept: _Kept | None = None

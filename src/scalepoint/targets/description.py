@@ -70,6 +70,8 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
         yield "operators beyond ONNX's", ", ".join(target.domains)
     if target.kernels:
         yield "where int8 pays", f"by the table of measured kernels {target.kernels}; deploy leaves the rest float"
+    if target.unpacks:
+        yield "weights of what stays float for speed", "stored in int8, and made float once, as the file is loaded"
     yield "file format", target.format
     yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():

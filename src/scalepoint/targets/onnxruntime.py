@@ -119,6 +119,11 @@ SPELLINGS = (
     ),
     WIDENED,
     Spelling(
+        "unpack_when_loaded",
+        "int8 weights of a float product are written as Cast and Mul, which are computed once, as the file is loaded; "
+        "a DequantizeLinear runs at each call",
+    ),
+    Spelling(
         "float_weights_stay",
         "a float weight between integers is quantized by ONNX Runtime itself, with one scale for all of it, unless its "
         "input has a scale a channel",
@@ -160,6 +165,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         shares=COPIES,
         bias="int32",
         spellings=SPELLINGS,
+        unpacks=True,
         runtime="onnxruntime",
         kernels=f"onnxruntime-{chosen}",
         options={"cpu": chosen},

@@ -41,6 +41,7 @@ def openvino_target(cpu: str = "auto") -> Target:
         ),
         bias="float",
         spellings=(WIDENED,),
+        unpacks=False,
         runtime="openvino",
         kernels=None,
     )

@@ -134,6 +134,7 @@ class Target:
     is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
     spellings: tuple[Spelling, ...] = ()  # operations that its files write in other words
+    unpacks: bool = False  # whether a weight of a float product may be stored in int8: made float as a file is loaded
     format: str = "onnx"  # of its files: a key of scalepoint.formats
     runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
     kernels: str | None = None  # its table of measured kernels, which tells where int8 pays

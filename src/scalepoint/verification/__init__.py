@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from scalepoint.verification.runner import RuntimeModel
     from scalepoint.verification.running import verify
     from scalepoint.verification.times import LayerTime
-    from scalepoint.verification.timing import benchmark
+    from scalepoint.verification.timing import benchmark, throughput
 
 __all__ = [
     "Agreement",
@@ -29,6 +29,7 @@ __all__ = [
     "benchmark",
     "extract_failing",
     "profile",
+    "throughput",
     "verify",
     "verify_layers",
 ]
@@ -45,6 +46,7 @@ _HOMES = {
     "benchmark": "timing",
     "extract_failing": "extraction",
     "profile": "profiling",
+    "throughput": "timing",
     "verify": "running",
     "verify_layers": "layers",
 }

@@ -57,6 +57,12 @@ class Benchmark:
         return next((shape[0] for shape in self.shapes.values() if shape), None)
 
     @property
+    def per_second(self) -> tuple[float, float]:
+        """Samples, by the one and by the other."""
+        first, second = self.seconds
+        return (self.batch or 1) / first, (self.batch or 1) / second
+
+    @property
     def how(self) -> str:
         """The circumstances, without which the numbers say nothing."""
         threads = plural(self.threads, "thread")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from scalepoint.errors import VerificationError
+from scalepoint.errors import UsageError, VerificationError
 from scalepoint.formats import FileFormat, Writing
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Answer, Exchange, ask, exchange
@@ -66,6 +66,27 @@ def benchmark(
     )
 
 
+def throughput(
+    float_path: str | Path,
+    quantized_path: str | Path,
+    *,
+    batches: Sequence[int] = (1, 8, 32),
+    threads: Sequence[int] = (1,),
+    length: int = 1,
+    runtime: str | Runtime | None = None,
+    **limits: Any,
+) -> tuple[Benchmark, ...]:
+    """`benchmark` at each batch and each number of threads, with random inputs; other free axes are `length`."""
+    path = existing(float_path)
+    found = runtime_for(existing(quantized_path)) if runtime is None else find_runtime(runtime)
+    feeds = {batch: random_inputs(path, found, batch, length) for batch in batches}
+    return tuple(
+        benchmark(path, quantized_path, feeds[batch], runtime=found, threads=each, **limits)
+        for each in threads
+        for batch in batches
+    )
+
+
 def _timed(
     runtime: Runtime, paths: Sequence[Path], files: Exchange, asked: Mapping[str, Any], memory: int | None
 ) -> Answer:
@@ -102,12 +123,20 @@ def blamed(runtime: Runtime, answer: Answer, files: Exchange, float_path: Path |
     return replace(answer, message=f"{answer.message}; {said.get(plain.status, f'the float file: {plain.message}')}")
 
 
-def random_inputs(path: Path, runtime: Runtime) -> dict[str, np.ndarray]:
-    """Inputs of the shapes that a file declares; free axes are 1, integers are small."""
+def random_inputs(path: Path, runtime: Runtime, batch: int = 1, length: int = 1) -> dict[str, np.ndarray]:
+    """Inputs of the shapes that a file declares; free axes are `batch` where they come first, else `length`; integers
+    are small."""
     generator = np.random.default_rng(0)
+    declared = about_file(path, runtime).inputs
+    fixed = next((each for each in declared if each.shape and each.shape[0] is not None), None)
+    if fixed is not None and batch not in (1, fixed.shape[0]):
+        raise UsageError(
+            f"{path.name} takes {fixed.name} in batches of {fixed.shape[0]} alone, not of {batch}: export it with a "
+            "free batch, dynamic=True"
+        )
     feeds = {}
-    for each in about_file(path, runtime).inputs:
-        shape = [size or 1 for size in each.shape]
+    for each in declared:
+        shape = [size or (length if axis else batch) for axis, size in enumerate(each.shape)]
         is_float = np.issubdtype(np.dtype(each.dtype), np.floating)
         feeds[each.name] = (generator.standard_normal(shape) if is_float else np.ones(shape)).astype(each.dtype)
     return feeds

@@ -13,7 +13,7 @@ from torch import nn
 from scalepoint.errors import ExportError
 from scalepoint.formats import export
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
-from scalepoint.targets import find_target
+from scalepoint.targets import find_target, onnxruntime_target
 from scalepoint.targets.target import Spelling
 from scalepoint.verification import verify
 
@@ -174,3 +174,42 @@ def test_a_weight_that_stays_float_between_integers_is_float_in_the_runtime_too(
     assert found.low_precision == 4
     assert [each.partition("_")[0] for each in found.fallbacks] == ["middle", "up", "hidden"]
     assert found.optimized[0].sqnr > 60, found
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """A network that int8 makes slower: all of it stays float for speed."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 5), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(1800, 10))
+    model, x = nn.Sequential(*layers).eval(), torch.randn(2, 3, 64, 64)
+    target = onnxruntime_target("vnni")
+    quantized = quantize(model, x, QuantConfig(speed_first=True), forward_loop=[x], target=target, freeze_weights=True)
+    path = tmp_path_factory.mktemp("unpacked") / "m.onnx"
+    export(quantized, path, x, float_path=path.with_name("float.onnx"))
+    return model, quantized, path, x
+
+
+def test_weights_of_float_products_are_int8_in_the_file_and_floats_in_the_compiled_graph(unpacked, tmp_path):
+    _, _, path, _ = unpacked
+    types = {tensor.data_type for tensor in onnx.load(path).graph.initializer if np.prod(tensor.dims) > 100}
+    assert types == {onnx.TensorProto.INT8}
+    assert path.stat().st_size < 0.4 * path.with_name("float.onnx").stat().st_size
+    assert compiled(path, tmp_path) == compiled(path.with_name("float.onnx"), tmp_path)
+
+
+def test_an_unpacked_file_runs_as_simulated_near_to_float(unpacked):
+    model, quantized, path, x = unpacked
+    found = verify(path, quantized, x)
+    assert found.sqnr > 100
+    with torch.no_grad():
+        noise = (model(x) - quantized(x)).square().sum() / model(x).square().sum()
+    assert 0 < noise < 1e-4
+
+
+def test_a_target_without_the_rule_has_the_same_codes_behind_a_dequantize_linear(unpacked, tmp_path):
+    model, _, _, x = unpacked
+    target = replace(onnxruntime_target("vnni"), spellings=())
+    quantized = quantize(model, x, QuantConfig(speed_first=True), forward_loop=[x], target=target, freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x)
+    assert kinds(tmp_path / "m.onnx")["DequantizeLinear"] == 2
+    assert verify(tmp_path / "m.onnx", quantized, x).holds  # a linear layer in MatMulNBits, which rounds its inputs

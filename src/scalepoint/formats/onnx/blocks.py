@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scalepoint.errors import ExportError
 from scalepoint.formats.form import Parts
 from scalepoint.formats.onnx.operators import TYPES
-from scalepoint.formats.onnx.stored import FloatWeight, Stored, StoredStub, StoredTable, StoredWeight
+from scalepoint.formats.onnx.stored import FloatWeight, Stored, StoredStub, StoredTable, StoredUnpacked, StoredWeight
 from scalepoint.formats.operators import dequantize
 from scalepoint.numerics import E4M3, E8M0, dtype_name
 from scalepoint.quantize.parts import TABLE
@@ -132,6 +132,8 @@ def stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Mod
     spec = source.weight_quant.spec
     if source.kind == TABLE:
         return StoredTable(source)
+    if source.is_unpacked and not source.weight_quant.zero_point.any():
+        return StoredUnpacked(source)
     if source.kind == "linear" and spec.scale_dtype == E4M3:
         return StoredTwoLevelWeight(source)
     if source.kind == "linear" and spec.scale_dtype == E8M0 and spec.dtype == E4M3 and DOMAIN in domains:

@@ -1,8 +1,10 @@
 """Other words for the same operation, where a target's compiler does better with them.
 
-sum_before_layer_norm    Add -> LayerNormalization      becomes  Sum -> LayerNormalization
-narrow_weights_as_int8   int4 codes -> DequantizeLinear  becomes  int4 codes -> Cast to int8 -> DequantizeLinear
-float_weights_stay       DequantizeLinear -> float Conv  becomes  DequantizeLinear, a scale a channel -> float Conv
+sum_before_layer_norm    Add -> LayerNormalization                   becomes  Sum -> LayerNormalization
+narrow_weights_as_int8   int4 codes -> DequantizeLinear              becomes  int4 codes -> Cast -> DequantizeLinear
+unpack_when_loaded       DequantizeLinear of codes without zero      becomes  Cast -> Mul, constants that a runtime
+                         point or blocks, as StoredUnpacked has it            works out as it loads the file
+float_weights_stay       DequantizeLinear -> product by floats       becomes  the same with a scale a channel
 
 A target names the rules that it wants, each with its reason; the values are the same bit for bit.
 """
@@ -79,6 +81,37 @@ def _reads_integers(product: Any) -> bool:
     return source is not None and source.op_type == "DequantizeLinear"
 
 
+def unpack_when_loaded(model: Any) -> None:
+    """Codes times scales, as operations that are folded."""
+    for node in list(model.graph):
+        if node.op_type != "DequantizeLinear" or len(node.inputs) != 2 or "block_size" in node.attributes:
+            continue
+        codes, scale = node.inputs
+        if codes.const_value is None or codes.dtype != ir.DataType.INT8 or scale.const_value is None:
+            continue
+        cast = ir.node("Cast", [codes], {"to": ir.DataType.FLOAT})
+        product = ir.node("Mul", [cast.outputs[0], _beside(model.graph, node)])
+        for made in (cast, product):
+            made.outputs[0].shape, made.outputs[0].type = codes.shape, node.outputs[0].type
+            made.metadata_props.update(node.metadata_props)
+        old, new = [node.outputs[0]], [product.outputs[0]]
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [cast, product], old, new)
+
+
+def _beside(graph: Any, node: Any) -> Any:
+    """The scales with an axis for each of the codes."""
+    codes, scale = node.inputs
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
+    behind = len(codes.shape) - 1 - axis % len(codes.shape) if len(scale.shape) else 0
+    if not behind:
+        return scale
+    array = scale.const_value.numpy().reshape(-1, *[1] * behind)
+    tensor = ir.Tensor(array, name=f"{scale.name}.beside")
+    value = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
 def float_weights_stay(model: Any) -> None:
     """Products by float weights between integers: each gets a DequantizeLinear of its own, with the one scale written
     once a channel, which keeps a compiler from quantizing the weight by itself."""
@@ -95,7 +128,15 @@ def _is_single(scale: Any) -> bool:
 
 
 def _is_float_constant(value: Any) -> bool:
-    return value is not None and value.is_initializer() and value.dtype == ir.DataType.FLOAT
+    """Whether a runtime has it as a float constant, worked out or not."""
+    return value is not None and value.dtype == ir.DataType.FLOAT and _is_constant(value)
+
+
+def _is_constant(value: Any) -> bool:
+    source = value.producer()
+    if source is None:
+        return bool(value.is_initializer())
+    return source.op_type in ("Cast", "Mul", *MOVES) and all(map(_is_constant, source.inputs))
 
 
 def _leads_to_codes(node: Any) -> bool:
@@ -137,5 +178,6 @@ MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 RULES: dict[str, Callable[[Any], None]] = {
     "sum_before_layer_norm": sum_before_layer_norm,
     "narrow_weights_as_int8": narrow_weights_as_int8,
+    "unpack_when_loaded": unpack_when_loaded,
     "float_weights_stay": float_weights_stay,
 }

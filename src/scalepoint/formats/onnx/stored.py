@@ -98,6 +98,14 @@ class StoredWeight(Stored):
         return max(TYPES[self.fmt][1], BLOCKS_SINCE if self.block else 0)
 
 
+class StoredUnpacked(StoredWeight):
+    """An operation in float over codes that a runtime makes float once; without a zero point, which tells it apart."""
+
+    def keep_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
+        super().keep_weight(quant, codes)
+        self.zero_point = None
+
+
 class StoredTable(Stored):
     """Rows looked up as codes and as scales: what a runtime dequantizes is what was read, never the whole table."""
 

@@ -1,0 +1,174 @@
+"""Bias correction: the mean of every layer's output stays what it is in float."""
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint import transform
+from scalepoint.quantize import (
+    QuantConfig,
+    QuantStub,
+    WeightFakeQuantize,
+    calibrate,
+    insert_qdq,
+    load,
+    quantize,
+    save,
+)
+from scalepoint.quantize.means import Means
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.targets import onnxruntime_target
+
+TARGET = onnxruntime_target("avx2")
+CORRECTED = QuantConfig(correct_bias=True)
+
+
+class Net(nn.Module):
+    """Padded, strided, grouped and depthwise convolutions, with batch norms and without, and linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)
+        self.depthwise = nn.Conv2d(16, 16, 5, padding=2, groups=16)
+        self.grouped = nn.Conv2d(16, 32, 3, padding=1, groups=4)
+        self.one, self.two = nn.Linear(32, 24), nn.Linear(24, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.stem(x)))
+        x = torch.relu(self.grouped(torch.relu(self.depthwise(x))))
+        return self.two(torch.relu(self.one(x.mean((2, 3)))))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture
+def data():
+    return [torch.rand(4, 3, 17, 17, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def layers_of(quantized):
+    return {each.weight_quant.name: each for each in quantized.modules() if isinstance(each, QuantizedWeighted)}
+
+
+def switch_off(quantized):
+    for each in quantized.modules():
+        if isinstance(each, QuantStub | WeightFakeQuantize):
+            each.enabled = False
+
+
+def distance(model, quantized, data):
+    x = torch.cat(data)
+    with torch.no_grad():
+        return float((model(x) - quantized(x)).square().mean() / model(x).square().mean())
+
+
+def means_of_errors(quantized, data):
+    """Of every layer, what its rounded weight adds to the mean of each output, and its shift."""
+    seen = {}
+    for name, layer in layers_of(quantized).items():
+        layer.register_forward_pre_hook(lambda _, given, name=name: seen.setdefault(name, []).append(given[0]))
+    switch_off(quantized)
+    with torch.no_grad():
+        for batch in data:
+            quantized(batch)
+        for name, layer in layers_of(quantized).items():
+            weight, _ = layer.folded()
+            values = layer.canonical(layer.weight_quant.values(layer.weight_quant.codes(layer.canonical(weight))))
+            run = nn.functional.linear if layer.kind == "linear" else layer.operation._conv_forward
+            error = run(torch.cat(seen[name]), weight - values, None)
+            yield layer, (error if layer.kind == "linear" else error.flatten(2).mean(2)).mean(0)
+
+
+def test_the_mean_of_each_layers_rounding_is_taken_off(model, data):
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
+    found = list(means_of_errors(quantized, data))
+    assert len(found) == 5
+    for layer, mean in found:
+        left = (layer.bias_shift - mean).square().mean() / mean.square().mean()
+        assert left < (1e-6 if layer.kind == "linear" else 0.05)  # positions of a picture are taken as alike
+
+
+def test_it_brings_the_outputs_nearer_to_float(model, data):
+    plain, corrected = (
+        quantize(model, data[0], config, forward_loop=data, target=TARGET, progress=False)
+        for config in (None, CORRECTED)
+    )
+    assert distance(model, corrected, data) < 0.7 * distance(model, plain, data)
+    assert all(layer.bias_shift is None for layer in layers_of(plain).values())
+
+
+def test_the_steps_do_it_where_the_config_or_the_call_says_so(model, data):
+    result = transform(model, data[0], target=TARGET)
+
+    def shifted(config, **said):
+        quantized = insert_qdq(result.model, result.matches, config)
+        calibrate(quantized, data, progress=False, **said)
+        return [layer.bias_shift is not None for layer in layers_of(quantized).values()]
+
+    assert not any(shifted(None, freeze_weights=True))
+    assert all(shifted(CORRECTED, freeze_weights=True))
+    assert not any(shifted(CORRECTED, freeze_weights=True, correct_bias=False))
+    assert all(shifted(None, freeze_weights=True, correct_bias=True))
+    assert not any(shifted(CORRECTED))  # weights that go on moving have no rounding to correct
+
+
+def test_a_layer_without_a_bias_gets_none_and_quantizers_off_is_the_float_model(data):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False)).eval()
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
+    assert [layer.bias_shift is None for layer in layers_of(quantized).values()] == [False, True]
+    switch_off(quantized)
+    with torch.no_grad():
+        torch.testing.assert_close(quantized(data[0]), model(data[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_calibrated_twice_it_is_the_same(model, data):
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
+    once = {name: layer.bias_shift.clone() for name, layer in layers_of(quantized).items()}
+    calibrate(quantized, data, freeze_weights=True, progress=False)
+    assert all(torch.equal(layer.bias_shift, once[name]) for name, layer in layers_of(quantized).items())
+
+
+def test_pictures_of_another_size_do_not_break_it(model, data):
+    mixed = [*data, torch.rand(2, 3, 25, 25)]
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=mixed, target=TARGET, progress=False)
+    assert all(torch.isfinite(layer.bias_shift).all() for layer in layers_of(quantized).values())
+
+
+def test_saved_and_loaded_it_is_kept(model, data, tmp_path):
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
+    save(quantized, tmp_path / "m")
+    loaded = load(tmp_path / "m", model, data[0], target=TARGET)
+    with torch.no_grad():
+        assert torch.equal(loaded(data[0]), quantized(data[0]))
+
+
+def test_the_hooks_are_gone_afterwards_also_when_the_data_raises(model, data):
+    result = transform(model, data[0], target=TARGET)
+    quantized = insert_qdq(result.model, result.matches, CORRECTED)
+
+    def broken(_):
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError):
+        calibrate(quantized, broken, freeze_weights=True, progress=False)
+    assert not any(layer._forward_pre_hooks for layer in layers_of(quantized).values())
+    assert len(Means(quantized).layers) == 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [(QuantConfig(speed_first=False), True), (QuantConfig(speed_first=False, correct_bias=False), False)],
+    ids=["unsaid", "said"],
+)
+def test_deploy_corrects_biases_unless_told_not_to(model, data, tmp_path, config, expected):
+    done = scalepoint.deploy(model, data[0], data, output=tmp_path, config=config, smoke=True, progress=False)
+    layers = layers_of(done.model).values()
+    assert {layer.bias_shift is not None for layer in layers if layer.folded()[1] is not None} == {expected}
+    assert done.verification.holds
