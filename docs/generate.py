@@ -316,7 +316,8 @@ def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:
     if entry.get("type") == "array":
         return f"list of {_type(entry.get('items', {}), known)}"
     if entry.get("type") == "object" and "additionalProperties" in entry:
-        return f"mapping of names to {_type(entry['additionalProperties'], known)}"
+        values = entry["additionalProperties"]
+        return f"mapping of names to {_type({} if values is True else values, known)}"
     names = {
         "object": "a tensor's config",
         "string": "text",

@@ -106,6 +106,12 @@ AllowDeparture = Annotated[
 FloatDtype = Annotated[
     str | None, typer.Option(help="Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.")
 ]
+Metadata = Annotated[
+    str | None,
+    typer.Option(
+        help="A .yaml or .json file of what the file keeps by key: labels, preprocessing, author, ...; see `inspect`."
+    ),
+]
 Root = Annotated[
     str | None,
     typer.Option(help="Where modules and files are looked for first; the folder of the config if not said."),

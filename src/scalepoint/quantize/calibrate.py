@@ -71,7 +71,8 @@ def calibrate(
             for weight in weights:
                 weight.unfreeze()  # it is another weight now
         if stubs:
-            _observe(run, stubs, on_nan, on_unseen)
+            fed = _observe(run, stubs, on_nan, on_unseen)
+            amend_record(model, calibrated=(fed.calls, fed.samples))
     for quantizer in (*stubs, *weights):
         quantizer.enabled = not (isinstance(quantizer, QuantStub) and quantizer.skipped_because)
     if freeze_weights:
@@ -125,7 +126,7 @@ def _smooth(run: Callable[..., Fed], observers: Sequence[SmoothQuantObserver], o
         observer.enabled = False  # it is in the weights now
 
 
-def _observe(run: Callable[..., Fed], stubs: Sequence[QuantStub], on_nan: OnNan, on_unseen: str) -> None:
+def _observe(run: Callable[..., Fed], stubs: Sequence[QuantStub], on_nan: OnNan, on_unseen: str) -> Fed:
     for stub in stubs:
         stub.reset()
         stub.skipped_because = ""
@@ -143,6 +144,7 @@ def _observe(run: Callable[..., Fed], stubs: Sequence[QuantStub], on_nan: OnNan,
         message = f"{len(fed.skipped)} batches hold NaN or infinity and were left out: {listed}"
         warnings.warn(ScalepointWarning(message), stacklevel=3)
     _derive(fed.calls, stubs, on_unseen)
+    return fed
 
 
 def _derive(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:

@@ -37,6 +37,7 @@ class Fed:
     """What reached the model."""
 
     calls: int = 0
+    samples: int = 0  # along the first axis of the first tensor
     skipped: list[int] = field(default_factory=list)  # batches with NaN or infinity in their inputs
 
 
@@ -80,8 +81,9 @@ def _fed(
         with phase(what, total=_expected(data, max_batches), show=progress) as running:
             inside = _Calls(fed, most, running)
             _feed(model, data, what, inside, max_batches, skip_nan, told)
-        told.mine = [fed.calls, fed.skipped]
-    fed = Fed(sum(calls for calls, _ in told.all), sorted(index for _, skipped in told.all for index in skipped))
+        told.mine = [fed.calls, fed.samples, fed.skipped]
+    calls, samples, skipped = zip(*told.all, strict=True)
+    fed = Fed(sum(calls), sum(samples), sorted(index for each in skipped for index in each))
     _check_reached(fed, data, what)
     return fed
 
@@ -95,7 +97,8 @@ def _feed(
     skip_nan: bool,
     told: ranks.Told,
 ) -> None:
-    handles = [model.register_forward_pre_hook(inside.entered), model.register_forward_hook(inside.left)]
+    entered = model.register_forward_pre_hook(inside.entered, with_kwargs=True)
+    handles = [entered, model.register_forward_hook(inside.left)]
     try:
         with torch.inference_mode(is_of_inference(model)), torch.no_grad():
             if callable(data):
@@ -155,10 +158,11 @@ class _Calls:
         own = max(self.fed.calls - 1, 0) if self.is_inside else self.fed.calls
         return own * ranks.size() + ranks.rank()
 
-    def entered(self, module: nn.Module, inputs: Any) -> None:
+    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.most is not None and self.fed.calls >= self.most:
             raise _Enough
         self.fed.calls += 1
+        self.fed.samples += _samples((args, kwargs))
         self.is_inside = True
 
     def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -284,6 +288,12 @@ def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = [each for name, each in signature.parameters.items() if each.kind in kinds and name != "self"]
     return [each.name for each in found], [each.name for each in found if each.default is inspect.Parameter.empty]
+
+
+def _samples(inputs: Any) -> int:
+    """How many there are in a batch; what has no axis is one."""
+    first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
+    return 1 if first is None or not first.ndim else first.shape[0]
 
 
 def _is_finite(inputs: Any) -> bool:

@@ -7,17 +7,19 @@ import numpy as np
 
 from scalepoint.errors import StoreError
 from scalepoint.formats.format import About, FileInput
-from scalepoint.targets.target import LABEL
+from scalepoint.formats.metadata import made_for
 
 
 def about(path: Path) -> About:
     """Its inputs, its quantizers, what it was made for; its size with the data beside it."""
     model = _model(path)
+    said = {each.key: each.value for each in model.metadata_props}
     return About(
         size=_size(path, model),
         inputs=tuple(map(_input, model.graph.input)),
-        made_for=_made_for({each.key: each.value for each in model.metadata_props}),
+        made_for=made_for(said),
         quantizers={node.name: node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"},
+        metadata=said,
     )
 
 
@@ -40,12 +42,6 @@ def _size(path: Path, model: Any) -> int:
     if gone:
         raise StoreError(f"{gone[0]} is not there: {path.name} has its weights in it")
     return sum(each.stat().st_size for each in (path, *beside))
-
-
-def _made_for(found: dict[str, str]) -> dict[str, str]:
-    """The target of a file that scalepoint wrote, and its options: {"target": "onnxruntime", "cpu": "avx2"}."""
-    mine = {key.removeprefix(f"{LABEL}."): value for key, value in found.items() if key.startswith(f"{LABEL}.")}
-    return {"target": found[LABEL], **mine} if LABEL in found else {}
 
 
 def _input(value: Any) -> FileInput:
