@@ -37,10 +37,11 @@ from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slim
 from scalepoint.errors import ScalepointWarning, UsageError
 from scalepoint.formats import check_metadata, export
 from scalepoint.graph.blame import user_level
-from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.capture import as_inputs, unwrapped
 from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
+from scalepoint.quantize.feeding import own_inputs
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE
 from scalepoint.targets import Target, find_target
@@ -98,6 +99,7 @@ def deploy(
     where a run into `output` ended; a folder that holds something is refused unless force=True. `callback(event)`
     hears of every phase, number and file. Random numbers follow `seed`.
     """
+    model = unwrapped(model)
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
     found, folder = find_target(target), Path(output or "out")
@@ -108,8 +110,8 @@ def deploy(
     ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
     with seeded(seed), listening(callback), _opened(folder, resume) as journal:
         run = Run(
-            model=model, inputs=as_inputs(example_inputs, kwargs), data=calibration_data, target=found,
-            journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
+            model=model, inputs=own_inputs(model, *as_inputs(example_inputs, kwargs)), data=calibration_data,
+            target=found, journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
             max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
             accuracy=accuracy, seed=seed, metadata=plain({**known_of(model), **(metadata or {})}),
         )  # fmt: skip

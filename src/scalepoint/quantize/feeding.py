@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from scalepoint import ranks
-from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
 
 ForwardLoop = Callable[[nn.Module], Any]
@@ -116,7 +118,7 @@ def _feed(
         raise
     except Exception as error:
         told.at = inside.batch
-        error.add_note(f"{what}: batch {inside.batch}")
+        error.add_note(BatchNote(f"{what}: batch {inside.batch}"))
         raise
     finally:
         for handle in handles:
@@ -194,7 +196,7 @@ def _feed_batches(
         except ScalepointError:
             raise
         except Exception as error:
-            error.add_note(f"it was {_described(batch)}")
+            error.add_note(BatchNote(f"it was {_described(batch)}{_wanted(model)}"))
             raise
 
 
@@ -280,6 +282,16 @@ def inputs_of(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, 
     return (_tensor(batch),), {}
 
 
+def own_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs without what comes after the model's own: a whole batch of a loader may be given as the example."""
+    own = inspect.signature(type(model).forward).parameters.values()
+    most = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in own) - 1  # without self
+    is_open = any(each.kind == each.VAR_POSITIONAL for each in own)
+    return (args if is_open else args[: max(most, 1)]), kwargs
+
+
 def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
     if isinstance(model, fx.GraphModule):
         signature = inspect.signature(model.forward)
@@ -307,6 +319,19 @@ def _tensor(value: Any) -> Any:
     if isinstance(value, Tensor | int | float | bool | type(None) | list | tuple | Mapping):
         return value
     raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")
+
+
+def _wanted(model: nn.Module) -> str:
+    """What a captured model takes; * is an axis that is free."""
+    places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
+    found = [(node.name, tensor_of(node)) for node in places]
+    told = [f"{name} {_sizes(value)} {value.dtype}" for name, value in found if value is not None]
+    return f"; the model was captured with {', '.join(told)}" if told else ""
+
+
+def _sizes(value: Tensor) -> str:
+    sizes = ["*" if isinstance(each, torch.SymInt) and not is_concrete_int(each) else str(each) for each in value.shape]
+    return f"({', '.join(sizes)})"
 
 
 def _described(batch: Any) -> str:
