@@ -9,7 +9,6 @@ from rich.text import Text
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import Finder
 from scalepoint.cli.screen import Listing, show, show_json
-from scalepoint.documents import MAX_BYTES, parse_json, parse_yaml
 from scalepoint.errors import DocumentError
 from scalepoint.words import size_of
 
@@ -40,6 +39,8 @@ def _preprocessing(settings: Any, finder: Finder) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     """A mapping from YAML or JSON."""
+    from scalepoint.documents import MAX_BYTES, parse_json, parse_yaml
+
     try:
         if path.stat().st_size > MAX_BYTES:
             raise usage(f"metadata {str(path)!r}: more than {MAX_BYTES} bytes")
