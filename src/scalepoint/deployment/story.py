@@ -47,11 +47,13 @@ from scalepoint.report.folder import HTML_FILE
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
+from scalepoint.turns import in_turn
 from scalepoint.verification import Status, Verification, verify
 
 SIZES = 3  # files that are tried for a budget of size
 
 
+@in_turn
 @ranks.together()
 def deploy(
     model: nn.Module,

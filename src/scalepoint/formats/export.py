@@ -16,10 +16,12 @@ from scalepoint.numerics import dtype_name
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.targets import Target, find_target
 from scalepoint.targets.target import float_dtype_of
+from scalepoint.turns import in_turn
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@in_turn
 def export(
     model: fx.GraphModule,
     path: str | Path,

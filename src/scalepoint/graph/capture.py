@@ -33,6 +33,7 @@ from scalepoint.graph.sizes import note_sizes
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
 from scalepoint.graph.writes import follow_writes
+from scalepoint.turns import in_turn
 
 Inputs = Any
 
@@ -41,6 +42,7 @@ WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "Distribut
 Model = nn.Module | ExportedProgram | str | Path  # a path is one of a .pt2 file
 
 
+@in_turn
 def capture(
     model: Model,
     args: Inputs = None,

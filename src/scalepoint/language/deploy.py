@@ -35,10 +35,12 @@ from scalepoint.targets import Target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.tuning.checkpoint import Checkpoint
+from scalepoint.turns import in_turn
 
 JUDGED = 16  # sequences that are scored, at most
 
 
+@in_turn
 def deploy_checkpoint(
     source: str | Path,
     output: str | Path,

@@ -28,6 +28,7 @@ from scalepoint import ranks
 from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
+from scalepoint.turns import in_turn
 
 ForwardLoop = Callable[[nn.Module], Any]
 Data = ForwardLoop | Iterable[Any]
@@ -47,6 +48,7 @@ class _Enough(BaseException):
     """Leaves a user's function once it has called the model often enough; no `except Exception` there holds it up."""
 
 
+@in_turn
 def feed(
     model: nn.Module,
     data: Data,
