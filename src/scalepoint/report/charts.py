@@ -116,11 +116,16 @@ def _points(
 
 
 def label_near(
-    text: str, x: float, y: float, taken: list[tuple[float, float, float]], class_: str = "worst-name"
+    text: str,
+    x: float,
+    y: float,
+    taken: list[tuple[float, float, float]],
+    class_: str = "worst-name",
+    right: float = 996.0,
 ) -> Html:
-    """A name near its point: below, above or further away, where no other name stands yet."""
+    """A name near its point: below, above or further away, where no other name stands yet; up to the right end."""
     wide = LETTER * len(text)
-    start = min(max(x - wide / 2, 46.0), 996.0 - wide)
+    start = min(max(x - wide / 2, 46.0), right - wide)
     heights = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
     inside = [each for each in heights if 12 <= each <= 238] or heights[:1]
     free = (each for each in inside if all(_apart(start, wide, each, other) for other in taken))
