@@ -94,12 +94,12 @@ def of_batches() -> Iterator[dict[str, Any]]:
 
 
 def of_trials() -> Iterator[dict[str, Any]]:
-    """Deployments in a loop, each with its runtime in a child: what is left after the first ones, and after all."""
+    """All stages in a loop (smoke), each with its runtime in a child: what is left after the first, and after all."""
     model, data, found = net(), list(batches(2)), []
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
         for number in range(TRIALS):
-            scalepoint.deploy(model, data[0], data, output=Path(folder) / "out", progress=False, force=True)
+            scalepoint.deploy(model, data[0], data, output=Path(folder) / "out", progress=False, force=True, smoke=True)
             if number + 1 in (WARM, TRIALS):
                 found.append(left(model, Path(folder)))
         tempfile.tempdir = None
