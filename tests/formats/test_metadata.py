@@ -9,7 +9,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.deployment.known import known_of
-from scalepoint.errors import UsageError
+from scalepoint.errors import StoreError, UsageError
 from scalepoint.formats import check_metadata, find_format, read_value
 from scalepoint.quantize import quantize
 
@@ -123,3 +123,14 @@ PRETRAINED = {"input_size": (3, 96, 96), "mean": (0.1,), "std": (0.2,), "interpo
 )
 def test_what_a_model_knows_of_itself(model, known) -> None:
     assert known_of(model) == known
+
+
+def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, tmp_path) -> None:
+    model = onnx.load(path)
+    model.graph.input[0].CopyFrom(onnx.helper.make_tensor_sequence_value_info("x", onnx.TensorProto.FLOAT, None))
+    onnx.save(model, tmp_path / "sequence.onnx")
+    with pytest.raises(StoreError, match="input 'x' of the file is no tensor"):
+        find_format("onnx").about(tmp_path / "sequence.onnx")
+    damaged = path.read_bytes().replace(b"somebody", b"some\xffody")
+    (tmp_path / "damaged.onnx").write_bytes(damaged)
+    assert find_format("onnx").about(tmp_path / "damaged.onnx").metadata["author"] == "some\ufffdody"

@@ -13,7 +13,7 @@ from scalepoint.formats.metadata import made_for
 def about(path: Path) -> About:
     """Its inputs, its quantizers, what it was made for; its size with the data beside it."""
     model = _model(path)
-    said = {each.key: each.value for each in model.metadata_props}
+    said = {_text(each.key): _text(each.value) for each in model.metadata_props}
     return About(
         size=_size(path, model),
         inputs=tuple(map(_input, model.graph.input)),
@@ -44,9 +44,17 @@ def _size(path: Path, model: Any) -> int:
     return sum(each.stat().st_size for each in (path, *beside))
 
 
+def _text(value: str | bytes) -> str:
+    """What is no text in a file that was damaged comes as bytes."""
+    return value if isinstance(value, str) else value.decode("utf-8", "replace")
+
+
 def _input(value: Any) -> FileInput:
     import onnx  # noqa: PLC0415
 
     kind = value.type.tensor_type
-    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
-    return FileInput(value.name, dtype, tuple(each.dim_value or None for each in kind.shape.dim))
+    try:
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
+    except (KeyError, ValueError, TypeError) as error:  # a sequence, a map, or a number that stands for no type
+        raise StoreError(f"input {_text(value.name)!r} of the file is no tensor of a type that ONNX has") from error
+    return FileInput(_text(value.name), dtype, tuple(each.dim_value or None for each in kind.shape.dim))
