@@ -137,9 +137,10 @@ def main() -> int:
     parts = {"layers": of_layers, "batches": of_batches, "trials": of_trials}
     torch.set_num_threads(1)
     chosen = sys.argv[1:] or list(parts)
-    known = json.loads(OUT.read_text()) if OUT.is_file() else {}
+    known: dict[str, list[dict[str, Any]]] = {}
     for name in chosen:
-        known[name] = list(parts[name]())
+        found = list(parts[name]())
+        known = {**(json.loads(OUT.read_text()) if OUT.is_file() else {}), name: found}
         OUT.parent.mkdir(exist_ok=True)
         OUT.write_text(json.dumps(known, indent=1))
     table = Table("what", "before", "after", "flat")
