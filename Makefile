@@ -67,6 +67,7 @@ bench: architectures
 	-$(BIN)/python bench/coverage.py
 	-$(BIN)/python bench/qat.py
 	-$(BIN)/python bench/ptq_time.py
+	-$(BIN)/python bench/load.py
 	-$(BIN)/python bench/spellings.py
 	-$(BIN)/python bench/small_cnns.py
 	-$(BIN)/python bench/pair_safe.py

@@ -39,6 +39,15 @@ def plain_table(path: Path) -> str:
 
 
 Rows = list[list[str]]
+
+
+def load_table(path: Path) -> str:
+    """What is held after little and after much."""
+    rows = [each for part in json.loads(path.read_text()).values() for each in part]
+    cells = [[row["what"], row["before"], marked(row["after"], row["holds"])] for row in rows]
+    return markdown(["", "before", "after"], cells)
+
+
 LEAST_SPEED = 0.95  # of the runtime's own tool
 LEAST_AGREEMENT = {"onnxruntime": 35.0, "openvino": 30.0}
 LEAST_EQUAL = 0.999
@@ -222,6 +231,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-import": ("bench-import", table),
     "qat": ("qat", table),
     "ptq_time": ("ptq_time", costs_table),
+    "load": ("load", load_table),
     "calibration_time": ("calibration_time", table),
     "spellings": ("spellings", table),
     "small_cnns": ("small_cnns-vnni", small_table),

@@ -317,7 +317,8 @@ def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:
     if entry.get("type") == "array":
         return f"list of {_type(entry.get('items', {}), known)}"
     if entry.get("type") == "object" and "additionalProperties" in entry:
-        return f"mapping of names to {_type(entry['additionalProperties'], known)}"
+        values = entry["additionalProperties"]
+        return f"mapping of names to {_type({} if values is True else values, known)}"
     names = {
         "object": "a tensor's config",
         "string": "text",
@@ -570,6 +571,32 @@ def compared(measured: str) -> Iterator[tuple[str, ...]]:
             yield cells[0], who, *numbers
 
 
+ROWS = re.compile(
+    r"(<!-- begin (?P<table>[\w-]+): (?P<names>[^>]*) -->\n).*?(<!-- end -->)",
+    re.DOTALL,
+)
+
+
+def recipes() -> str:
+    """The page of recipes with its tables taken from measured.md: rows that have all words of one of the names."""
+    measured = (DOCS / "measured.md").read_text(encoding="utf-8")
+    page = (DOCS / "guides" / "recipes.md").read_text(encoding="utf-8")
+
+    def filled(found: re.Match[str]) -> str:
+        name = found["table"]
+        part = measured.partition(f"<!-- begin {name} -->\n")[2]
+        head, line, *rows = part.partition(f"<!-- end {name} -->")[0].splitlines()
+        wanted = [each.split() for each in found["names"].split(",")]
+        kept = [
+            row
+            for row in rows
+            if any(all(word in row for word in each) for each in wanted)
+        ]
+        return "".join((found[1], "\n".join((head, line, *kept)), "\n", found[4]))
+
+    return ROWS.sub(filled, page)
+
+
 def pages() -> dict[Path, str]:
     """All generated pages by their path in docs/."""
     made = {Path("targets") / f"{name}.md": target_page(name) for name in PROOF}
@@ -591,4 +618,5 @@ if __name__ == "__main__":
         (DOCS / place).parent.mkdir(parents=True, exist_ok=True)
         (DOCS / place).write_text(text, encoding="utf-8")
     (DOCS.parent / "README.md").write_text(readme(), encoding="utf-8")
+    (DOCS / "guides" / "recipes.md").write_text(recipes(), encoding="utf-8")
     declared.write()

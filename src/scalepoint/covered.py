@@ -114,7 +114,9 @@ class Coverage:
                 text += f"; {share_of(low)} of the {label} in low precision"
         left = [row.saves for row in self.operations if row.saves is not None]
         if left:
-            text += f"; {len(left)} left float for speed, which saves {time_of(sum(max(0.0, each) for each in left))}"
+            saved = sum(max(0.0, each) for each in left)
+            text += f"; {len(left)} left float for speed"
+            text += f", which saves {time_of(saved)}" if saved >= 1e-6 else ""
             text += ", with weights that the file holds in int8" if any(row.stored for row in self.operations) else ""
         return text
 

@@ -121,6 +121,12 @@ class RankError(ScalepointError, RuntimeError):
     code = "SP-R001"
 
 
+class BatchNote(str):
+    """A note on an exception that your data or your model raised: which batch it was, and how it looked."""
+
+    __slots__ = ()
+
+
 class ScalepointWarning(UserWarning):
     """A result that is right but narrower than one may think."""
 

@@ -122,5 +122,12 @@ def ratio(value: float) -> str:
     return f"{math.floor(value * 100 + 1e-9) / 100:.2f}x"
 
 
+def change_of_size(before: float, after: float) -> tuple[str, str]:
+    """How many times, and the word for it: ("3.94x", "smaller"), ("1.16x", "larger")."""
+    if not before or not after:
+        return ("empty", "")
+    return (ratio(before / after), "smaller") if before >= after else (ratio(after / before), "larger")
+
+
 def plural(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"

@@ -14,6 +14,7 @@ USAGE, MODEL = Code.USAGE, Code.MODEL
 BAD = (
     ("deploy", "missing file", ["nets:net", "--data", "nowhere.npz"], USAGE, "there is no such file"),
     ("deploy", "wrong shape", ["nets:Net", "--data", "nets:wrong_shape"], MODEL, "5 channels"),
+    ("deploy", "unlike the example", ["nets:net", "--data", "nets:wrong_shape"], USAGE, "captured with x (*, 3, 8, 8)"),
     ("deploy", "misspelt key", ["-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),
     ("deploy", "misspelt flag", [*GIVEN, "--evaluat", "nets:score"], USAGE, "Did you mean '--evaluate'?"),
     ("deploy", "unknown target", [*GIVEN, "--target", "tensort"], USAGE, "did you mean 'tensorrt'?"),

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -532,6 +533,29 @@ def test_names_of_any_kind_are_shown_inert_in_any_locale(here) -> None:
     done = child("inspect", f"odd:{names[2]}", cwd=here)
     assert done.returncode == Code.USAGE
     assert "\\u202e" in done.stderr
+
+
+def test_neither_a_home_nor_a_user_by_name_is_needed(here) -> None:
+    """As in a container whose user has a number alone."""
+    program = (
+        "import pwd, sys\n"
+        "def unknown(number): raise KeyError(number)\n"
+        "pwd.getpwuid = unknown\n"
+        "from scalepoint.cli.app import run\n"
+        "sys.exit(run(['doctor', '--json']) or run(['inspect', 'nets:net', '--json']))"
+    )
+    bare = {
+        name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=here,
+        env={**bare, "LC_ALL": "C"},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_targets_are_listed(call) -> None:

@@ -10,6 +10,9 @@ import sys
 import pytest
 
 from scalepoint.cli.ending import Code
+from scalepoint.cli.metadata import with_metadata
+from scalepoint.cli.naming import Finder
+from scalepoint.deployment import DeployConfig
 
 
 def test_deploy_makes_a_verified_file_with_its_report(deployed) -> None:
@@ -217,3 +220,40 @@ def test_verify_of_a_file_that_departs_writes_the_layer_that_does(call, made, tm
     assert code == Code.UNVERIFIED
     assert "run.py" in "".join(err.split())
     assert (tmp_path / "other" / "failing" / "model.onnx").is_file()
+
+
+def test_inspect_of_a_file_shows_what_it_says_of_itself(call, made) -> None:
+    code, out, _ = call("inspect", made / "model.onnx")
+    assert code == 0
+    for said in ("input x", "float32 *x3x8x8", "scalepoint.version", '{"batches": 3, "samples": 6}', "onnxruntime"):
+        assert said in out
+    document = json.loads(call("inspect", made / "model.onnx", "--json")[1])
+    assert document["metadata"]["scalepoint.calibration"] == {"batches": 3, "samples": 6}
+    assert "others wrote it" in call("inspect", made / "float.onnx")[1]
+    assert call("inspect", made / "gone.onnx")[0] == 2
+
+
+def test_what_a_file_keeps_comes_from_a_file_and_from_how_pictures_are_made(here) -> None:
+    (here / "said.yaml").write_text("labels: [cat, dog]\n")
+    settings = DeployConfig(metadata="said.yaml", size=32, mean=(0.5,), std=(0.25,))
+    found = with_metadata(settings, Finder(here)).metadata
+    assert found == {"labels": ["cat", "dog"], "preprocessing": {"size": 32, "mean": (0.5,), "std": (0.25,)}}
+    (here / "net").mkdir()
+    (here / "net" / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    of_folder = DeployConfig(model="hf:net", metadata={"preprocessing": "mine"})
+    assert with_metadata(of_folder, Finder(here)).metadata == {"preprocessing": "mine"}
+    bare = of_folder.updated({"metadata": None})
+    assert with_metadata(bare, Finder(here)).metadata == {"preprocessing": {"image_mean": [0.5]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "cannot be read"), ("- a", "not list"), ("a: [", "cannot be read"), ("abc", "not str")],
+)
+def test_metadata_that_is_none_is_refused_before_the_run(call, here, text, message) -> None:
+    if text is not None:
+        (here / "said.yaml").write_text(text)
+    code, _, err = call("deploy", "nets:net", "--data", "nets:same", "--metadata", "said.yaml")
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert not (here / "out").exists()

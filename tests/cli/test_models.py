@@ -130,3 +130,10 @@ def test_init_asks_again_for_what_cannot_be_looks_and_writes_the_answers(call, h
     code, out, err = call("deploy", "-c", "scalepoint.yaml", "--dry-run", "--json")
     assert (code, rows(out)) == (0, ["conv", "head"]), err
     assert "nets:score" in (here / "scalepoint.yaml").read_text()
+
+
+def test_a_library_that_does_not_load_is_no_fault_of_ours(call, here) -> None:
+    (here / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    code, _, err = call("inspect", "timm:resnet18")
+    assert code == Code.USAGE
+    assert "timm is installed and cannot be imported: RuntimeError" in " ".join(err.split())

@@ -44,6 +44,14 @@ def test_the_readme_compares_with_what_was_measured() -> None:
     assert (ROOT / "README.md").read_text(encoding="utf-8") == generator().readme(), "run: python docs/generate.py"
 
 
+def test_the_recipes_have_rows_of_what_was_measured() -> None:
+    page = generator().recipes()
+    assert (DOCS / "guides" / "recipes.md").read_text(encoding="utf-8") == page, "run: python docs/generate.py"
+    tables = re.findall(r"<!-- begin [^>]*: [^>]*-->\n(.*?)<!-- end -->", page, re.DOTALL)
+    assert len(tables) >= 5
+    assert all(len(each.splitlines()) > 3 for each in tables)
+
+
 MEASURED = """<!-- begin deployed-vnni -->
 | model |  | int8 | dB against float | speed | size |
 |---|---|---|---|---|---|

@@ -189,6 +189,13 @@ class TestData:
         assert "batch 1" in told
         assert "7, 6, 6" in told
 
+    def test_a_wrong_shape_says_what_the_model_takes(self, float_model):
+        captured = transform(float_model, torch.randn(2, 3, 6, 6))
+        model = insert_qdq(captured.model, captured.matches, QuantConfig())
+        with pytest.raises(RuntimeError) as caught:
+            calibrate(model, [torch.randn(2, 7, 6, 6)])
+        assert "captured with x (*, 3, 6, 6) torch.float32" in " ".join(caught.value.__notes__)
+
     def test_an_infinite_iterator_ends_at_max_batches(self, model, batches):
         taken = []
 

@@ -926,12 +926,13 @@ class TestKilled:
         assert self.held(saver.folder, outputs) == 1 - held
         assert len(listing(saver.folder)) == 2
 
-    def test_after_any_delay(self, saver, outputs):
+    @pytest.mark.parametrize("moments", [25, pytest.param(200, marks=pytest.mark.slow)])
+    def test_after_any_delay(self, saver, outputs, moments):
         assert saver.save(0)[0] == 0
         took = max(float(saver.save(0)[1][0]) for _ in range(3))
         held, killed = 0, 0
-        for step in range(25):
-            code, _ = saver.save(1 - held, delay=1.3 * took * step / 25)
+        for step in range(moments):
+            code, _ = saver.save(1 - held, delay=1.3 * took * step / moments)
             killed += code == -signal.SIGKILL
             held = self.held(saver.folder, outputs)
         assert killed >= 5

@@ -36,6 +36,7 @@ from scalepoint.quantize.shortcut import quantize
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.quantize.twins import driven, twin
 from scalepoint.targets import Target
+from scalepoint.turns import in_turn
 
 LEAST_COST = 1e-4  # of a layer without products and weights, so that a gain is divided by something
 Metric = Callable[[Callable[..., Any]], float]
@@ -63,6 +64,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@in_turn
 @ranks.together()
 def sensitivity(
     model: nn.Module,

@@ -89,7 +89,11 @@ COMMANDS = (
     (
         inspecting.inspect,
         "inspect",
-        ("scalepoint inspect nets:net --shape 1,3,224,224", "scalepoint inspect nets:net --target tensorrt --json"),
+        (
+            "scalepoint inspect nets:net --shape 1,3,224,224",
+            "scalepoint inspect nets:net --target tensorrt --json",
+            "scalepoint inspect out/model.onnx",
+        ),
     ),
     (files.check, "check", ("scalepoint check model.onnx --target tensorrt --target-version 10.9",)),
     (files.bench, "bench", ("scalepoint bench out/float.onnx out/model.onnx --threads 2 --min-ratio 1.5",)),
@@ -108,7 +112,7 @@ COMMANDS = (
     (beginning.init, "init", ("scalepoint init", "scalepoint init new-folder/")),
 )
 for _command, _name, _examples in COMMANDS:
-    app.command(_name, epilog=examples(*_examples))(_command)
+    app.command(_name, help=" ".join(str(_command.__doc__).split()), epilog=examples(*_examples))(_command)
 config.command("schema", epilog=examples("scalepoint config schema > scalepoint.schema.json"))(beginning.schema)
 app.add_typer(config, name="config")
 

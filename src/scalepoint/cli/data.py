@@ -14,6 +14,7 @@ from typing import Any
 from scalepoint.cli.ending import usage
 from scalepoint.cli.naming import PICKLES, Finder, check_name, named, users_code
 from scalepoint.cli.screen import say
+from scalepoint.errors import ScalepointError
 
 FILES = (".npz", ".safetensors")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -109,7 +110,9 @@ def _npz(path: Path) -> dict[str, Any]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         return _checked(path, {name: torch.from_numpy(array) for name, array in arrays.items()})
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError, TypeError, KeyError) as error:
+    except ScalepointError:
+        raise
+    except Exception as error:  # what is wrong in an archive is told by every kind
         raise usage(f"{path} is not a .npz of plain arrays: {error}") from error
 
 

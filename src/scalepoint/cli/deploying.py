@@ -15,6 +15,7 @@ from scalepoint.cli import options
 from scalepoint.cli.checkpoints import FolderRun, is_folder
 from scalepoint.cli.ending import Code, interrupted
 from scalepoint.cli.inspecting import model_and_data, preview
+from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import WORK, check_names, check_output, check_settings, done_in, finder_of, settings_of
@@ -64,6 +65,7 @@ def deploy(
     seed: options.Seed = None,
     allow_departure: options.AllowDeparture = None,
     float_dtype: options.FloatDtype = None,
+    metadata: options.Metadata = None,
     batch_size: options.BatchSize = None,
     size: options.Size = None,
     mean: options.Mean = None,
@@ -101,6 +103,7 @@ def _deployed(given: dict[str, Any]) -> int:
         return FolderRun(settings, resume, bool(given["force"]), quiet, json).go()
     finder = finder_of(settings, given)
     check_settings(settings, finder)
+    settings = with_metadata(settings, finder)
     folder = Path(settings.output)
     resume = resume or (ranks.is_restarted() and (folder / WORK).exists())
     _look(folder, may_exist, resume)
@@ -144,7 +147,7 @@ def _talk(text: str, quiet: bool) -> None:
 def keywords_of(settings: Any) -> dict[str, Any]:
     """What deploy is told of a config."""
     same = ("target", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-            "leave", "strict", "threads", "seed", "float_dtype")  # fmt: skip
+            "leave", "strict", "threads", "seed", "float_dtype", "metadata")  # fmt: skip
     told = {name: getattr(settings, name) for name in same}
     return {**told, "config": settings.quantization, "allow_departure": True}  # told by the exit code, after the result
 

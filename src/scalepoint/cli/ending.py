@@ -26,6 +26,7 @@ class Code(IntEnum):
 
 
 _LEAVE = "check the shapes and types of the example inputs; --leave NAME calls a submodule as it is, unlooked into"
+_DATA = "check the data: shapes, types and number of inputs as the model takes them"
 _STRICT = "name the layers in the config (overrides with weight: float), or leave --strict away"
 
 # The first that fits counts. What to do, where the message alone may not say it.
@@ -40,7 +41,7 @@ ENDINGS: tuple[tuple[type[Exception], Code, str], ...] = (
         "`scalepoint doctor` shows the runtimes; the files stay for inspection",
     ),
     (errors.GraphError, Code.INTERNAL, "this is our fault: please report it with the text of --debug"),
-    (errors.CalibrationError, Code.USAGE, "check the data: shapes, types and number of inputs as the model takes them"),
+    (errors.CalibrationError, Code.USAGE, _DATA),
     (errors.NonFiniteError, Code.USAGE, "mend the data or the model; --on-nan skip leaves such batches out"),
     (errors.ConfigError, Code.USAGE, "`scalepoint config schema` lists every key"),
     (errors.DocumentError, Code.USAGE, "`scalepoint init` writes a config to start from"),
@@ -97,6 +98,9 @@ def _explained(error: Exception) -> tuple[Code, str, str, str]:
             "smaller batches (--batch-size), fewer (--max-batches), or a larger machine",
         )
     text = f"{type(error).__name__}: {error}"
+    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, errors.BatchNote)]
+    if notes:  # the model on the user's data
+        return Code.USAGE, errors.CalibrationError.code, f"{text} ({', '.join(reversed(notes))})", _DATA
     return (
         Code.INTERNAL,
         "SP-0001",

@@ -1,6 +1,7 @@
 """inspect: what a target would quantize of a model and what not, before any data."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,6 +9,7 @@ import typer
 from scalepoint.cli import options
 from scalepoint.cli.data import Batches, load_data
 from scalepoint.cli.ending import Code, usage
+from scalepoint.cli.metadata import is_file_of_ours, tell_about
 from scalepoint.cli.naming import Finder, load_model, public
 from scalepoint.cli.screen import Listing, show, show_json
 from scalepoint.cli.settings import check_names, check_settings, finder_of, reading_of, settings_of
@@ -36,7 +38,10 @@ def inspect(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """What a target would quantize of a model and what not, and why; no data needed."""
+    """What a target would quantize of a model and what not, and why; no data needed. Of an exported file: its inputs,
+    and what it says of itself."""
+    if is_file_of_ours(model):
+        return tell_about(Path(str(model)), json=json)
     check_names(context.params)
     settings = settings_of(context.params)
     finder = finder_of(settings, context.params)

@@ -5,6 +5,7 @@ nothing unpickled, no code of a checkpoint is run."""
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,19 @@ def make_library(text: str, root: Path, random: bool) -> tuple[Any, Any]:
     """The model, and example inputs for it."""
     library, _, name = text.partition(":")
     with _offline():
+        _import("transformers" if library == "hf" else library, text)
         return MAKERS[library](name, root, random)
+
+
+def _import(package: str, text: str) -> None:
+    """One that is installed and does not load, such as beside a torchvision of another torch, is no fault of ours."""
+    try:
+        import_module(package)
+    except Exception as error:
+        raise usage(
+            f"model {text!r}: {package} is installed and cannot be imported: {type(error).__name__}: "
+            f"{one_line(error)[:300]}"
+        ) from error
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The options that commands share. A flag is a keyword of the function is a key of the config file."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -106,6 +106,12 @@ AllowDeparture = Annotated[
 FloatDtype = Annotated[
     str | None, typer.Option(help="Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.")
 ]
+Metadata = Annotated[
+    str | None,
+    typer.Option(
+        help="A .yaml or .json file of what the file keeps by key: labels, preprocessing, author, ...; see `inspect`."
+    ),
+]
 Root = Annotated[
     str | None,
     typer.Option(help="Where modules and files are looked for first; the folder of the config if not said."),
@@ -120,3 +126,18 @@ Resume = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite what is there.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No talk on stderr, only errors.")]
+
+# What stands together in the help; the rest stands first.
+PANELS: dict[str, tuple[Any, ...]] = {
+    "Accuracy and limits": (
+        Evaluate, Accuracy, MaxDrop, MinSpeed, MaxTrials, Budget, Choices, Leave, Strict, AllowDeparture, FloatDtype,
+    ),
+    "Language models": (Judge, Memory, Length, Samples),
+    "Data": (BatchSize, MaxBatches, OnNan, Size, Mean, Std),
+    "Model and file": (Weights, Random, Trust, Root, Metadata),
+    "How it is run": (Threads, Seed, DryRun, Smoke, Resume, Force),
+    "What is said": (Quiet, Verbose, Json, Debug),
+}  # fmt: skip
+for _title, _options in PANELS.items():
+    for _option in _options:
+        get_args(_option)[1].rich_help_panel = _title

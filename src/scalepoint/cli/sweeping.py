@@ -13,6 +13,7 @@ from scalepoint.cli import options
 from scalepoint.cli.deploying import Run, keywords_of
 from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.inspecting import model_and_data
+from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import check_names, check_settings, check_target, finder_of, settings_of
@@ -47,6 +48,7 @@ def sweep(
     grid = settings.checked_grid()
     finder = finder_of(settings, context.params)
     check_settings(settings, finder)
+    settings = with_metadata(settings, finder)
     for target in grid.get("target", ()):
         check_target(target)
     folder, resume = Path(settings.output), resume or ranks.is_restarted()

@@ -1,6 +1,6 @@
 """One run of deploy: what its steps share, how long each took, and the marks of what each was made from."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -59,6 +59,7 @@ class Run:
     progress: bool | None
     accuracy: Accuracy | None
     seed: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # that the file keeps
     data_mark: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
@@ -117,13 +118,16 @@ class Run:
         """Of the file of a quantized model, or, without one, of the float file."""
         source: Marks = {"the model": self.model_mark, "leave": mark(self.leave)}
         return {
-            **(source if quantized is None else {"the quantized model": digest(quantized / "scalepoint.json")}),
+            **(source if quantized is None else self._marks_of_quantized(quantized)),
             "the example inputs": mark_of_values(self.inputs),
             "the target": mark_of_target(self.target),
             "float_dtype": self.float_dtype or "float32",  # None would mean: not known, so do it again
             **VERSIONS,
             **{name: package_version(name) for name in ("onnx", "onnxscript")},
         }
+
+    def _marks_of_quantized(self, quantized: Path) -> Marks:
+        return {"the quantized model": digest(quantized / "scalepoint.json"), "metadata": mark(self.metadata)}
 
     @_of_first
     def marks_of_verifying(self, path: Path, float_path: Path) -> Marks:

@@ -23,6 +23,7 @@ from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
 from scalepoint.deployment.journal import Journal, check_output
 from scalepoint.deployment.keeping import LOG, Log, keep, keep_failing, seeded
+from scalepoint.deployment.known import known_of
 from scalepoint.deployment.marks import Watched
 from scalepoint.deployment.pacing import check_pace, next_float
 from scalepoint.deployment.raising import next_step, start_of, unraised
@@ -34,22 +35,25 @@ from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import with_speed
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
 from scalepoint.errors import ScalepointWarning, UsageError
-from scalepoint.formats import Writing, export
+from scalepoint.formats import Writing, check_metadata, export
 from scalepoint.graph.blame import user_level
-from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.capture import as_inputs, unwrapped
 from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
+from scalepoint.quantize.feeding import own_inputs
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
+from scalepoint.turns import in_turn
 from scalepoint.verification import Status, Verification, verify
 
 SIZES = 3  # files that are tried for a budget of size
 
 
+@in_turn
 @ranks.together()
 def deploy(
     model: nn.Module,
@@ -73,6 +77,7 @@ def deploy(
     strict: bool = False,
     allow_departure: bool = False,
     float_dtype: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
     threads: int = 1,
     seed: int = 0,
     smoke: bool = False,
@@ -91,23 +96,26 @@ def deploy(
     a file is so many times as fast as the float one. `budget` (size=0.2 of the float file, bits=4.5 a weight on
     average, speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses
     least. A file that departs from the simulation is an error unless allow_departure=True. on_nan="skip" leaves
-    batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized. smoke=True goes
-    through all stages fast. resume=True goes on where a run into `output` ended; a folder that holds something is
-    refused unless force=True. `callback(event)` hears of every phase, number and file. Random numbers follow `seed`.
+    batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized. `metadata`
+    (labels, preprocessing, ...) is kept in the file. smoke=True goes through all stages fast. resume=True goes on
+    where a run into `output` ended; a folder that holds something is refused unless force=True. `callback(event)`
+    hears of every phase, number and file. Random numbers follow `seed`.
     """
+    model = unwrapped(model)
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
     found, folder = find_target(target), Path(output or "out")
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     found.check_float_dtype(float_dtype)
+    check_metadata(metadata)
     ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
     with seeded(seed), listening(callback), _opened(folder, resume) as journal:
         run = Run(
-            model=model, inputs=as_inputs(example_inputs, kwargs), data=calibration_data, target=found,
-            journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
+            model=model, inputs=own_inputs(model, *as_inputs(example_inputs, kwargs)), data=calibration_data,
+            target=found, journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
             max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
-            accuracy=accuracy, seed=seed,
+            accuracy=accuracy, seed=seed, metadata=plain({**known_of(model), **(metadata or {})}),
         )  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
@@ -266,7 +274,10 @@ def _exported(run: Run, folder: Path, model: fx.GraphModule) -> tuple[Path, Path
             also = float_path if needs_float else None
             if ranks.is_main():
                 with ranks.alone():
-                    export(model, path, args, kwargs=kwargs, float_path=also, float_dtype=run.float_dtype)
+                    export(
+                        model, path, args, kwargs=kwargs, float_path=also, float_dtype=run.float_dtype,
+                        metadata=run.metadata,
+                    )  # fmt: skip
             stage.keep(files=run.format.files(path))
             if also:
                 float_stage.keep(files=run.format.files(also))

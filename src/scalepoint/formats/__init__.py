@@ -3,6 +3,7 @@
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.export import export
 from scalepoint.formats.format import About, FileFormat, FileInput, Writing
+from scalepoint.formats.metadata import check_metadata, read_value
 from scalepoint.formats.registry import find_checkpoint_format, find_format, list_checkpoint_formats, list_formats
 
 __all__ = [
@@ -11,9 +12,11 @@ __all__ = [
     "FileFormat",
     "FileInput",
     "Writing",
+    "check_metadata",
     "export",
     "find_checkpoint_format",
     "find_format",
     "list_checkpoint_formats",
     "list_formats",
+    "read_value",
 ]

@@ -9,16 +9,19 @@ from torch import fx
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.format import FileFormat, Writing
+from scalepoint.formats.metadata import metadata_of
 from scalepoint.formats.registry import find_format
 from scalepoint.graph.capture import as_inputs
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.targets import Target, find_target
 from scalepoint.targets.target import float_dtype_of
+from scalepoint.turns import in_turn
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@in_turn
 def export(
     model: fx.GraphModule,
     path: str | Path,
@@ -29,12 +32,14 @@ def export(
     float_path: str | Path | None = None,
     float_dtype: str | torch.dtype | None = None,
     dynamic: bool = True,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the model to `path` in its target's format; the file appears whole or not at all. Returns the path.
 
     `target` is that of the model unless given. `float_path` receives the float model of the same capture, to compare.
     `float_dtype` ("float16", "bfloat16") is the type of what is not quantized and of the scales, for compilers that
-    run the types of the file; inputs and outputs stay float32.
+    run the types of the file; inputs and outputs stay float32. `metadata` (labels, preprocessing, ...) is kept in the
+    file, beside versions, target, config and calibration; `about` reads it.
     """
     path = Path(path)
     own = record_of(model).target if has_record(model) else None
@@ -47,9 +52,10 @@ def export(
     for each in (path, *((Path(float_path),) if float_path is not None else ())):
         _check_suffix(each, form, chosen)
         each.parent.mkdir(parents=True, exist_ok=True)
-    kind = _float_type(float_dtype, chosen)
+    kind, said = _float_type(float_dtype, chosen), metadata_of(model, chosen, metadata)
     beside = None if float_path is None else Path(float_path)
-    form.write(model, path, Writing(as_inputs(example_inputs, kwargs), chosen, beside, kind, dynamic))
+    inputs = as_inputs(example_inputs, kwargs)
+    form.write(model, path, Writing(inputs, chosen, beside, kind, dynamic, metadata=said))
     return path
 
 

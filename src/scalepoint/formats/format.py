@@ -32,6 +32,7 @@ class Writing:
     float_dtype: torch.dtype = torch.float32  # of what is not quantized
     dynamic: bool = True  # whether the batch is free
     names: tuple[str, ...] = ()  # of the tensors among the inputs, for `plain`
+    metadata: Mapping[str, str] = field(default_factory=dict)  # what the quantized file says of itself
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class About:
     inputs: tuple[FileInput, ...]
     made_for: Mapping[str, str] = field(default_factory=dict)  # target and its options
     quantizers: Mapping[str, str] = field(default_factory=dict)  # of activations: name -> the tensor of its codes
+    metadata: Mapping[str, str] = field(default_factory=dict)  # all that it says, by key
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
@@ -32,13 +33,16 @@ from scalepoint.graph.sizes import note_sizes
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
 from scalepoint.graph.writes import follow_writes
+from scalepoint.turns import in_turn
 
 Inputs = Any
 
 
+WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 Model = nn.Module | ExportedProgram | str | Path  # a path is one of a .pt2 file
 
 
+@in_turn
 def capture(
     model: Model,
     args: Inputs = None,
@@ -61,6 +65,7 @@ def capture(
         with quiet():
             graph_module = _finish(model, _with_state(model)).eval()
             return copying.deepcopy(graph_module) if copy else graph_module
+    model = unwrapped(model)
     _check_model(model)
     working = _copied(model) if copy else shadow(model)
     modes = {name: module.training for name, module in working.named_modules()}
@@ -186,9 +191,26 @@ def opened(model: Model, trust: bool) -> nn.Module | ExportedProgram:
     return load(Path(model))
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"{shown(model)} is not an nn.Module")
+def unwrapped(model: object) -> nn.Module:
+    """The model itself, without what torch.compile or DataParallel put around it; an error for what is no nn.Module,
+    with the way to one."""
+    kind = type(model)
+    if kind.__module__.startswith("torch.") and kind.__name__ in WRAPPERS:
+        return unwrapped(getattr(model, WRAPPERS[kind.__name__]))
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError("this is a ScriptModule, whose code cannot be captured: give the nn.Module it was made from")
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise CaptureError(f"{model.__name__} is a class: give a model, such as {model.__name__}(...).eval()")
+    if isinstance(model, ExportedProgram):
+        raise CaptureError("this is an ExportedProgram: give the nn.Module it was made from, or go by transform()")
+    if isinstance(model, Mapping) and model and all(isinstance(each, Tensor) for each in model.values()):
+        raise CaptureError("this is a state_dict, weights without a model: build the model, load_state_dict() it")
+    raise CaptureError(f"{shown(model)} is not an nn.Module")
+
+
+def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise CaptureError(f"{name or type(model).__name__} is a lazy module without shapes: run one batch first")
@@ -202,8 +224,8 @@ def _check_model(model: object) -> None:
 
 
 def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs, however they were given."""
-    keyword = dict(kwargs or {})
+    """Positional and keyword inputs, however they were given; arrays of numpy as tensors."""
+    args, keyword = _tensors(args), _tensors(dict(kwargs or {}))
     if args is None and keyword:
         return (), keyword
     if isinstance(args, Mapping):
@@ -211,6 +233,14 @@ def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any
     if isinstance(args, Tensor) or not isinstance(args, Sequence):
         return (args,), keyword
     return tuple(args), keyword
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_tensors, value))
+    return {key: _tensors(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -382,13 +382,14 @@ def _replace(node: fx.Node, notes: _Notes) -> None:
         (node.args, node.kwargs), lambda each: each.meta["val"] if isinstance(each, fx.Node) else each
     )
     function: Any = node.target
-    with node.graph.inserting_before(node), torch.inference_mode(), notes:
-        made = function(*args, **kwargs)
-    if isinstance(made, list | tuple):
-        for user in list(node.users):
-            index: Any = user.args[1]
-            user.replace_all_uses_with(notes.place(made[index]))
-            node.graph.erase_node(user)
-    else:
-        node.replace_all_uses_with(notes.place(made))
+    with node.graph.inserting_before(node):  # also what a size is computed with
+        with torch.inference_mode(), notes:
+            made = function(*args, **kwargs)
+        if isinstance(made, list | tuple):
+            for user in list(node.users):
+                index: Any = user.args[1]
+                user.replace_all_uses_with(notes.place(made[index]))
+                node.graph.erase_node(user)
+        else:
+            node.replace_all_uses_with(notes.place(made))
     node.graph.erase_node(node)

@@ -42,10 +42,12 @@ from scalepoint.targets import Target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.tuning.checkpoint import Checkpoint
+from scalepoint.turns import in_turn
 
 JUDGED = 16  # sequences that are scored, at most
 
 
+@in_turn
 @ranks.together()
 def deploy_checkpoint(
     source: str | Path,

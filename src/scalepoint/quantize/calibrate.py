@@ -75,7 +75,8 @@ def calibrate(
                 weight.unfreeze()  # it is another weight now
         means = Means(model) if stubs and freeze_weights and _corrects(model, correct_bias) else None
         if stubs:
-            _observe(run, stubs, means, on_nan, on_unseen)
+            fed = _observe(run, stubs, means, on_nan, on_unseen)
+            amend_record(model, calibrated=(fed.calls, fed.samples))
     _switch_on(stubs, weights)
     if freeze_weights:
         freeze(model)
@@ -143,7 +144,7 @@ def _smooth(run: Callable[..., Fed], observers: Sequence[SmoothQuantObserver], o
 
 def _observe(
     run: Callable[..., Fed], stubs: Sequence[QuantStub], means: Means | None, on_nan: OnNan, on_unseen: str
-) -> None:
+) -> Fed:
     for stub in stubs:
         stub.reset()
         stub.skipped_because = ""
@@ -168,6 +169,7 @@ def _observe(
         message = f"{len(fed.skipped)} batches hold NaN or infinity and were left out: {listed}"
         warnings.warn(ScalepointWarning(message), stacklevel=3)
     _derive(fed.calls, stubs, on_unseen)
+    return fed
 
 
 def _derive(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:

@@ -20,12 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from scalepoint import ranks
-from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
+from scalepoint.turns import in_turn
 
 ForwardLoop = Callable[[nn.Module], Any]
 Data = ForwardLoop | Iterable[Any]
@@ -37,6 +40,7 @@ class Fed:
     """What reached the model."""
 
     calls: int = 0
+    samples: int = 0  # along the first axis of the first tensor
     skipped: list[int] = field(default_factory=list)  # batches with NaN or infinity in their inputs
 
 
@@ -44,6 +48,7 @@ class _Enough(BaseException):
     """Leaves a user's function once it has called the model often enough; no `except Exception` there holds it up."""
 
 
+@in_turn
 def feed(
     model: nn.Module,
     data: Data,
@@ -80,8 +85,9 @@ def _fed(
         with phase(what, total=_expected(data, max_batches), show=progress) as running:
             inside = _Calls(fed, most, running)
             _feed(model, data, what, inside, max_batches, skip_nan, told)
-        told.mine = [fed.calls, fed.skipped]
-    fed = Fed(sum(calls for calls, _ in told.all), sorted(index for _, skipped in told.all for index in skipped))
+        told.mine = [fed.calls, fed.samples, fed.skipped]
+    calls, samples, skipped = zip(*told.all, strict=True)
+    fed = Fed(sum(calls), sum(samples), sorted(index for each in skipped for index in each))
     _check_reached(fed, data, what)
     return fed
 
@@ -95,7 +101,8 @@ def _feed(
     skip_nan: bool,
     told: ranks.Told,
 ) -> None:
-    handles = [model.register_forward_pre_hook(inside.entered), model.register_forward_hook(inside.left)]
+    entered = model.register_forward_pre_hook(inside.entered, with_kwargs=True)
+    handles = [entered, model.register_forward_hook(inside.left)]
     try:
         with torch.inference_mode(is_of_inference(model)), torch.no_grad():
             if callable(data):
@@ -113,7 +120,7 @@ def _feed(
         raise
     except Exception as error:
         told.at = inside.batch
-        error.add_note(f"{what}: batch {inside.batch}")
+        error.add_note(BatchNote(f"{what}: batch {inside.batch}"))
         raise
     finally:
         for handle in handles:
@@ -155,10 +162,11 @@ class _Calls:
         own = max(self.fed.calls - 1, 0) if self.is_inside else self.fed.calls
         return own * ranks.size() + ranks.rank()
 
-    def entered(self, module: nn.Module, inputs: Any) -> None:
+    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.most is not None and self.fed.calls >= self.most:
             raise _Enough
         self.fed.calls += 1
+        self.fed.samples += _samples((args, kwargs))
         self.is_inside = True
 
     def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -190,7 +198,7 @@ def _feed_batches(
         except ScalepointError:
             raise
         except Exception as error:
-            error.add_note(f"it was {_described(batch)}")
+            error.add_note(BatchNote(f"it was {_described(batch)}{_wanted(model)}"))
             raise
 
 
@@ -276,6 +284,16 @@ def inputs_of(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, 
     return (_tensor(batch),), {}
 
 
+def own_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs without what comes after the model's own: a whole batch of a loader may be given as the example."""
+    own = inspect.signature(type(model).forward).parameters.values()
+    most = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in own) - 1  # without self
+    is_open = any(each.kind == each.VAR_POSITIONAL for each in own)
+    return (args if is_open else args[: max(most, 1)]), kwargs
+
+
 def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
     if isinstance(model, fx.GraphModule):
         signature = inspect.signature(model.forward)
@@ -284,6 +302,12 @@ def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = [each for name, each in signature.parameters.items() if each.kind in kinds and name != "self"]
     return [each.name for each in found], [each.name for each in found if each.default is inspect.Parameter.empty]
+
+
+def _samples(inputs: Any) -> int:
+    """How many there are in a batch; what has no axis is one."""
+    first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
+    return 1 if first is None or not first.ndim else first.shape[0]
 
 
 def _is_finite(inputs: Any) -> bool:
@@ -297,6 +321,19 @@ def _tensor(value: Any) -> Any:
     if isinstance(value, Tensor | int | float | bool | type(None) | list | tuple | Mapping):
         return value
     raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")
+
+
+def _wanted(model: nn.Module) -> str:
+    """What a captured model takes; * is an axis that is free."""
+    places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
+    found = [(node.name, tensor_of(node)) for node in places]
+    told = [f"{name} {_sizes(value)} {value.dtype}" for name, value in found if value is not None]
+    return f"; the model was captured with {', '.join(told)}" if told else ""
+
+
+def _sizes(value: Tensor) -> str:
+    sizes = ["*" if isinstance(each, torch.SymInt) and not is_concrete_int(each) else str(each) for each in value.shape]
+    return f"({', '.join(sizes)})"
 
 
 def _described(batch: Any) -> str:

@@ -44,6 +44,7 @@ class Record:
     unsmoothed: Mapping[str, str]  # norm -> why its activations are not smoothed
     is_norm_frozen: bool = False
     migrated: MigrationReport | None = None  # what calibrate did of config.migrate; None before
+    calibrated: tuple[int, int] | None = None  # how many batches and samples; None before
 
     @property
     def names(self) -> dict[str, str]:

@@ -216,6 +216,7 @@ class Manifest(BaseModel):
     smoothed: dict[str, Any]
     is_norm_frozen: bool
     migrated: dict[str, Any] = {}
+    calibrated: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     graph: dict[str, Any] | None = None
     aliases: dict[str, str]
     tensors: TensorFile
@@ -248,6 +249,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
         "smoothed": {observer.name: observer.alpha for observer in observers_of(model) if observer.alpha is not None},
         "is_norm_frozen": record.is_norm_frozen,
         "migrated": {} if record.migrated is None else record.migrated.to_dict(),
+        "calibrated": None if record.calibrated is None else list(record.calibrated),
     }
 
 
@@ -371,6 +373,7 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)
+    amend_record(model, calibrated=tuple(manifest["calibrated"]) if manifest["calibrated"] else None)
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # torch's word for other shapes

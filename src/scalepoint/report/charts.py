@@ -20,12 +20,12 @@ def svg(width: float, height: float, *children: Html, label: str, class_: str) -
 
 
 def bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) -> Html:
-    """Label, bar, value: one line a row, all on one scale from zero."""
+    """Label, bar, value: one line a row, all on one scale from zero; infinity fills its line."""
     finite = [abs(value) for _, value, _ in rows if math.isfinite(value)]
     most = max(finite, default=0.0) or 1.0
     lines = []
     for (label, value, text), class_ in zip(rows, classes, strict=True):
-        width = round(100 * min(abs(value), most) / most, 2) if math.isfinite(value) else 0
+        width = 0 if math.isnan(value) else round(100 * min(abs(value), most) / most, 2)
         bar = tag("rect", x=0, y=0, width=max(width, 0.5), height=8, class_=class_)
         drawn = tag("svg", bar, viewBox="0 0 100 8", preserveAspectRatio="none", class_="bar", aria_hidden="true")
         lines.append(join((tag("span", label, class_="bar-label"), drawn, tag("span", text, class_="bar-value"))))
@@ -116,11 +116,16 @@ def _points(
 
 
 def label_near(
-    text: str, x: float, y: float, taken: list[tuple[float, float, float]], class_: str = "worst-name"
+    text: str,
+    x: float,
+    y: float,
+    taken: list[tuple[float, float, float]],
+    class_: str = "worst-name",
+    right: float = 996.0,
 ) -> Html:
-    """A name near its point: below, above or further away, where no other name stands yet."""
+    """A name near its point: below, above or further away, where no other name stands yet; up to the right end."""
     wide = LETTER * len(text)
-    start = min(max(x - wide / 2, 46.0), 996.0 - wide)
+    start = min(max(x - wide / 2, 46.0), right - wide)
     heights = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
     inside = [each for each in heights if 12 <= each <= 238] or heights[:1]
     free = (each for each in inside if all(_apart(start, wide, each, other) for other in taken))

@@ -63,12 +63,13 @@ class Number:
         """Both and the change, as people read them."""
         first, second = ("-" if each is None else WRITTEN[self.unit](each) for each in (self.first, self.second))
         if self.change is None or self.mood == "same" or not math.isfinite(self.change):
-            return first, second, "same" if self.mood == "same" else ""
+            turned = f"{first} -> {second}" if self.mood in ("better", "worse") else ""
+            return first, second, "same" if self.mood == "same" else turned
         if self.unit in ("bytes", "seconds", "times") and self.first:
             return first, second, f"{(self.second or 0.0) / self.first - 1:+.1%}"
         if self.unit == "share":
             return first, second, f"{100 * self.change:+.2g} points"
-        return first, second, f"{self.change:+.4g}{' dB' if self.unit == 'dB' else ''}"
+        return first, second, f"{self.change:+.1f} dB" if self.unit == "dB" else f"{self.change:+.4g}"
 
 
 @dataclass(frozen=True)

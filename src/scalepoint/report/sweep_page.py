@@ -1,6 +1,7 @@
 """A sweep as one HTML page: quality against size and against speed with the front marked, and the table."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scalepoint.report.charts import label_near, line_of, steps, svg
 from scalepoint.report.markup import Child, Html, data_block, join, name, tag
@@ -10,7 +11,7 @@ from scalepoint.report.sweep import Sweep, SweepRow, cells, marks
 from scalepoint.words import one_line, short
 
 LONGEST = 1000
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000.0, 320.0, 60.0, 40.0, 18.0
+WIDTH, NARROW, HEIGHT, LEFT, BOTTOM, TOP = 1000.0, 340.0, 320.0, 60.0, 40.0, 18.0
 
 
 def sweep_page(sweep: Sweep) -> str:
@@ -33,19 +34,47 @@ def sweep_page(sweep: Sweep) -> str:
     return document("sweep", join((header, tag("main", warned, *shown))), data_block(sweep.to_dict(), "report-data"))
 
 
+@dataclass(frozen=True)
+class _Frame:
+    """Where values stand in a picture of this width."""
+
+    width: float
+    costs: tuple[float, float]
+    qualities: tuple[float, float]
+
+    def x(self, cost: float) -> float:
+        start, end = self.costs
+        return round(LEFT + 10 + (self.width - LEFT - 30) * (cost - start) / (end - start), 1)
+
+    def y(self, quality: float) -> float:
+        low, high = self.qualities
+        return round(TOP + (HEIGHT - TOP - BOTTOM) * (high - quality) / (high - low), 1)
+
+
 def _chart(sweep: Sweep, cost: str, label: str) -> Html:
+    """The same picture for wide and for narrow screens, of which the page shows one."""
     known = [row for row in sweep.rows if row.is_done and row.quality is not None and _cost(row, cost) is not None]
     if not known:
         return Html()
     costs, qualities = [_cost(row, cost) or 0.0 for row in known], [_finite(row) for row in known]
-    start, end = _widened(min(costs), max(costs))
-    low, high = _widened(min(qualities), max(qualities))
+    ranges = _widened(min(costs), max(costs)), _widened(min(qualities), max(qualities))
+    pictures = [
+        _picture(sweep, known, cost, label, _Frame(width, *ranges), class_)
+        for width, class_ in ((WIDTH, "depth wide"), (NARROW, "narrow"))
+    ]
+    legend = [
+        tag("li", tag("i", class_="key dot-key"), "on the front: no other run is better in both"),
+        tag("li", tag("i", class_="key weight-key"), "beaten by another"),
+    ]
+    frame = tag("div", *pictures, class_="scroll", tabindex="0", role="region", aria_label=label)
+    return tag("div", frame, tag("ul", *legend, class_="legend"), class_="card")
 
+
+def _picture(sweep: Sweep, known: Sequence[SweepRow], cost: str, label: str, frame: _Frame, class_: str) -> Html:
     def at(row: SweepRow) -> tuple[float, float]:
-        x = LEFT + 10 + (WIDTH - LEFT - 30) * ((_cost(row, cost) or 0.0) - start) / (end - start)
-        return round(x, 1), round(TOP + (HEIGHT - TOP - BOTTOM) * (high - _finite(row)) / (high - low), 1)
+        return frame.x(_cost(row, cost) or 0.0), frame.y(_finite(row))
 
-    drawn = [*_grid(start, end, low, high), _axis(label)]
+    drawn = _grid(frame, label)
     front = sweep.front(cost)
     drawn.append(tag("path", d=line_of([at(row) for row in front]), class_="trace front-line"))
     taken: list[tuple[float, float, float]] = []
@@ -53,33 +82,24 @@ def _chart(sweep: Sweep, cost: str, label: str) -> Html:
         x, y = at(row)
         is_best = row in front
         title = tag("title", f"{short(row.name)}: {', '.join(filter(None, cells(row)))}")
-        radius, class_ = (6, "dot") if is_best else (4, "dot-weight")
-        drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=radius, class_=class_)))
+        radius, dot = (6, "dot") if is_best else (4, "dot-weight")
+        drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=radius, class_=dot)))
         if is_best:
-            drawn.append(label_near(short(row.name, 28), x, y, taken, "front-name"))
-    picture = svg(WIDTH, HEIGHT, *drawn, label=f"{len(known)} runs: {label}", class_="depth")
-    legend = [
-        tag("li", tag("i", class_="key dot-key"), "on the front: no other run is better in both"),
-        tag("li", tag("i", class_="key weight-key"), "beaten by another"),
-    ]
-    frame = tag("div", picture, class_="scroll", tabindex="0", role="region", aria_label=label)
-    return tag("div", frame, tag("ul", *legend, class_="legend"), class_="card")
+            drawn.append(label_near(short(row.name, 28), x, y, taken, "front-name", frame.width - 4))
+    return svg(frame.width, HEIGHT, *drawn, label=f"{len(known)} runs: {label}", class_=class_)
 
 
-def _grid(start: float, end: float, low: float, high: float) -> list[Html]:
+def _grid(frame: _Frame, label: str) -> list[Html]:
     drawn = []
-    for value in steps(low, high):
-        y = round(TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low), 1)
-        drawn.append(tag("line", x1=LEFT, x2=WIDTH - 4, y1=y, y2=y, class_="grid"))
+    for value in steps(*frame.qualities):
+        y = frame.y(value)
+        drawn.append(tag("line", x1=LEFT, x2=frame.width - 4, y1=y, y2=y, class_="grid"))
         drawn.append(tag("text", f"{value:.5g}", x=LEFT - 6, y=y + 4, text_anchor="end", class_="tick"))
-    for value in steps(start, end, 8):
-        x = round(LEFT + 10 + (WIDTH - LEFT - 30) * (value - start) / (end - start), 1)
-        drawn.append(tag("text", f"{value:.4g}", x=x, y=HEIGHT - BOTTOM + 16, text_anchor="middle", class_="tick"))
+    for value in steps(*frame.costs, 8 if frame.width == WIDTH else 3):
+        place = {"x": frame.x(value), "y": HEIGHT - BOTTOM + 16}
+        drawn.append(tag("text", f"{value:.4g}", **place, text_anchor="middle", class_="tick"))
+    drawn.append(tag("text", label, x=frame.width / 2, y=HEIGHT - 6, text_anchor="middle", class_="tick"))
     return drawn
-
-
-def _axis(label: str) -> Html:
-    return tag("text", label, x=WIDTH / 2, y=HEIGHT - 6, text_anchor="middle", class_="tick")
 
 
 def _cost(row: SweepRow, cost: str) -> float | None:

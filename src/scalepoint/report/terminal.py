@@ -17,6 +17,7 @@ from rich.text import Text
 from scalepoint.report import language
 from scalepoint.words import (
     change_of,
+    change_of_size,
     decibel,
     one_line,
     plural,
@@ -167,8 +168,8 @@ def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
     found = report.verification
     rows = []
     if found is not None and found.float_size:
-        times = f"{ratio(found.float_size / found.size)} smaller" if found.size else "empty"
-        rows.append(("size", size_of(found.float_size), size_of(found.size), times))
+        times = " ".join(change_of_size(found.float_size, found.size))
+        rows.append(("size", size_of(found.float_size), size_of(found.size), times.rstrip()))
     if found is not None and found.latency:
         before, after = found.latency.seconds
         batch = "" if found.latency.batch is None else f", batch {found.latency.batch}"

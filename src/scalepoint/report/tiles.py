@@ -4,7 +4,7 @@ from scalepoint.report import charts
 from scalepoint.report.markup import Child, Html, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import NOT_LOW, bound_of, low_share
-from scalepoint.words import change_of, ratio, share_of, size_of, time_of, value_of
+from scalepoint.words import change_of, change_of_size, ratio, share_of, size_of, time_of, value_of
 
 COLOURS = 6
 
@@ -66,7 +66,9 @@ def _size(report: Report) -> Html:
         ("float", float(found.float_size), size_of(found.float_size)),
         ("quantized", float(found.size), size_of(found.size)),
     ]
-    return _tile("Size", ratio(found.float_size / found.size), "smaller", charts.bars(rows, ("before", "after")))
+    times, word = change_of_size(found.float_size, found.size)
+    mood = "warn" if word == "larger" else ""
+    return _tile("Size", times, word, charts.bars(rows, ("before", "after")), mood=mood)
 
 
 def _latency(report: Report) -> Html:

@@ -39,6 +39,7 @@ from scalepoint.tuning.solve import Solver
 from scalepoint.tuning.state import States, restore, states_of
 from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, step_names
 from scalepoint.tuning.walk import Walk
+from scalepoint.turns import in_turn
 
 CLEAR_GAIN = 0.9  # what the error of a piece must fall to before a range of 8 bits leaves min-max
 Proposal = tuple[str, QuantStub, QParams]  # an activation quantizer under its name, and other parameters
@@ -76,6 +77,7 @@ class TuneConfig(Config):
             raise ConfigError(f"steps=() tunes nothing: choose from {', '.join(step_names())}")
 
 
+@in_turn
 @ranks.together()
 def tune(
     model: fx.GraphModule,

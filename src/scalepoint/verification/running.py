@@ -18,6 +18,7 @@ from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
+from scalepoint.turns import in_turn
 from scalepoint.verification.agreement import Agreement, agreements, worst
 from scalepoint.verification.departure import departure, foreseen
 from scalepoint.verification.files import about_file, existing, format_of
@@ -32,6 +33,7 @@ SEARCHED_BELOW_DB = 30.0  # to write another file for the first layer that depar
 EVALUATED_DB = 10.0  # of a file that is not run: its codes are compared bit by bit, narrow constants flip single ones
 
 
+@in_turn
 def verify(
     path: str | Path,
     model: nn.Module,

@@ -231,3 +231,22 @@ def test_models_of_other_float_types_are_written_in_float32(tmp_path, dtype):
     assert verify(tmp_path / "float.onnx", model, x, layers=False).sqnr > 30
     assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
     assert made(x).dtype == dtype
+
+
+class Bag(nn.Module):
+    """Sizes of its input are multiplied where the bags begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(50, 16, mode="sum"), nn.Linear(16, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+def test_bags_of_embeddings_for_any_number_of_rows(tmp_path):
+    torch.manual_seed(0)
+    assert run(Bag(), torch.randint(0, 50, (2, 6)), tmp_path).holds
+    made = quantized(Bag(), torch.randint(0, 50, (2, 6)))
+    path = export(made, tmp_path / "more.onnx", torch.randint(0, 50, (2, 6)))
+    assert verify(path, made, torch.randint(0, 50, (5, 6)), layers=False).holds

@@ -6,7 +6,7 @@ from typing import Any
 from scalepoint.errors import StoreError
 from scalepoint.formats.coreml.package import read_spec
 from scalepoint.formats.format import About, FileInput
-from scalepoint.targets.target import LABEL
+from scalepoint.formats.metadata import made_for
 
 _TYPES = {65568: "float32", 65552: "float16", 65600: "float64", 131104: "int32", 131080: "int8"}  # of MLMultiArray
 
@@ -25,18 +25,14 @@ def about(path: Path) -> About:
     return About(
         size=sum(each.stat().st_size for each in path.rglob("*") if each.is_file()),
         inputs=tuple(map(_input, spec.description.input)),
-        made_for=_made_for(said),
+        made_for=made_for(said),
         quantizers=quantizers,
+        metadata=dict(sorted(said.items())),
     )
 
 
 def _name(op: Any) -> str:
     return str(op.outputs[0].name)
-
-
-def _made_for(said: dict[str, str]) -> dict[str, str]:
-    mine = {key.removeprefix(f"{LABEL}."): value for key, value in said.items() if key.startswith(f"{LABEL}.")}
-    return {"target": said[LABEL], **mine} if LABEL in said else {}
 
 
 def _input(value: Any) -> FileInput:

@@ -44,13 +44,12 @@ OURS = (  # they rewrite scales, zero points or types of codes
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
     stored = coreml_form(model, writing.float_dtype)
-    labels = {} if writing.target is None else writing.target.labels
-    _write(stored, path, writing, {**labels, "scalepoint.float_dtype": dtype_name(writing.float_dtype)})
+    _write(stored, path, writing, {**writing.metadata, "scalepoint.float_dtype": dtype_name(writing.float_dtype)})
     if writing.float_path is not None:
         _write(float_form(model, PARTS), writing.float_path, writing, {})
 
 
-def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: Mapping[str, str]) -> None:
+def _write(model: fx.GraphModule, path: Path, writing: Writing, metadata: Mapping[str, str]) -> None:
     is_new = any(isinstance(each, StoredWeight | StoredPalette) and each.is_new for each in model.modules())
     coremltools()  # quietly, before anything else of it is imported
     try:
@@ -64,7 +63,7 @@ def _write(model: fx.GraphModule, path: Path, writing: Writing, labels: Mapping[
     except Exception as error:  # coremltools raises every kind
         raise ExportError(f"coremltools cannot convert this model: {_first_line(error)}") from error
     spec = made.get_spec()
-    spec.description.metadata.userDefined.update(labels)
+    spec.description.metadata.userDefined.update(metadata)
     replace_folder(path, lambda folder: _pack(folder, spec, Path(made.weights_dir)))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from scalepoint.errors import StoreError
 from scalepoint.formats.executorch.writing import ABOUT, INSTALL
 from scalepoint.formats.format import About, FileInput
-from scalepoint.targets.target import LABEL
+from scalepoint.formats.metadata import made_for
 
 MAGIC = b"ET12"
 _NUMBER = re.compile(r"(: -?)inf\b")  # as flatc writes it
@@ -25,13 +25,13 @@ def files_of(path: Path) -> Sequence[Path]:
 def about(path: Path) -> About:
     """Its inputs, and what it was made for; of files that others wrote only the size."""
     said = _said(path)
-    made = said.get("made_for", {})
-    own = {key.removeprefix(f"{LABEL}."): value for key, value in made.items() if key.startswith(f"{LABEL}.")}
+    metadata = said.get("made_for", {})
     return About(
         size=path.stat().st_size,
         inputs=tuple(FileInput(each["name"], each["dtype"], tuple(each["shape"])) for each in said.get("inputs", ())),
-        made_for={"target": made[LABEL], **own} if LABEL in made else {},
+        made_for=made_for(metadata),
         quantizers=said.get("quantizers", {}),
+        metadata=metadata,
     )
 
 

@@ -35,9 +35,9 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
-    labels = {} if writing.target is None else writing.target.labels
+    said = {"made_for": dict(writing.metadata)}
     with with_executorch():
-        write_program(stored_form(model, PARTS), path, writing.inputs, writing.dynamic, {"made_for": labels})
+        write_program(stored_form(model, PARTS), path, writing.inputs, writing.dynamic, said)
         if writing.float_path is not None:
             write_program(float_form(model, PARTS), writing.float_path, writing.inputs, writing.dynamic, {})
 

@@ -7,17 +7,19 @@ import numpy as np
 
 from scalepoint.errors import StoreError
 from scalepoint.formats.format import About, FileInput
-from scalepoint.targets.target import LABEL
+from scalepoint.formats.metadata import made_for
 
 
 def about(path: Path) -> About:
     """Its inputs, its quantizers, what it was made for; its size with the data beside it."""
     model = _model(path)
+    said = {_text(each.key): _text(each.value) for each in model.metadata_props}
     return About(
         size=_size(path, model),
         inputs=tuple(map(_input, model.graph.input)),
-        made_for=_made_for({each.key: each.value for each in model.metadata_props}),
+        made_for=made_for(said),
         quantizers={node.name: node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"},
+        metadata=said,
     )
 
 
@@ -42,15 +44,17 @@ def _size(path: Path, model: Any) -> int:
     return sum(each.stat().st_size for each in (path, *beside))
 
 
-def _made_for(found: dict[str, str]) -> dict[str, str]:
-    """The target of a file that scalepoint wrote, and its options: {"target": "onnxruntime", "cpu": "avx2"}."""
-    mine = {key.removeprefix(f"{LABEL}."): value for key, value in found.items() if key.startswith(f"{LABEL}.")}
-    return {"target": found[LABEL], **mine} if LABEL in found else {}
+def _text(value: str | bytes) -> str:
+    """What is no text in a file that was damaged comes as bytes."""
+    return value if isinstance(value, str) else value.decode("utf-8", "replace")
 
 
 def _input(value: Any) -> FileInput:
     import onnx  # noqa: PLC0415
 
     kind = value.type.tensor_type
-    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
-    return FileInput(value.name, dtype, tuple(each.dim_value or None for each in kind.shape.dim))
+    try:
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
+    except (KeyError, ValueError, TypeError) as error:  # a sequence, a map, or a number that stands for no type
+        raise StoreError(f"input {_text(value.name)!r} of the file is no tensor of a type that ONNX has") from error
+    return FileInput(_text(value.name), dtype, tuple(each.dim_value or None for each in kind.shape.dim))

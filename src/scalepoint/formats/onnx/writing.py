@@ -39,7 +39,7 @@ def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     opset = max([OPSETS[kind], *(module.opset for module in stored.modules() if isinstance(module, Stored))])
     form = _Form(single_inputs(writing.inputs), opset, dtype_name(kind), writing.dynamic)
     own = form if target is None else form._replace(spellings=target.spellings)
-    _write(stored, path, own, {} if target is None else target.labels)
+    _write(stored, path, own, writing.metadata)
     if writing.float_path is not None:
         _write(float_form(model, parts), writing.float_path, form, {})
 
@@ -54,9 +54,9 @@ class _Form(NamedTuple):
     spellings: tuple[Spelling, ...] = ()  # of what a target is given: the float file is as anybody writes it
 
 
-def _write(model: fx.GraphModule, path: Path, form: _Form, labels: Mapping[str, str]) -> None:
+def _write(model: fx.GraphModule, path: Path, form: _Form, metadata: Mapping[str, str]) -> None:
     graph = _to_onnx(model, form)
-    graph.metadata_props.update(labels)
+    graph.metadata_props.update(metadata)
     try:
         save_graph(graph, path)
     except ScalepointError:

@@ -19,7 +19,7 @@ import numpy as np
 RELEASE = "0.5.0"  # of llama.cpp, which node-llama-cpp 3.22 has
 NAME = f"libllama.v{RELEASE}.so"
 PLACE = "SCALEPOINT_LLAMACPP"
-DEFAULT = Path.home() / ".cache" / "scalepoint" / "llamacpp"
+DEFAULT = Path(os.path.expanduser("~")) / ".cache" / "scalepoint" / "llamacpp"  # also without a home
 PACKAGES = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}  # of npm: @node-llama-cpp/...
 F32, F16 = 0, 1  # of ggml
 KINDS = {"F32": 0, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}

@@ -1,0 +1,78 @@
+"""What a file says of itself, as text by key, in whatever place its format has for that.
+
+    scalepoint.version, .torch       what it was made with
+    scalepoint.target, .target.*     what it was made for, and the target's options
+    scalepoint.config                what was asked of quantization, as JSON
+    scalepoint.calibration           how much was seen, as JSON: {"batches": 16, "samples": 128}
+    labels, preprocessing, ...       what its maker gives: text as it is, all else as JSON
+
+There is no time and no path in it: the same model is the same bytes.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from scalepoint.errors import UsageError, shown
+from scalepoint.plain import plain
+from scalepoint.quantize.record import has_record, record_of
+from scalepoint.targets import Target
+from scalepoint.targets.target import LABEL
+from scalepoint.version import __version__
+
+OURS = "scalepoint."
+LARGEST = 1_000_000  # characters of all that is given
+
+
+def metadata_of(model: fx.GraphModule, target: Target | None, given: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """All that the file of a model will say; keys in the order in which they are shown."""
+    found = {f"{OURS}version": __version__, f"{OURS}torch": str(torch.__version__)}
+    found |= {} if target is None else target.labels
+    if has_record(model):
+        record = record_of(model)
+        found[f"{OURS}config"] = _text(record.config.to_dict())
+        if record.calibrated is not None:
+            found[f"{OURS}calibration"] = _text(dict(zip(("batches", "samples"), record.calibrated, strict=True)))
+    return found | check_metadata(given)
+
+
+def check_metadata(given: Mapping[str, Any] | None) -> dict[str, str]:
+    """What a maker gives, as the text that is kept; in the order of the keys."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"metadata= maps keys to values, such as {{'labels': ['cat', 'dog']}}, not {shown(given)}")
+    found: dict[str, str] = {}
+    for key in sorted(given, key=str):
+        if not isinstance(key, str) or not key or not key.isprintable():
+            raise UsageError(f"metadata: a key is a text that can be printed, not {shown(key)}")
+        if key.startswith(OURS):
+            raise UsageError(f"metadata: {key!r}: keys that begin with {OURS!r} are ours; choose another")
+        value = given[key]
+        found[key] = value if isinstance(value, str) else _text(value)
+    if sum(map(len, found.values())) > LARGEST:
+        raise UsageError(f"metadata: more than {LARGEST} characters: keep it beside the file instead")
+    return found
+
+
+def made_for(found: Mapping[str, str]) -> dict[str, str]:
+    """The target of a file that scalepoint wrote, and its options: {"target": "onnxruntime", "cpu": "avx2"}."""
+    mine = {key.removeprefix(f"{LABEL}."): value for key, value in found.items() if key.startswith(f"{LABEL}.")}
+    return {"target": found[LABEL], **mine} if LABEL in found else {}
+
+
+def read_value(text: str) -> Any:
+    """What was written as JSON as the list or mapping that it was; text as it is."""
+    if not text.startswith(("{", "[")):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # somebody else's text
+        return text
+
+
+def _text(value: Any) -> str:
+    return json.dumps(plain(value), ensure_ascii=False)

@@ -1,0 +1,136 @@
+"""What a file says of itself: how it was made, and what its maker gives; the same bytes for the same model."""
+
+import json
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.deployment.known import known_of
+from scalepoint.errors import StoreError, UsageError
+from scalepoint.formats import check_metadata, find_format, read_value
+from scalepoint.quantize import quantize
+
+GIVEN = {
+    "preprocessing": {"mean": (0.5, 0.25), "size": 224},
+    "labels": ["cat", "chien é", "<script>"],
+    "author": "somebody",
+    "epochs": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def quantized():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval()
+    data = [torch.randn(4, 16), torch.randn(3, 16)]
+    return quantize(model, data[0], forward_loop=data, freeze_weights=True, target="onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def path(quantized, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("said")
+    return scalepoint.export(quantized, folder / "m.onnx", torch.randn(2, 16), metadata=GIVEN)
+
+
+def test_versions_target_config_and_calibration_are_in_the_file(path, quantized) -> None:
+    said = find_format("onnx").about(path).metadata
+    assert said["scalepoint.version"] == scalepoint.__version__
+    assert said["scalepoint.torch"] == torch.__version__
+    assert said["scalepoint.target"] == "onnxruntime"
+    assert json.loads(said["scalepoint.calibration"]) == {"batches": 2, "samples": 7}
+    assert json.loads(said["scalepoint.config"]) == {}  # nothing was asked for but the target's own
+
+
+def test_what_its_maker_gives_is_text_as_it_is_and_else_json(path) -> None:
+    said = {each.key: each.value for each in onnx.load(path).metadata_props}
+    assert said["author"] == "somebody"
+    assert read_value(said["labels"]) == GIVEN["labels"]
+    assert read_value(said["preprocessing"]) == {"mean": [0.5, 0.25], "size": 224}
+    assert said["epochs"] == "3"
+
+
+def test_the_runtime_reads_it(path) -> None:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert json.loads(session.get_modelmeta().custom_metadata_map["labels"]) == GIVEN["labels"]
+
+
+def test_the_order_of_the_keys_changes_no_byte_and_a_saved_model_says_the_same(path, quantized, tmp_path) -> None:
+    scalepoint.save(quantized, tmp_path / "kept", with_graph=True)
+    loaded = scalepoint.load(tmp_path / "kept")
+    turned = dict(reversed(GIVEN.items()))
+    again = scalepoint.export(loaded, tmp_path / "m.onnx", torch.randn(2, 16), metadata=turned)
+    assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["cat"], "maps keys to values"),
+        ({"scalepoint.version": "9"}, "are ours"),
+        ({3: "x"}, "a key is a text"),
+        ({"": "x"}, "a key is a text"),
+        ({"a\nb": "x"}, "a key is a text"),
+        ({"labels": "x" * 1_000_001}, "more than 1000000 characters"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_metadata(given)
+
+
+@pytest.mark.parametrize("text", ["{not json", "[" * 100_000, "plain", ""])
+def test_a_text_of_somebody_else_stays_one(text) -> None:
+    assert read_value(text) == text
+
+
+class Named(nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class Config:
+    def __init__(self, id2label):
+        self.id2label = id2label
+
+
+PRETRAINED = {"input_size": (3, 96, 96), "mean": (0.1,), "std": (0.2,), "interpolation": "bicubic", "url": "x"}
+
+
+@pytest.mark.parametrize(
+    ("model", "known"),
+    [
+        (nn.Linear(2, 2), {}),
+        (Named(config=Config({1: "dog", 0: "cat"})), {"labels": ["cat", "dog"]}),
+        (Named(config=Config({0: "LABEL_0", 1: "LABEL_1"})), {}),
+        (Named(config="a string"), {}),
+        (
+            Named(pretrained_cfg={**PRETRAINED, "label_names": ("a", "b")}),
+            {
+                "labels": ["a", "b"],
+                "preprocessing": {"size": 96, "mean": (0.1,), "std": (0.2,), "interpolation": "bicubic"},
+            },
+        ),
+        (Named(pretrained_cfg={"input_size": None}), {}),
+    ],
+    ids=["plain", "transformers", "unnamed", "other", "timm", "empty"],
+)
+def test_what_a_model_knows_of_itself(model, known) -> None:
+    assert known_of(model) == known
+
+
+def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, tmp_path) -> None:
+    model = onnx.load(path)
+    model.graph.input[0].CopyFrom(onnx.helper.make_tensor_sequence_value_info("x", onnx.TensorProto.FLOAT, None))
+    onnx.save(model, tmp_path / "sequence.onnx")
+    with pytest.raises(StoreError, match="input 'x' of the file is no tensor"):
+        find_format("onnx").about(tmp_path / "sequence.onnx")
+    damaged = path.read_bytes().replace(b"somebody", b"some\xffody")
+    (tmp_path / "damaged.onnx").write_bytes(damaged)
+    assert find_format("onnx").about(tmp_path / "damaged.onnx").metadata["author"] == "some\ufffdody"

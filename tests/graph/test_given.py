@@ -1,0 +1,90 @@
+"""What people give in the place of a model and of its inputs: taken as they mean it, or refused with the way out."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scalepoint
+from scalepoint.errors import CaptureError
+from scalepoint.graph import capture
+from scalepoint.graph.capture import as_inputs
+from scalepoint.quantize.feeding import own_inputs
+
+X = torch.randn(2, 8)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.fc(x) * scale
+
+
+class Open(nn.Module):
+    def forward(self, *xs: Tensor) -> Tensor:
+        return sum(xs)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Two().eval()
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel, lambda model: nn.DataParallel(compiled(model))])
+def test_what_is_wrapped_around_a_model_is_taken_off(wrap) -> None:
+    model = net()
+    found = capture(wrap(model), X)
+    assert dict(found.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert torch.equal(found(X), model(X))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Two, r"is a class: give a model, such as Two\(...\).eval\(\)"),
+        (Two().state_dict(), "is a state_dict, weights without a model"),
+        (3, "3 is not an nn.Module"),
+        ({}, "{} is not an nn.Module"),
+        ("model.pt", "is not an nn.Module"),
+    ],
+    ids=["class", "state_dict", "number", "dict", "path"],
+)
+def test_what_is_no_model_is_refused_by_deploy_before_any_work(given, message, tmp_path) -> None:
+    with pytest.raises(CaptureError, match=message):
+        scalepoint.deploy(given, X, [X], output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_forms_are_refused_by_their_name(tmp_path) -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8)))
+    exported = torch.export.export(net(), (X,))
+    for given, name in ((scripted, "ScriptModule"), (exported, "ExportedProgram")):
+        with pytest.raises(CaptureError, match=f"this is an? {name}"):
+            scalepoint.deploy(given, X, [X], output=tmp_path / "out")
+
+
+def test_arrays_are_inputs_wherever_they_stand() -> None:
+    array = X.numpy()
+    args, kwargs = as_inputs((array, [array], {"a": (array,)}), {"b": array})
+    for found in (args[0], args[1][0], args[2]["a"][0], kwargs["b"]):
+        assert torch.equal(found, X)
+    assert as_inputs(array, None)[0][0].shape == (2, 8)
+    assert as_inputs({"x": np.ones(3)}, None)[1]["x"].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "left"),
+    [(Two(), (X, 3), 1), (Open(), (X, X, X), 3), (nn.Sequential(), (X, X), 1), (Two(), (), 0)],
+    ids=["keyword-only", "open", "sequential", "none"],
+)
+def test_labels_after_the_example_are_left_away(model, given, left) -> None:
+    args, kwargs = own_inputs(model, given, {"scale": 2.0})
+    assert (len(args), kwargs) == (left, {"scale": 2.0})

@@ -1,0 +1,167 @@
+"""Every file that is read, damaged: cut off anywhere, with any bit turned. An error of ours, or what was there."""
+
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import scalepoint
+from scalepoint.checkpoints.source import Source
+from scalepoint.cli.data import Reading, load_data
+from scalepoint.cli.metadata import with_metadata
+from scalepoint.cli.models import load_weights
+from scalepoint.cli.naming import Finder
+from scalepoint.deployment import DeployConfig
+from scalepoint.deployment.journal import stages_in
+from scalepoint.errors import ScalepointError, ScalepointWarning
+from scalepoint.formats import find_format
+from scalepoint.quantize import quantize
+from scalepoint.report import Sweep, SweepRow, compare_runs, write
+from tests.report.made import ordinary
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+MANY = {"few": (40, 60), "all": (10**9, 10_000)}  # lengths and flips that are tried
+
+
+class File(NamedTuple):
+    """A file beside which all is whole, and who reads it."""
+
+    path: Path
+    read: Callable[[Path], Any]
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    x = torch.randn(2, 4)
+    return quantize(model, x, forward_loop=[x], freeze_weights=True, target="onnxruntime"), x
+
+
+def _put(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _data(path: Path) -> list[Any]:
+    return list(load_data(str(path), Reading(2)))
+
+
+def _journal(path: Path) -> list[str]:
+    return stages_in(path.parent.parent)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
+    here = tmp_path_factory.mktemp("read")
+    quantized, x = _model()
+    linear = nn.Linear(4, 4)
+    scalepoint.save(quantized, here / "kept", with_graph=True)
+    scalepoint.export(quantized, here / "model.onnx", x, metadata={"labels": ["a", "b"]})
+    write(ordinary(), here / "run")
+    DeployConfig(model="a:b", target="openvino").to_file(here / "run" / "config.yaml")
+    shutil.copytree(here / "run", here / "other")
+    sweep = Sweep((SweepRow("a", {"target": "onnxruntime"}, "failed", "no runtime"),))
+    stages = {"format": 1, "stages": {"one": {"marks": {"a": "b"}, "result": {}, "files": {}}}}
+    np.savez(here / "data.npz", x=np.ones((4, 3), dtype=np.float32))
+    save_file({"x": torch.ones(4, 3)}, here / "data.safetensors")
+    save_file(linear.state_dict(), here / "weights.safetensors")
+    torch.save(linear.state_dict(), here / "weights.pt")
+    (here / "llm").mkdir()
+    save_file({"a.weight": torch.ones(2, 2)}, here / "llm" / "part-1.safetensors")
+    index = {"metadata": {}, "weight_map": {"a.weight": "part-1.safetensors"}}
+
+    def load(_: Path) -> Any:
+        return scalepoint.load(here / "kept")(x)
+
+    def weights(path: Path) -> None:
+        load_weights(nn.Linear(4, 4), path)
+
+    def checkpoint(_: Path) -> Any:
+        return Source.open(here / "llm").tensor("a.weight")
+
+    _put(here / "llm" / "config.json", '{"model_type": "llama", "hidden_size": 2}')
+    return {
+        "manifest": File(here / "kept" / "scalepoint.json", load),
+        "tensors": File(next((here / "kept").glob("*.safetensors")), load),
+        "ONNX": File(here / "model.onnx", lambda path: find_format("onnx").about(path)),
+        "ONNX, checked": File(here / "model.onnx", scalepoint.check),
+        "report": File(here / "run" / "report.json", lambda path: compare_runs(path.parent, here / "other")),
+        "config of a run": File(here / "run" / "config.yaml", lambda path: compare_runs(path.parent, here / "other")),
+        "config": File(here / "run" / "config.yaml", DeployConfig.from_file),
+        "sweep": File(_put(here / "sweep.json", sweep.to_json()), Sweep.from_file),
+        "journal": File(_put(here / "out" / ".scalepoint" / "journal.json", json.dumps(stages)), _journal),
+        "npz": File(here / "data.npz", _data),
+        "safetensors": File(here / "data.safetensors", _data),
+        "weights": File(here / "weights.safetensors", weights),
+        "weights of torch": File(here / "weights.pt", weights),
+        "metadata": File(
+            _put(here / "said.yaml", "labels: [cat, dog]\nsize: {a: &b 3, c: *b}\n"),
+            lambda path: with_metadata(DeployConfig(metadata=str(path)), Finder()),
+        ),
+        "checkpoint": File(here / "llm" / "config.json", checkpoint),
+        "index": File(_put(here / "llm" / "model.safetensors.index.json", json.dumps(index)), checkpoint),
+        "shard": File(here / "llm" / "part-1.safetensors", checkpoint),
+    }
+
+
+NAMES = (
+    "manifest", "tensors", "ONNX", "ONNX, checked", "report", "config of a run", "config", "sweep", "journal", "npz",
+    "safetensors", "weights", "weights of torch", "metadata", "checkpoint", "index", "shard",
+)  # fmt: skip
+SEALED = ("manifest", "tensors")  # what has a checksum: never read as something else
+how_many = pytest.mark.parametrize("much", ["few", pytest.param("all", marks=pytest.mark.slow)])
+
+
+def test_every_file_has_its_row(files: dict[str, File]) -> None:
+    assert tuple(files) == NAMES
+    for each in files.values():
+        each.read(each.path)
+
+
+def _read(file: File, content: bytes) -> Any:
+    """What is read of other content: a value, or None for an error of ours; any other error fails."""
+    file.path.write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScalepointWarning)
+        try:
+            return file.read(file.path)
+        except ScalepointError:
+            return None
+
+
+@how_many
+@pytest.mark.parametrize("name", NAMES)
+def test_fault_54_cut_off_anywhere(files: dict[str, File], name: str, much: str) -> None:
+    file, whole = files[name], files[name].path.read_bytes()
+    step = max(1, len(whole) // MANY[much][0])
+    try:
+        for end in sorted({*range(0, len(whole), step), 1, 7, 8, 9, len(whole) - 1}):
+            found = _read(file, whole[:end])
+            assert found is None or name not in SEALED, end
+    finally:
+        file.path.write_bytes(whole)
+
+
+@how_many
+@pytest.mark.parametrize("name", NAMES)
+def test_fault_55_bits_turned(files: dict[str, File], name: str, much: str) -> None:
+    file, whole = files[name], files[name].path.read_bytes()
+    expected, chance = file.read(file.path), random.Random(0)  # noqa: S311  # no secret
+    try:
+        for _ in range(MANY[much][1]):
+            place, content = chance.randrange(len(whole)), bytearray(whole)
+            content[place] ^= 1 << chance.randrange(8)
+            found = _read(file, bytes(content))
+            assert found is None or name not in SEALED or torch.equal(found, expected), place
+    finally:
+        file.path.write_bytes(whole)

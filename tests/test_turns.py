@@ -1,0 +1,87 @@
+"""Threads of one process: what each makes is what it makes alone."""
+
+import os
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.quantize import quantize
+from scalepoint.turns import in_turn
+
+THREADS = 8
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2 + seed)).eval()
+
+
+def in_threads(work) -> None:
+    """Each number by a thread of its own, all begun at once."""
+    begin, failed = threading.Barrier(THREADS), []
+
+    def run(number: int) -> None:
+        try:
+            begin.wait()
+            work(number)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert failed == []
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fault_47_eight_models_in_eight_threads_are_those_of_one() -> None:
+    data = [torch.randn(2, 8, generator=torch.Generator().manual_seed(index)) for index in range(2)]
+    models, out = [net(seed) for seed in range(THREADS)], sys.stdout
+
+    def made(number: int) -> dict[str, torch.Tensor]:
+        return quantize(models[number], data[0], forward_loop=data, target="onnxruntime").state_dict()
+
+    alone, found = {number: made(number) for number in range(THREADS)}, {}
+    in_threads(lambda number: found.update({number: made(number)}))
+    for number, state in alone.items():
+        assert list(found[number]) == list(state)
+        assert all(torch.equal(found[number][name], value) for name, value in state.items())
+    assert sys.stdout is out
+
+
+def test_one_at_a_time_and_who_is_inside_may_call_again() -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    @in_turn
+    def outer(number: int) -> None:
+        inside.append(number)
+        nested(number)
+        inside.remove(number)
+
+    @in_turn
+    def nested(number: int) -> None:
+        most.append(len(inside))
+
+    in_threads(outer)
+    assert most == [1] * THREADS
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_not() -> None:
+    held, done = threading.Event(), threading.Event()
+    holder = threading.Thread(target=in_turn(lambda: (held.set(), done.wait())))
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        in_turn(lambda: os._exit(7))()
+    done.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
