@@ -90,7 +90,7 @@ class Solver:
         if len(uses) > 1:
             problem.notes["uses"] = len(uses)
         plain = replace(problem, has_intercept=False)
-        best, step = self.best(problem, plain, first)
+        best, step, before, least = self.best(problem, plain, first)
         if step:
             shape.apply(best)
             if has_bias:
@@ -98,14 +98,14 @@ class Solver:
                     each.shift_bias(_shift(fit, judge, best).reshape(-1))
         after = problem if step else plain
         moved = float((best.codes != first.codes).to(torch.float64).mean())
-        errors = (plain.error(first), after.error(best), plain.error(first, fit), after.error(best, fit))
+        errors = (before, least, plain.error(first, fit), after.error(best, fit))
         seen = fit.count + (judge.count if judge is not fit else 0)
         seconds, notes = time.perf_counter() - start, noted(problem.notes)
         return TunedLayer(name, use.layer.kind, seen, fit.size, *errors, moved, step, notes, seconds)
 
-    def best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str]:
+    def best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str, float, float]:
         """The best on held-out rows of the start, the last two steps, and, where these are no better, the others; ""
-        as its step when that is the first."""
+        as its step when that is the first. Then the errors there of the start and of the best."""
         tried: list[tuple[Solution, str]] = [(first, INTERCEPT)] if problem.has_intercept else []
         now = first
         for name in self.steps:
@@ -113,14 +113,15 @@ class Solver:
             if isinstance(found, LayerStep):
                 now = found.run(problem, now)
                 tried.append((now, name))
-        best, step, least = first, "", plain.error(first)
+        best, step, before = first, "", plain.error(first)
+        least = before
         for place, (solution, name) in enumerate(reversed(tried)):
             if place >= LAST and step:
                 break
             error = problem.error(solution)
             if error < least:
                 best, step, least = solution, name, error
-        return best, step
+        return best, step, before, least
 
 
 def takes_bias(walk: Walk, use: Use) -> bool:
