@@ -69,6 +69,7 @@ class FolderRun:
                 memory=settings.memory,
                 length=settings.length,
                 samples=settings.samples,
+                cache=settings.cache,
                 resume=self.resume,
                 progress=not self.quiet,
             )
