@@ -33,6 +33,7 @@ KINDS = {
     "olmo2": SMALL,
     "qwen2_moe": {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3_moe": {**SMALL, **EXPERTS},
+    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2},
 }
 

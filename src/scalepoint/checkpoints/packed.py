@@ -85,6 +85,14 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """Keys and values of earlier tokens as codes of so many bits, with the scales (groups, channels) of each block."""
+
+    bits: int
+    scales: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True)
 class QuantizedCheckpoint:
     """A source, and what became of its tensors; both mappings may read lazily.
 
@@ -95,6 +103,7 @@ class QuantizedCheckpoint:
     source: Source
     packed: Mapping[str, Packed]
     changed: Mapping[str, Tensor] = field(default_factory=dict)  # float tensors that migrations or tuning changed
+    cache: Cache | None = None  # where the format stores how keys and values are kept
 
     def tensor(self, name: str) -> Tensor:
         """A float tensor as it is to be stored."""

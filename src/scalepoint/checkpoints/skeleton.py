@@ -18,6 +18,8 @@ from scalepoint.checkpoints.hollow import Hollows, trim
 from scalepoint.checkpoints.source import Source
 from scalepoint.errors import CaptureError, StoreError, UsageError
 
+PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
+
 
 @dataclass
 class Weights:
@@ -88,10 +90,29 @@ def _stored_names(model: nn.Module, source: Source) -> dict[str, str]:
         return found
     all_of_them = get_model_conversion_mapping(model)  # type: ignore[arg-type]
     changes = [each for each in all_of_them if isinstance(each, WeightRenaming)]
+    parts = {
+        own: part
+        for each in all_of_them
+        for end, wanted in PARTS.items()
+        if any(str(target).endswith(end) for target in each.target_patterns)
+        for own, part in zip(map(_last, each.source_patterns), wanted, strict=False)
+    }
     known, prefix = model.state_dict(), str(getattr(model, "base_model_prefix", ""))
-    return {rename_source_key(name, changes, [], prefix, known)[0]: name for name in source.tensors} | {
+    renamed = {rename_source_key(name, changes, [], prefix, known)[0]: name for name in source.tensors}
+    return {_of_expert(own, parts): name for own, name in renamed.items()} | {
         name: name for name in found if name in known
     }
+
+
+def _last(pattern: str) -> str:
+    """What an expert's layer is called: the w1 of .experts.*.w1.weight."""
+    return pattern.removesuffix(".weight").rpartition(".")[2]
+
+
+def _of_expert(name: str, parts: Mapping[str, str]) -> str:
+    """The name of an expert's layer here, whatever the checkpoint calls it."""
+    before, _, last = name.removesuffix(".weight").rpartition(".")
+    return f"{before}.{parts[last]}.weight" if ".experts." in name and last in parts else name
 
 
 def _checked(source: Source, names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> str:

@@ -74,6 +74,7 @@ class FolderRun:
                 memory=settings.memory,
                 length=settings.length,
                 samples=settings.samples,
+                cache=settings.cache,
                 resume=resume,
                 progress=not self.quiet,
             )

@@ -57,6 +57,7 @@ def deploy(
     memory: options.Memory = None,
     length: options.Length = None,
     samples: options.Samples = None,
+    cache: options.Cache = None,
     max_batches: options.MaxBatches = None,
     on_nan: options.OnNan = None,
     leave: options.Leave = None,

@@ -99,6 +99,10 @@ Memory = Annotated[
 ]
 Length = Annotated[int | None, typer.Option(min=2, help="Language models: tokens in a sequence; 512 if not said.")]
 Samples = Annotated[int | None, typer.Option(min=1, help="Language models: sequences that calibrate; 16 if not said.")]
+Cache = Annotated[
+    str | None,
+    typer.Option(help="Language models: keys and values of earlier tokens in int8 or int4; float if not said."),
+]
 Strict = Annotated[bool | None, typer.Option("--strict", help="A layer that stays float unasked is an error.")]
 AllowDeparture = Annotated[
     bool | None, typer.Option("--allow-departure", help="Accept a file that departs from the simulation.")

@@ -60,6 +60,7 @@ class DeployConfig(Config):
     memory: int | str | None = None  # of language models: for activations, as 2GB
     length: Annotated[int, Field(ge=2)] = 512  # of language models: tokens in a sequence
     samples: Count = 16  # of language models: sequences that calibrate
+    cache: str | None = None  # of language models: how keys and values are kept
     max_batches: Count | None = None
     on_nan: Literal["error", "skip"] = "error"
     leave: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
 from scalepoint.errors import UsageError
 from scalepoint.files import locked
+from scalepoint.language.cache import check_cached, groups_of, stored_cache
 from scalepoint.language.proof import Proof, prove
 from scalepoint.language.quantized import Codes
 from scalepoint.language.reporting import report_of, write_report
@@ -59,6 +60,7 @@ def deploy_checkpoint(
     judge: Text = None,
     accuracy: Accuracy = "balanced",
     memory: int | str | None = None,
+    cache: str | None = None,
     length: int = 512,
     samples: int = 16,
     verify: bool = True,
@@ -69,9 +71,10 @@ def deploy_checkpoint(
 
     `data` calibrates (a text file, a .jsonl, a folder of such, or sequences of tokens), `judge` is other text that
     perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
-    holds one, and activations up to `memory`. resume=True goes on where a run of the same was killed.
+    holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
+    "int4"), where the runtime does. resume=True goes on where a run of the same was killed.
     """
-    job = asked(source, output, target, config, accuracy, memory)
+    job = asked(source, output, target, config, accuracy, memory, cache)
     _check_same(job)
     timings: dict[str, float] = {}
     calibration, judging = _texts(job, data, judge, length, samples)
@@ -89,7 +92,8 @@ def deploy_checkpoint(
             codes = Codes(model, weights, kept)
             with timed(timings, "writing", show=progress):
                 job.path.parent.mkdir(parents=True, exist_ok=True)
-                job.format.write(QuantizedCheckpoint(job.source, codes), job.path)
+                cached = stored_cache(model, kept, groups_of(job.source)) if cache else None
+                job.format.write(QuantizedCheckpoint(job.source, codes, cache=cached), job.path)
             proof: Proof | None = None
             if verify and scores is not None:
                 with timed(timings, f"running it in {job.target.runtime}", show=progress):
@@ -139,6 +143,8 @@ def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule
     tree, weights = skeleton(job.source)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
+    if job.cache:
+        check_cached(plan.model, job.source, job.target.caches[job.cache])
     left = not_held(job, plan, weights)
     config = with_head(job.config, head_of(tree), job.target, left)
     model = insert_qdq(plan.model, plan.matches, config, target=job.target, copy=False).eval()
@@ -151,7 +157,7 @@ def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule
 
 
 def _texts(job: Asked, data: Text, judge: Text, length: int, samples: int) -> tuple[list[Tensor], list[Tensor]]:
-    if data is None and not job.tuning.steps:
+    if data is None and not job.tuning.steps and not job.cache:
         first: list[Tensor] = []
         return first, [] if judge is None else sequences(judge, job.source, length=length, count=JUDGED, what="text")
     if judge is not None:

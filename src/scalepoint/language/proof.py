@@ -1,5 +1,6 @@
 """The written file in its runtime: the same logits as the simulation, its perplexity, how it goes on, how fast."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
         return Proof(runtime.name, Status.UNAVAILABLE.value, missing(runtime).message)
     prompt = tuple(int(each) for each in tokens[0][0, :PROMPT])
     try:
-        served = Served(runtime, job.path, threads=torch.get_num_threads())
+        served = Served(runtime, job.path, threads=torch.get_num_threads(), options=_options(job))
         try:
             first = _logits(served, tokens[0])
             sqnr = _sqnr(scores.logits, first)
@@ -57,7 +58,7 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
     if not sqnr >= LEAST:
         why = f"its logits are {sqnr:.1f} dB from the simulation's, less than {LEAST}: it computes something else"
         return Proof(runtime.name, DEPARTS, why, sqnr, loss, prompt)
-    answer = _goes_on(runtime, job.path, prompt)
+    answer = _goes_on(runtime, job.path, prompt, _options(job))
     if answer.status != Status.OK or answer.data is None:
         return Proof(runtime.name, answer.status.value, answer.message, sqnr, loss, prompt)
     found = answer.data["files"][0]
@@ -66,11 +67,16 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
     return Proof(runtime.name, Status.OK.value, "", sqnr, loss, prompt, new, *speeds, _float(job, prompt))
 
 
-def _goes_on(runtime: Runtime, path: Path, prompt: tuple[int, ...]) -> Answer:
+def _options(job: Asked) -> dict[str, str]:
+    """What the runtime is told when it starts."""
+    return {"cache": job.cache} if job.cache else {}
+
+
+def _goes_on(runtime: Runtime, path: Path, prompt: tuple[int, ...], options: Mapping[str, str]) -> Answer:
     request: dict[str, Any] = {
         "task": "generate",
         "paths": [str(path)],
-        "options": {"threads": torch.get_num_threads()},
+        "options": {"threads": torch.get_num_threads(), **options},
     }
     return ask(runtime, {**request, "tokens": list(prompt), "count": NEW, "repeats": 1})
 
@@ -80,7 +86,7 @@ def _float(job: Asked, prompt: tuple[int, ...]) -> tuple[int, ...]:
     runtime = find_runtime("transformers")
     if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, all_memory() // 4):
         return ()
-    answer = _goes_on(runtime, job.source.folder, prompt)
+    answer = _goes_on(runtime, job.source.folder, prompt, {})
     return () if answer.data is None else tuple(answer.data["files"][0]["tokens"])
 
 

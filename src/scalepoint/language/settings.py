@@ -10,6 +10,7 @@ from scalepoint.deployment.accuracy import CLOSED, Accuracy, check_accuracy
 from scalepoint.errors import ConfigError, UsageError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.registry import find_checkpoint_format
+from scalepoint.language.cache import with_cached
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT, Override
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
@@ -30,6 +31,7 @@ class Asked:
     format: CheckpointFormat
     config: QuantConfig
     tuning: TuneConfig
+    cache: str = ""  # how keys and values are kept; "": float
 
     @property
     def path(self) -> Path:
@@ -55,6 +57,7 @@ def asked(
     config: QuantConfig | Mapping[str, Any] | None,
     accuracy: Accuracy,
     memory: int | str | None,
+    cache: str | None = None,
 ) -> Asked:
     """Everything resolved; what cannot be is refused here."""
     chosen = find_target(target)
@@ -78,9 +81,11 @@ def asked(
         chosen.weight if weight is None else None if isinstance(weight, str) else weight,
         None if isinstance(activation, str) else activation,
     )
+    if cache is not None:
+        chosen, complete = with_cached(chosen, complete, cache)
     steps = PRESETS[accuracy]
     limits = {} if memory is None else {"memory": memory}
-    return Asked(opened, where, chosen, form, complete, TuneConfig(steps=steps, **limits))
+    return Asked(opened, where, chosen, form, complete, TuneConfig(steps=steps, **limits), cache or "")
 
 
 def _fitting(weight: QuantizationSpec, source: Source, form: CheckpointFormat) -> QuantizationSpec:

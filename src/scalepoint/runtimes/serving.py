@@ -20,10 +20,17 @@ from scalepoint.runtimes.runtime import Runtime
 
 
 class Served:
-    """A file in its runtime until `close`; `seconds` limits one call."""
+    """A file in its runtime until `close`; `seconds` limits one call, `options` are the runtime's own."""
 
     def __init__(
-        self, runtime: Runtime, path: Path, *, threads: int = 0, seconds: float = SECONDS, memory: int | None = None
+        self,
+        runtime: Runtime,
+        path: Path,
+        *,
+        threads: int = 0,
+        seconds: float = SECONDS,
+        memory: int | None = None,
+        options: Mapping[str, str] | None = None,
     ) -> None:
         if not runtime.is_here:
             raise VerificationError(missing(runtime).message)
@@ -38,7 +45,12 @@ class Served:
             env=child_environment(),
         )
         self.close = weakref.finalize(self, _end, self._child, self._errors)
-        request = {"task": "serve", "path": str(path), "options": {"threads": threads}, "memory": self.memory}
+        request = {
+            "task": "serve",
+            "path": str(path),
+            "options": {"threads": threads, **(options or {})},
+            "memory": self.memory,
+        }
         with self._watched():
             self._send(json.dumps(request).encode() + b"\n")
             answer = self._or_why(self._pipe.readline())

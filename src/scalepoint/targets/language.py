@@ -26,11 +26,33 @@ UNSIGNED = tuple(map(to_dtype, ("uint8", "uint4", "uint3", "uint2")))
 FIVE = tuple(map(to_dtype, ("int5", "uint5")))
 FLOATS = (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
 TOKENS = Accepted("activation", (torch.int8, torch.uint8, *FLOATS))
+CACHED = Accepted("activation", tuple(map(to_dtype, ("int8", "int4"))), kinds=("attention",))
+BY_CHANNEL = (-1, 1, -1, 1)  # of (batch, heads, tokens, channels): one scale for all tokens
+BY_TOKEN = (1, 1, 1, 32)  # blocks of 32 channels
 
 
 def _blocks(dtype: str, size: int, scheme: QuantizationScheme = QuantizationScheme.SYMMETRIC) -> QuantizationSpec:
     granularity = PerBlockGranularity(block_size=size)
     return QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls="static")
+
+
+def _cached(block: tuple[int, ...], how: str, scheme: QuantizationScheme) -> dict[str, QuantizationSpec]:
+    """Keys and values in 8 and in 4 bits."""
+    granularity = PerBlockGranularity(block_size=block)
+    return {
+        dtype: QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls=how)
+        for dtype in ("int8", "int4")
+    }
+
+
+def with_cache(target: Target) -> Target:
+    """The target with quantizers where attention reads keys and values."""
+    points = (Point.KEY_INPUT, Point.VALUE_INPUT)
+    patterns = (
+        replace(each, qdq_points=points, why_float="") if each.make is FusedAttention else each
+        for each in target.patterns
+    )
+    return replace(target, patterns=tuple(patterns), accepts=(*target.accepts, CACHED))
 
 
 def _weights(dtypes: tuple[torch.dtype, ...], *granularities: str, sizes: tuple[int, ...] = ()) -> Accepted:
@@ -72,6 +94,7 @@ GGUF = replace(
     accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED, *FIVE), "per_block", "per_channel")),
     table=_blocks("int8", 32),
     head=_blocks("int8", 32),
+    caches=_cached(BY_TOKEN, "dynamic", QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
     format="gguf",
     runtime="llamacpp",
 )
@@ -83,6 +106,7 @@ ORT_GENAI = replace(
     accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED), "per_block", sizes=(16, 32, 64, 128, 256))),
     table=_blocks("int8", 32),
     head=_blocks("int8", 32),
+    caches=_cached(BY_CHANNEL, "global_minmax", QuantizationScheme.SYMMETRIC),
     format="ort-genai",
     runtime="ort-genai",
 )

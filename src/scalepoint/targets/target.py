@@ -127,6 +127,9 @@ class Target:
     follows_readers: bool = False  # whether what has no weights stays float when all that read it do
     table: QuantizationSpec | None = None  # of embeddings, a scale a row; None: they stay float
     head: QuantizationSpec | None = None  # of the last layer of a language model; None: it stays float
+    caches: Mapping[str, QuantizationSpec] = field(
+        default_factory=dict, hash=False
+    )  # how a language runtime can keep keys and values, by name
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
     block_scale_dtype: torch.dtype = torch.float32  # in which files hold the scales of blocks: the simulation has such

@@ -164,6 +164,8 @@ class Collector:
             if is_by_sample and samples and count % samples == 0:
                 numbers = first + places // (count // samples)
             beside = self._beside(use, shape, index, count) if is_paired or self.against_itself else Beside(None, None)
+            is_own = is_paired and weight is not None and weight.shape[1] == shape.size[1]
+            own = self._outputs(use, shape, index, count) if is_own else None
             held = self.is_held(numbers)
             for is_held in (False, True):
                 chosen = places[held == is_held]
@@ -171,8 +173,19 @@ class Collector:
                     part = chosen[start : start + CHUNK]
                     pair = geometry.rows(exact, part), geometry.rows(noisy, part)
                     self._check(use, pair)
-                    wanted = pair[0] if weight is None else torch.einsum("rgn,gon->rgo", pair[0], weight)
+                    wanted = pair[0]
+                    if weight is not None:
+                        wanted = torch.einsum("rgn,gon->rgo", wanted, weight) if own is None else own[part]
                     yield is_held, pair[1], *beside.of(wanted, part)
+
+    def _outputs(self, use: Use, shape: Shape, index: int, count: int) -> Tensor | None:
+        """What the float layer gives in one batch, without its bias, where that is what its node gives."""
+        layer, is_whole = use.layer, len(self.walk.parts(use.node)) == 1
+        value = self.walk.exact(use.node, index) if is_whole and layer.norm is None else None
+        if not isinstance(value, Tensor):
+            return None
+        rows = shape.geometry.outputs(value, torch.arange(count), count, shape.size[1])
+        return rows if rows is None or layer.bias is None else rows - layer.bias.detach().reshape(rows.shape[1:])
 
     def _is_paired(self, use: Use, shapes: Sequence[torch.Size]) -> bool:
         """Whether the rows of both streams are those of one another: an expert may be sent others when its router is

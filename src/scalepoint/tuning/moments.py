@@ -4,7 +4,7 @@
     H = cov(x~, x~),  P = cov(y, x~),  m~ = E[x~],  E[y],  var(y)                          x~ the quantized stream
     error of V x~ + shift against y  =  var(y) - 2 <P, V> + <V H, V> + (mean mismatch)^2
 
-Products of a batch are made in float32 around the mean of the first batch, and added up in float64. Rows may have
+Products of some thousand rows are made in float32 around the mean of the first, and added up in float64. Rows may have
 weights: then all of these are weighted means.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from scalepoint import ranks
 
 SQUARE = 256  # columns of H that are made together
+TOGETHER = 2048  # rows that a product is made of, at least
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,24 @@ class Sums:
         self.through = through  # W; None: the outputs are given
         self.count, self.total = 0, 0.0
         self.around: tuple[Tensor, Tensor] | None = None
+        self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def add(self, noisy: Tensor, wanted: Tensor, weight: Tensor | None = None) -> None:
         """Rows (r, groups, n) of the quantized stream, and what the outputs should be, (r, groups, outputs): or the
-        rows of the float stream that they are made of."""
-        if not noisy.shape[0]:
+        rows of the float stream that they are made of. Small batches wait until a product is worth its while."""
+        self.waiting.append((noisy, wanted, weight))
+        if sum(each.shape[0] for each, *_ in self.waiting) >= TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Add what waits."""
+        waiting, self.waiting = self.waiting, []
+        if not any(noisy.shape[0] for noisy, *_ in waiting):
             return
+        noisy, wanted = torch.cat([each for each, _, _ in waiting]), torch.cat([each for _, each, _ in waiting])
+        weight = None
+        if any(each is not None for *_, each in waiting):
+            weight = torch.cat([torch.ones(len(rows)) if each is None else each for rows, _, each in waiting])
         if self.around is None:
             self._begin(noisy.mean(0), wanted.mean(0))
         assert self.around is not None  # noqa: S101  # just made
@@ -147,6 +160,7 @@ class Sums:
 
     def merged(self) -> "Sums":
         """Those of all ranks: around one point, then added up."""
+        self.flush()
         if ranks.size() == 1:
             return self
         own = {} if self.around is None else {"noisy": self.around[0], "wanted": self.around[1]}
@@ -174,6 +188,7 @@ class Sums:
 
     def moments(self) -> Moments | None:
         """None when nothing was seen, or only zeros."""
+        self.flush()
         if self.around is None or not self.count:
             return None
         z, y = self.sums[0] / self.total, self.sums[1] / self.total

@@ -72,7 +72,9 @@ class Codes:
 
     def limits(self, codes: Tensor, column: int) -> tuple[Tensor, Tensor]:
         """Between what a code may be, given the others."""
-        low, high = self.low.expand_as(codes)[..., column], self.high.expand_as(codes)[..., column]
+        low, high = (
+            each[..., min(column, each.shape[-1] - 1)] for each in map(torch.atleast_1d, (self.low, self.high))
+        )
         for row in () if self.partners is None else self.partners:
             if int(row[column]) != column:
                 other = codes[..., int(row[column])]
@@ -205,8 +207,9 @@ class Shape:
         codes = self.layer.deployed().codes
         zero = self.layer.weight_quant.qparams_for(codes).zero_point
         size = self.geometry.by_group(codes).shape[-1]
-        if zero is None:
-            return torch.zeros(1, 1, 1, dtype=torch.float64)
+        if zero is None or bool((zero == zero.flatten()[0]).all()):
+            first = 0 if zero is None else zero.flatten()[0]
+            return torch.as_tensor(first, dtype=torch.float64).reshape(1, 1, 1)
         return spread(self._by_group(zero.to(torch.float64), codes), size)
 
     def _by_group(self, value: Tensor, codes: Tensor) -> Tensor:

@@ -38,6 +38,9 @@ class Shelf:
             self.held += size
         self.values[key] = value
 
+    def __contains__(self, key: Any) -> bool:
+        return key in self.values
+
     def get(self, key: Any) -> Any:
         value = self.values[key]
         if isinstance(value, _Codes):

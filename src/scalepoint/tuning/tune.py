@@ -190,11 +190,11 @@ class _Tuning:
         self.left |= done.left
         self.pieces += [done.piece] if done.piece is not None else []
 
-    def _observe(self, node: fx.Node) -> None:
-        """Find the range of an activation quantizer from the float stream."""
+    def _observe(self, node: fx.Node) -> dict[str, nn.Module]:
+        """Find the range of an activation quantizer from the float stream; the one that has its range now, by name."""
         stub = self.walk.stub(node)
         if self.lender is None or stub is None or stub.is_fixed or stub.calculator.is_initialized:
-            return
+            return {}
         record([stub], ranks.size() > 1)
         with ranks.agreed("observing"):
             for where in self.walk.stub_nodes[id(stub)]:
@@ -204,6 +204,7 @@ class _Tuning:
             merge_stubs([stub])
         record([stub], False)
         stub.compute_parameters()
+        return {str(node.target): stub}
 
     def _pass(self, piece: Piece) -> None:
         """Go past a piece that is finished; what layers after it share with it is seen again."""
@@ -225,7 +226,7 @@ class _Tuning:
         wider: list[Proposal] = []
         self.solver.left = {}
         for node in piece.nodes:
-            self._observe(node)
+            first |= states_of(self._observe(node))  # nearest codes are judged with ranges, too
             wider += self._ranged(node)
             if node in self.uses and self.config.steps:
                 row = self.solver.solve(self.uses[node], self._name(node))

@@ -120,17 +120,32 @@ class Walk:
         if node.op in ("placeholder", "output"):
             return
         stub, is_same = self.stub(node), node in self.same
-        is_unread = not self.keeps_outputs and all(user.op == "output" for user in node.users)
-        if not is_unread:
+        is_read = self._is_read(node)
+        if is_read:
             self.there.add(node)
         with torch.no_grad():
-            for index in range(0 if is_unread else self.count):
-                self.shelf.put((False, node, index), self._run(self._exact, node, index, noisy=False))
+            for index in range(self.count if is_read else 0):
+                self.exact(node, index)
                 if not is_same:
                     self.shelf.put((True, node, index), self._run(self._noisy, node, index, noisy=True), stub)
         for done in self._exact.user_to_last_uses.get(node, []):
             if done not in self.held:
                 self._drop(done)
+
+    def exact(self, node: fx.Node, index: int) -> Any:
+        """What a node gives in one batch of the float stream: of the shelf, or run now and put there."""
+        key = (False, node, index)
+        if key in self.shelf:
+            return self.shelf.get(key)
+        with torch.no_grad():
+            value = self._run(self._exact, node, index, noisy=False)
+        if self._is_read(node):
+            self.shelf.put(key, value)
+        return value
+
+    def _is_read(self, node: fx.Node) -> bool:
+        """Whether anybody will want the values of a node."""
+        return self.keeps_outputs or any(user.op != "output" for user in node.users)
 
     def hold(self, nodes: Sequence[fx.Node]) -> None:
         """Keep the values of nodes beyond their last reader."""

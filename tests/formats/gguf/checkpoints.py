@@ -46,6 +46,7 @@ FAMILIES = {
     "gemma": {**SIZES, "head_dim": 64, "tie_word_embeddings": True},
     "gemma2": {**SIZES, **GEMMA},
     "gemma3_text": {**SIZES, **GEMMA, "num_hidden_layers": 6, "sliding_window": 16},
+    "phi": {**SIZES, "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "phi3": SIZES,
     "gpt2": {
         "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": WORDS, "bos_token_id": 0,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from scalepoint.checkpoints import Cache
 from scalepoint.formats.genai.decoder import Block, Decoder
 from scalepoint.formats.genai.experts import mixture
 from scalepoint.formats.genai.graph import MICROSOFT, Graph
@@ -22,6 +23,11 @@ class Network:
     decoder: Decoder
     lengths: tuple[str, str] = ("", "")  # of every text, less one; of the longest
     rotaries: list[Rotary] = field(default_factory=list)  # those with tables
+
+    @property
+    def cache(self) -> Cache | None:
+        """How keys and values are kept, where not in float."""
+        return self.graph.checkpoint.cache
 
     def write(self) -> None:
         """All of it: from input_ids to logits."""
@@ -117,8 +123,16 @@ class Network:
             "scale": decoder.head**-0.5 if decoder.scale is None else decoder.scale,
         }
         inputs = [query, key, keyed, *past, *self.lengths, *tables]
+        if self.cache is not None:
+            kinds = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
+            attributes |= {"kv_cache_bit_width": self.cache.bits, **kinds}
+            inputs += ["", "", "", *self._scales(self.cache, index)]
         made = graph.node_of("GroupQueryAttention", inputs, [label, *present], domain=MICROSOFT, **attributes)
         return graph.linear(made[0], names.of(index, "o"), is_transposed=decoder.is_transposed)
+
+    def _scales(self, cache: Cache, index: int) -> list[str]:
+        parts = zip(("key", "value"), cache.scales[index], strict=True)
+        return [self.graph.floats(f"cache.{index}.{part}_scale", scale) for part, scale in parts]
 
     def _projections(self, value: str, index: int) -> tuple[str, str, str]:
         """Queries, keys and values; all in the first, where they can be one product."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scalepoint.checkpoints import QuantizedCheckpoint, Source
+from scalepoint.checkpoints import Cache, QuantizedCheckpoint, Source
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ExportError
 from scalepoint.files import replace_folder
@@ -44,18 +44,18 @@ def _fill(checkpoint: QuantizedCheckpoint, decoder: Decoder, folder: Path) -> No
     with Store(folder / DATA) as store:
         graph = Graph(checkpoint, store)
         Network(graph, decoder).write()
-    _save(graph, decoder, folder / MODEL)
+    _save(graph, decoder, folder / MODEL, checkpoint.cache)
     config = genai_config(decoder, _generation(checkpoint.source))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for each in checkpoint.source.tokenizer_files:
         shutil.copyfile(each, folder / each.name)
 
 
-def _save(graph: Graph, decoder: Decoder, path: Path) -> None:
+def _save(graph: Graph, decoder: Decoder, path: Path, cache: Cache | None) -> None:
     import onnx  # noqa: PLC0415  # only an export needs it
     from onnx import helper  # noqa: PLC0415
 
-    inputs, outputs = _interface(decoder)
+    inputs, outputs = _interface(decoder, cache)
     made = helper.make_graph(graph.nodes, decoder.kind, inputs, outputs, list(graph.store.tensors.values()))
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, MICROSOFT_OPSET)]
     model = helper.make_model(made, opset_imports=opsets, ir_version=IR, producer_name="scalepoint")
@@ -67,8 +67,12 @@ def _save(graph: Graph, decoder: Decoder, path: Path) -> None:
         raise ExportError(f"the graph is not sound: {error}") from error
 
 
-def _interface(decoder: Decoder) -> tuple[list[Any], list[Any]]:
+def _interface(decoder: Decoder, cache: Cache | None) -> tuple[list[Any], list[Any]]:
     from onnx import TensorProto, helper  # noqa: PLC0415
+
+    bits = 32 if cache is None else cache.bits
+    kind = {32: TensorProto.FLOAT, 8: TensorProto.INT8, 4: TensorProto.UINT8}[bits]
+    channels = decoder.head // 2 if bits == 4 else decoder.head  # two codes a byte
 
     words = ["batch_size", "sequence_length"]
     inputs = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, words)]
@@ -81,9 +85,9 @@ def _interface(decoder: Decoder) -> tuple[list[Any], list[Any]]:
     for block in range(len(decoder.blocks)):
         for part in ("key", "value"):
             for pattern, listed, length in ((PAST, inputs, "past"), (PRESENT, outputs, "total")):
-                shape: list[str | int] = ["batch_size", decoder.groups, f"{length}_sequence_length", decoder.head]
+                shape: list[str | int] = ["batch_size", decoder.groups, f"{length}_sequence_length", channels]
                 name = pattern.format(block=block, part=part)
-                listed.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+                listed.append(helper.make_tensor_value_info(name, kind, shape))
     return inputs, outputs
 
 

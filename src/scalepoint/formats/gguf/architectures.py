@@ -101,6 +101,14 @@ def _gpt2(config: Config) -> str | None:
     return None
 
 
+def _phi(config: Config) -> str | None:
+    return (
+        "qk_layernorm is on, which llama.cpp does not know for this architecture"
+        if config.get("qk_layernorm")
+        else None
+    )
+
+
 TURNED = {"q_proj": turned, "k_proj": turned}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -114,6 +122,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("GEMMA", {}, GELU, 1.0, is_tied=True),
     "gemma2": Architecture("GEMMA2", {}, GELU, 1.0, is_tied=True, check=_gemma(2)),
     "gemma3_text": Architecture("GEMMA3", {}, GELU, 1.0, check=_gemma(6)),
+    "phi": Architecture("PHI2", {}, GELU, is_tied=False, has_layer_norm=True, says_rope=True, check=_phi),
     "phi3": Architecture("PHI3", {}, says_rope=True),
     "gpt2": Architecture("GPT2", {}, GELU, transposed=("c_attn", "c_proj", "c_fc"), has_layer_norm=True, check=_gpt2),
     "gpt_neox": Architecture(

@@ -15,6 +15,7 @@ import onnxruntime as ort
 LOW = frozenset(("MatMulNBits", "QMoE", "GatherBlockQuantized"))
 LEVELS = ort.GraphOptimizationLevel
 LAST = "/last"  # the node that leaves the last word of every text
+CACHES = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
 IN_FLOAT = 1  # accuracy_level of MatMulNBits and QMoE: activations are not rounded
 
 
@@ -89,8 +90,8 @@ class File:
             if each.name == "position_ids":
                 feeds[each.name] = np.tile(np.arange(count, dtype=np.int64), (batch, 1))
             elif each.name not in feeds:
-                sizes = batch, self.config["num_key_value_heads"], 0, self.config["head_size"]
-                feeds[each.name] = np.zeros(sizes, np.float32)
+                sizes = batch, self.config["num_key_value_heads"], 0, each.shape[-1]
+                feeds[each.name] = np.zeros(sizes, CACHES[each.type])
         return feeds
 
     def _session(self) -> Any:

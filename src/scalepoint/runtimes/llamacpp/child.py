@@ -21,7 +21,7 @@ NAME = f"libllama.v{RELEASE}.so"
 PLACE = "SCALEPOINT_LLAMACPP"
 DEFAULT = Path(os.path.expanduser("~")) / ".cache" / "scalepoint" / "llamacpp"  # also without a home
 PACKAGES = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}  # of npm: @node-llama-cpp/...
-F32, F16 = 0, 1  # of ggml
+CACHES = {"f32": 0, "f16": 1, "int4": 2, "int8": 8}  # types of ggml: the last two are Q4_0 and Q8_0
 KINDS = {"F32": 0, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}
 
 
@@ -135,7 +135,7 @@ class Llama:
 
 
 class File:
-    """options: threads (0: all cores), cache ("f16" or "f32"), exact.
+    """options: threads (0: all cores), cache ("f16", "f32", "int8" or "int4"), exact.
 
     Its kernels round the inputs of layers with quantized weights to 8 bits. "exact" lets it write the weights as what
     they stand for first, in float32: then inputs stay float, and so do keys and values.
@@ -204,9 +204,9 @@ class File:
         settings.context = settings.batch = length
         settings.micro_batch = min(512, settings.batch)
         settings.threads = settings.threads_batch = threads
-        settings.flash = 0
-        is_wide = self.options.get("exact") or self.options.get("cache") == "f32"
-        settings.type_k = settings.type_v = F32 if is_wide else F16
+        cache = self.options.get("cache") or ("f32" if self.options.get("exact") else "f16")
+        settings.type_k = settings.type_v = CACHES[cache]
+        settings.flash = int(cache.startswith("int"))  # its other kernels take no quantized values
         settings.full_window, settings.no_perf = True, True
         self.context, self.length = self.calls.llama_init_from_model(self.model, settings), length
         if not self.context:

@@ -49,28 +49,25 @@ class _Descent:
         """The scale of every code."""
         return spread(self.scale, self.codes.shape[1]).mT.expand_as(self.codes)
 
-    def _limits(self, column: int) -> tuple[Tensor, Tensor]:
-        return self.grid.limits(self.codes.mT, column)
-
     def sweep(self) -> int:
         """All codes once; how many moved."""
         size, moved, steps = self.codes.shape[1], 0, self._steps()
-        curves = self.hessian.diagonal(dim1=-2, dim2=-1)
+        curves = (steps * self.hessian.diagonal(dim1=-2, dim2=-1)[..., None]).clamp_(min=1e-30).reciprocal_()
         for start in range(0, size, BLOCK):
             end = min(start + BLOCK, size)
-            changes = torch.zeros_like(self.codes[:, start:end])
-            local, own = self.slope[:, start:end].clone(), self.hessian[:, start:end, start:end]
-            for column in range(end - start):
-                place = start + column
-                step, code = steps[:, place], self.codes[:, place]
-                curve = (step * curves[:, place, None]).clamp_(min=1e-30)
-                wanted = self.grid.rounded((code - local[:, column] / curve).clamp_(*self._limits(place)))
-                change = (wanted - code).mul_(step)
-                self.codes[:, place] = wanted
-                changes[:, column] = change
-                local[:, column + 1 :].baddbmm_(own[:, column + 1 :, column, None], change[:, None])
+            part = slice(start, end)
+            changes, local = torch.empty_like(self.codes[:, part]), self.slope[:, part].clone()
+            own = self.hessian[:, part, part, None].unbind(2)
+            values = (self.codes[:, part], steps[:, part], curves[:, part], local, changes)
+            columns = zip(*(each.unbind(1) for each in values), strict=True)
+            for column, (code, step, curve, slope, change) in enumerate(columns):
+                low, high = self.grid.limits(self.codes.mT, start + column)
+                wanted = self.grid.rounded(torch.addcmul(code, slope, curve, value=-1).clamp_(low, high))
+                torch.sub(wanted, code, out=change).mul_(step)
+                code.copy_(wanted)
+                local[:, column + 1 :].baddbmm_(own[column][:, column + 1 :], change[:, None])
             moved += int(torch.count_nonzero(changes))
-            self.slope += self.hessian[:, :, start:end] @ changes
+            self.slope += self.hessian[:, :, part] @ changes
         return moved
 
     def refit(self, *, is_last: bool) -> None:

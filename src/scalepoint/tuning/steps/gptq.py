@@ -32,17 +32,19 @@ def gptq(problem: Problem, solution: Solution) -> Solution:
     problem.notes["damping"] = share
     steps = spread(solution.scale, problem.fit.size)
     values = (solution.target, steps, problem.codes.low, problem.codes.high)
-    weight, scale, low, high = (_columns(each.expand_as(solution.target), order) for each in values)
-    grid = replace(problem.codes, low=low, high=high)
-    codes = _swept(weight, scale, grid, factor).to(torch.float64).mT
+    weight, scale, low, high = (_columns(each, order) for each in values)
+    codes = _swept(weight, scale, replace(problem.codes, low=low, high=high), factor).to(torch.float64).mT
     by = order[:, None, :].expand_as(codes)
     return Solution(solution.target, torch.empty_like(solution.target).scatter_(-1, by, codes), solution.scale)
 
 
 def _columns(values: Tensor, order: Tensor) -> Tensor:
-    """(groups, n, outputs) in the order of the columns, so that a column lies in one piece."""
-    by = order[:, :, None].expand_as(values.mT)
-    return values.mT.to(torch.float32).gather(1, by)
+    """(groups, n, outputs) in the order of the columns, so that a column lies in one piece; what is one value for all
+    columns is not copied."""
+    by_column = (values if values.ndim else values.reshape(1, 1, 1)).mT.to(torch.float32)
+    if by_column.shape[1] == 1:
+        return by_column.expand(-1, order.shape[-1], -1)
+    return by_column.gather(1, order[:, :, None].expand(-1, -1, by_column.shape[-1]))
 
 
 def _factor(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
@@ -77,16 +79,16 @@ def _upper(hessian: Tensor, backwards: Tensor) -> Tensor | None:
 def _swept(weight: Tensor, scale: Tensor, grid: Codes, factor: Tensor) -> Tensor:
     """Codes (groups, n, outputs), in blocks of columns: within a block one by one, beyond it by one product."""
     codes = torch.empty_like(weight)
-    size = weight.shape[1]
+    size, pivots = weight.shape[1], factor.diagonal(dim1=-2, dim2=-1)[..., None]
     for start in range(0, size, BLOCK):
         end = min(start + BLOCK, size)
-        errors = torch.empty_like(weight[:, start:end])
-        for column in range(start, end):
-            step, value = scale[:, column], weight[:, column]
-            code = grid.rounded((value / step).clamp_(grid.low[:, column], grid.high[:, column]))
-            codes[:, column] = code
-            error = (value - code * step).div_(factor[:, column, column, None])
-            errors[:, column - start] = error
-            weight[:, column + 1 : end].baddbmm_(factor[:, column, column + 1 : end, None], error[:, None], alpha=-1)
-        weight[:, end:] -= factor[:, start:end, end:].mT @ errors
+        part = slice(start, end)
+        errors, own = torch.empty_like(weight[:, part]), factor[:, part, part]
+        parts = (weight, scale, grid.low, grid.high, codes, pivots)
+        columns = zip(*(each[:, part].unbind(1) for each in parts), strict=True)
+        for column, (value, step, low, high, code, pivot) in enumerate(columns):
+            code.copy_(grid.rounded((value / step).clamp_(low, high)))
+            error = torch.addcmul(value, code, step, value=-1, out=errors[:, column]).div_(pivot)
+            weight[:, start + column + 1 : end].baddbmm_(own[:, column, column + 1 :, None], error[:, None], alpha=-1)
+        weight[:, end:] -= factor[:, part, end:].mT @ errors
     return codes

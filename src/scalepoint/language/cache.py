@@ -1,0 +1,99 @@
+"""Keys and values of earlier tokens in few bits: `cache=` of deploy_checkpoint.
+
+    ort-genai   a scale a channel of every head, found on the calibration text and stored in the graph
+    gguf        blocks of 32 channels of every token: nothing is stored, llama.cpp is told when it starts
+
+Quantizers stand on the keys and values that attention reads, so that the simulation sees them, and so does what is
+tuned after them.
+"""
+
+from collections.abc import Mapping
+
+from safetensors import safe_open
+from torch import Tensor, fx
+
+from scalepoint.checkpoints import Cache, Source
+from scalepoint.errors import CaptureError, UsageError
+from scalepoint.patterns.fused import FusedAttention
+from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.config import Override
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.spec import QuantizationSpec
+from scalepoint.targets import Target, find_target, list_targets
+from scalepoint.targets.language import with_cache
+from scalepoint.tuning.checkpoint import Checkpoint
+
+ATTENTION = "attention"
+
+
+def with_cached(target: Target, config: QuantConfig, cache: str) -> tuple[Target, QuantConfig]:
+    """Target and config with keys and values kept as asked for."""
+    if cache not in target.caches:
+        others = [name for name in list_targets(language=True) if find_target(name).caches]
+        known = f"its caches are {', '.join(target.caches)}" if target.caches else f"only {', '.join(others)} do"
+        raise UsageError(f"cache={cache!r}: target {target.name!r} does not keep keys and values so: {known}")
+    override = Override(type=ATTENTION, input=target.caches[cache])
+    return with_cache(target), config.model_copy(update={"overrides": (*config.overrides, override)})
+
+
+def check_cached(model: fx.GraphModule, source: Source, spec: QuantizationSpec) -> None:
+    """Whether the keys and values of every block can be quantized so; asked before quantizers are put in."""
+    blocks, found = _told(source, "num_hidden_layers", "n_layer"), len(_attention(model))
+    if found != blocks:
+        raise CaptureError(
+            f"cache=: the attention of {blocks - found} of {blocks} blocks is written in a way that hides its keys and "
+            "values: leave cache= out"
+        )
+    heads = _told(source, "num_attention_heads", "n_head")
+    channels = int(source.config.get("head_dim") or _told(source, "hidden_size", "n_embd") // heads)
+    sizes = getattr(spec.granularity, "block_size", None)
+    size = int(sizes[-1]) if isinstance(sizes, tuple) else 1
+    if channels % size:
+        raise UsageError(f"cache=: heads of {channels} channels are not cut into blocks of {size}")
+
+
+def groups_of(source: Source) -> int:
+    """Heads of keys and values."""
+    return int(source.config.get("num_key_value_heads") or _told(source, "num_attention_heads", "n_head"))
+
+
+def _told(source: Source, *names: str) -> int:
+    return next(int(source.config[name]) for name in names if source.config.get(name) is not None)
+
+
+def stored_cache(model: fx.GraphModule, kept: Checkpoint, groups: int) -> Cache | None:
+    """The scales that were found, as a format stores them; None where every token has its own."""
+    pairs = _stubs(model)
+    if not pairs or pairs[0][0][1].calculator.always_called:
+        return None
+    files = {place: file for file, places in kept.places().items() for place in places}
+    scales = tuple(tuple(_scale(files, place, groups) for place, _ in pair) for pair in pairs)
+    return Cache(pairs[0][0][1].spec.n_bits, scales)  # type: ignore[arg-type]  # pairs
+
+
+def _scale(files: Mapping[str, object], place: str, groups: int) -> Tensor:
+    """(groups, channels): heads that share keys have the same scales."""
+    with safe_open(files[place], framework="pt") as file:
+        scale: Tensor = file.get_tensor(f"{place}|scale").clone()
+    heads, channels = scale.shape[1], scale.shape[-1]
+    return scale.reshape(groups, heads // groups, channels)[:, 0].contiguous()
+
+
+def _stubs(model: fx.GraphModule) -> list[tuple[tuple[str, QuantStub], tuple[str, QuantStub]]]:
+    """The quantizers of keys and of values, block after block."""
+    found = []
+    for node in _attention(model):
+        pair = [(str(each.target), _stub(model, each)) for each in node.all_input_nodes[1:3]]
+        if len(pair) == 2 and all(stub is not None for _, stub in pair):
+            found.append((pair[0], pair[1]))
+    return found  # type: ignore[return-value]  # none is None
+
+
+def _attention(model: fx.GraphModule) -> list[fx.Node]:
+    nodes = [node for node in model.graph.nodes if node.op == "call_module"]
+    return [node for node in nodes if isinstance(model.get_submodule(str(node.target)), FusedAttention)]
+
+
+def _stub(model: fx.GraphModule, node: fx.Node) -> QuantStub | None:
+    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return module if isinstance(module, QuantStub) else None

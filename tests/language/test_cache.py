@@ -1,0 +1,111 @@
+"""Keys and values in few bits: simulated, stored where the format has room, and run so."""
+
+import pytest
+import torch
+
+from scalepoint import deploy_checkpoint
+from scalepoint.errors import CaptureError, UsageError
+from scalepoint.formats import registry
+from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.language.deploy import quantized_skeleton
+from scalepoint.language.settings import asked
+from scalepoint.language.text import sequences
+from scalepoint.patterns.fused import FusedAttention
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.runtimes import find_runtime
+from tests.checkpoints.test_skeleton import saved
+from tests.language.conftest import text, write_llama, write_tokenizer
+
+FAST = ("ort-genai int4",)
+LEAST = {"gguf int8": 30, "gguf int4": 20, "ort-genai int8": 30, "ort-genai int4": 30}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A Llama whose heads have 32 channels: llama.cpp cuts them into blocks of so many."""
+    folder = tmp_path_factory.mktemp("wide")
+    tokenizer = write_tokenizer(folder)
+    write_llama(folder, tokenizer.encode(text(400)), words=320, hidden=128, inner=128, steps=10)
+    return folder
+
+
+def deployed(folder, path, target, cache, **more):
+    given = {"data": folder / "calibration.txt", "judge": folder / "judge.txt", "length": 32, "samples": 12}
+    return deploy_checkpoint(folder, path, target=target, cache=cache, accuracy="fast", progress=False, **given, **more)
+
+
+@pytest.mark.parametrize(
+    "case", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in LEAST]
+)
+def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
+    target, cache = case.split()
+    done = deployed(wide, tmp_path / "out", target, cache)
+    found = done.report.language
+    if not find_runtime(found.runtime).is_here:
+        pytest.skip(f"{found.runtime} is not installed")
+    assert (found.status, found.message) == ("ok", "")
+    assert found.agreement_db > LEAST[case]
+    assert found.written.split()[:5]
+
+
+def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, monkeypatch):
+    seen = []
+    form = CheckpointFormat("ort-genai", "", lambda checkpoint, path: seen.append(checkpoint.cache), lambda *_: None)
+    monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "ort-genai", form)
+    deployed(wide, tmp_path / "out", "ort-genai", "int8", verify=False)
+    job = asked(wide, tmp_path / "again", "ort-genai", None, "fast", None, "int8")
+    model, weights = quantized_skeleton(job, [])
+    weights.load(model.parameters())
+    texts = sequences(wide / "calibration.txt", job.source, length=32, count=12, what="text")
+    largest = _largest(model, torch.cat(texts))
+    (cache,) = seen
+    assert cache.bits == 8
+    assert len(cache.scales) == 2
+    for wanted, (key, value) in zip(largest, cache.scales, strict=True):
+        for most, scale in zip(wanted, (key, value), strict=True):
+            assert scale.shape == (2, 32)
+            torch.testing.assert_close(127.5 * scale, most, rtol=1e-3, atol=1e-4)
+
+
+def _largest(model, tokens):
+    """Of keys and values that attention reads in the float model, (groups, channels), block after block."""
+    found = []
+
+    def look(module, inputs):
+        pair = [each.abs().amax((0, 2)).reshape(2, 2, -1)[:, 0] for each in inputs[1:3]]
+        found.append(pair)
+
+    for module in model.modules():
+        if isinstance(module, FusedAttention):
+            module.register_forward_pre_hook(look)
+        if isinstance(module, QuantStub):
+            module.enabled = False
+        if hasattr(module, "weight_quant"):
+            module.weight_quant.enabled = False
+    with torch.no_grad():
+        model(input_ids=tokens)
+    return found
+
+
+def test_a_target_without_it_is_refused_with_those_that_have_it(wide, tmp_path):
+    with pytest.raises(UsageError, match="only gguf, ort-genai do"):
+        deployed(wide, tmp_path / "out", "compressed-tensors", "int8")
+    with pytest.raises(UsageError, match="its caches are int8, int4"):
+        deployed(wide, tmp_path / "out", "gguf", "fp8")
+
+
+def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):
+    folder, _ = llama  # of 16 channels
+    with pytest.raises(UsageError, match="heads of 16 channels are not cut into blocks of 32"):
+        deployed(folder, tmp_path / "out", "gguf", "int8")
+
+
+def test_attention_that_hides_its_keys_is_refused(tmp_path, monkeypatch):
+    form = CheckpointFormat("ort-genai", "", lambda *_: None, lambda *_: None)
+    monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "ort-genai", form)
+    saved("gemma2", tmp_path / "m")
+    with pytest.raises(CaptureError, match="of 2 of 2 blocks"):
+        deploy_checkpoint(
+            tmp_path / "m", tmp_path / "out", target="ort-genai", cache="int8", accuracy="fast",
+            data=[torch.randint(0, 40, (1, 16))], config={"weight": {"n_bits": 4, "block_size": 16}}, progress=False,
+        )  # fmt: skip
