@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ def sweep(
                         inputs = (example_inputs, calibration_data)
                         told.mine = plain(_run(model, inputs, folder / name, points[name], shown, finish))
             rows |= zip(turn, map(TypeAdapter(SweepRow).validate_python, told.all), strict=False)
-            found = Sweep(tuple(rows[name] for name in points if name in rows))
-            _write(folder, found)
+            so_far = Sweep(tuple(rows[name] for name in points if name in rows))
+            ranks.told("the table", partial(_write, folder, so_far))
     return Sweep(tuple(rows[name] for name in points))
 
 
@@ -170,7 +171,5 @@ def _run(
 
 
 def _write(folder: Path, found: Sweep) -> None:
-    if not ranks.is_main():
-        return
     replace_text(folder / FILE, json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
     replace_text(folder / PAGE, sweep_page(found))
