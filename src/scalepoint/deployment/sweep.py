@@ -10,7 +10,7 @@ time, each of them alone; the first has the table.
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
@@ -86,9 +86,15 @@ def sweep(
                         inputs = (example_inputs, calibration_data)
                         told.mine = plain(_run(model, inputs, folder / name, points[name], shown, finish))
             rows |= zip(turn, map(TypeAdapter(SweepRow).validate_python, told.all), strict=False)
-            so_far = Sweep(tuple(rows[name] for name in points if name in rows))
-            ranks.told("the table", partial(_write, folder, so_far))
-    return Sweep(tuple(rows[name] for name in points))
+            ranks.told("the table", partial(_write, folder, _table(points, rows)))
+        found = _table(points, rows)
+        ranks.told("the table", partial(_write, folder, found))
+    return found
+
+
+def _table(points: Iterable[str], rows: Mapping[str, SweepRow]) -> Sweep:
+    """The runs so far, in the order of the grid."""
+    return Sweep(tuple(rows[name] for name in points if name in rows))
 
 
 @contextmanager
