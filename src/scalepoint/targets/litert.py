@@ -10,6 +10,8 @@ are, and the placement is that of `executorch` but for average pools and concats
 
 from dataclasses import replace
 
+import torch
+
 from scalepoint.patterns import Pattern, chain, op
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.targets.executorch import BOTH, EXECUTORCH, INT4, SYMMETRIC
@@ -36,6 +38,7 @@ LITERT = replace(
     refuses=(of_other_axes, *EXECUTORCH.refuses[1:]),
     shares=COPIES | {"avg_pool"},
     accepts=(*EXECUTORCH.accepts[:-1], Accepted("weight", (INT4,), SYMMETRIC, ("per_channel",), (), ("linear",))),
+    block_scale_dtype=torch.float32,
     format="litert",
     runtime="litert",
 )

@@ -132,7 +132,7 @@ def test_codes_are_at_most_a_step_from_the_simulation_until_a_concat_and_few_beh
             assert apart.max() <= limit, name
             assert (apart == 0).mean() > (0.95 if limit == 1 else 0.6), name
             compared, limit = compared + 1, 4 if "cat" in name else limit
-    assert compared == sum(map(len, codes.values()))
+    assert compared == sum(map(len, codes.values())) - 1  # the rows of the head, whose codes stay in its kernel
 
 
 def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
