@@ -166,19 +166,6 @@ def tuning_table(path: Path, models: tuple[str, ...] = ()) -> str:
     return markdown(["network", "", "how", score, "dB", "CPU s", "limits"], rows)
 
 
-def compared_table(path: Path) -> str:
-    """A row a network, for the README: ours / ONNX Runtime's own tool."""
-    rows: Rows = []
-    for found in json.loads(path.read_text()).values():
-        files = {row["how"]: row for row in found.get("onnxruntime", [])}
-        ours, theirs = files.get(OURS) or files.get(OURS_VNNI), files.get(QUANTIZE_STATIC)
-        if ours and theirs:
-            pairs = ((ours[key], theirs[key], form) for key, form in (("speed", ".2f"), ("against_float", ".1f")))
-            cells = [f"{format(own, form)} / {format(other, form)}" for own, other, form in pairs]
-            rows.append([found["title"], *cells, f"{ours['size']:.2f}x"])
-    return markdown(["model", "times the speed of float", "dB against float", "size"], rows)
-
-
 def costs_table(path: Path) -> str:
     """Seconds and memory of tools, network by network."""
     rows: Rows = []
@@ -188,15 +175,6 @@ def costs_table(path: Path) -> str:
         memory = "" if row["MB"] is None else f"{row['MB']:.0f} MB"
         rows.append([row["network"], row["tool"], *seconds, memory, row.get("note") or ""])
     return markdown(["network", "tool", "quantizing, CPU s", "to a file, CPU s", "memory", ""], rows)
-
-
-def noted_table(path: Path) -> str:
-    """Claims with their notes."""
-    rows: Rows = [
-        [row["name"], marked(f"{row['ratio']:.2f}", row["holds"]), f"{row['limit']:.2f}", row["against"], row["note"]]
-        for row in json.loads(path.read_text())
-    ]
-    return markdown(["row", "ratio", "limit", "against", "CPU time"], rows)
 
 
 def small_table(path: Path) -> str:
@@ -257,28 +235,20 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
 }
 
 
-IN_README: dict[str, tuple[str, Callable[[Path], str]]] = {"compared": ("deployed", compared_table)}
-
-
 def main() -> int:
-    write(PAGE, TABLES)
-    write(ROOT / "README.md", IN_README)
-    return 0
-
-
-def write(file: Path, tables: dict[str, tuple[str, Callable[[Path], str]]]) -> None:
-    page = file.read_text()
-    for name, (source, make) in tables.items():
+    page = PAGE.read_text()
+    for name, (source, make) in TABLES.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if begin not in page:
-            raise SystemExit(f"{file} has no {begin}")
+            raise SystemExit(f"{PAGE} has no {begin}")
         path = ROOT / "out" / f"{source}.json"
         if not path.exists():
             print(f"{path.name} is not there: its table stays as it was")
             continue
         body = f"{begin}\n{make(path)}\n{end}"
         page = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, text=body: text, page, flags=re.DOTALL)
-    file.write_text(page)
+    PAGE.write_text(page)
+    return 0
 
 
 if __name__ == "__main__":

@@ -549,8 +549,8 @@ def readme() -> str:
 
 def compared(measured: str) -> Iterator[tuple[str, ...]]:
     """Of the files in ONNX Runtime ours, the first way of each model, and those of its own tool."""
-    part = measured.partition("<!-- begin deployed-vnni -->")[2].partition(
-        "<!-- end deployed-vnni -->"
+    part = measured.partition("<!-- begin deployed -->")[2].partition(
+        "<!-- end deployed -->"
     )[0]
     lines = [
         [cell.strip() for cell in line.split("|")[1:-1]]

@@ -52,18 +52,18 @@ def test_the_recipes_have_rows_of_what_was_measured() -> None:
     assert all(len(each.splitlines()) > 3 for each in tables)
 
 
-MEASURED = """<!-- begin deployed-vnni -->
+MEASURED = """<!-- begin deployed -->
 | model |  | int8 | dB against float | speed | size |
 |---|---|---|---|---|---|
 | Net | scalepoint, pair-safe | 5 of 5 | 30.1 **missed** | 1.5x | 0.3x |
 | Net | scalepoint, 7 bits | 5 of 5 | 20.1 | 1.5x | 0.3x |
 | Net | float32 | 0 of 5 | | 1.0x | 1.0x |
-<!-- end deployed-vnni -->"""
+<!-- end deployed -->"""
 
 
 def test_the_table_of_the_readme_has_only_rows_of_the_page() -> None:
     assert list(generator().compared(MEASURED)) == [("Net", "scalepoint", "30.1", "1.5x", "0.3x")]
-    assert list(generator().compared("<!-- begin deployed-vnni -->\n<!-- end deployed-vnni -->")) == []
+    assert list(generator().compared("<!-- begin deployed -->\n<!-- end deployed -->")) == []
 
 
 def test_every_target_has_its_page() -> None:
