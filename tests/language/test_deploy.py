@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 import scalepoint
 from scalepoint import deploy_checkpoint, perplexity
-from scalepoint.errors import CalibrationError, ConfigError, StoreError, UsageError
+from scalepoint.errors import CalibrationError, CaptureError, ConfigError, StoreError, UsageError
 from scalepoint.files import replace_folder
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
@@ -230,3 +230,62 @@ def test_targets_of_language_models_are_a_list_of_their_own():
     assert find_target("gguf").is_language
     with pytest.raises(UsageError, match="deploy_checkpoint writes it"):
         scalepoint.formats.find_format("gguf")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"length": 1}, "sequences have at least 2 tokens"),
+        ({"samples": 0}, "there is at least one"),
+        ({"memory": "lots"}, "memory='lots'"),
+    ],
+    ids=str,
+)
+def test_numbers_that_mean_nothing_are_refused(llama, tmp_path, given, says):
+    with pytest.raises(UsageError, match=says):
+        deployed(llama, tmp_path / "out", **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_is_a_file_is_refused(llama, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UsageError, match="is a file: choose a folder"):
+        deployed(llama, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def damaged(llama, folder, change):
+    """The checkpoint with another config."""
+    shutil.copytree(llama[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    return folder, None
+
+
+def test_a_config_that_transformers_refuses_is_told_as_such(llama, tmp_path):
+    source = damaged(llama, tmp_path / "source", {"num_attention_heads": 5})
+    with pytest.raises(CaptureError, match="makes no language model of its config"):
+        deployed(source, tmp_path / "out")
+
+
+def test_what_fails_before_a_block_is_finished_leaves_nothing(llama, tmp_path):
+    source = damaged(llama, tmp_path / "source", {"num_hidden_layers": 3})
+    with pytest.raises(StoreError, match=r"has no model\.layers\.2\."):
+        deployed(source, tmp_path / "out")
+    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypatch, finished):
+    keep, kept = Checkpoint.keep, []
+
+    def full(self, *given):
+        if len(kept) == finished:
+            raise OSError(28, "No space left on device")
+        kept.append(given)
+        keep(self, *given)
+
+    monkeypatch.setattr(Checkpoint, "keep", full)
+    with pytest.raises(StoreError, match="No space left" + (".*resume=True" if finished else "")):
+        deployed(llama, tmp_path / "out")
+    assert [each.name for each in tmp_path.iterdir()] == ([".out.work"] if finished else [])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scalepoint.checkpoints.experts import take_apart
 from scalepoint.checkpoints.hollow import Hollows, trim
 from scalepoint.checkpoints.source import Source
-from scalepoint.errors import CaptureError, StoreError, UsageError
+from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError
 
 PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
 
@@ -138,25 +138,45 @@ def _load_buffers(model: nn.Module, source: Source, names: Mapping[str, str]) ->
             buffer.copy_(source.tensor(stored))
 
 
+def check_config(source: Source) -> None:
+    """CaptureError where transformers makes no model of its config.json."""
+    with _told(source):
+        _config(source)
+
+
 def _tree(source: Source) -> nn.Module:
+    with _told(source):
+        config = _config(source)
+        config.use_cache = False
+        with _weightless():
+            model: nn.Module = _library().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            take_apart(model)
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def _config(source: Source) -> Any:
     transformers = _library()
     if "auto_map" in source.config and source.model_type not in transformers.CONFIG_MAPPING:
         raise CaptureError(
             f"{source.folder}: config.json asks for code of its own ({source.model_type!r}), which is never run here"
         )
+    return transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _told(source: Source) -> Iterator[None]:
+    """What transformers has against a config, in our words."""
     try:
-        config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
-        config.use_cache = False
-        with _weightless():
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            take_apart(model)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        yield
+    except ScalepointError:
+        raise
+    except Exception as error:  # its validators raise many things
+        said = " ".join(str(error).split())[:300] or type(error).__name__
         raise CaptureError(
-            f"{source.folder}: transformers {transformers.__version__} makes no language model of its config.json "
-            f"(model_type {source.model_type!r}): {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{source.folder}: transformers {_library().__version__} makes no language model of its config.json "
+            f"(model_type {source.model_type!r}): {said}"
         ) from error
-    model.tie_weights()  # type: ignore[operator]
-    return model
 
 
 def _library() -> Any:

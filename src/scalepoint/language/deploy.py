@@ -12,19 +12,20 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, fx
 
 from scalepoint import ranks
 from scalepoint.checkpoints import QuantizedCheckpoint
-from scalepoint.checkpoints.skeleton import Weights, head_of, skeleton
+from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skeleton
 from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
-from scalepoint.errors import UsageError
+from scalepoint.errors import StoreError, UsageError
 from scalepoint.files import locked
 from scalepoint.language.cache import check_cached, groups_of, stored_cache
 from scalepoint.language.proof import Proof, prove
@@ -77,8 +78,9 @@ def deploy_checkpoint(
     job = asked(source, output, target, config, accuracy, memory, cache)
     _check_same(job)
     timings: dict[str, float] = {}
+    check_config(job.source)
     calibration, judging = _texts(job, data, judge, length, samples)
-    with _locked(job.work):
+    with _working(job):
         with timed(timings, "capturing", show=progress):
             model, weights = quantized_skeleton(job, calibration)
         with timed(timings, "tuning", is_phase=False):
@@ -110,13 +112,25 @@ def deploy_checkpoint(
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Only one job writes there; of several ranks the first does."""
+def _working(job: Asked) -> Iterator[None]:
+    """What fails leaves finished blocks to go on from, and nothing else. Of several ranks the first keeps others out."""
     if not ranks.is_main():
         yield
         return
-    with locked(folder):
-        yield
+    with locked(job.work):
+        try:
+            yield
+        except Exception as error:
+            has_pieces = any((job.work / "tuning").glob("piece-*.safetensors"))
+            if not has_pieces:
+                shutil.rmtree(job.work, ignore_errors=True)
+            if job.path.parent == job.output:
+                with suppress(OSError):
+                    job.output.rmdir()  # where it is empty
+            if isinstance(error, OSError | SafetensorError):
+                way_out = "; finished blocks are kept, resume=True goes on from them" if has_pieces else ""
+                raise StoreError(f"{job.output} could not be made: {error}{way_out}") from error
+            raise
 
 
 def _by_first(make: Callable[[], Report]) -> Report:
@@ -157,6 +171,10 @@ def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule
 
 
 def _texts(job: Asked, data: Text, judge: Text, length: int, samples: int) -> tuple[list[Tensor], list[Tensor]]:
+    if length < 2 or samples < 1:
+        raise UsageError(
+            f"length={length}, samples={samples}: sequences have 2 tokens or more, and there is one at least"
+        )
     if data is None and not job.tuning.steps and not job.cache:
         first: list[Tensor] = []
         return first, [] if judge is None else sequences(judge, job.source, length=length, count=JUDGED, what="text")

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.checkpoints import Source
+from scalepoint.checkpoints.source import CONFIG
 from scalepoint.deployment.accuracy import CLOSED, Accuracy, check_accuracy
-from scalepoint.errors import ConfigError, UsageError
+from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.registry import find_checkpoint_format
 from scalepoint.language.cache import with_cached
@@ -72,20 +73,30 @@ def asked(
     where = Path(output)
     if where.resolve() == opened.folder.resolve():
         raise UsageError(f"{where} is the checkpoint itself: choose another output")
+    if where.is_file() and where.suffix != (form.suffix or None):
+        raise UsageError(f"{where} is a file: choose a folder as output")
     chosen = replace(chosen, weight=_fitting(chosen.weight, opened, form))
     complete = complete_config(QuantConfig.build(config), chosen, is_rounded=not PRESETS[accuracy])
     activation = complete.spec_for("input", (), ())
     weight = complete.spec_for("weight", (), ())
-    form.check(
-        opened,
-        chosen.weight if weight is None else None if isinstance(weight, str) else weight,
-        None if isinstance(activation, str) else activation,
-    )
+    try:
+        form.check(
+            opened,
+            chosen.weight if weight is None else None if isinstance(weight, str) else weight,
+            None if isinstance(activation, str) else activation,
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, ScalepointError):
+            raise
+        raise StoreError(f"{opened.folder / CONFIG} says what {form.name} cannot tell: {error}") from error
     if cache is not None:
         chosen, complete = with_cached(chosen, complete, cache)
     steps = PRESETS[accuracy]
-    limits = {} if memory is None else {"memory": memory}
-    return Asked(opened, where, chosen, form, complete, TuneConfig(steps=steps, **limits), cache or "")
+    try:
+        tuning = TuneConfig(steps=steps, **({} if memory is None else {"memory": memory}))
+    except ValueError:
+        raise UsageError(f'memory={memory!r}: a number of bytes from 1,000,000 on, or text as "2GB"') from None
+    return Asked(opened, where, chosen, form, complete, tuning, cache or "")
 
 
 def _fitting(weight: QuantizationSpec, source: Source, form: CheckpointFormat) -> QuantizationSpec:
