@@ -113,7 +113,7 @@ def deploy_checkpoint(
 
 @contextmanager
 def _working(job: Asked) -> Iterator[None]:
-    """What fails leaves finished blocks to go on from, and nothing else. Of several ranks the first keeps others out."""
+    """What fails leaves finished blocks to go on from, and nothing else. Of several ranks the first does it."""
     if not ranks.is_main():
         yield
         return
