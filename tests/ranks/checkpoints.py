@@ -77,15 +77,13 @@ def deploying(folder: Path) -> Any:
 
 
 def further(folder: Path) -> Any:
-    """As one process would, rounded, observed, tuned, by gradients; the file run in its runtime; fewer sequences than
-    ranks; what failed goes on, with all and with one, and ends in the same bytes."""
+    """As one process would, rounded, observed, tuned; fewer sequences than ranks; what failed goes on, with all and
+    with one, and ends in the same bytes."""
     here = Folder(folder)
     found = {"rounded": here.both("rounded", accuracy="fast", data=None)}
     found["observed"] = here.both("observed", accuracy="fast", config=EIGHT)
     found["few"] = here.both("few", samples=1)
     found["tuned"] = here.both("tuned")
-    found["best"] = here.both("best", accuracy="best")
-    found["proven"] = here.deployed("proven", accuracy="fast", verify=True)
     found["failed"] = outcome(lambda: _interrupted(lambda: here.deployed("again")))
     if ranks.is_main():
         shutil.copytree(folder / ".again.work", folder / ".first.work")

@@ -33,12 +33,9 @@ def test_checkpoints_over_ranks_are_those_of_one_process_or_as_good(tmp_path: Pa
             one, many, is_same = result[case]
             assert many == one
             assert is_same
-        for case in ("tuned", "best"):
-            one, many, _ = result[case]
-            assert many[1] == pytest.approx(one[1], rel=1e-3)
-            assert [name for name, _, _ in many[3]] == [name for name, _, _ in one[3]]
-        assert result["proven"][1] > 1
-        many = result["tuned"][1]
+        one, many, _ = result["tuned"]
+        assert many[1] == pytest.approx(one[1], rel=1e-3)
+        assert [name for name, _, _ in many[3]] == [name for name, _, _ in one[3]]
         assert result["resumed"] == many
         assert result["same bytes"]
         assert result["resumed by one"][1] == pytest.approx(many[1], rel=1e-3)
