@@ -18,7 +18,7 @@ def about(path: Path) -> About:
         size=_size(path, model),
         inputs=tuple(map(_input, model.graph.input)),
         made_for=made_for(said),
-        quantizers={node.name: node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"},
+        quantizers={_text(node.name): _text(node.output[0]) for node in model.graph.node if _is_quantizer(node)},
         metadata=said,
     )
 
@@ -37,11 +37,15 @@ def _model(path: Path) -> Any:
 
 def _size(path: Path, model: Any) -> int:
     pairs = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
-    beside = [path.parent / name for name in {entry.value for entry in pairs if entry.key == "location"}]
+    beside = [path.parent / name for name in {_text(entry.value) for entry in pairs if entry.key == "location"}]
     gone = [each for each in beside if not each.is_file()]
     if gone:
         raise StoreError(f"{gone[0]} is not there: {path.name} has its weights in it")
     return sum(each.stat().st_size for each in (path, *beside))
+
+
+def _is_quantizer(node: Any) -> bool:
+    return node.op_type == "QuantizeLinear" and len(node.output) == 1
 
 
 def _text(value: str | bytes) -> str:
