@@ -173,7 +173,7 @@ def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule
 def _texts(job: Asked, data: Text, judge: Text, length: int, samples: int) -> tuple[list[Tensor], list[Tensor]]:
     if length < 2 or samples < 1:
         raise UsageError(
-            f"length={length}, samples={samples}: sequences have 2 tokens or more, and there is one at least"
+            f"length={length}, samples={samples}: sequences have at least 2 tokens, and there is at least one"
         )
     if data is None and not job.tuning.steps and not job.cache:
         first: list[Tensor] = []
