@@ -76,6 +76,7 @@ bench: architectures
 	-$(BIN)/python bench/accuracy.py --runtime
 	-$(BIN)/python bench/tuning.py
 	-$(BIN)/python bench/tuning_cost.py
+	-$(BIN)/python bench/narrow.py
 	-$(BIN)/python bench/deployed.py
 	-$(BIN)/python bench/weight_only.py
 	-$(BIN)/python bench/genai.py

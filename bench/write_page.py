@@ -60,6 +60,16 @@ def markdown(columns: list[str], rows: Rows) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
+def narrow_table(path: Path) -> str:
+    """Files with narrow weights; no dB to the simulation is an exact agreement."""
+    shown: Rows = []
+    for row in json.loads(path.read_text()):
+        agreed = "" if row["how"] == "float" else "exactly" if row["simulation"] is None else f"{row['simulation']:.2f}"
+        numbers = [f"{row['score']:.2f}", row["int8"], agreed, f"{row['speed']:.2f}", f"{row['size']:.2f}"]
+        shown.append([row["network"], row["how"], *numbers])
+    return markdown(["network", "how", "score", "int8", "simulation", "speed", "size"], shown)
+
+
 def marked(text: str, holds: bool) -> str:
     return text if holds else f"{text} **missed**"
 
@@ -222,6 +232,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "saturation": ("deployed", saturation_table),
     "bias_correction": ("bias_correction", plain_table),
     "pair_safe": ("pair_safe", plain_table),
+    "narrow": ("narrow", narrow_table),
     "openvino": ("deployed-vnni", partial(files_table, runtime="openvino", others=NNCF)),
     "xnnpack": ("xnnpack", plain_table),
     "weight_only": ("weight_only", plain_table),
