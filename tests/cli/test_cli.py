@@ -333,6 +333,7 @@ OF_ONE_COMMAND = {
     "target_version",
     "min_ratio",
     "ask",
+    "batches",
 }
 
 

@@ -57,8 +57,7 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
         yield "embedding table", f"{spelled(target.table, 'weight')}: a scale a row, as rows are looked up"
     if target.head is not None:
         yield "last layer", spelled(target.head, "weight")
-    if target.is_language:
-        yield "made from", "the folder of a language model's checkpoint, by deploy_checkpoint"
+    yield from _language(target)
     if target.adapt_weight is not None:
         yield f"weight, {words(target.adapt_weight)}", _docstring(target.adapt_weight)
     yield "bias", BIAS[target.bias]
@@ -76,6 +75,13 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
     yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():
         yield f"made with {name}=", str(value)
+
+
+def _language(target: Target) -> Iterator[tuple[str, str]]:
+    if target.is_language:
+        yield "made from", "the folder of a language model's checkpoint, by deploy_checkpoint"
+    if target.caches:
+        yield "keys and values of earlier tokens", f"float, or with cache= in {' or '.join(target.caches)}"
 
 
 def _scales(target: Target) -> Iterator[tuple[str, str]]:
