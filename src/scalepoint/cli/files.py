@@ -109,20 +109,8 @@ def bench(
     layers = _layers(first, second, feeds, chosen, counts[0])
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
-        show_json(
-            "bench",
-            {
-                "exit_code": int(code),
-                "files": [first, second],
-                "bytes": sizes,
-                **vars(found),
-                "layers": list(map(vars, layers)),
-                "throughput": [
-                    {"batch": each.batch, "threads": each.threads, "per_second": each.per_second, "ratio": each.ratio}
-                    for each in more
-                ],
-            },
-        )
+        about = {"exit_code": int(code), "files": [first, second], "bytes": sizes}
+        show_json("bench", {**about, **vars(found), "layers": list(map(vars, layers)), "throughput": _rates(more)})
     else:
         rows = [
             (path, time_of(seconds), written_size(size))
@@ -138,6 +126,13 @@ def bench(
     if code:
         say(f"failed: {ratio(found.ratio)} is less than the {min_ratio} asked for", "red")
     return code
+
+
+def _rates(more: Sequence[Any]) -> list[dict[str, Any]]:
+    return [
+        {"batch": each.batch, "threads": each.threads, "per_second": each.per_second, "ratio": each.ratio}
+        for each in more
+    ]
 
 
 def _counts(name: str, given: str | None) -> list[int]:

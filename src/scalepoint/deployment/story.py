@@ -88,27 +88,23 @@ def deploy(
 ) -> Deployment:
     """Quantize a model for a target, write the file into the folder `output`, and prove that it runs as it should.
 
-    `accuracy` ("fast", "balanced", "best") chooses biases, or codes and scales too, or these by gradients too, by the
-    data; weights of fewer than 8 bits get "balanced" unless told. `evaluate(run)` is your metric, higher is better;
+    `accuracy` ("fast", "balanced", "best") chooses biases, or codes and scales too, or these by gradients too;
+    weights of fewer than 8 bits get "balanced" unless told. `evaluate(run)` is your metric, higher is better;
     `run` is called as the model is. With `max_drop`, more precision goes where it removes most error for its cost,
     until the score is at most that much below the float model's, then less again; of `max_trials` files at most the
     cheapest that holds is kept, or the best. With `min_speed`, layers that lose time in the runtime go to float, until
     a file is so many times as fast as the float one. `budget` (size=0.2 of the float file, bits=4.5 a weight on
     average, speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses
-    least. A file that departs from the simulation is an error unless allow_departure=True. on_nan="skip" leaves
-    batches with NaN or infinity out. `float_dtype` ("float16", "bfloat16") types what is not quantized. `metadata`
-    (labels, preprocessing, ...) is kept in the file. smoke=True goes through all stages fast. resume=True goes on
-    where a run into `output` ended; a folder that holds something is refused unless force=True. `callback(event)`
-    hears of every phase, number and file. Random numbers follow `seed`.
+    least. allow_departure=True takes a file that departs from the simulation, on_nan="skip" leaves batches with NaN
+    out, `float_dtype` types what is not quantized, `metadata` (labels, ...) is kept in the file. smoke=True goes
+    through all stages fast; resume=True goes on where a run into `output` ended; force=True overwrites.
     """
-    model = unwrapped(model)
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
-    found, folder = find_target(target), Path(output or "out")
+    model, found, folder = unwrapped(model), find_target(target), Path(output or "out")
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
-    found.check_float_dtype(float_dtype)
-    check_metadata(metadata)
+    _check_file(found, float_dtype, metadata)
     ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
     with seeded(seed), listening(callback), _opened(folder, resume) as journal:
         run = Run(
@@ -119,6 +115,11 @@ def deploy(
         )  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
+
+
+def _check_file(target: Target, float_dtype: str | None, metadata: Mapping[str, Any] | None) -> None:
+    target.check_float_dtype(float_dtype)
+    check_metadata(metadata)
 
 
 @contextmanager

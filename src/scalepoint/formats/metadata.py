@@ -22,6 +22,7 @@ from scalepoint.quantize.record import has_record, record_of
 from scalepoint.targets import Target
 from scalepoint.targets.target import LABEL
 from scalepoint.version import __version__
+from scalepoint.words import one_line
 
 OURS = "scalepoint."
 LARGEST = 1_000_000  # characters of all that is given
@@ -47,7 +48,7 @@ def check_metadata(given: Mapping[str, Any] | None) -> dict[str, str]:
         raise UsageError(f"metadata= maps keys to values, such as {{'labels': ['cat', 'dog']}}, not {shown(given)}")
     found: dict[str, str] = {}
     for key in sorted(given, key=str):
-        if not isinstance(key, str) or not key or not key.isprintable():
+        if not isinstance(key, str) or not key or one_line(key) != key:
             raise UsageError(f"metadata: a key is a text that can be printed, not {shown(key)}")
         if key.startswith(OURS):
             raise UsageError(f"metadata: {key!r}: keys that begin with {OURS!r} are ours; choose another")
