@@ -4,7 +4,7 @@ An operator is an integer one when its operands and its result are int8, after a
 their input, a concat brings its inputs to the scale of its output. So inputs and outputs of what follows convolutions
 are quantized. Other linear layers take their rows in int8 with a scale that the kernel finds anew for each (hybrid):
 norms, attention and residuals of a transformer stay float, and nothing is rounded on the way out. 4-bit weights run so
-alone, with a scale a channel: XNNPACK refuses files with blocks. Its kernels on CPUs are XNNPACK's, as ExecuTorch's
+alone, with a scale a channel: no file with blocks has run yet. Its kernels on CPUs are XNNPACK's, as ExecuTorch's
 are, and the placement is that of `executorch` but for average pools and concats.
 """
 
