@@ -37,4 +37,4 @@ def minilm() -> Subject:
         "int2 blocks of 32": MORE_DECIBELS,
         "int4 blocks of 128": MORE_DECIBELS,
     }
-    return Subject("MiniLM", model, calibration, judging, marks, limits)
+    return Subject("MiniLM", model, calibration, judging, marks, limits, best=("W3A8",))

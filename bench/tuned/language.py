@@ -43,8 +43,10 @@ def losses(outputs: Tensor, answers: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), answers.flatten(), reduction="none").view_as(answers)
 
 
-def language(name: str, model: Llama, text: tuple[Tensor, Tensor], size: int, precisions: tuple[str, ...]) -> Subject:
-    """From rows of tokens that calibrate, and rows that judge."""
+def language(
+    name: str, model: Llama, text: tuple[Tensor, Tensor], size: int, precisions: tuple[str, ...], best: tuple[str, ...]
+) -> Subject:
+    """From rows of tokens that calibrate, and rows that judge; `best` at some of the precisions."""
     calibrating, judged = text
 
     def judging() -> Iterable[tuple[Tensor, Tensor]]:
@@ -52,7 +54,7 @@ def language(name: str, model: Llama, text: tuple[Tensor, Tensor], size: int, pr
 
     calibration = [rows[:, :-1] for rows in calibrating.split(size)]
     limits = dict.fromkeys(precisions, AHEAD)
-    return Subject(name, model, calibration, judging, losses, limits, {"head": None}, WAYS, is_perplexity=True)
+    return Subject(name, model, calibration, judging, losses, limits, {"head": None}, WAYS, best, is_perplexity=True)
 
 
 def small() -> Subject:
@@ -62,7 +64,7 @@ def small() -> Subject:
     judged = sequences(tokenizer.encode(text["judge"]).ids, CONTEXT, 128)
     widths = ("4 per channel", "3 per channel", "3 blocks of 128", "2 blocks of 32")
     precisions = tuple(f"int{width}" for width in widths)
-    return language("Llama, 3 M, trained here", model, (calibrating, judged), 16, precisions)
+    return language("Llama, 3 M, trained here", model, (calibrating, judged), 16, precisions, precisions[1:])
 
 
 def trained() -> tuple[Llama, Tokenizer]:
@@ -123,10 +125,10 @@ def smollm() -> Subject:
     text = parts()
     calibrating = sequences(tokenizer.encode(text["calibrate"]).ids, 512, 16)
     judged = sequences(tokenizer.encode(text["judge"]).ids, 512, 12)
-    precisions = (
-        "int4 blocks of 64", "int3 blocks of 64", "int4 per channel", "int3 per channel", "int2 blocks of 64",
+    precisions = (  # 576 inputs are no blocks of 128
+        "int4 blocks of 64", "int3 blocks of 64", "int2 blocks of 64", "int4 per channel", "int3 per channel",
     )  # fmt: skip
-    return language("SmolLM2-135M", model.eval(), (calibrating, judged), 1, precisions)
+    return language("SmolLM2-135M", model.eval(), (calibrating, judged), 1, precisions, precisions[:2])
 
 
 def state(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:

@@ -41,11 +41,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Limit:
-    """A measure of the balanced row against a number, or against another row of the same precision."""
+    """A measure of a tuned row against a number, or against another row of the same precision."""
 
     of: Measure
     by: float
     than: str = ""  # "float", or how another row was made
+    how: str = ""  # the only way that it binds
 
     def text(self) -> str:
         names: dict[Measure, str] = {"score": "score", "decibels": "dB", "seconds": "CPU s"}

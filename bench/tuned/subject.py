@@ -39,6 +39,7 @@ class Subject:
     limits: Mapping[str, tuple[Limit, ...]]  # by precision; its keys are what is measured
     ends: Mapping[str, int | None] = field(default_factory=dict)  # layers with other bits; None leaves them float
     ways: tuple[str, ...] = (NEAREST, GPTQ_INTERCEPT, BALANCED)
+    best: tuple[str, ...] = ()  # precisions that `best`, which takes long, is measured at too
     is_perplexity: bool = False
 
 
@@ -112,6 +113,7 @@ def error(subject: Subject, marks: Tensor, plain: Tensor) -> float:
 def rows(subject: Subject, kept: Kept) -> Iterator[Row]:
     """All rows of a network that are not there yet; then the limits of all are judged."""
     wanted = [(precision, how) for precision in subject.limits for how in subject.ways]
+    wanted += [(precision, BEST) for precision in subject.best]
     if all((subject.name, *each) in kept.rows for each in wanted):
         return
     plain, _ = judged(subject, subject.model)
@@ -133,8 +135,9 @@ def rows(subject: Subject, kept: Kept) -> Iterator[Row]:
 
 def with_limits(row: Row, limits: Sequence[Limit], rows: Sequence[Row]) -> Row:
     others = [each for each in rows if each.model == row.model and each.precision in (row.precision, "float")]
-    missed = [limit.text() for limit in limits if not limit.is_kept(row, others)]
-    return replace(row, limits=", ".join(limit.text() for limit in limits), missed=", ".join(missed))
+    binding = [limit for limit in limits if limit.how in ("", row.how)]
+    missed = [limit.text() for limit in binding if not limit.is_kept(row, others)]
+    return replace(row, limits=", ".join(limit.text() for limit in binding), missed=", ".join(missed))
 
 
 def right(outputs: Tensor, answers: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ def resnet8() -> Subject:
     }
     judging = partial(zipped, pictures("test_batch"), labels())
     calibration = pictures("data_batch_1", CALIBRATION).split(BATCH)
-    network, ways = resnet8_network.trained().eval(), (NEAREST, GPTQ_INTERCEPT, BALANCED, BEST)
-    return Subject("ResNet-8", network, calibration, judging, right, limits, ways=ways)
+    network = resnet8_network.trained().eval()
+    return Subject("ResNet-8", network, calibration, judging, right, limits, best=("W4A8", "W3A8", "W4A4"))
 
 
 def vit() -> Subject:
@@ -54,7 +54,7 @@ def vit() -> Subject:
         "W4A4": (),
         "W8A8": (Limit("decibels", 0.0, NEAREST),),
     }
-    return Subject("ViT, CIFAR-10", vit_network.trained(), calibration, judging, right, limits)
+    return Subject("ViT, CIFAR-10", vit_network.trained(), calibration, judging, right, limits, best=("W3A8",))
 
 
 class CifarBlock(nn.Module):
@@ -96,7 +96,11 @@ def cifar(folder: Path, depth: int) -> Subject:
     model = CifarResNet((depth - 2) // 6)
     model.load_state_dict(load_file(folder / f"cifar_resnet{depth}.safetensors"), strict=False)
     calibration = normal(pictures("data_batch_1", CALIBRATION)).split(BATCH)
-    limits = {"W4A8": (Limit("score", -0.3, "float"),), "W3A8": (Limit("score", -1.5, "float"),)}
+    limits = {
+        "W4A8": (Limit("score", -0.3, "float"),),
+        "W3A8": (Limit("score", -1.5, "float"),),
+        "W8A8": (Limit("decibels", 0.0, NEAREST),),
+    }
     judging = partial(zipped, normal(pictures("test_batch")), labels())
     return Subject(f"CIFAR ResNet-{depth}", model.eval(), calibration, judging, right, limits)
 
@@ -114,7 +118,11 @@ def lite0(folder: Path) -> Subject:
     model = lite0_network.trained()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     limits = {
-        "W4A8": (Limit("score", -4.0, "float"), Limit("seconds", 120.0)),
+        "W4A8": (
+            Limit("score", -4.0, "float", BALANCED),
+            Limit("seconds", 120.0, how=BALANCED),
+            Limit("score", -2.5, "float", BEST),
+        ),
         "W8A8": (Limit("decibels", 0.0, NEAREST),),
     }
     return Subject(
@@ -126,4 +134,5 @@ def lite0(folder: Path) -> Subject:
         limits,
         {names[0]: 8, names[-1]: 8},
         (NEAREST, BALANCED),
+        best=("W4A8",),
     )
