@@ -24,7 +24,7 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 import scalepoint
-from scalepoint.quantize import Override, QuantConfig, quantize
+from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.targets import Target, onnxruntime_target
 from scalepoint.verification import profile
 from scalepoint.verification.profiling import layer_names
@@ -33,15 +33,20 @@ TABLES = Path(__file__).parent.parent / "src" / "scalepoint" / "targets" / "meas
 PIXELS = (4, 8, 16, 32, 64, 112)
 BETWEEN = 8  # channels around a layer
 SECONDS = 12.0
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+CONVOLUTIONS: dict[int, type[Convolution]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+FURTHER = {1: (50, 200, 1000), 3: (4, 8, 16)}  # extents of an axis, by how many axes there are
+MOST = 1 << 20  # values of all windows of a layer: more are written to fresh memory, which takes longer than the layer
 
 
 class Between(nn.Module):
     """A layer whose neighbours are quantized too, so that its own kernel alone is measured."""
 
-    def __init__(self, layer: nn.Conv2d) -> None:
+    def __init__(self, layer: Convolution) -> None:
         super().__init__()
-        self.before, self.layer = nn.Conv2d(BETWEEN, layer.in_channels, 1), layer
-        self.after = nn.Conv2d(layer.out_channels, BETWEEN, 1)
+        kind = type(layer)
+        self.before, self.layer = kind(BETWEEN, layer.in_channels, 1), layer
+        self.after = kind(layer.out_channels, BETWEEN, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.after(torch.relu(self.layer(torch.relu(self.before(x)))))
@@ -71,16 +76,21 @@ class Layers(nn.Module):
         return [*made, torch.relu(self.one(x) + self.two(x))]
 
 
-class Pooled(nn.Module):
-    """A pool between a float and an int8 convolution: the quantizer moves before it, and it runs on codes, slowly."""
+class FurtherLayers(nn.Module):
+    """Convolutions over one axis, or three."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, pixels: int) -> None:
         super().__init__()
-        self.first, self.pool, self.second = nn.Conv2d(3, 32, 3), nn.MaxPool2d(3, 2), nn.Conv2d(32, 32, 1)
+        kind = CONVOLUTIONS[rank]
+        widths = [(each, k) for each in (16, 64, 128) for k in (1, 3, 5) if each * (k * pixels) ** rank <= MOST]
+        sizes = [(each, k, groups) for each, k in widths for groups in ((1, each) if k == 3 else (1,))]
+        layers = [kind(each, each, k, padding=k // 2, groups=groups) for each, k, groups in sizes]
+        self.branches = nn.ModuleList(Between(layer) for layer in layers)
+        self.stems = nn.ModuleList(kind(channels, each, 3, padding=1) for channels in (1, 3) for each in (16, 64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.pool(torch.relu(self.first(x))))
-        return y
+    def forward(self, x: Tensor, picture: Tensor) -> list[Tensor]:
+        made = [branch(x) for branch in self.branches]
+        return made + [torch.relu(stem(picture[:, : stem.in_channels])) for stem in self.stems]  # type: ignore[misc, index]
 
 
 class Linears(nn.Module):
@@ -104,10 +114,8 @@ def kernels_here() -> str:
     return "vnni" if (found == 255 * 127 * 64).all() else "avx2"
 
 
-def profiled(
-    model: nn.Module, inputs: tuple[Tensor, ...], target: Target, overrides: tuple[Override, ...] = ()
-) -> dict[str, Any]:
-    config = QuantConfig(speed_first=False, overrides=overrides)
+def profiled(model: nn.Module, inputs: tuple[Tensor, ...], target: Target) -> dict[str, Any]:
+    config = QuantConfig(speed_first=False)
     quantized = quantize(model, inputs, config, forward_loop=[inputs], target=target, freeze_weights=True)
     with tempfile.TemporaryDirectory() as text:
         plain, own = Path(text) / "float.onnx", Path(text) / "m.onnx"
@@ -121,25 +129,28 @@ def micro(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e6, 2)
 
 
-def of_convolution(layer: nn.Conv2d, pixels: int, row: Any) -> dict[str, Any]:
+def of_convolution(layer: Convolution, pixels: int, row: Any) -> dict[str, Any]:
+    rank = len(layer.kernel_size)
     shape = {"in": layer.in_channels, "out": layer.out_channels, "kernel": layer.kernel_size[0], "groups": layer.groups}
-    return {
-        "kind": "conv",
-        **shape,
-        "pixels": pixels * pixels,
-        "float": micro(row.float_seconds),
-        "int8": micro(row.seconds),
-    }
+    shape |= {"pixels": pixels**rank} | ({} if rank == 2 else {"rank": rank})
+    return {"kind": "conv", **shape, "float": micro(row.float_seconds), "int8": micro(row.seconds)}
 
 
-def pools(target: Target) -> list[dict[str, Any]]:
-    """`elements` are what all windows of the pool look at."""
+def of_all(model: Layers | FurtherLayers, pixels: int, rows: dict[str, Any]) -> list[dict[str, Any]]:
+    layers: dict[str, Any] = {f"branches.{i}.layer": each.layer for i, each in enumerate(model.branches)}
+    layers |= {f"stems.{i}": each for i, each in enumerate(model.stems)}
+    return [of_convolution(layer, pixels, rows[name]) for name, layer in layers.items() if name in rows]
+
+
+def further(target: Target) -> list[dict[str, Any]]:
+    """Convolutions over one axis and three."""
     found = []
-    for pixels in (34, 114):
-        stays = Override(name="first", weight="float", activation="float")
-        row = profiled(Pooled().eval(), (torch.randn(1, 3, pixels, pixels),), target, (stays,))["pool"]
-        made = ((pixels - 4) // 2) ** 2 * 32
-        found.append({"kind": "max_pool", "elements": 9 * made, "int8": micro(row.seconds)})
+    for rank, extents in FURTHER.items():
+        for pixels in extents:
+            model, axes = FurtherLayers(rank, pixels).eval(), [pixels] * rank
+            rows = profiled(model, (torch.randn(1, BETWEEN, *axes), torch.randn(1, 3, *axes)), target)
+            found += of_all(model, pixels, rows)
+            print(f"{rank} axes of {pixels}: {len(found)} rows", file=sys.stderr)
     return found
 
 
@@ -154,9 +165,7 @@ def main() -> int:
         model = Layers(pixels).eval()
         inputs = (torch.randn(1, BETWEEN, pixels, pixels), torch.randn(1, 3, pixels, pixels))
         rows = profiled(model, inputs, target)
-        layers = {f"branches.{i}.layer": each.layer for i, each in enumerate(model.branches)}
-        layers |= {f"stems.{i}": each for i, each in enumerate(model.stems)}
-        table += [of_convolution(layer, pixels, rows[name]) for name, layer in layers.items() if name in rows]  # type: ignore[arg-type]
+        table += of_all(model, pixels, rows)
         for name, row in rows.items():
             kind = {("QuantizeLinear",): "quantize", ("DequantizeLinear",): "dequantize"}.get(row.kernels)
             channels = {"x_quant": BETWEEN, "picture_quant": 3}.get(name, BETWEEN)
@@ -166,7 +175,7 @@ def main() -> int:
         if add is not None:
             table.append({"kind": "add", "elements": 64 * pixels * pixels, "int8": micro(add.seconds)})
         print(f"{pixels} pixels: {len(table)} rows", file=sys.stderr)
-    table += pools(target)
+    table += further(target)
     for rows_in in (1, 16, 128):
         linears = Linears().eval()
         found = profiled(linears, (torch.randn(rows_in, 1024),), target)

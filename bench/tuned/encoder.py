@@ -18,8 +18,10 @@ def minilm() -> Subject:
     train, test = sentences.TRAIN, sentences.TRAIN + JUDGED
     texts, positive = sentences.sentences(test + CALIBRATION)
     head = sentences.classifier(sentences.vectors(model, sentences.batches(tokenizer, texts[:train])), positive[:train])
-    held_out = list(zip(sentences.batches(tokenizer, texts[train:test]), positive[train:test].split(32), strict=True))
-    calibration = sentences.batches(tokenizer, sorted(texts[test:], key=len))  # of a length together: little is padded
+    by_length = sorted(range(train, test), key=lambda each: len(texts[each]))  # of a length together: little is padded
+    judged = sentences.batches(tokenizer, [texts[each] for each in by_length])
+    held_out = list(zip(judged, positive[by_length].split(32), strict=True))
+    calibration = sentences.batches(tokenizer, sorted(texts[test:], key=len))
 
     def marks(vectors: Tensor, answers: Tensor) -> Tensor:
         return ((head(vectors)[:, 0] > 0) == answers).float()

@@ -9,7 +9,7 @@ from torch import nn
 
 from scalepoint import transform
 from scalepoint.covered import State
-from scalepoint.quantize import QuantConfig, TensorQuantConfig, coverage, insert_qdq, load, quantize, save
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, coverage, insert_qdq, load, pays, quantize, save
 from scalepoint.quantize.pays import FLOAT, INT8, _Cut
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.targets import onnxruntime_target
@@ -234,12 +234,38 @@ def test_moving_values_costs_by_their_number_and_a_call():
 @pytest.mark.parametrize("cpu", ["vnni", "avx2"])
 def test_the_table_of_the_target_is_whole_and_says_what_was_measured(cpu):
     table = kernels(onnxruntime_target(cpu).kernels)
-    assert {"dense", "pointwise", "depthwise", "stem", "linear"} == set(table.products)
+    convolutions = {"dense", "pointwise", "depthwise", "stem"}
+    ranks = ("", " 1d", " 3d")
+    assert {kind + rank for kind in convolutions for rank in ranks} | {"linear"} == set(table.products)
     assert {"quantize", "add"} <= set(table.moves)
     before, after = table.product(Shape("conv", 64, 64, 1024, 3))
     assert after < before  # int8 wins where it multiplies much
     before, after = table.product(Shape("conv", 3, 16, 4096, 3))
     assert after > before  # and loses on three channels
+    before, after = table.product(Shape("conv", 3, 16, 4096, 3, rank=3))
+    assert after > 2 * before  # much, over three axes
+
+
+def test_a_film_keeps_its_first_convolution_float_and_sound_is_priced_too():
+    film = nn.Sequential(nn.Conv3d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 64, 3, 2, 1), nn.ReLU())
+    first, second = inserted(film, torch.randn(1, 3, 8, 16, 16))
+    assert first.is_for_speed
+    assert second.state == State.QUANTIZED
+    sound = nn.Sequential(nn.Conv1d(64, 64, 5, padding=2), nn.ReLU(), nn.Conv1d(64, 64, 5, padding=2))
+    assert all(row.state == State.QUANTIZED for row in inserted(sound, torch.randn(1, 64, 500)))
+
+
+def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_same(monkeypatch):
+    body = nn.Sequential(nn.Conv2d(16, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1), nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.ReLU(), *body, nn.Flatten(2), nn.Conv1d(128, 2, 1))
+    unknown = Kernels([])
+    known = kernels(VNNI.kernels)
+    unknown.products = {family: rows for family, rows in known.products.items() if not family.endswith("1d")}
+    unknown.moves = known.moves
+    monkeypatch.setattr(pays, "kernels", lambda _: unknown)
+    rows = inserted(model, X)
+    assert rows[0].is_for_speed
+    assert rows[-1].state == State.QUANTIZED
 
 
 def test_a_target_without_a_table_leaves_nothing_out():
@@ -247,11 +273,14 @@ def test_a_target_without_a_table_leaves_nothing_out():
     assert all(row.state == State.QUANTIZED for row in inserted(Net(), X, target=none))
 
 
-def test_a_stem_before_a_pool_stays_int8_where_the_pool_would_lose_more():
+def test_a_pool_behind_a_float_stem_changes_nothing():
+    """The target's spelling keeps the quantizer behind it."""
+
     def net(*between):
         body = (nn.Conv2d(16, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1))
         return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.ReLU(), *between, *body)
 
-    assert inserted(net(), X)[0].is_for_speed
-    pooled = inserted(net(nn.MaxPool2d(3, 2)), X)
-    assert all(row.state == State.QUANTIZED for row in pooled)
+    for model in (net(), net(nn.MaxPool2d(3, 2))):
+        rows = inserted(model, X)
+        assert rows[0].is_for_speed
+        assert all(row.state == State.QUANTIZED for row in rows[1:] if row.precision != "float")

@@ -3,7 +3,8 @@
     least  sum of price(layer, how) + sum of price(tensor): to quantize what is read as int8, to dequantize what is not
 
 Two labels with prices on borders are a minimum cut: exact, in one pass over the graph. Prices are predicted from the
-target's table of measured kernels, for the shapes of the example inputs; without those nothing is left out.
+target's table of measured kernels, for the shapes of the example inputs. A layer that has no price, because its shape
+is not known or the table has nothing like it, stays as it was asked for.
 """
 
 from collections import deque
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 
-from torch import fx, nn
+from torch import fx
 
 from scalepoint.covered import State
 from scalepoint.graph import Operation
@@ -45,13 +46,12 @@ def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], confi
     ]  # asked for, to be small
     free = _priced(model, decisions, table, target, kept=narrow)
     forced = _priced(model, decisions, table, target, kept=decisions)
-    if free is None or forced is None or sum(before for before, _ in free.prices.values()) < SMALLEST:
+    if sum(before for before, _ in free.prices.values()) < SMALLEST:
         return
     (least, left), (most, _) = free.solved(), forced.solved()
     if len(left) == len(free.decisions) and not target.unpacks:  # nothing wins: then at least one weight is made small
         heaviest = max(left, key=lambda each: prod(weight_shape(each.site.part)) if each.site.role else 0)
-        held = _priced(model, decisions, table, target, kept=[heaviest])
-        least, left = (most, []) if held is None else held.solved()
+        least, left = _priced(model, decisions, table, target, kept=[heaviest]).solved()
     if most - least < LEAST_GAIN * most:
         return
     for decision in left:
@@ -140,8 +140,8 @@ def _priced(
     table: Kernels,
     target: Target,
     kept: Sequence[Decision] = (),
-) -> _Priced | None:
-    """The prices of all that is to be quantized, of which some is kept in int8; None where a shape is not known."""
+) -> _Priced:
+    """The prices of all that is to be quantized, of which some is kept in int8."""
     held = set(map(id, kept))
     cut, share = _Cut(), batch_share(model)
     priced = _Priced(cut, {}, {}, {})
@@ -153,12 +153,11 @@ def _priced(
     for decision in decisions:
         if decision.state != State.QUANTIZED or not decision.points:
             continue
-        price = _price(decision, table, share)
-        if price is None:
-            return None
+        known = _price(decision, table, share)
+        price = known or (0.0, 0.0)
         node = priced.variables[id(decision)] = takes[decision.site.node] = cut.node()
         priced.prices[id(decision)], priced.decisions[id(decision)] = price, decision
-        cut.edge(INT8, node, inf if id(decision) in held else price[0])
+        cut.edge(INT8, node, inf if known is None or id(decision) in held else price[0])
         cut.edge(node, FLOAT, price[1])
         if any(point == Point.OUTPUT for point, _, _ in decision.points):
             gives[decision.site.node] = node
@@ -171,7 +170,6 @@ def _priced(
     for tensor, user, cost in fused:
         cut.edge(takes[tensor], takes.get(user, FLOAT), cost)
     _price_borders(model, cut, gives, takes, table, share)
-    _price_pools(model, cut, gives, takes, table, share)
     return priced
 
 
@@ -193,32 +191,8 @@ def _price_borders(
             cut.edge(own, end, table.move("dequantize", elements) if own != FLOAT else 0.0)
 
 
-def _price_pools(
-    model: fx.GraphModule, cut: _Cut, gives: dict[fx.Node, int], takes: dict[fx.Node, int], table: Kernels, share: float
-) -> None:
-    """A pool between float and int8: the runtime moves the quantizer before it, and pools codes in a slow kernel."""
-    for pool in model.graph.nodes:
-        shape = shape_of(pool) if kind_of(pool) == "max_pool" and "max_pool" in table.moves else None
-        if shape is None:
-            continue
-        seen = int(prod(shape) * share * _window(_module(model, pool), len(shape) - 2))
-        source = gives.get(pool.all_input_nodes[0], FLOAT)
-        for user in (each for each in pool.users if each in takes):
-            cut.edge(takes[user], source, table.move("max_pool", seen))
-
-
-def _module(model: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
-
-
-def _window(part: nn.Module | None, axes: int) -> int:
-    """How many values a pool looks at for one that it gives."""
-    given = part.arguments.get("kernel_size", 1) if isinstance(part, Operation) else getattr(part, "kernel_size", 1)
-    return prod(given) if isinstance(given, Sequence) else int(given) ** axes
-
-
 def _price(decision: Decision, table: Kernels, share: float) -> tuple[float, float] | None:
-    """Seconds in float and in int8; None where the shapes are not known."""
+    """Seconds in float and in int8; None where the shapes or kernels like it are not known."""
     site = decision.site
     source, made = shape_of(site.operands[0][1]) if site.operands else None, shape_of(site.node)
     if source is None or made is None:
@@ -231,8 +205,8 @@ def _price(decision: Decision, table: Kernels, share: float) -> tuple[float, flo
         turned = isinstance(site.part, Operation) and site.part.has_input_first
         inputs, outputs = weight if turned else weight[::-1]
         return table.product(Shape("linear", inputs, outputs, max(1, int(prod(source[:-1]) * share))))
-    if site.kind != "conv" or len(weight) != 4:
+    if site.kind != "conv" or len(weight) < 3:
         return None
     groups = max(1, source[1] // weight[1])
     pixels = max(1, int(output_pixels(site.part, source, weight) * share))
-    return table.product(Shape("conv", source[1], weight[0], pixels, max(weight[2:]), groups))
+    return table.product(Shape("conv", source[1], weight[0], pixels, max(weight[2:]), groups, len(weight) - 2))

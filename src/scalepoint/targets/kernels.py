@@ -27,10 +27,11 @@ class Shape:
     pixels: int
     kernel: int = 1
     groups: int = 1
+    rank: int = 2  # axes that a convolution goes over: sound has one, pictures two, films three
 
     @property
     def macs(self) -> int:
-        return self.pixels * self.inputs * self.outputs * self.kernel * self.kernel // self.groups
+        return self.pixels * self.inputs * self.outputs * int(self.kernel**self.rank) // self.groups
 
     @property
     def family(self) -> str:
@@ -38,8 +39,10 @@ class Shape:
         if self.kind != "conv":
             return self.kind
         if self.groups > 1:
-            return "depthwise"
-        return "stem" if self.inputs < 4 else "pointwise" if self.kernel == 1 else "dense"
+            kind = "depthwise"
+        else:
+            kind = "stem" if self.inputs < 4 else "pointwise" if self.kernel == 1 else "dense"
+        return kind if self.rank == 2 else f"{kind} {self.rank}d"
 
     def distance(self, other: "Shape") -> float:
         """In doublings; channels tell more than positions."""
@@ -58,9 +61,8 @@ class Kernels:
             if row["kind"] not in ("conv", "linear"):
                 self.moves.setdefault(row["kind"], []).append((row["elements"], row["int8"] * 1e-6))
             elif row["float"] and row["int8"]:
-                shape = Shape(
-                    row["kind"], row["in"], row["out"], row["pixels"], row.get("kernel", 1), row.get("groups", 1)
-                )
+                further = {key: row[key] for key in ("kernel", "groups", "rank") if key in row}
+                shape = Shape(row["kind"], row["in"], row["out"], row["pixels"], **further)
                 self.products.setdefault(shape.family, []).append((shape, (row["float"] * 1e-6, row["int8"] * 1e-6)))
 
     def product(self, shape: Shape) -> tuple[float, float] | None:

@@ -128,6 +128,11 @@ SPELLINGS = (
         "a float weight between integers is quantized by ONNX Runtime itself, with one scale for all of it, unless its "
         "input has a scale a channel",
     ),
+    Spelling(
+        "pools_before_quantizers",
+        "a quantizer behind a pool of floats is moved before it, and pools of codes that come from outside an integer "
+        "kernel are slow; a Max of one tensor holds it back",
+    ),
 )
 
 

@@ -1,5 +1,6 @@
 """Operations written in other words, for a compiler that does better with them."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -213,3 +214,21 @@ def test_a_target_without_the_rule_has_the_same_codes_behind_a_dequantize_linear
     export(quantized, tmp_path / "m.onnx", x)
     assert kinds(tmp_path / "m.onnx")["DequantizeLinear"] == 2
     assert verify(tmp_path / "m.onnx", quantized, x).holds  # a linear layer in MatMulNBits, which rounds its inputs
+
+
+def test_a_pool_of_floats_is_not_made_one_of_codes(tmp_path):
+    """Else the runtime moves the quantizer before it, and a kernel of codes that is slower takes its place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)
+    )
+    data = [torch.randn(2, 3, 24, 24) for _ in range(2)]
+    config = QuantConfig(overrides=(Override(name="0", weight="float", activation="float"),))
+    quantized = quantize(model.eval(), data[0], config, forward_loop=data, target="onnxruntime", freeze_weights=True)
+    path = export(quantized, tmp_path / "m.onnx", data[0])
+    assert kinds(path)["Max"] == 1  # the second pool is of codes
+    found = compiled(path, tmp_path)
+    assert found["QLinearConv"] == 1
+    order = [node.op_type for node in onnx.load(tmp_path / "compiled.onnx").graph.node]
+    assert order.index("MaxPool") < order.index("QuantizeLinear")
+    assert verify(path, quantized, data[0]).optimized[0].sqnr == math.inf

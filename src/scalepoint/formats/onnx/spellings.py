@@ -5,6 +5,7 @@ narrow_weights_as_int8   int4 codes -> DequantizeLinear              becomes  in
 unpack_when_loaded       DequantizeLinear of codes without zero      becomes  Cast -> Mul, constants that a runtime
                          point or blocks, as StoredUnpacked has it            works out as it loads the file
 float_weights_stay       DequantizeLinear -> product by floats       becomes  the same with a scale a channel
+pools_before_quantizers  MaxPool of floats -> QuantizeLinear         becomes  MaxPool -> Max of one -> QuantizeLinear
 
 A target names the rules that it wants, each with its reason; the values are the same bit for bit.
 """
@@ -172,6 +173,26 @@ def _by_channel(model: Any, node: Any, source: Any) -> Any:
     return own.outputs[0]
 
 
+def pools_before_quantizers(model: Any) -> None:
+    """A pool of floats whose values are quantized behind it: a maximum of one tensor keeps the two apart."""
+    for node in list(model.graph):
+        source = node.inputs[0].producer() if node.op_type == "MaxPool" else None
+        while source is not None and source.op_type in (*MOVES, "MaxPool"):
+            source = source.inputs[0].producer()
+        is_of_codes = source is not None and source.op_type == "DequantizeLinear"
+        if node.op_type != "MaxPool" or is_of_codes or all(each.op_type != "QuantizeLinear" for each in _through(node)):
+            continue
+        pooled = node.outputs[0]
+        readers = list(pooled.uses())
+        held = ir.node("Max", [pooled])
+        made = held.outputs[0]
+        made.name, made.shape, made.type = f"{pooled.name}.held", pooled.shape, pooled.type
+        held.metadata_props.update(node.metadata_props)
+        model.graph.insert_after(node, held)
+        for reader in readers:
+            reader.node.replace_input_with(reader.idx, made)
+
+
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 NARROW = (ir.DataType.INT4, ir.DataType.INT2)
 MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
@@ -180,4 +201,5 @@ RULES: dict[str, Callable[[Any], None]] = {
     "narrow_weights_as_int8": narrow_weights_as_int8,
     "unpack_when_loaded": unpack_when_loaded,
     "float_weights_stay": float_weights_stay,
+    "pools_before_quantizers": pools_before_quantizers,
 }
