@@ -16,10 +16,16 @@ import numpy as np
 logging.disable(logging.WARNING)  # of versions of torch, and of what only a Mac has
 warnings.simplefilter("ignore")
 
+OTHERS = ("executorch", "sklearn", "tensorflow", "torchao", "xgboost")  # coremltools takes seconds for those it finds
+HIDDEN = [name for name in OTHERS if name not in sys.modules]
+sys.modules |= dict.fromkeys(HIDDEN)  # type: ignore[arg-type]  # None: as if it were not installed
 import coremltools  # noqa: E402
 import torch  # noqa: E402
 from coremltools.converters.mil.frontend.milproto.load import load  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+
+for name in HIDDEN:
+    del sys.modules[name]
 
 MULTIPLY = ("conv", "conv_transpose", "linear", "matmul")
 HOME = Path("Data") / "com.apple.CoreML"
