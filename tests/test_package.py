@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import scalepoint
 from scalepoint import errors, spec
+from scalepoint.spec.export_form import in_onnx_export
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -135,9 +137,13 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_importing_the_tensor_layer_imports_no_runtime_and_no_torchao():
-    heavy = ["onnx", "onnxruntime", "openvino", "torchao", "transformers"]
+    heavy = ["onnx", "onnxruntime", "openvino", "torchao", "transformers", "torch._dynamo", "torch._inductor"]
     run = python(f"import sys, scalepoint.spec; print([m for m in {heavy} if m in sys.modules])")
     assert run.stdout == "[]\n"
+
+
+def test_a_function_is_marked_as_torch_marks_it_without_the_compiler_being_imported():
+    assert vars(in_onnx_export) == vars(torch.compiler.assume_constant_result(lambda: False))
 
 
 FORBIDDEN = re.compile(

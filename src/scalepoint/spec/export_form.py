@@ -18,10 +18,13 @@ FORMS: dict[str, Form] = {}
 ROOM = "scalepoint.formats.onnx.qdq"  # which registers its form when it is imported
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def in_onnx_export() -> bool:
     """Also where torch.compile traces: it takes torch's own function for False, also inside of torch.onnx.export."""
     is_recording = torch.onnx.is_in_onnx_export()
     if is_recording and "onnx" not in FORMS:
         import_module(ROOM)
     return is_recording
+
+
+# What torch.compiler.assume_constant_result sets; that decorator imports all of torch._dynamo, as long as torch itself.
+in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
