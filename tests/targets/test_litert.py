@@ -29,11 +29,30 @@ class Branches(nn.Module):
         return self.last(nn.functional.avg_pool2d(torch.cat([self.one(x), self.two(x)], 1), 2))
 
 
-def test_a_concat_has_a_scale_of_its_own_and_an_average_pool_that_of_its_input():
+def calls(model, name):
+    return [str(node.target) for node in model.graph.nodes if node.meta.get("kind") == "quant"].count(name)
+
+
+def test_a_concat_has_one_scale_with_what_only_it_reads_and_an_average_pool_that_of_its_input():
     found = placed(Branches(), torch.randn(1, 3, 8, 8))
-    assert stubs(found) == [f"{name}_quant" for name in ("x", "one_fused", "two_fused", "cat_fused", "last_fused")]
-    calls = [str(node.target) for node in found.graph.nodes if node.meta.get("kind") == "quant"]
-    assert calls.count("cat_fused_quant") == 2  # before and after the pool
+    assert stubs(found) == [f"{name}_quant" for name in ("x", "cat_fused", "last_fused")]
+    assert calls(found, "cat_fused_quant") == 4  # its inputs, its output, after the pool
+
+
+class Dense(Branches):
+    """The second branch goes into both concats, the first one into the inner one alone, through a pool."""
+
+    def forward(self, x):
+        one, two = nn.functional.max_pool2d(self.one(x), 3, 1, 1), self.two(x)
+        inner = torch.cat([one, two], 1)
+        return torch.cat([inner, two], 1)
+
+
+def test_what_others_read_too_keeps_a_scale_of_its_own_and_a_concat_in_a_concat_has_that_of_the_outer():
+    found = placed(Dense(), torch.randn(1, 3, 8, 8))
+    assert stubs(found) == [f"{name}_quant" for name in ("x", "cat_1_fused", "two_fused")]
+    assert calls(found, "cat_1_fused_quant") == 4  # the convolution, the pool, the inner concat, the outer
+    assert calls(found, "two_fused_quant") == 1
 
 
 @pytest.mark.parametrize(

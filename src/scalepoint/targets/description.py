@@ -37,7 +37,7 @@ def describe(target: Target) -> tuple[Section, ...]:
         _accepted(target.accepts),
         Section("Refused", ("rule", "what it says"), tuple(map(_said, target.refuses))),
         Section("Left float", ("rule", "what it says"), tuple(map(_said, target.rules))),
-        Section("Same scale in and out", note=_moved(target.shares)),
+        Section("Same scale in and out", note=_moved(target.shares) + _joined(target.joins)),
         Section("Written in other words", ("rule", "why"), tuple(map(_spelled_so, target.spellings))),
         Section("Before patterns are matched", ("conversion", "what it says"), tuple(map(_said, target.conversions))),
     )
@@ -47,6 +47,11 @@ def describe(target: Target) -> tuple[Section, ...]:
 def _moved(kinds: Iterable[str]) -> str:
     named = ", ".join(sorted(kinds))
     return f"These only move values, so their output has the parameters of their input: {named}." if named else ""
+
+
+def _joined(kinds: Iterable[str]) -> str:
+    named = ", ".join(sorted(kinds))
+    return f" Inputs that nothing else reads have the parameters of the output: {named}." if named else ""
 
 
 def _defaults(target: Target) -> Iterator[tuple[str, str]]:
