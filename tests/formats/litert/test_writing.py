@@ -31,13 +31,14 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm, self.pool = nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.MaxPool2d(3, 2, 1)
+        self.stem, self.norm, self.pool = nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.MaxPool2d(3, 2, 1)
         self.one, self.two, self.three = (nn.Conv2d(16, 16, 3, 1, 1) for _ in range(3))
         self.depthwise, self.average = nn.Conv2d(32, 32, 3, 1, 1, groups=32), nn.AvgPool2d(2)
         self.last, self.head = nn.Conv2d(32, 16, 1, bias=False), nn.Linear(16, 10)
+        self.two.weight.data *= 8
 
     def forward(self, x):
-        x = self.pool(torch.relu(self.norm(self.stem(x))))
+        x = self.pool(torch.relu(self.norm(self.stem(nn.functional.pad(x, (0, 1, 0, 1))))))
         y = torch.relu(self.one(x) + x) + self.three(x)
         y = torch.cat([torch.relu(self.two(y)), y], 1)
         y = nn.functional.silu(self.last(self.average(nn.functional.relu6(self.depthwise(y)))))
@@ -62,21 +63,22 @@ def deployed(tmp_path_factory):
     return done, x, many, seen
 
 
-def test_the_net_runs_in_integers_in_xnnpack_but_for_its_average_pool(deployed):
+def test_the_net_runs_in_integers_in_one_piece_in_xnnpack(deployed):
     found = deployed[0].verification
     assert found.status == Status.OK
-    assert (found.executed["XNNPACK"], found.low_precision, found.fallbacks) == (2, 7, ())
-    assert [op for op in found.executed if "own kernel" in op] == ["AVERAGE_POOL_2D int8 (own kernel)"]
+    assert (found.executed["XNNPACK"], found.low_precision, found.fallbacks) == (1, 7, ())
+    assert [op for op in found.executed if "own kernel" in op] == []
     integers = {"CONV_2D int8": 5, "DEPTHWISE_CONV_2D int8": 1, "ADD int8": 2, "FULLY_CONNECTED float32 x int8": 1}
+    integers |= {"DEPTHWISE_CONV_2D int8 (average pool)": 1, "QUANTIZE int8": 1}  # of what not only the concat reads
     assert {op: found.executed.get(op) for op in integers} == integers
     assert {"MAX_POOL_2D int8", "CONCATENATION int8", "MEAN"} <= found.executed.keys()
     assert found.executed["TRANSPOSE int8"] == 1  # of the input: channels stand last from there on
-    assert "TRANSPOSE" not in found.executed
+    assert {"TRANSPOSE", "PAD"}.isdisjoint(found.executed)
 
 
 def test_outputs_are_those_of_the_simulation_in_both_kinds_of_kernels(deployed):
     found = deployed[0].verification
-    assert found.optimized[0].sqnr > 40
+    assert found.optimized[0].sqnr > 50
     assert found.unoptimized[0].sqnr > 25
 
 
@@ -116,8 +118,9 @@ def test_weights_biases_and_their_scales_are_the_models(deployed):
     assert np.array_equal(model.Buffers(bias.Buffer()).DataAsNumpy().view(np.int32), wanted.bias.detach().numpy())
 
 
-def test_codes_are_at_most_a_step_from_the_simulation_until_a_concat_and_few_behind_it(deployed, tmp_path):
-    """XNNPACK changes the scale of a concat's inputs by multipliers of 8 bits; an average pool rounds halves up."""
+def test_codes_are_those_of_the_simulation_until_a_concat_changes_a_scale(deployed, tmp_path):
+    """XNNPACK changes it by a multiplier of 8 bits: a step or two apart from there on. A mean of four codes is often a
+    half, for the simulation a float that is a little more or less."""
     done, x, _, _ = deployed
     form, path = find_format("litert"), tmp_path / "exposed.tflite"
     form.exposed(done.model, path, Writing(((x,), {})))
@@ -125,13 +128,14 @@ def test_codes_are_at_most_a_step_from_the_simulation_until_a_concat_and_few_beh
     with exchange({"x": x.numpy()}) as files:
         answer = ask(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
         found = files.outputs(answer)
-    compared, limit = 0, 1
+    compared, is_behind = 0, False
     for name, calls in codes.items():
         for wanted, given in matched(name, calls, form.about(path).quantizers, found):
             apart = np.abs(given.astype(int) - wanted)
-            assert apart.max() <= limit, name
-            assert (apart == 0).mean() > (0.95 if limit == 1 else 0.6), name
-            compared, limit = compared + 1, 4 if "cat" in name else limit
+            is_behind |= given.shape == (2, 32, 8, 8)  # of the concat and all after it
+            assert apart.max() <= (2 if is_behind else 0), name
+            assert (apart == 0).mean() > 0.8, name
+            compared += 1
     assert compared == sum(map(len, codes.values())) - 1  # the rows of the head, whose codes stay in its kernel
 
 
@@ -140,12 +144,12 @@ def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
     made = StoredStub.__init__
 
     def wrong(self, stub, factor):
-        made(self, stub, factor * 3 if stub.name == "two_relu_2_quant" else factor)
+        made(self, stub, factor * 3 if stub.name == "three_fused_quant" else factor)
 
     monkeypatch.setattr(StoredStub, "__init__", wrong)
     monkeypatch.setattr("scalepoint.verification.running.worst", lambda agreements: 0.0)  # else it is not searched for
     found = verify(done.path, done.model, x).departure
-    assert found.where == "two_relu_2_quant"
+    assert found.where == "three_fused_quant"
     assert found.largest > 2
 
 
@@ -182,6 +186,7 @@ def test_linear_layers_of_a_transformer_run_in_integers(config, operator, least,
     assert found.optimized[0].output == "tokens"
     assert found.optimized[0].sqnr > least
     assert (found.executed["BATCH_MATMUL"], found.executed["SOFTMAX"]) == (2, 1)
+    assert (found.executed["XNNPACK"], found.executed["EMBEDDING_LOOKUP (own kernel)"]) == (1, 1)
     assert found.size < 100_000  # of 262,144 in float: the table in int8 too
 
 

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from scalepoint.formats.litert.walk import FORMS
 
 aten = torch.ops.aten
-HIDDEN = -1e30  # a score that a mask hides
+HIDDEN = -1e30  # what is added for False
 
 
 def taken_apart(program: ExportedProgram) -> ExportedProgram:
@@ -43,8 +43,7 @@ def attention(
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
     if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(attn_mask.logical_not(), HIDDEN) if is_bool else scores + attn_mask
+        scores = scores + (torch.where(attn_mask, 0.0, HIDDEN) if attn_mask.dtype == torch.bool else attn_mask)
     return torch.matmul(torch.softmax(scores, -1), value)
 
 

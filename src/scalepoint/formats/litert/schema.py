@@ -31,9 +31,9 @@ OPTIONS = {
 # The first version of an operator that has what is used here: (with float tensors, with int8 ones).
 VERSIONS = {
     "ADD": (1, 2), "AVERAGE_POOL_2D": (1, 2), "CONCATENATION": (1, 2), "CONV_2D": (1, 3), "DEPTHWISE_CONV_2D": (1, 3),
-    "DEQUANTIZE": (2, 2), "FULLY_CONNECTED": (5, 12), "GATHER": (1, 2), "LEAKY_RELU": (1, 2), "MAX_POOL_2D": (1, 2),
-    "MEAN": (1, 2), "MUL": (1, 2), "PAD": (1, 2), "PADV2": (1, 2), "QUANTIZE": (1, 2),
-    "RESIZE_BILINEAR": (3, 3), "RESIZE_NEAREST_NEIGHBOR": (3, 3), "SLICE": (1, 2), "SPLIT": (1, 2),
+    "DEQUANTIZE": (2, 2), "EMBEDDING_LOOKUP": (1, 3), "FULLY_CONNECTED": (5, 12), "GATHER": (1, 2),
+    "LEAKY_RELU": (1, 2), "MAX_POOL_2D": (1, 2), "MEAN": (1, 2), "MUL": (1, 2), "PAD": (1, 2), "PADV2": (1, 2),
+    "QUANTIZE": (1, 2), "RESIZE_BILINEAR": (3, 3), "RESIZE_NEAREST_NEIGHBOR": (3, 3), "SLICE": (1, 2), "SPLIT": (1, 2),
     "STRIDED_SLICE": (1, 2), "SUB": (1, 2), "TILE": (1, 1), "TRANSPOSE": (1, 2), "TRANSPOSE_CONV": (3, 3),
 }  # fmt: skip
 

@@ -55,18 +55,18 @@ class StoredWeight(nn.Module):
 
 
 class StoredTable(nn.Module):
-    """Rows looked up as codes and as scales."""
+    """Rows looked up as codes, by an operator that multiplies each by its scale."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
         self.register_buffer("codes", source.deployed().codes.to(torch.int8).contiguous())
-        self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1, 1).clone())
+        self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1).clone())
 
     codes: Tensor
     scale: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.embedding(x, self.codes).to(torch.float32) * F.embedding(x, self.scale)
+        return F.embedding(x, dequantize(self.codes, self.scale, None, 0, 0, "int8"))
 
 
 class StoredStub(nn.Module):

@@ -36,10 +36,16 @@ def form(*targets: Any) -> Callable[[Form], Form]:
 
 
 FILLED = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
+LIKE = (  # of the shape of another tensor, whatever its values
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+)  # fmt: skip
 
 
 def _once(value: Any) -> Any:
     """One for what is free: whoever reads it broadcasts."""
+    if isinstance(value, Value):
+        return torch.empty([_once(size) for size in value.shape], dtype=getattr(torch, value.kind))
     return 1 if isinstance(value, Free) else value
 
 
@@ -116,10 +122,11 @@ class Walk(Tensors):
         if node.target in (own.dequantize.default, own.quantize.default):
             return None
         given = [self.known[each] for each in node.all_input_nodes]
-        is_filled = node.target in FILLED  # as long as the batch, the same for every sample
+        is_like = node.target in LIKE
+        is_filled = is_like or node.target in FILLED  # as long as the batch, the same for every sample
         if not is_filled and not all(isinstance(each, Tensor | int) and not isinstance(each, Free) for each in given):
             return None
-        if is_filled and any(isinstance(each, Value) for each in given):
+        if is_filled and not is_like and any(isinstance(each, Value) for each in given):
             return None
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda each: _once(self.given(each)))
         function: Any = node.target

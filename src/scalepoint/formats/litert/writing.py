@@ -20,7 +20,7 @@ from scalepoint.errors import ExportError, ScalepointError
 from scalepoint.files import replace_file
 from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
-from scalepoint.formats.litert import moves, pointwise, pools, products, reductions
+from scalepoint.formats.litert import lookups, moves, pointwise, pools, products, reductions
 from scalepoint.formats.litert.parts import taken_apart
 from scalepoint.formats.litert.schema import schema
 from scalepoint.formats.litert.stored import PARTS
@@ -32,7 +32,7 @@ from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import export_graph, quiet
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-ROOMS = (moves, pointwise, pools, products, reductions)  # each brings forms
+ROOMS = (lookups, moves, pointwise, pools, products, reductions)  # each brings forms
 
 
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
