@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import scalepoint
-from scalepoint.errors import StoreError, TargetError
+from scalepoint.errors import ScalepointWarning, StoreError, TargetError
 from scalepoint.formats import Writing, export, find_format
 from scalepoint.formats.litert.stored import StoredStub
 from scalepoint.quantize import QuantConfig, quantize
@@ -209,3 +209,15 @@ def test_an_operation_without_a_form_is_refused_before_any_data_is_read(tmp_path
             Sorted().eval(), torch.randn(1, 3, 8, 8), never(), target="litert", output=tmp_path / "out", progress=False
         )
     assert "deploy for 'onnxruntime'" in str(caught.value)
+
+
+def test_a_batch_that_cannot_be_free_is_told_with_the_reason(tmp_path):
+    x = torch.randn(2, 3, 4, 4)
+    model = quantize(
+        nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.ReLU()).eval(), x, None, forward_loop=[x], target="litert"
+    )
+    with pytest.warns(
+        ScalepointWarning, match=r"is 2, that of the example.*a transposed convolution is told its output's"
+    ):
+        path = export(model, tmp_path / "fixed.tflite", x)
+    assert find_format("litert").about(path).inputs[0].shape == (2, 3, 4, 4)

@@ -72,6 +72,7 @@ class Walk(Tensors):
         self.owned: set[int] = set()  # constants that the model holds, not those that are computed of them
         self.quantizers: dict[str, Value] = {}  # their codes, by the names that verify has for them
         self.outputs: list[Any] = []
+        self.why_fixed = ""  # why the batch is that of the example where it was to be free
 
     # the walk --------------------------------------------------------------------------------------------------------
 
