@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from scalepoint.errors import TargetError
-from scalepoint.quantize import QuantConfig, QuantStub, insert_qdq
+from scalepoint.quantize import QuantConfig, QuantStub, insert_qdq, quantize
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import find_target
 from scalepoint.transformation import transform
@@ -76,10 +77,24 @@ def test_unsigned_activations_are_refused_with_the_nearest_choice():
         placed(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), wrong)
 
 
-def test_blocks_of_four_bits_are_refused_with_a_scale_a_channel():
-    blocks = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32))
-    with pytest.raises(TargetError, match=r"int4 with granularity per_block as weight .*int4 .*per_channel"):
+def test_blocks_of_another_size_are_refused_with_those_that_run():
+    blocks = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=16))
+    with pytest.raises(TargetError, match=r"int4 in blocks of 16 as weight .*of 32/64/128/256"):
         placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(weight=blocks))
+
+
+def test_scales_of_blocks_are_what_the_file_and_the_kernel_hold():
+    blocks = QuantizationSpec(
+        dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static"
+    )
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    model[0].weight.data[0], model[0].weight.data[1] = 0, 1e-6
+    found = quantize(model.eval(), x, QuantConfig(weight=blocks), forward_loop=[x], target="litert")
+    scale = next(each.weight_quant.scale for each in found.modules() if isinstance(each, QuantizedWeighted))
+    assert scale.shape == (8, 2)
+    assert (scale > 0).all()
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(scale.to(dtype).to(torch.float32), scale)
 
 
 def test_the_declaration_names_its_format_and_runtime():

@@ -2,8 +2,8 @@
 
 import copy as copying
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor, fx
 
 from scalepoint.covered import Coverage, CoverageRow
@@ -32,7 +32,7 @@ from scalepoint.quantize.placement import (
 )
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
-from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_bfloat, in_half
+from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_half, in_types
 from scalepoint.quantize.tables import decide_table, is_table, share_codes
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
@@ -256,7 +256,8 @@ def _hold_scales(model: fx.GraphModule, target: Target) -> None:
         if isinstance(module, Quantizing) and target.has_half_scales:
             module.as_stored = in_half
         elif isinstance(module, WeightFakeQuantize) and isinstance(module.spec.granularity, PerBlockGranularity):
-            module.as_stored = in_bfloat if target.block_scale_dtype == torch.bfloat16 else None
+            dtypes = target.block_scale_dtypes
+            module.as_stored = partial(in_types, dtypes=dtypes) if dtypes else None
 
 
 def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from scalepoint.numerics import dtype_name
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.language import Element
@@ -92,8 +90,9 @@ def _language(target: Target) -> Iterator[tuple[str, str]]:
 def _scales(target: Target) -> Iterator[tuple[str, str]]:
     if target.has_half_scales:
         yield "scales", "numbers that float16 holds, in the simulation too"
-    if target.block_scale_dtype != torch.float32:
-        yield "scales of blocks", f"numbers that {dtype_name(target.block_scale_dtype)} holds, in the simulation too"
+    if target.block_scale_dtypes:
+        held = " and ".join(map(dtype_name, target.block_scale_dtypes))
+        yield "scales of blocks", f"numbers that {held} can hold, in the simulation too"
 
 
 def spelled(spec: QuantizationSpec, role: str) -> str:

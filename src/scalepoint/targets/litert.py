@@ -4,8 +4,9 @@ An operator is an integer one when its operands and its result are int8, after a
 their input, the inputs of a concat that of its output (what others read too is brought to it). So inputs and outputs of
 what follows convolutions are quantized. Other linear layers take their rows in int8 with a scale that the kernel finds
 anew for each (hybrid): norms, attention and residuals of a transformer stay float, and nothing is rounded on the way
-out. 4-bit weights run so alone, with a scale a channel: no file with blocks has run yet. Its kernels on CPUs are
-XNNPACK's, as ExecuTorch's are, and the placement is that of `executorch` but for average pools and concats.
+out. 4-bit weights run so alone; scales of blocks stand in the file as float16, and XNNPACK multiplies by them as
+bfloat16. Its kernels on CPUs are XNNPACK's, as ExecuTorch's are, and the placement is that of `executorch` but for
+average pools and concats.
 """
 
 from dataclasses import replace
@@ -16,9 +17,9 @@ from torch import fx
 from scalepoint.patterns import Pattern, chain, kind_of, op
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.patterns.language import Nodes
-from scalepoint.targets.executorch import BOTH, EXECUTORCH, INT4, SYMMETRIC
+from scalepoint.targets.executorch import BOTH, EXECUTORCH
 from scalepoint.targets.onnxruntime import COPIES, from_convolution
-from scalepoint.targets.target import Accepted, Facts
+from scalepoint.targets.target import Facts
 
 
 def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
@@ -47,8 +48,7 @@ LITERT = replace(
     refuses=(of_other_axes, *EXECUTORCH.refuses[1:]),
     shares=COPIES | {"avg_pool"},
     joins=frozenset(("cat",)),
-    accepts=(*EXECUTORCH.accepts[:-1], Accepted("weight", (INT4,), SYMMETRIC, ("per_channel",), (), ("linear",))),
-    block_scale_dtype=torch.float32,
+    block_scale_dtypes=(torch.bfloat16, torch.float16),
     format="litert",
     runtime="litert",
 )

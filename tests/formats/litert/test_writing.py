@@ -12,7 +12,7 @@ from scalepoint.formats.litert.stored import StoredStub
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask, exchange
-from scalepoint.spec import PerChannelGranularity, QuantizationSpec
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.verification import Status, verify
 from scalepoint.verification.departure import matched
 from scalepoint.verification.simulation import simulate
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip i
 INT4 = QuantizationSpec(
     dtype="int4", qscheme="symmetric", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
 )
+BLOCKS = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
 STATIC = QuantizationSpec(dtype="int8", qscheme="asymmetric", qparam_calculator_cls="global_minmax")
 
 
@@ -174,8 +175,9 @@ def encoder_inputs():
         (None, "FULLY_CONNECTED float32 x int8", 80),
         (QuantConfig(activation=STATIC), "FULLY_CONNECTED int8", 30),
         (QuantConfig(weight=INT4), "FULLY_CONNECTED float32 x int4", 80),
+        (QuantConfig(weight=BLOCKS), "FULLY_CONNECTED float32 x int4", 80),
     ],
-    ids=["rows", "constant scales", "4 bits"],
+    ids=["rows", "constant scales", "4 bits", "4 bits in blocks"],
 )
 def test_linear_layers_of_a_transformer_run_in_integers(config, operator, least, tmp_path):
     inputs = encoder_inputs()

@@ -49,7 +49,7 @@ def dequantize(walk: Walk, node: fx.Node) -> Any:
         return codes
     scale, zero = given["scale"], given["zero_point"]
     zeros = 0 if zero is None else int(zero.reshape(-1)[0])
-    told = Quantized(scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]))
+    told = Quantized(scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]), int(given["block"]))
     name = walk.names.get(id(codes), node.name).removesuffix(".codes")
     return Held(name, codes.detach().numpy(), str(given["fmt"]), told)
 

@@ -10,7 +10,7 @@ from scalepoint.formats.operators import dequantize, quantize, rows
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import PerChannelGranularity
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
 class StoredWeight(Layer):
@@ -20,10 +20,11 @@ class StoredWeight(Layer):
         super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
-        if not isinstance(granularity, PerChannelGranularity):
-            raise ExportError(f"{quant.name}: LiteRT takes weights with a scale a channel")
+        if not isinstance(granularity, PerChannelGranularity | PerBlockGranularity):
+            raise ExportError(f"{quant.name}: LiteRT takes weights with a scale a channel or a block")
         self.fmt = dtype_name(quant.spec.dtype)
         self.axis = int(granularity.axis or 0)
+        self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
         self.register_buffer("codes", deployed.codes.to(torch.int8).contiguous())
         self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
         bias, scale = deployed.bias, deployed.bias_scale
@@ -37,7 +38,7 @@ class StoredWeight(Layer):
     bias_scale: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = dequantize(self.codes, self.scale, None, self.axis, 0, self.fmt)
+        weight = dequantize(self.codes, self.scale, None, self.axis, self.block, self.fmt)
         bias = self.bias
         if bias is not None and self.bias_scale is not None:
             bias = dequantize(bias, self.bias_scale, None, 0, 0, "int32")

@@ -84,7 +84,9 @@ class Held:
     def values(self) -> np.ndarray:
         """What they stand for."""
         scale = self.quantized.scale.astype(np.float32)
-        if scale.ndim:
+        if self.quantized.block:
+            scale = scale.repeat(self.quantized.block, 1)
+        elif scale.ndim:
             scale = scale.reshape([-1 if axis == self.quantized.axis else 1 for axis in range(self.data.ndim)])
         zero = np.float32(self.quantized.zero_point)
         return ((self.data.astype(np.float32) - zero) * scale).astype(np.float32)
