@@ -201,14 +201,27 @@ class Sorted(nn.Module):
         return torch.sort(self.conv(x), -1).values
 
 
-def test_an_operation_without_a_form_is_refused_before_any_data_is_read(tmp_path):
+class Sized(Sorted):
+    def forward(self, x):
+        return self.conv(x[: int((x.sum() > 0).sum()) + 1])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Sorted(), r"aten.sort .*has no form in a \.tflite file"),
+        (Sized(), "has a size that depends on the data"),
+    ],
+    ids=["no form", "dynamic shape"],
+)
+def test_what_a_file_cannot_hold_is_refused_before_any_data_is_read(model, said, tmp_path):
     def never():
         raise AssertionError("data was read")
         yield
 
-    with pytest.raises(TargetError, match=r"aten.sort .*has no form in a \.tflite file") as caught:
+    with pytest.raises(TargetError, match=said) as caught:
         scalepoint.deploy(
-            Sorted().eval(), torch.randn(1, 3, 8, 8), never(), target="litert", output=tmp_path / "out", progress=False
+            model.eval(), torch.randn(2, 3, 8, 8), never(), target="litert", output=tmp_path / "out", progress=False
         )
     assert "deploy for 'onnxruntime'" in str(caught.value)
 

@@ -29,6 +29,10 @@ class NotFreeError(Exception):
     """The batch cannot be free in this file."""
 
 
+class NotPlannedError(Exception):
+    """A size that is only known once the data is there: shapes of a file are planned."""
+
+
 def plain(rank: int) -> Order:
     return tuple(range(rank))
 
@@ -103,6 +107,8 @@ def extent_of(size: Any, batch: int) -> int:
     expression: Any = size.node.expr
     if not expression.free_symbols:
         return int(expression)
+    if any(str(symbol).startswith("u") for symbol in expression.free_symbols):  # as torch names what it cannot know
+        raise NotPlannedError("has a size that depends on the data")
     return Free(int(expression.subs(dict.fromkeys(expression.free_symbols, batch))))
 
 

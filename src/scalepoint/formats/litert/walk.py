@@ -16,7 +16,17 @@ from torch.export import ExportedProgram
 from scalepoint.errors import TargetError
 from scalepoint.formats.litert.schema import Quantized
 from scalepoint.formats.litert.tensors import Tensors
-from scalepoint.formats.litert.values import Free, Held, NotFreeError, Value, extent_of, kind_of_dtype, plain, shape_of
+from scalepoint.formats.litert.values import (
+    Free,
+    Held,
+    NotFreeError,
+    NotPlannedError,
+    Value,
+    extent_of,
+    kind_of_dtype,
+    plain,
+    shape_of,
+)
 from scalepoint.formats.onnx.refusal import operation_of, place_of
 
 aten, own = torch.ops.aten, torch.ops.scalepoint
@@ -113,7 +123,7 @@ class Walk(Tensors):
             if node.target not in FORMS:
                 raise UnfitError("has no form in a .tflite file")
             return FORMS[node.target](self, node)
-        except UnfitError as error:
+        except (UnfitError, NotPlannedError) as error:
             raise refused(node, str(error)) from error
 
     def _folded(self, node: fx.Node) -> Any:
