@@ -213,6 +213,21 @@ def small_table(path: Path) -> str:
     return markdown(columns, rows)
 
 
+def litert_table(path: Path) -> str:
+    """Our files and the other quantizer's, network by network."""
+    rows: Rows = []
+    for row in json.loads(path.read_text()):
+        level = row["simulation"]
+        simulated = "" if level is None else "exactly" if level > EXACT else f"{level:.1f}"
+        shares = [f"{row['delegated']:.0%}", f"{row['integer']:.0%}"]
+        numbers = [f"{row['size']:.3f}", f"{row['speed']:.2f}", simulated, f"{row['against_float']:.1f}"]
+        rows.append(
+            [row["network"], row["how"], str(row["pieces"]), *shares, str(row["low"]), *numbers, f"{row['top1']:.0%}"]
+        )
+    columns = ["network", "how", "pieces", "XNNPACK", "integer", "low", "size", "speed", "dB to the simulation"]
+    return markdown([*columns, "dB against float", "top-1"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
@@ -238,6 +253,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "openvino": ("deployed-vnni", partial(files_table, runtime="openvino", others=NNCF)),
     "openvino-avx2": ("deployed", partial(files_table, runtime="openvino", others=NNCF)),
     "xnnpack": ("xnnpack", plain_table),
+    "litert": ("litert", litert_table),
     "weight_only": ("weight_only", plain_table),
     "tuning": ("tuning", partial(tuning_table, models=("ResNet", "CIFAR", "Efficient"))),
     "tuning-transformers": ("tuning", partial(tuning_table, models=("ViT", "MiniLM"))),

@@ -7,6 +7,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import CoverageError, TargetError
 from scalepoint.quantize import Override, QuantConfig, QuantStub, insert_qdq, quantize
+from scalepoint.quantize.record import record_of
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import find_target
 from scalepoint.transformation import transform
@@ -43,9 +44,27 @@ def test_linear_layers_of_a_transformer_find_their_scales_anew_and_write_float()
     own = stubs(found)
     dynamic = [name for name, stub in own.items() if is_dynamic(stub)]
     assert len(dynamic) == 12 * 4 + 1  # qkv, out, two of the MLP; the head
-    assert len(own) - len(dynamic) == 2  # before and after the patch embedding
+    assert len(own) == len(dynamic)  # the patch embedding, between float tensors, is float
     with torch.no_grad():
         found(torch.randn(2, 3, 32, 32))
+
+
+class Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Conv2d(3, 16, 4, 4), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.embed(x).flatten(2).transpose(1, 2)))
+
+
+def test_a_patch_embedding_is_int8_only_where_constant_scales_are_asked_for():
+    rows = [
+        record_of(placed(Patches(), torch.randn(2, 3, 8, 8), config)).coverage.operations[0]
+        for config in (None, QuantConfig(activation=STATIC))
+    ]
+    assert [(row.name, row.state.value) for row in rows] == [("embed", "float"), ("embed", "quantized")]
+    assert "ask for constant scales" in rows[0].reason
 
 
 def test_a_static_linear_layer_has_its_output_quantized_as_xnnpack_wants():

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from scalepoint.errors import TargetError
-from scalepoint.quantize import QuantConfig, QuantStub, insert_qdq
+from scalepoint.quantize import QuantConfig, QuantStub, insert_qdq, quantize
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import find_target
 from scalepoint.transformation import transform
@@ -29,11 +30,30 @@ class Branches(nn.Module):
         return self.last(nn.functional.avg_pool2d(torch.cat([self.one(x), self.two(x)], 1), 2))
 
 
-def test_a_concat_has_a_scale_of_its_own_and_an_average_pool_that_of_its_input():
+def calls(model, name):
+    return [str(node.target) for node in model.graph.nodes if node.meta.get("kind") == "quant"].count(name)
+
+
+def test_a_concat_has_one_scale_with_what_only_it_reads_and_an_average_pool_that_of_its_input():
     found = placed(Branches(), torch.randn(1, 3, 8, 8))
-    assert stubs(found) == [f"{name}_quant" for name in ("x", "one_fused", "two_fused", "cat_fused", "last_fused")]
-    calls = [str(node.target) for node in found.graph.nodes if node.meta.get("kind") == "quant"]
-    assert calls.count("cat_fused_quant") == 2  # before and after the pool
+    assert stubs(found) == [f"{name}_quant" for name in ("x", "cat_fused", "last_fused")]
+    assert calls(found, "cat_fused_quant") == 4  # its inputs, its output, after the pool
+
+
+class Dense(Branches):
+    """The second branch goes into both concats, the first one into the inner one alone, through a pool."""
+
+    def forward(self, x):
+        one, two = nn.functional.max_pool2d(self.one(x), 3, 1, 1), self.two(x)
+        inner = torch.cat([one, two], 1)
+        return torch.cat([inner, two], 1)
+
+
+def test_what_others_read_too_keeps_a_scale_of_its_own_and_a_concat_in_a_concat_has_that_of_the_outer():
+    found = placed(Dense(), torch.randn(1, 3, 8, 8))
+    assert stubs(found) == [f"{name}_quant" for name in ("x", "cat_1_fused", "two_fused")]
+    assert calls(found, "cat_1_fused_quant") == 4  # the convolution, the pool, the inner concat, the outer
+    assert calls(found, "two_fused_quant") == 1
 
 
 @pytest.mark.parametrize(
@@ -57,10 +77,24 @@ def test_unsigned_activations_are_refused_with_the_nearest_choice():
         placed(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), wrong)
 
 
-def test_blocks_of_four_bits_are_refused_with_a_scale_a_channel():
-    blocks = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32))
-    with pytest.raises(TargetError, match=r"int4 with granularity per_block as weight .*int4 .*per_channel"):
+def test_blocks_of_another_size_are_refused_with_those_that_run():
+    blocks = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=16))
+    with pytest.raises(TargetError, match=r"int4 in blocks of 16 as weight .*of 32/64/128/256"):
         placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(weight=blocks))
+
+
+def test_scales_of_blocks_are_what_the_file_and_the_kernel_hold():
+    blocks = QuantizationSpec(
+        dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static"
+    )
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    model[0].weight.data[0], model[0].weight.data[1] = 0, 1e-6
+    found = quantize(model.eval(), x, QuantConfig(weight=blocks), forward_loop=[x], target="litert")
+    scale = next(each.weight_quant.scale for each in found.modules() if isinstance(each, QuantizedWeighted))
+    assert scale.shape == (8, 2)
+    assert (scale > 0).all()
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(scale.to(dtype).to(torch.float32), scale)
 
 
 def test_the_declaration_names_its_format_and_runtime():

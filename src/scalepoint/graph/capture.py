@@ -32,7 +32,7 @@ from scalepoint.graph.origin import note_origin, origin_of
 from scalepoint.graph.sizes import note_sizes
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
-from scalepoint.graph.writes import follow_writes
+from scalepoint.graph.writes import follow_writes, join_batch_norms
 from scalepoint.turns import in_turn
 
 Inputs = Any
@@ -115,6 +115,7 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[Seen] = (
             program = program.run_decompositions({})
             unlifted = program.module(check_guards=False)
             follow_writes(unlifted.graph)
+            join_batch_norms(unlifted.graph)
     graph_module = Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     adopt(graph_module, owner)

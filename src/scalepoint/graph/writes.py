@@ -2,7 +2,8 @@
 
     x[:, 0].mul_(2)      ->      v = mul(x[:, 0], 2);  y = select_scatter(x, v, 1, 0)
 
-A write through views is carried to the tensor they look at, and the views that are read later look at the new one.
+A write through views is carried to the tensor they look at, and the views that are read later look at the new one;
+x.flatten(1).relu_() has nothing to carry where only the flat view is read afterwards.
 torch's own way (run_decompositions) takes three times the capture and drops dropout; it remains for the rest.
 """
 
@@ -33,6 +34,8 @@ def follow_writes(graph: fx.Graph) -> bool:
         chain = _chain(node.args[0])
         if len(chain) == 1 and chain[0].op == "get_attr":
             continue  # a write to a buffer is meant
+        if chain[-1].op != "get_attr" and _is_last_look(chain, node, order):
+            chain = chain[:1]
         family = _family(chain, node, order)
         if chain[-1].op == "get_attr" or not all(view.target in _SCATTERS for view in chain[:-1]):
             return False
@@ -79,6 +82,20 @@ def _chain(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
+def _is_last_look(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -> bool:
+    """Whether nothing that holds the written memory is read after the write, but for the view that it goes through."""
+    seen, open_nodes = {chain[0]}, [chain[-1]]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if any(order[user] > order[write] for user in node.users):
+            return False
+        open_nodes += [user for user in node.users if is_view(user)]
+    return True
+
+
 def _family(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -> list[fx.Node]:
     """The views of the written tensor that exist now and are read later, in the order in which they were made."""
     views: list[fx.Node] = []
@@ -123,3 +140,22 @@ def _carry(
     for old, new in renewed.items():
         for user in [user for user in old.users if order[user] >= order[write] + 1]:
             user.replace_input_with(old, new)
+
+
+def join_batch_norms(graph: fx.Graph) -> None:
+    """The batch norms that run_decompositions takes apart, as one operation again, which can be folded."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten._native_batch_norm_legit_no_training.default:
+            continue
+        readers = list(node.users)
+        if not all(user.target is operator.getitem and user.args[1] == 0 for user in readers):
+            continue
+        x, weight, bias, mean, var, momentum, eps = node.args
+        with graph.inserting_before(node):
+            args = (x, weight, bias, mean, var, False, momentum, eps, False)
+            made = graph.call_function(torch.ops.aten.batch_norm.default, args)
+        made.meta = {**node.meta, "val": node.meta["val"][0]}
+        for user in readers:
+            user.replace_all_uses_with(made)
+            graph.erase_node(user)
+        graph.erase_node(node)

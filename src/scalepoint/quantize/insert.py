@@ -2,8 +2,8 @@
 
 import copy as copying
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor, fx
 
 from scalepoint.covered import Coverage, CoverageRow
@@ -17,6 +17,7 @@ from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import coverage_rows, other_rows
 from scalepoint.quantize.fingerprint import fingerprint
+from scalepoint.quantize.joined import joined
 from scalepoint.quantize.parts import can_fold, kind_of_part
 from scalepoint.quantize.pays import leave_what_loses
 from scalepoint.quantize.placement import (
@@ -31,7 +32,7 @@ from scalepoint.quantize.placement import (
 )
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
-from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_bfloat, in_half
+from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_half, in_types
 from scalepoint.quantize.tables import decide_table, is_table, share_codes
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
@@ -66,7 +67,7 @@ def insert_qdq(
     if strict:
         coverage.check()
     tree = Tree(quantized)
-    _place_stubs(quantized, tree, decisions, frozenset() if chosen is None else chosen.shares)
+    _place_stubs(quantized, tree, decisions, chosen)
     _place_weights(decisions)
     if chosen is not None and chosen.bias == "int32":
         _round_biases(quantized, decisions)
@@ -121,16 +122,21 @@ def _sites(
 Stubs = dict[tuple[fx.Node, QuantizationSpec], fx.Node]
 
 
-def _place_stubs(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision], shares: frozenset[str]) -> None:
+def _place_stubs(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision], target: Target | None) -> None:
     """One stub a tensor and spec; whoever declared a point on the tensor reads the stub."""
     stubs: Stubs = {}
+    shares, joins = (frozenset(), frozenset()) if target is None else (target.shares, target.joins)
+    into = joined(decisions, joins, shares)
+    names: dict[tuple[fx.Node, QuantizationSpec], str] = {}  # of the stubs, by their tensor or by its join
     outputs: dict[fx.Node, fx.Node] = {}  # a tensor -> the stub that its own group put on it
     for decision in decisions:
         for point, tensor, spec in decision.points:
             stub = stubs.get((tensor, spec))
             if stub is None:
-                shared = _shared(stubs, tensor, spec, shares)
-                stub = stubs[tensor, spec] = _add_stub(model, tree, outputs.get(tensor, tensor), spec, shared)
+                end = into.get((tensor, spec), tensor)
+                name = names.get((end, spec)) or _shared(stubs, tensor, spec, shares)
+                name = names[end, spec] = name or _new_stub(tree, outputs.get(end, end), spec)
+                stub = stubs[tensor, spec] = _add_stub(model, outputs.get(tensor, tensor), name)
             _reader(model, stub).consumers.append(decision.site.name)
             if point == Point.OUTPUT:
                 outputs[tensor] = stub
@@ -167,15 +173,16 @@ def _shared(stubs: Stubs, tensor: fx.Node, spec: QuantizationSpec, shares: froze
     return None
 
 
-def _add_stub(
-    model: fx.GraphModule, tree: Tree, tensor: fx.Node, spec: QuantizationSpec, shared: str | None
-) -> fx.Node:
-    """A call of a stub right after the tensor: of the one it shares, or of a new one that is named after it."""
-    name = shared
-    if name is None:
-        stub = QuantStub([], spec=spec)
-        place = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else place_of(tensor)
-        name = stub.name = tree.add(f"{place}_quant", stub)
+def _new_stub(tree: Tree, tensor: fx.Node, spec: QuantizationSpec) -> str:
+    """The name of a new stub, which is called after the tensor."""
+    stub = QuantStub([], spec=spec)
+    place = str(tensor.target) if tensor.op in ("placeholder", "get_attr") else place_of(tensor)
+    stub.name = tree.add(f"{place}_quant", stub)
+    return stub.name
+
+
+def _add_stub(model: fx.GraphModule, tensor: fx.Node, name: str) -> fx.Node:
+    """A call of a stub right after the tensor."""
     after = tensor
     while after.op == "placeholder" and after.next.op == "placeholder":
         after = after.next
@@ -249,7 +256,8 @@ def _hold_scales(model: fx.GraphModule, target: Target) -> None:
         if isinstance(module, Quantizing) and target.has_half_scales:
             module.as_stored = in_half
         elif isinstance(module, WeightFakeQuantize) and isinstance(module.spec.granularity, PerBlockGranularity):
-            module.as_stored = in_bfloat if target.block_scale_dtype == torch.bfloat16 else None
+            dtypes = target.block_scale_dtypes
+            module.as_stored = partial(in_types, dtypes=dtypes) if dtypes else None
 
 
 def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:

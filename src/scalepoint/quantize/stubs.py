@@ -6,6 +6,7 @@ which observes and does the arithmetic.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -152,9 +153,9 @@ class Quantizing(Stateful):
         return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {', '.join(self.consumers)}"
 
 
-def in_bfloat(qparams: QParams) -> QParams:
-    """With scales that bfloat16 holds."""
-    return qparams._replace(scale=qparams.scale.to(torch.bfloat16).to(torch.float32))
+def in_types(qparams: QParams, dtypes: tuple[torch.dtype, ...]) -> QParams:
+    """With scales that all of these hold."""
+    return qparams._replace(scale=reduce(held_as, dtypes, qparams.scale))
 
 
 def in_half(qparams: QParams) -> QParams:

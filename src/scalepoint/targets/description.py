@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from scalepoint.numerics import dtype_name
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.language import Element
@@ -37,7 +35,7 @@ def describe(target: Target) -> tuple[Section, ...]:
         _accepted(target.accepts),
         Section("Refused", ("rule", "what it says"), tuple(map(_said, target.refuses))),
         Section("Left float", ("rule", "what it says"), tuple(map(_said, target.rules))),
-        Section("Same scale in and out", note=_moved(target.shares)),
+        Section("Same scale in and out", note=_moved(target.shares) + _joined(target.joins)),
         Section("Written in other words", ("rule", "why"), tuple(map(_spelled_so, target.spellings))),
         Section("Before patterns are matched", ("conversion", "what it says"), tuple(map(_said, target.conversions))),
     )
@@ -47,6 +45,11 @@ def describe(target: Target) -> tuple[Section, ...]:
 def _moved(kinds: Iterable[str]) -> str:
     named = ", ".join(sorted(kinds))
     return f"These only move values, so their output has the parameters of their input: {named}." if named else ""
+
+
+def _joined(kinds: Iterable[str]) -> str:
+    named = ", ".join(sorted(kinds))
+    return f" Inputs that nothing else reads have the parameters of the output: {named}." if named else ""
 
 
 def _defaults(target: Target) -> Iterator[tuple[str, str]]:
@@ -87,8 +90,9 @@ def _language(target: Target) -> Iterator[tuple[str, str]]:
 def _scales(target: Target) -> Iterator[tuple[str, str]]:
     if target.has_half_scales:
         yield "scales", "numbers that float16 holds, in the simulation too"
-    if target.block_scale_dtype != torch.float32:
-        yield "scales of blocks", f"numbers that {dtype_name(target.block_scale_dtype)} holds, in the simulation too"
+    if target.block_scale_dtypes:
+        held = " and ".join(map(dtype_name, target.block_scale_dtypes))
+        yield "scales of blocks", f"numbers that {held} can hold, in the simulation too"
 
 
 def spelled(spec: QuantizationSpec, role: str) -> str:

@@ -3,7 +3,8 @@
 Its partitioner takes an operation for int8 when each operand comes from a DequantizeLinear of its own and its result,
 after a relu at most, goes into one QuantizeLinear. So inputs and outputs of what follows convolutions are quantized.
 Other linear layers take their rows in int8 with a scale that is found anew for each (dynamic): norms, attention and
-residuals of a transformer stay float, and nothing is rounded on the way out. 4-bit weights run so alone.
+residuals of a transformer stay float, and nothing is rounded on the way out. 4-bit weights run so alone. Its patch
+embedding stands between float tensors, and is float unless constant scales are asked for.
 """
 
 import torch
@@ -56,7 +57,15 @@ def follows_convolution(linear: fx.Node, nodes: Nodes) -> str | None:
     return None if from_convolution(source) else "it does not read a convolution"
 
 
+def embeds_patches(conv: fx.Node, nodes: Nodes) -> str | None:
+    """The one convolution of a network with layer norms: what it gives is read in float."""
+    kinds = [kind_of(node) for node in conv.graph.nodes]
+    is_alone = kinds.count("conv") == 1 and "layer_norm" in kinds
+    return None if is_alone else "it is not the one convolution of a transformer"
+
+
 PATTERNS = (
+    Pattern("PatchPattern", chain(op("conv", where=embeds_patches), optional(BATCH_NORM)), FusedConvBN, BOTH),
     Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), FOLDED), FusedConvBNReLU, BOTH),
     Pattern("ConvBNPattern", chain(CONV, optional(BATCH_NORM)), FusedConvBN, BOTH),
     Pattern(
@@ -100,7 +109,7 @@ def constant_scales_by_four_bits(facts: Facts) -> str | None:
     """4-bit weights multiply rows that have their scales found anew, nothing else."""
     if facts.weight is None or facts.activation is None or facts.weight.dtype != INT4 or facts.kind != "linear":
         return None
-    if isinstance(facts.activation.granularity, PerTokenGranularity):
+    if _is_by_rows(facts.activation):
         return None
     return (
         "4-bit weights with activations of a constant scale: ask for dynamic, asymmetric, per_token int8, or for 8 bits"
@@ -112,6 +121,17 @@ def floats_by_narrow_weights(facts: Facts) -> str | None:
     if facts.is_weight_only and facts.kind != "embedding":
         return f"no kernel for a {facts.kind} with narrow weights and float activations: leave those to the target"
     return None
+
+
+def patches_by_rows(facts: Facts) -> str | None:
+    """A patch embedding has float tensors on both sides: rounded to int8 twice, it costs accuracy for few products."""
+    if facts.pattern == "PatchPattern" and _is_by_rows(facts.activation):
+        return "the one convolution of a transformer, between float tensors: ask for constant scales to have it in int8"
+    return None
+
+
+def _is_by_rows(spec: QuantizationSpec | None) -> bool:
+    return spec is not None and isinstance(spec.granularity, PerTokenGranularity)
 
 
 def transposed_in_groups(facts: Facts) -> str | None:
@@ -127,7 +147,7 @@ EXECUTORCH = Target(
     patterns=PATTERNS,
     conversions=tuple(conversion for conversion in CONVERSIONS if conversion is not head_to_convolution),
     activation=QuantizationSpec(dtype="int8", qscheme="asymmetric", qparam_calculator_cls="global_minmax"),
-    activations={"LinearPattern": DYNAMIC, "LinearReLUPattern": DYNAMIC},
+    activations=dict.fromkeys(("LinearPattern", "LinearReLUPattern", "PatchPattern"), DYNAMIC),
     weight=QuantizationSpec(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
@@ -141,9 +161,9 @@ EXECUTORCH = Target(
         Accepted("weight", (INT4,), SYMMETRIC, ("per_block", "per_channel"), GROUPS, ("linear",)),
     ),
     refuses=(no_third_axis, constant_scales_by_four_bits),
-    rules=(floats_by_narrow_weights, transposed_in_groups, small_tables),
+    rules=(floats_by_narrow_weights, patches_by_rows, transposed_in_groups, small_tables),
     shares=COPIES,
-    block_scale_dtype=torch.bfloat16,
+    block_scale_dtypes=(torch.bfloat16,),
     bias="int32",
     format="executorch",
     runtime="executorch",

@@ -1,24 +1,34 @@
 """LiteRT (TensorFlow Lite) on phones and other ARM or x86 CPUs: signed int8, one scale a tensor, s8 weights a channel.
 
 An operator is an integer one when its operands and its result are int8, after a relu at most; pools have the scale of
-their input, a concat brings its inputs to the scale of its output. So inputs and outputs of what follows convolutions
-are quantized. Other linear layers take their rows in int8 with a scale that the kernel finds anew for each (hybrid):
-norms, attention and residuals of a transformer stay float, and nothing is rounded on the way out. 4-bit weights run so
-alone, with a scale a channel: no file with blocks has run yet. Its kernels on CPUs are XNNPACK's, as ExecuTorch's
-are, and the placement is that of `executorch` but for average pools and concats.
+their input, the inputs of a concat that of its output (what others read too is brought to it). So inputs and outputs of
+what follows convolutions are quantized. Other linear layers take their rows in int8 with a scale that the kernel finds
+anew for each (hybrid): norms, attention and residuals of a transformer stay float, and nothing is rounded on the way
+out. 4-bit weights run so alone; scales of blocks stand in the file as float16, and XNNPACK multiplies by them as
+bfloat16. Its kernels on CPUs are XNNPACK's, as ExecuTorch's are, and the placement is that of `executorch` but for
+average pools and concats.
 """
 
 from dataclasses import replace
 
 import torch
+from torch import fx
 
-from scalepoint.patterns import Pattern, chain, op
+from scalepoint.patterns import Pattern, chain, kind_of, op
 from scalepoint.patterns.fused import FusedConcat
-from scalepoint.targets.executorch import BOTH, EXECUTORCH, INT4, SYMMETRIC
-from scalepoint.targets.onnxruntime import COPIES, reads_convolution
-from scalepoint.targets.target import Accepted, Facts
+from scalepoint.patterns.language import Nodes
+from scalepoint.targets.executorch import BOTH, EXECUTORCH
+from scalepoint.targets.onnxruntime import COPIES, from_convolution
+from scalepoint.targets.target import Facts
 
-CONCAT = Pattern("ConcatPattern", chain(op("cat", where=reads_convolution)), FusedConcat, BOTH)
+
+def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
+    """All that it joins comes from convolutions, or from such a concat."""
+    given = [each for each in cat.all_input_nodes if kind_of(each) != "cat" or joins_integers(each, nodes)]
+    return None if all(map(from_convolution, given)) else "not all of its inputs come from convolutions"
+
+
+CONCAT = Pattern("ConcatPattern", chain(op("cat", where=joins_integers)), FusedConcat, BOTH)
 
 
 def of_other_axes(facts: Facts) -> str | None:
@@ -37,8 +47,8 @@ LITERT = replace(
     patterns=tuple(CONCAT if each.name == "ConcatPattern" else each for each in EXECUTORCH.patterns),
     refuses=(of_other_axes, *EXECUTORCH.refuses[1:]),
     shares=COPIES | {"avg_pool"},
-    accepts=(*EXECUTORCH.accepts[:-1], Accepted("weight", (INT4,), SYMMETRIC, ("per_channel",), (), ("linear",))),
-    block_scale_dtype=torch.float32,
+    joins=frozenset(("cat",)),
+    block_scale_dtypes=(torch.bfloat16, torch.float16),
     format="litert",
     runtime="litert",
 )

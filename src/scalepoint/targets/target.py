@@ -122,6 +122,7 @@ class Target:
     rules: tuple[CostRule, ...] = ()
     refuses: tuple[CostRule, ...] = ()  # what it cannot run in any precision
     shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
+    joins: frozenset[str] = frozenset()  # kinds whose output's parameters their inputs have too, if nothing else reads
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
     follows_readers: bool = False  # whether what has no weights stays float when all that read it do
@@ -132,7 +133,7 @@ class Target:
     )  # how a language runtime can keep keys and values, by name
     bias: Literal["float", "int32"] = "float"
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
-    block_scale_dtype: torch.dtype = torch.float32  # in which files hold the scales of blocks: the simulation has such
+    block_scale_dtypes: tuple[torch.dtype, ...] = ()  # all of which hold scales of blocks, as the simulation's are
     has_half_scales: bool = False  # whether files hold scales in float16, so that the simulation has such ones
     is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 import scalepoint
-from scalepoint.errors import StoreError, TargetError
+from scalepoint.errors import ScalepointWarning, StoreError, TargetError
 from scalepoint.formats import Writing, export, find_format
 from scalepoint.formats.litert.stored import StoredStub
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask, exchange
-from scalepoint.spec import PerChannelGranularity, QuantizationSpec
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.verification import Status, verify
 from scalepoint.verification.departure import matched
 from scalepoint.verification.simulation import simulate
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip i
 INT4 = QuantizationSpec(
     dtype="int4", qscheme="symmetric", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
 )
+BLOCKS = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
 STATIC = QuantizationSpec(dtype="int8", qscheme="asymmetric", qparam_calculator_cls="global_minmax")
 
 
@@ -31,13 +32,14 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm, self.pool = nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.MaxPool2d(3, 2, 1)
+        self.stem, self.norm, self.pool = nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.MaxPool2d(3, 2, 1)
         self.one, self.two, self.three = (nn.Conv2d(16, 16, 3, 1, 1) for _ in range(3))
         self.depthwise, self.average = nn.Conv2d(32, 32, 3, 1, 1, groups=32), nn.AvgPool2d(2)
         self.last, self.head = nn.Conv2d(32, 16, 1, bias=False), nn.Linear(16, 10)
+        self.two.weight.data *= 8
 
     def forward(self, x):
-        x = self.pool(torch.relu(self.norm(self.stem(x))))
+        x = self.pool(torch.relu(self.norm(self.stem(nn.functional.pad(x, (0, 1, 0, 1))))))
         y = torch.relu(self.one(x) + x) + self.three(x)
         y = torch.cat([torch.relu(self.two(y)), y], 1)
         y = nn.functional.silu(self.last(self.average(nn.functional.relu6(self.depthwise(y)))))
@@ -62,21 +64,22 @@ def deployed(tmp_path_factory):
     return done, x, many, seen
 
 
-def test_the_net_runs_in_integers_in_xnnpack_but_for_its_average_pool(deployed):
+def test_the_net_runs_in_integers_in_one_piece_in_xnnpack(deployed):
     found = deployed[0].verification
     assert found.status == Status.OK
-    assert (found.executed["XNNPACK"], found.low_precision, found.fallbacks) == (2, 7, ())
-    assert [op for op in found.executed if "own kernel" in op] == ["AVERAGE_POOL_2D int8 (own kernel)"]
+    assert (found.executed["XNNPACK"], found.low_precision, found.fallbacks) == (1, 7, ())
+    assert [op for op in found.executed if "own kernel" in op] == []
     integers = {"CONV_2D int8": 5, "DEPTHWISE_CONV_2D int8": 1, "ADD int8": 2, "FULLY_CONNECTED float32 x int8": 1}
+    integers |= {"DEPTHWISE_CONV_2D int8 (average pool)": 1, "QUANTIZE int8": 1}  # of what not only the concat reads
     assert {op: found.executed.get(op) for op in integers} == integers
     assert {"MAX_POOL_2D int8", "CONCATENATION int8", "MEAN"} <= found.executed.keys()
     assert found.executed["TRANSPOSE int8"] == 1  # of the input: channels stand last from there on
-    assert "TRANSPOSE" not in found.executed
+    assert {"TRANSPOSE", "PAD"}.isdisjoint(found.executed)
 
 
 def test_outputs_are_those_of_the_simulation_in_both_kinds_of_kernels(deployed):
     found = deployed[0].verification
-    assert found.optimized[0].sqnr > 40
+    assert found.optimized[0].sqnr > 50
     assert found.unoptimized[0].sqnr > 25
 
 
@@ -116,8 +119,9 @@ def test_weights_biases_and_their_scales_are_the_models(deployed):
     assert np.array_equal(model.Buffers(bias.Buffer()).DataAsNumpy().view(np.int32), wanted.bias.detach().numpy())
 
 
-def test_codes_are_at_most_a_step_from_the_simulation_until_a_concat_and_few_behind_it(deployed, tmp_path):
-    """XNNPACK changes the scale of a concat's inputs by multipliers of 8 bits; an average pool rounds halves up."""
+def test_codes_are_those_of_the_simulation_until_a_concat_changes_a_scale(deployed, tmp_path):
+    """XNNPACK changes it by a multiplier of 8 bits: a step or two apart from there on. A mean of four codes is often a
+    half, for the simulation a float that is a little more or less."""
     done, x, _, _ = deployed
     form, path = find_format("litert"), tmp_path / "exposed.tflite"
     form.exposed(done.model, path, Writing(((x,), {})))
@@ -125,13 +129,14 @@ def test_codes_are_at_most_a_step_from_the_simulation_until_a_concat_and_few_beh
     with exchange({"x": x.numpy()}) as files:
         answer = ask(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
         found = files.outputs(answer)
-    compared, limit = 0, 1
+    compared, is_behind = 0, False
     for name, calls in codes.items():
         for wanted, given in matched(name, calls, form.about(path).quantizers, found):
             apart = np.abs(given.astype(int) - wanted)
-            assert apart.max() <= limit, name
-            assert (apart == 0).mean() > (0.95 if limit == 1 else 0.6), name
-            compared, limit = compared + 1, 4 if "cat" in name else limit
+            is_behind |= given.shape == (2, 32, 8, 8)  # of the concat and all after it
+            assert apart.max() <= (2 if is_behind else 0), name
+            assert (apart == 0).mean() > 0.8, name
+            compared += 1
     assert compared == sum(map(len, codes.values())) - 1  # the rows of the head, whose codes stay in its kernel
 
 
@@ -140,12 +145,12 @@ def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
     made = StoredStub.__init__
 
     def wrong(self, stub, factor):
-        made(self, stub, factor * 3 if stub.name == "two_relu_2_quant" else factor)
+        made(self, stub, factor * 3 if stub.name == "three_fused_quant" else factor)
 
     monkeypatch.setattr(StoredStub, "__init__", wrong)
     monkeypatch.setattr("scalepoint.verification.running.worst", lambda agreements: 0.0)  # else it is not searched for
     found = verify(done.path, done.model, x).departure
-    assert found.where == "two_relu_2_quant"
+    assert found.where == "three_fused_quant"
     assert found.largest > 2
 
 
@@ -170,8 +175,9 @@ def encoder_inputs():
         (None, "FULLY_CONNECTED float32 x int8", 80),
         (QuantConfig(activation=STATIC), "FULLY_CONNECTED int8", 30),
         (QuantConfig(weight=INT4), "FULLY_CONNECTED float32 x int4", 80),
+        (QuantConfig(weight=BLOCKS), "FULLY_CONNECTED float32 x int4", 80),
     ],
-    ids=["rows", "constant scales", "4 bits"],
+    ids=["rows", "constant scales", "4 bits", "4 bits in blocks"],
 )
 def test_linear_layers_of_a_transformer_run_in_integers(config, operator, least, tmp_path):
     inputs = encoder_inputs()
@@ -182,6 +188,7 @@ def test_linear_layers_of_a_transformer_run_in_integers(config, operator, least,
     assert found.optimized[0].output == "tokens"
     assert found.optimized[0].sqnr > least
     assert (found.executed["BATCH_MATMUL"], found.executed["SOFTMAX"]) == (2, 1)
+    assert (found.executed["XNNPACK"], found.executed["EMBEDDING_LOOKUP (own kernel)"]) == (1, 1)
     assert found.size < 100_000  # of 262,144 in float: the table in int8 too
 
 
@@ -194,13 +201,38 @@ class Sorted(nn.Module):
         return torch.sort(self.conv(x), -1).values
 
 
-def test_an_operation_without_a_form_is_refused_before_any_data_is_read(tmp_path):
+class Sized(Sorted):
+    def forward(self, x):
+        return self.conv(x[: int((x.sum() > 0).sum()) + 1])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Sorted(), r"aten.sort .*has no form in a \.tflite file"),
+        (Sized(), "has a size that depends on the data"),
+    ],
+    ids=["no form", "dynamic shape"],
+)
+def test_what_a_file_cannot_hold_is_refused_before_any_data_is_read(model, said, tmp_path):
     def never():
         raise AssertionError("data was read")
         yield
 
-    with pytest.raises(TargetError, match=r"aten.sort .*has no form in a \.tflite file") as caught:
+    with pytest.raises(TargetError, match=said) as caught:
         scalepoint.deploy(
-            Sorted().eval(), torch.randn(1, 3, 8, 8), never(), target="litert", output=tmp_path / "out", progress=False
+            model.eval(), torch.randn(2, 3, 8, 8), never(), target="litert", output=tmp_path / "out", progress=False
         )
     assert "deploy for 'onnxruntime'" in str(caught.value)
+
+
+def test_a_batch_that_cannot_be_free_is_told_with_the_reason(tmp_path):
+    x = torch.randn(2, 3, 4, 4)
+    model = quantize(
+        nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.ReLU()).eval(), x, None, forward_loop=[x], target="litert"
+    )
+    with pytest.warns(
+        ScalepointWarning, match=r"is 2, that of the example.*a transposed convolution is told its output's"
+    ):
+        path = export(model, tmp_path / "fixed.tflite", x)
+    assert find_format("litert").about(path).inputs[0].shape == (2, 3, 4, 4)

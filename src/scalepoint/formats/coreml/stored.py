@@ -1,18 +1,16 @@
 """What a Core ML file holds of a quantized model: weights as codes with their parameters, quantizers as Q/DQ."""
 
 import re
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.form import Parts, stored_form
+from scalepoint.formats.layers import Layer
 from scalepoint.formats.onnx.stored import FloatWeight
 from scalepoint.formats.operators import dequantize, look_up, quantize
 from scalepoint.numerics import dtype_name
-from scalepoint.quantize.parts import run_with
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import (
@@ -27,15 +25,13 @@ ACTIVATIONS = {"uint8": (0, 255), "int8": (-128, 127)}
 NARROW = ("int4", "uint4")  # from iOS 18 on
 
 
-class StoredWeight(nn.Module):
+class StoredWeight(Layer):
     """An operation over codes as (out, in, ..); a zero point is left away where it is zero everywhere."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
-        super().__init__()
+        super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
-        self.refers = {"operation": source.operation}
-        self.is_linear = source.kind == "linear"
         self.fmt = dtype_name(quant.spec.dtype)
         if self.fmt not in (*NARROW, *ACTIVATIONS):
             raise ExportError(f"{quant.name}: Core ML has no weights of {self.fmt}. It has int4, uint4, int8, uint8")
@@ -71,22 +67,17 @@ class StoredWeight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt).to(torch.float32)
-        if self.is_linear:
-            return F.linear(x, weight, self.bias)
-        operation: Any = self.refers["operation"]
-        return run_with(operation, x, weight, self.bias)
+        return self.product(x, weight, self.bias)
 
 
-class StoredPalette(nn.Module):
+class StoredPalette(Layer):
     """An operation over indices as (out, in, ..) into tables (groups, entries)."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
-        super().__init__()
+        super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
         assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # a palette has no other
-        self.refers = {"operation": source.operation}
-        self.is_linear = source.kind == "linear"
         self.fmt, self.axis = dtype_name(quant.spec.dtype), int(granularity.axis or 0)
         self.register_buffer("codes", deployed.codes.contiguous())
         self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())
@@ -99,10 +90,7 @@ class StoredPalette(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = look_up(self.codes, self.tables, self.axis, self.fmt)
-        if self.is_linear:
-            return F.linear(x, weight, self.bias)
-        operation: Any = self.refers["operation"]
-        return run_with(operation, x, weight, self.bias)
+        return self.product(x, weight, self.bias)
 
 
 def stored_weight(source: QuantizedWeighted) -> nn.Module:

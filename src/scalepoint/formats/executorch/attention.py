@@ -3,17 +3,14 @@
     softmax(c q k^T + mask) v
 
 torch's own decomposition multiplies by numbers, broadcasts and looks for rows that a mask hides whole, all of which
-runs outside of XNNPACK. Such a row gives the mean of all values here, and zeros there.
+runs outside of XNNPACK.
 """
-
-from math import sqrt
 
 import torch
 from torch import Tensor, fx
 
+from scalepoint.formats.spelled import added, spelled_out
 from scalepoint.graph import Operation
-
-HIDDEN = -1e30  # what is added for False
 
 
 def spell_out(model: fx.GraphModule) -> fx.GraphModule:
@@ -24,26 +21,14 @@ def spell_out(model: fx.GraphModule) -> fx.GraphModule:
     return model
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """As torch.nn.functional.scaled_dot_product_attention, in eval mode."""
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
+def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
     shape, (rows, width), columns = query.shape, query.shape[-2:], key.shape[-2]
-    factor = torch.tensor(1 / sqrt(width) if scale is None else scale, dtype=query.dtype)
-    scores = torch.bmm((query * factor).reshape(-1, rows, width), key.reshape(-1, columns, width).transpose(1, 2))
-    if is_causal:
-        attn_mask = torch.ones(rows, columns, dtype=torch.bool).tril()
-    if attn_mask is not None:
-        added = attn_mask if attn_mask.dtype != torch.bool else torch.where(attn_mask, 0.0, HIDDEN).to(query.dtype)
-        scores = (scores.reshape(*shape[:-1], columns) + added).reshape(-1, rows, columns)
+    scaled = query * torch.tensor(factor, dtype=query.dtype)
+    scores = torch.bmm(scaled.reshape(-1, rows, width), key.reshape(-1, columns, width).transpose(1, 2))
+    if mask is not None:
+        scores = (scores.reshape(*shape[:-1], columns) + added(mask, query.dtype)).reshape(-1, rows, columns)
     made = torch.bmm(torch.softmax(scores, -1), value.reshape(-1, columns, value.shape[-1]))
     return made.reshape(*shape[:-1], value.shape[-1])
+
+
+attention = spelled_out(core)

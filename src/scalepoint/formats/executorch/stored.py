@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.form import Parts
-from scalepoint.quantize.parts import TABLE, run_with
+from scalepoint.formats.layers import HIGH, LOW, Layer, int8_parts
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity, PerTokenGranularity
-
-LOW, HIGH = -128, 127  # of int8
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
 def operators() -> Any:
@@ -26,14 +23,13 @@ def operators() -> Any:
     return torch.ops.quantized_decomposed
 
 
-class StoredWeight(nn.Module):
+class StoredWeight(Layer):
     """An operation over stored codes."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
-        super().__init__()
+        super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
-        self.refers = {"operation": source.operation}
         self.low, self.high = int(quant.quantizer.grid.low), int(quant.quantizer.grid.high)
         self.low = -8 if self.high == 7 else self.low  # which is how XNNPACK knows 4 bits
         self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
@@ -51,7 +47,6 @@ class StoredWeight(nn.Module):
         self.register_buffer("scale", scale.contiguous().clone())
         self.register_buffer("zero_point", torch.zeros_like(scale, dtype=torch.int64))
         self.register_buffer("bias", None if bias is None else bias.contiguous().clone())
-        self.is_linear = source.kind == "linear"
 
     codes: Tensor
     scale: Tensor
@@ -65,10 +60,7 @@ class StoredWeight(nn.Module):
             weight = operators().dequantize_per_channel_group(*parameters, *limits)
         else:
             weight = operators().dequantize_per_channel(*parameters, self.axis, self.low, self.high, torch.int8)
-        if self.is_linear:
-            return F.linear(x, weight, self.bias)
-        operation: Any = self.refers["operation"]
-        return run_with(operation, x, weight, self.bias)
+        return self.product(x, weight, self.bias)
 
 
 class StoredTable(nn.Module):
@@ -117,40 +109,4 @@ class StoredDynamicStub(nn.Module):
         return values
 
 
-class FloatWeight(nn.Module):
-    """The same operation in float, with the batch norm folded in: what the quantized file is compared with."""
-
-    def __init__(self, source: QuantizedWeighted) -> None:
-        super().__init__()
-        weight, bias = source.folded()
-        self.refers = {"operation": source.operation}
-        self.is_linear = source.kind == "linear"
-        self.register_buffer("weight", (source.canonical(weight) if self.is_linear else weight).detach().contiguous())
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_linear:
-            return F.linear(x, self.weight, self.bias)
-        operation: Any = self.refers["operation"]
-        return run_with(operation, x, self.weight, self.bias)
-
-
-def _weight(source: QuantizedWeighted) -> nn.Module:
-    return StoredTable(source) if source.kind == TABLE else StoredWeight(source)
-
-
-def _stub(stub: QuantStub, factor: float) -> nn.Module:
-    granularity = stub.calculator.granularity
-    if stub.quantizer.grid.format.name != "int8":
-        raise ExportError(f"{stub.name}: XNNPACK's activations are int8, not {stub.quantizer.grid.format.name}")
-    if isinstance(granularity, PerTokenGranularity) and stub.calculator.always_called:
-        return StoredDynamicStub()
-    if not isinstance(granularity, PerTensorGranularity) or (stub.calculator.always_called and not stub.is_learned):
-        raise ExportError(f"{stub.name}: XNNPACK's activations have one scale, or one a row that is found anew")
-    return StoredStub(stub, factor)
-
-
-PARTS = Parts(weight=_weight, stub=_stub, plain=FloatWeight)
+PARTS = int8_parts("XNNPACK", (StoredWeight, StoredTable), (StoredStub, StoredDynamicStub))

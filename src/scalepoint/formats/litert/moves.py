@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from scalepoint.formats.litert.products import closed
 from scalepoint.formats.litert.schema import Quantized
-from scalepoint.formats.litert.values import Free, Held, NotFreeError, Value, kind_of_dtype, plain
+from scalepoint.formats.litert.values import Free, Held, NotFreeError, Value, plain
 from scalepoint.formats.litert.walk import Ending, UnfitError, Walk, form
 
 aten, own = torch.ops.aten, torch.ops.scalepoint
@@ -49,7 +49,7 @@ def dequantize(walk: Walk, node: fx.Node) -> Any:
         return codes
     scale, zero = given["scale"], given["zero_point"]
     zeros = 0 if zero is None else int(zero.reshape(-1)[0])
-    told = Quantized(scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]))
+    told = Quantized(scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]), int(given["block"]))
     name = walk.names.get(id(codes), node.name).removesuffix(".codes")
     return Held(name, codes.detach().numpy(), str(given["fmt"]), told)
 
@@ -278,11 +278,13 @@ def pad(walk: Walk, node: fx.Node) -> Value:
     shape, kind = walk.like(node)
     if any(each < 0 for pair in pairs for each in pair):
         return _cropped(walk, x, pairs, shape)
-    x = x if value == 0 else walk.float_of(x)
+    end = walk.ending(node, folds=False)
+    x = walk.float_of(x) if value != 0 else x if end.codes is None else recoded(walk, x, end.codes)  # zeros have a code
     order = x.order
     inputs = [x.stored[order], walk.constant(np.array([pairs[axis] for axis in order], np.int32), "paddings")]
     if value == 0:
-        return walk.emit("PAD", inputs, shape, kind, order=order, codes=x.codes)
+        made = walk.emit("PAD", inputs, shape, kind, order=order, codes=x.codes)
+        return closed(walk, node, end, made)
     filled = walk.number(value, kind)
     return walk.emit("PADV2", [*inputs, filled], shape, kind, order=order)
 
@@ -294,52 +296,6 @@ def _cropped(walk: Walk, x: Value, pairs: Sequence[tuple[int, int]], shape: Sequ
         if tuple(pairs[axis]) != (0, 0):
             x = piece(walk, x, axis, -before, (int(shape[axis]), 1))
     return x
-
-
-@form(aten.embedding.default)
-def embedding(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    table, indices = walk.float_of(given["weight"]), given["indices"]
-    return _gathered(walk, node, table, indices, 0)
-
-
-@form(aten.index_select.default)
-def index_select(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    return _gathered(walk, node, walk.float_of(given["self"]), given["index"], int(given["dim"]))
-
-
-@form(aten.index.Tensor)
-def index(walk: Walk, node: fx.Node) -> Value:
-    given = walk.arguments(node)
-    wanted = [(axis, each) for axis, each in enumerate(given["indices"]) if each is not None]
-    if not all(isinstance(each, Tensor) and each.dtype != torch.bool for _, each in wanted) and len(wanted) > 1:
-        raise UnfitError("picks elements by several indices that are computed, or by a mask")
-    if len(wanted) == 1:
-        axis, indices = wanted[0]
-        return _gathered(walk, node, walk.float_of(given["self"]), indices, axis)
-    if [axis for axis, _ in wanted] != list(range(len(wanted))):
-        raise UnfitError("picks elements by indices of axes that are not the first ones")
-    x, (shape, kind) = walk.float_of(walk.first(node)), walk.like(node)
-    rows = [torch.where(each < 0, each + x.shape[axis], each) for axis, each in wanted]
-    places = torch.stack(_together(rows), -1).to(torch.int32)
-    return walk.emit("GATHER_ND", [walk.take(x), walk.constant(places, "places")], shape, kind, name=node.name)
-
-
-def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    shape = np.broadcast_shapes(*(tuple(each.shape) for each in tensors))
-    return [each.expand(shape) for each in tensors]
-
-
-def _gathered(walk: Walk, node: fx.Node, table: Any, indices: Any, axis: int) -> Value:
-    shape, kind = walk.like(node)
-    rank = table.ndim if isinstance(table, Tensor) else table.rank
-    if isinstance(indices, Tensor):
-        size = table.shape[axis]
-        indices = torch.where(indices < 0, indices + size, indices).to(torch.int32)
-    inputs = [walk.take(table), walk.take(indices)]
-    stored = kind if not isinstance(table, Tensor) else kind_of_dtype(table.dtype)
-    return walk.emit("GATHER", inputs, shape, stored, name=node.name, options={"axis": axis % rank})
 
 
 @form(aten.flip.default)

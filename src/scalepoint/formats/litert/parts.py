@@ -1,7 +1,6 @@
 """Operations that LiteRT has none for, in the parts that it has: written with torch, taken apart before the walk."""
 
 from collections.abc import Callable, Sequence
-from math import sqrt
 from typing import Any
 
 import torch
@@ -9,9 +8,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from scalepoint.formats.litert.walk import FORMS
+from scalepoint.formats.spelled import added, spelled_out
 
 aten = torch.ops.aten
-HIDDEN = -1e30  # a score that a mask hides
 
 
 def taken_apart(program: ExportedProgram) -> ExportedProgram:
@@ -26,25 +25,9 @@ def _is_size(target: Any) -> bool:
     return str(target).startswith("aten.sym_")
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """softmax(c q k^T + mask) v; a row that a mask hides whole gives the mean of all values."""
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
-    scores = torch.matmul(query * (1 / sqrt(query.shape[-1]) if scale is None else scale), key.transpose(-2, -1))
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-    if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(attn_mask.logical_not(), HIDDEN) if is_bool else scores + attn_mask
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
+    scores = torch.matmul(query * factor, key.transpose(-2, -1))
+    scores = scores if mask is None else scores + added(mask, query.dtype)
     return torch.matmul(torch.softmax(scores, -1), value)
 
 
@@ -144,7 +127,7 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.instance_norm.default: lambda x, weight, bias, mean, var, use_input_stats, momentum, eps, _: (
         group_norm(x, x.shape[1], weight, bias, eps) if use_input_stats else NotImplemented
     ),
-    aten.scaled_dot_product_attention.default: attention,
+    aten.scaled_dot_product_attention.default: spelled_out(attention),
     aten.linalg_vector_norm.default: vector_norm,
     aten.silu.default: lambda x: x * torch.sigmoid(x),
     aten.hardsigmoid.default: lambda x: aten.relu6(x + 3) * (1 / 6),

@@ -1,19 +1,25 @@
 """Pools: windows over pictures whose channels stand last.
 
 max        the codes of its input
-average    int8 where its output has the same scale as its input, else float
+average    of codes: a depthwise convolution by ones of the scale 1 / window, which XNNPACK has and rounds as simulated,
+           or where that cannot be LiteRT's own pool; else of floats
 """
 
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from scalepoint.formats.litert.products import LAST, VALID, closed, padded
+from scalepoint.formats.litert.schema import Quantized
 from scalepoint.formats.litert.values import Value
 from scalepoint.formats.litert.walk import UnfitError, Walk, form
 
 aten = torch.ops.aten
+LARGEST = 25  # elements of a window that is multiplied by ones: XNNPACK has kernels for 5 x 5 and less
+ONES = "average_pool"  # what their tensor is called, by which the runtime's room knows them
 
 
 def _pair(given: Any, default: Any = ()) -> list[int]:
@@ -65,12 +71,31 @@ def _averaged(walk: Walk, node: fx.Node, window: tuple[list[int], list[int], lis
     kernel, stride, pads = window
     shape, _ = walk.like(node)
     x, end = walk.arguments(node)["self"], walk.ending(node, folds=False)
+    if x.codes is not None and end.codes is not None and prod(kernel) <= LARGEST and (counts_pads or not any(pads)):
+        place, how = padded(walk, x, shape[2:], (kernel, stride, [1, 1], pads))
+        return closed(walk, node, end, _by_ones(walk, node, place, (how, kernel, stride), (x.codes, end.codes)))
     is_same = x.codes is not None and x.codes.is_same(end.codes)
     x = x if is_same else walk.float_of(x)
     place, how = padded(walk, x, shape[2:], (kernel, stride, [1, 1], pads), explicit=counts_pads)
     if any(pads) and counts_pads != (how == VALID):
         raise UnfitError("is an average pool whose padding LiteRT counts otherwise")
     return closed(walk, node, end, _pooled(walk, "AVERAGE_POOL_2D", place, node, (how, kernel, stride), x))
+
+
+def _by_ones(
+    walk: Walk, node: fx.Node, place: int, window: tuple[int, Any, Any], codes: tuple[Quantized, Quantized]
+) -> Value:
+    """The mean of codes as a product with ones."""
+    (how, kernel, stride), (given, gives) = window, codes
+    shape, kind = walk.like(node)
+    channels = int(shape[1])
+    scale = np.full(channels, 1 / prod(kernel), np.float32)
+    ones = np.ones((1, *kernel, channels), np.int8)
+    weight = walk.file.constant(ONES, ones, Quantized(scale, axis=3))
+    bias = walk.file.constant("no_bias", np.zeros(channels, np.int32), Quantized(scale * given.scale))
+    options = {"padding": how, "strideH": stride[0], "strideW": stride[1], "depthMultiplier": 1}
+    inputs = [place, weight, bias]
+    return walk.emit("DEPTHWISE_CONV_2D", inputs, shape, kind, order=LAST, codes=gives, name=node.name, options=options)
 
 
 @form(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)

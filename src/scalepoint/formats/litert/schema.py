@@ -31,9 +31,9 @@ OPTIONS = {
 # The first version of an operator that has what is used here: (with float tensors, with int8 ones).
 VERSIONS = {
     "ADD": (1, 2), "AVERAGE_POOL_2D": (1, 2), "CONCATENATION": (1, 2), "CONV_2D": (1, 3), "DEPTHWISE_CONV_2D": (1, 3),
-    "DEQUANTIZE": (2, 2), "FULLY_CONNECTED": (5, 12), "GATHER": (1, 2), "LEAKY_RELU": (1, 2), "MAX_POOL_2D": (1, 2),
-    "MEAN": (1, 2), "MUL": (1, 2), "PAD": (1, 2), "PADV2": (1, 2), "QUANTIZE": (1, 2),
-    "RESIZE_BILINEAR": (3, 3), "RESIZE_NEAREST_NEIGHBOR": (3, 3), "SLICE": (1, 2), "SPLIT": (1, 2),
+    "DEQUANTIZE": (2, 2), "EMBEDDING_LOOKUP": (1, 3), "FULLY_CONNECTED": (5, 12), "GATHER": (1, 2),
+    "LEAKY_RELU": (1, 2), "MAX_POOL_2D": (1, 2), "MEAN": (1, 2), "MUL": (1, 2), "PAD": (1, 2), "PADV2": (1, 2),
+    "QUANTIZE": (1, 2), "RESIZE_BILINEAR": (3, 3), "RESIZE_NEAREST_NEIGHBOR": (3, 3), "SLICE": (1, 2), "SPLIT": (1, 2),
     "STRIDED_SLICE": (1, 2), "SUB": (1, 2), "TILE": (1, 1), "TRANSPOSE": (1, 2), "TRANSPOSE_CONV": (3, 3),
 }  # fmt: skip
 
@@ -49,11 +49,12 @@ def schema() -> Any:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The parameters of an integer tensor: one scale and zero point, or a scale each along an axis."""
+    """The parameters of an integer tensor: one scale and zero point, a scale each along an axis, or one a `block`."""
 
     scale: np.ndarray
     zero_point: int = 0
     axis: int = 0
+    block: int = 0
 
     def is_same(self, other: "Quantized | None") -> bool:
         if other is None or self.scale.shape != other.scale.shape:
@@ -87,7 +88,7 @@ class File:
         if -1 in signature:
             made.shapeSignature = np.array(signature, np.int32)
         if quantized is not None:
-            made.quantization = self._parameters(quantized)
+            made.quantization = self._blocks(name, quantized) if quantized.block else self._parameters(quantized)
         self.graph.tensors.append(made)
         return len(self.graph.tensors) - 1
 
@@ -96,6 +97,14 @@ class File:
         told.scale = np.atleast_1d(quantized.scale).astype(np.float32)
         told.zeroPoint = np.full(told.scale.shape, quantized.zero_point, np.int64)
         told.quantizedDimension = quantized.axis
+        return told
+
+    def _blocks(self, name: str, quantized: Quantized) -> Any:
+        """Their scales are a tensor of float16 beside, (out, in / block)."""
+        told, blocks = self.schema.QuantizationParametersT(), self.schema.BlockwiseQuantizationT()
+        blocks.scales = self.constant(f"{name}.scales", quantized.scale.astype(np.float16))
+        blocks.zeroPoints, blocks.blockSize = -1, quantized.block
+        told.detailsType, told.details = self.schema.QuantizationDetails.BlockwiseQuantization, blocks
         return told
 
     def constant(self, name: str, data: np.ndarray, quantized: Quantized | None = None, kind: str | None = None) -> int:

@@ -1,36 +1,30 @@
 """What a .tflite file holds of a quantized model: weights as codes, biases as int32 of the scale s_x s_w."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.executorch.stored import FloatWeight
-from scalepoint.formats.form import Parts
+from scalepoint.formats.layers import HIGH, LOW, Layer, int8_parts
 from scalepoint.formats.operators import dequantize, quantize, rows
 from scalepoint.numerics import dtype_name
-from scalepoint.quantize.parts import TABLE, run_with
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import PerChannelGranularity, PerTensorGranularity, PerTokenGranularity
-
-LOW, HIGH = -128, 127  # of int8
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
-class StoredWeight(nn.Module):
+class StoredWeight(Layer):
     """An operation over codes as (out, in, ..)."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
-        super().__init__()
+        super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
-        if not isinstance(granularity, PerChannelGranularity):
-            raise ExportError(f"{quant.name}: LiteRT takes weights with a scale a channel")
-        self.refers = {"operation": source.operation}
-        self.is_linear, self.fmt = source.kind == "linear", dtype_name(quant.spec.dtype)
+        if not isinstance(granularity, PerChannelGranularity | PerBlockGranularity):
+            raise ExportError(f"{quant.name}: LiteRT takes weights with a scale a channel or a block")
+        self.fmt = dtype_name(quant.spec.dtype)
         self.axis = int(granularity.axis or 0)
+        self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
         self.register_buffer("codes", deployed.codes.to(torch.int8).contiguous())
         self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
         bias, scale = deployed.bias, deployed.bias_scale
@@ -44,29 +38,26 @@ class StoredWeight(nn.Module):
     bias_scale: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = dequantize(self.codes, self.scale, None, self.axis, 0, self.fmt)
+        weight = dequantize(self.codes, self.scale, None, self.axis, self.block, self.fmt)
         bias = self.bias
         if bias is not None and self.bias_scale is not None:
             bias = dequantize(bias, self.bias_scale, None, 0, 0, "int32")
-        if self.is_linear:
-            return F.linear(x, weight, bias)
-        operation: Any = self.refers["operation"]
-        return run_with(operation, x, weight, bias)
+        return self.product(x, weight, bias)
 
 
 class StoredTable(nn.Module):
-    """Rows looked up as codes and as scales."""
+    """Rows looked up as codes, by an operator that multiplies each by its scale."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
         self.register_buffer("codes", source.deployed().codes.to(torch.int8).contiguous())
-        self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1, 1).clone())
+        self.register_buffer("scale", source.weight_quant.scale.detach().to(torch.float32).reshape(-1).clone())
 
     codes: Tensor
     scale: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.embedding(x, self.codes).to(torch.float32) * F.embedding(x, self.scale)
+        return F.embedding(x, dequantize(self.codes, self.scale, None, 0, 0, "int8"))
 
 
 class StoredStub(nn.Module):
@@ -94,19 +85,4 @@ class StoredRows(nn.Module):
         return values
 
 
-def _weight(source: QuantizedWeighted) -> nn.Module:
-    return StoredTable(source) if source.kind == TABLE else StoredWeight(source)
-
-
-def _stub(stub: QuantStub, factor: float) -> nn.Module:
-    granularity = stub.calculator.granularity
-    if stub.quantizer.grid.format.name != "int8":
-        raise ExportError(f"{stub.name}: LiteRT's activations are int8, not {stub.quantizer.grid.format.name}")
-    if isinstance(granularity, PerTokenGranularity) and stub.calculator.always_called:
-        return StoredRows()
-    if not isinstance(granularity, PerTensorGranularity) or (stub.calculator.always_called and not stub.is_learned):
-        raise ExportError(f"{stub.name}: LiteRT's activations have one scale, or one a row that is found anew")
-    return StoredStub(stub, factor)
-
-
-PARTS = Parts(weight=_weight, stub=_stub, plain=FloatWeight)
+PARTS = int8_parts("LiteRT", (StoredWeight, StoredTable), (StoredStub, StoredRows))

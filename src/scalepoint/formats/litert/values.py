@@ -29,6 +29,10 @@ class NotFreeError(Exception):
     """The batch cannot be free in this file."""
 
 
+class NotPlannedError(Exception):
+    """A size that is only known once the data is there: shapes of a file are planned."""
+
+
 def plain(rank: int) -> Order:
     return tuple(range(rank))
 
@@ -84,7 +88,9 @@ class Held:
     def values(self) -> np.ndarray:
         """What they stand for."""
         scale = self.quantized.scale.astype(np.float32)
-        if scale.ndim:
+        if self.quantized.block:
+            scale = scale.repeat(self.quantized.block, 1)
+        elif scale.ndim:
             scale = scale.reshape([-1 if axis == self.quantized.axis else 1 for axis in range(self.data.ndim)])
         zero = np.float32(self.quantized.zero_point)
         return ((self.data.astype(np.float32) - zero) * scale).astype(np.float32)
@@ -101,6 +107,8 @@ def extent_of(size: Any, batch: int) -> int:
     expression: Any = size.node.expr
     if not expression.free_symbols:
         return int(expression)
+    if any(str(symbol).startswith("u") for symbol in expression.free_symbols):  # as torch names what it cannot know
+        raise NotPlannedError("has a size that depends on the data")
     return Free(int(expression.subs(dict.fromkeys(expression.free_symbols, batch))))
 
 

@@ -16,7 +16,17 @@ from torch.export import ExportedProgram
 from scalepoint.errors import TargetError
 from scalepoint.formats.litert.schema import Quantized
 from scalepoint.formats.litert.tensors import Tensors
-from scalepoint.formats.litert.values import Free, Held, NotFreeError, Value, extent_of, kind_of_dtype, plain, shape_of
+from scalepoint.formats.litert.values import (
+    Free,
+    Held,
+    NotFreeError,
+    NotPlannedError,
+    Value,
+    extent_of,
+    kind_of_dtype,
+    plain,
+    shape_of,
+)
 from scalepoint.formats.onnx.refusal import operation_of, place_of
 
 aten, own = torch.ops.aten, torch.ops.scalepoint
@@ -36,10 +46,16 @@ def form(*targets: Any) -> Callable[[Form], Form]:
 
 
 FILLED = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
+LIKE = (  # of the shape of another tensor, whatever its values
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+)  # fmt: skip
 
 
 def _once(value: Any) -> Any:
     """One for what is free: whoever reads it broadcasts."""
+    if isinstance(value, Value):
+        return torch.empty([_once(size) for size in value.shape], dtype=getattr(torch, value.kind))
     return 1 if isinstance(value, Free) else value
 
 
@@ -66,6 +82,7 @@ class Walk(Tensors):
         self.owned: set[int] = set()  # constants that the model holds, not those that are computed of them
         self.quantizers: dict[str, Value] = {}  # their codes, by the names that verify has for them
         self.outputs: list[Any] = []
+        self.why_fixed = ""  # why the batch is that of the example where it was to be free
 
     # the walk --------------------------------------------------------------------------------------------------------
 
@@ -106,7 +123,7 @@ class Walk(Tensors):
             if node.target not in FORMS:
                 raise UnfitError("has no form in a .tflite file")
             return FORMS[node.target](self, node)
-        except UnfitError as error:
+        except (UnfitError, NotPlannedError) as error:
             raise refused(node, str(error)) from error
 
     def _folded(self, node: fx.Node) -> Any:
@@ -116,10 +133,11 @@ class Walk(Tensors):
         if node.target in (own.dequantize.default, own.quantize.default):
             return None
         given = [self.known[each] for each in node.all_input_nodes]
-        is_filled = node.target in FILLED  # as long as the batch, the same for every sample
+        is_like = node.target in LIKE
+        is_filled = is_like or node.target in FILLED  # as long as the batch, the same for every sample
         if not is_filled and not all(isinstance(each, Tensor | int) and not isinstance(each, Free) for each in given):
             return None
-        if is_filled and any(isinstance(each, Value) for each in given):
+        if is_filled and not is_like and any(isinstance(each, Value) for each in given):
             return None
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda each: _once(self.given(each)))
         function: Any = node.target

@@ -7,6 +7,7 @@ last, as the kernels take them. The batch is free where no operation is told its
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import ExportError, ScalepointError
+from scalepoint.errors import ExportError, ScalepointError, ScalepointWarning
 from scalepoint.files import replace_file
 from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
-from scalepoint.formats.litert import moves, pointwise, pools, products, reductions
+from scalepoint.formats.litert import lookups, moves, pointwise, pools, products, reductions
 from scalepoint.formats.litert.parts import taken_apart
 from scalepoint.formats.litert.schema import schema
 from scalepoint.formats.litert.stored import PARTS
@@ -29,16 +30,17 @@ from scalepoint.formats.litert.walk import FORMS, Walk
 from scalepoint.formats.onnx.interface import output_names
 from scalepoint.formats.onnx.rewrites import prepared
 from scalepoint.formats.single import single_inputs
+from scalepoint.graph.blame import user_level
 from scalepoint.graph.export import export_graph, quiet
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-ROOMS = (moves, pointwise, pools, products, reductions)  # each brings forms
+ROOMS = (lookups, moves, pointwise, pools, products, reductions)  # each brings forms
 
 
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
     labels = {} if writing.target is None else writing.target.labels
-    _write(stored_form(model, PARTS), path, writing, {"made_for": labels})
+    _tell(_write(stored_form(model, PARTS), path, writing, {"made_for": labels}))
     if writing.float_path is not None:
         write_float(model, writing.float_path, writing)
 
@@ -60,7 +62,7 @@ def check(model: fx.GraphModule, writing: Writing) -> None:
 
 def _write(
     model: fx.GraphModule, path: Path, writing: Writing, about: Mapping[str, Any], *, exposed: bool = False
-) -> None:
+) -> Walk:
     walk, program = _walked(model, writing)
     values = [each for each in walk.outputs if isinstance(each, Value | Tensor)]
     names = output_names(program, len(values))
@@ -74,6 +76,17 @@ def _write(
     inputs = {name: walk.take(value) for name, value in walk.inputs.items()}
     data = walk.file.finished(inputs, {**outputs, **codes}, json.dumps(said).encode())
     replace_file(path, lambda temporary: _put(temporary, data))
+    return walk
+
+
+def _tell(walk: Walk) -> None:
+    """Why the batch is fixed, where it was to be free."""
+    if walk.why_fixed:
+        message = (
+            f"the batch of the .tflite file is {walk.batch}, that of the example, as it cannot be free: "
+            f"{walk.why_fixed}. Give an example of the batch that the device feeds"
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
 def _places(walk: Walk) -> set[int]:
@@ -102,12 +115,15 @@ def _walked(model: fx.GraphModule, writing: Writing) -> tuple[Walk, ExportedProg
     schema()
     inputs = pytree.tree_map(_contiguous, single_inputs(writing.inputs))
     model = prepared(model)
+    why_fixed = ""
     if writing.dynamic:
         try:
             return _once(model, inputs, True)
-        except NotFreeError:
-            pass
-    return _once(model, inputs, False)
+        except NotFreeError as error:
+            why_fixed = str(error)
+    walk, program = _once(model, inputs, False)
+    walk.why_fixed = why_fixed
+    return walk, program
 
 
 def _once(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> tuple[Walk, ExportedProgram]:

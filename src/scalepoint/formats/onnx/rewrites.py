@@ -7,13 +7,13 @@ a number among the outputs       a tensor of the file; another constant (None, t
 """
 
 from collections.abc import Callable
-from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from scalepoint.formats.spelled import spelled_out
 from scalepoint.graph import Operation
 
 aten = torch.ops.aten
@@ -36,26 +36,13 @@ def _has_three_axes(node: fx.Node) -> bool:
     return bool(_value(node.args[0]).ndim != 4)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention as torch defines it, without dropout: what is exported is in eval mode."""
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
-    scores = query @ key.transpose(-2, -1) * (1 / sqrt(query.size(-1)) if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, float("-inf"))
-    elif attn_mask is not None:
-        scores = scores + attn_mask
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
+    """As torch defines it."""
+    scores = query @ key.transpose(-2, -1) * factor
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
     return torch.softmax(scores, -1) @ value
 
 
@@ -85,7 +72,11 @@ def pieces(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
 
 # operation -> whether it has to be rewritten, and how; torch makes a split of a chunk before anybody is asked
 RULES: dict[Any, tuple[Callable[[fx.Node], bool], Any, Callable[..., Any]]] = {
-    aten.scaled_dot_product_attention.default: (_has_three_axes, aten.scaled_dot_product_attention.default, attention),
+    aten.scaled_dot_product_attention.default: (
+        _has_three_axes,
+        aten.scaled_dot_product_attention.default,
+        spelled_out(attention),
+    ),
     aten.rsub.Scalar: (_is_promoted, aten.rsub.Scalar, subtracted),
     aten.split.Tensor: (_is_free, aten.split.Tensor, pieces),
     aten.chunk.default: (_is_free, aten.split.Tensor, pieces),

@@ -15,6 +15,7 @@ NAMES = {value: name for name, value in vars(schema.BuiltinOperator).items() if 
 TYPES = {value: name.lower() for name, value in vars(schema.TensorType).items() if name.isupper()}
 OUTSIDE = " (own kernel)"  # of LiteRT: what the delegate does not take
 STORED = re.compile(r"\.stored_\w+(\.\w+)?$")
+ONES = re.compile(r"average_pool(_\d+)?$")  # the constant of a pool that is written as a convolution by ones
 
 
 class File:
@@ -112,6 +113,8 @@ def _node(graph: Any, operator: Any, name: str) -> dict[str, Any]:
     low = kind in ("int8", "int4")
     how = kind if given == kind or not low else f"{given} x {kind}"
     path = STORED.sub("", weight.Name().decode()).removesuffix(".weight")
+    if ONES.match(path):
+        return _told(path, f"{name} int8 (average pool)")
     return _told(path, f"{name} {how}", low, "its weight is float")
 
 

@@ -1,0 +1,76 @@
+"""What formats share of a layer's form.
+
+Layer         the product by a weight that was made of codes
+FloatWeight   the layer in float
+int8_parts    all parts of a format whose kernels take int8 activations of one scale, or of one a row
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scalepoint.errors import ExportError
+from scalepoint.formats.form import Parts
+from scalepoint.quantize.parts import TABLE, run_with
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import PerTensorGranularity, PerTokenGranularity
+
+LOW, HIGH = -128, 127  # of int8
+
+
+class Layer(nn.Module):
+    """An operation that is given its weight and bias."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__()
+        self.refers = {"operation": source.operation}  # which keeps its own path
+        self.is_linear = source.kind == "linear"
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_linear:
+            return F.linear(x, weight, bias)
+        operation: Any = self.refers["operation"]
+        return run_with(operation, x, weight, bias)
+
+
+class FloatWeight(Layer):
+    """The same operation in float, with the batch norm folded in: what the quantized file is compared with."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__(source)
+        weight, bias = source.folded()
+        self.register_buffer("weight", (source.canonical(weight) if self.is_linear else weight).detach().contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
+def int8_parts(
+    runtime: str,
+    weights: tuple[Callable[[QuantizedWeighted], nn.Module], Callable[[QuantizedWeighted], nn.Module]],
+    stubs: tuple[Callable[[QuantStub, float], nn.Module], Callable[[], nn.Module]],
+) -> Parts:
+    """Of a runtime by its name: weights and tables; stubs with constant parameters and with those of every row."""
+    (weight, table), (constant, rows) = weights, stubs
+
+    def weight_of(source: QuantizedWeighted) -> nn.Module:
+        return table(source) if source.kind == TABLE else weight(source)
+
+    def stub_of(stub: QuantStub, factor: float) -> nn.Module:
+        granularity, found = stub.calculator.granularity, stub.quantizer.grid.format.name
+        if found != "int8":
+            raise ExportError(f"{stub.name}: {runtime}'s activations are int8, not {found}")
+        if isinstance(granularity, PerTokenGranularity) and stub.calculator.always_called:
+            return rows()
+        if not isinstance(granularity, PerTensorGranularity) or (stub.calculator.always_called and not stub.is_learned):
+            raise ExportError(f"{stub.name}: {runtime}'s activations have one scale, or one a row that is found anew")
+        return constant(stub, factor)
+
+    return Parts(weight=weight_of, stub=stub_of, plain=FloatWeight)
