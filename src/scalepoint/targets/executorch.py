@@ -59,8 +59,8 @@ def follows_convolution(linear: fx.Node, nodes: Nodes) -> str | None:
 
 def embeds_patches(conv: fx.Node, nodes: Nodes) -> str | None:
     """The one convolution of a network with layer norms: what it gives is read in float."""
-    kinds = [kind_of(node) for node in conv.graph.nodes]
-    is_alone = kinds.count("conv") == 1 and "layer_norm" in kinds
+    others = (node for node in conv.graph.nodes if node is not conv and kind_of(node) == "conv")
+    is_alone = next(others, None) is None and any(kind_of(node) == "layer_norm" for node in conv.graph.nodes)
     return None if is_alone else "it is not the one convolution of a transformer"
 
 
