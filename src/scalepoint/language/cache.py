@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, fx
 
 from scalepoint.checkpoints import Cache, Source
+from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize import QuantConfig
@@ -58,7 +59,10 @@ def groups_of(source: Source) -> int:
 
 
 def _told(source: Source, *names: str) -> int:
-    return next(int(source.config[name]) for name in names if source.config.get(name) is not None)
+    found = next((source.config[name] for name in names if source.config.get(name) is not None), None)
+    if found is None:
+        raise CaptureError(f"cache=: {source.folder / CONFIG} does not tell {' or '.join(names)}: leave cache= out")
+    return int(found)
 
 
 def stored_cache(model: fx.GraphModule, kept: Checkpoint, groups: int) -> Cache | None:
