@@ -53,6 +53,17 @@ def check_cached(model: fx.GraphModule, source: Source, spec: QuantizationSpec) 
         raise UsageError(f"cache=: heads of {channels} channels are not cut into blocks of {size}")
 
 
+def check_placed(model: fx.GraphModule, spec: QuantizationSpec) -> None:
+    """Whether quantizers stand on the keys and values of every block: a name in the config counts more than cache=."""
+    blocks = len(_attention(model))
+    fitting = [pair for pair in _stubs(model) if all(stub.spec.dtype == spec.dtype for _, stub in pair)]
+    if len(fitting) != blocks:
+        raise UsageError(
+            f"cache=: the config gives the attention of {blocks - len(fitting)} of {blocks} blocks another precision "
+            "by its name, a runtime has one for all: take that override away, or leave cache= out"
+        )
+
+
 def groups_of(source: Source) -> int:
     """Heads of keys and values."""
     return int(source.config.get("num_key_value_heads") or _told(source, "num_attention_heads", "n_head"))
