@@ -26,7 +26,8 @@ def plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
         return [plain(each) for each in sorted(value, key=str)]
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [plain(each) for each in value]
-    return str(value)
+    is_array = hasattr(value, "tolist") and not isinstance(value, type)  # also a tensor, which is not imported here
+    return plain(value.tolist()) if is_array else str(value)
 
 
 def _number(value: float) -> float | str:

@@ -13,7 +13,6 @@ slow is waited for, and one that is dead is named. Without a group every functio
 and costs nothing.
 """
 
-import builtins
 import json
 import os
 import sys
@@ -26,8 +25,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from scalepoint import errors
-from scalepoint.errors import RankError, ScalepointError, UsageError
+from scalepoint.carried import Words, described, packed, rebuilt, unpacked
+from scalepoint.errors import RankError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +36,6 @@ SECONDS = 60.0  # without a heartbeat a rank counts as dead; ten times as long f
 BEAT = 1.0
 AWAY = "away"  # instead of a heartbeat: between two functions
 ALL = "all"  # in the place of a rank: what all of them said
-Words = dict[str, Any]
 
 
 def rank() -> int:
@@ -112,7 +110,7 @@ def agreed(what: str) -> Iterator[Told]:
             raise
         except Exception as error:
             failed = error
-        own = {"said": told.mine} if failed is None else {"error": _described(failed), "at": told.at}
+        own = {"said": told.mine} if failed is None else {"error": described(failed), "at": told.at}
         found = group.meet(what, own)
         told.all = [each.get("said") for each in found]
         wrong = [(each["at"], index) for index, each in enumerate(found) if "error" in each]
@@ -121,7 +119,7 @@ def agreed(what: str) -> Iterator[Told]:
             if failed is not None and first == group.rank:
                 group.raised = failed
                 raise failed
-            group.raised = _rebuilt(found[first]["error"], first)
+            group.raised = rebuilt(found[first]["error"], first)
             raise group.raised from failed
 
 
@@ -254,7 +252,7 @@ class _Group:
         found = self._passed_on(number) if self.rank else self._collected(number)
         for index, each in enumerate(found):
             if "left" in each:
-                self.raised = _rebuilt(each["left"], index)
+                self.raised = rebuilt(each["left"], index)
                 raise self.raised
         others = {each["what"] for each in found}
         if len(others) > 1 and not any("error" in each for each in found):
@@ -264,12 +262,13 @@ class _Group:
 
     def leave(self, error: BaseException) -> None:
         """Tell those who will wait for this rank that it does not come."""
-        word = {"what": "", "left": _described(error)}
+        word = {"what": "", "left": described(error)}
         with suppress(Exception):
             number = self.count
             self._post(number, word)
-            if not self.rank:
-                self.store.set(_key(number, ALL), json.dumps([word]))
+            for each in () if self.rank else (number - 1, number):  # others may wait for a meeting that this one left
+                if not self.store.check([_key(each, ALL)]):
+                    self.store.set(_key(each, ALL), json.dumps([word]))
 
     def end(self) -> None:
         """Rank 0 goes last: it may hold the store that the others still read."""
@@ -280,14 +279,14 @@ class _Group:
         if not self.rank:
             for index, said in enumerate(self._collected(number)):
                 if "left" in said:
-                    raise _rebuilt(said["left"], index)
+                    raise rebuilt(said["left"], index)
             self.rest()
 
     def gathered(self, tensors: Mapping[str, "Tensor"], what: str) -> list[dict[str, "Tensor"]]:
         import torch  # noqa: PLC0415
         from torch import distributed  # noqa: PLC0415
 
-        about, own = _packed(tensors)
+        about, own = packed(tensors)
         found = [each["said"] for each in self.meet(what, {"said": [about, own.numel()]})]
         longest = max(length for _, length in found)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self._device())
@@ -295,19 +294,19 @@ class _Group:
         everything = [torch.empty_like(padded) for _ in found]
         if longest:
             self._finish(lambda: distributed.all_gather(everything, padded, group=self.pg, async_op=True), what)
-        return [_unpacked(each.cpu(), header) for each, (header, _) in zip(everything, found, strict=True)]
+        return [unpacked(each.cpu(), header) for each, (header, _) in zip(everything, found, strict=True)]
 
     def handed(self, tensors: Mapping[str, "Tensor"], what: str) -> dict[str, "Tensor"]:
         import torch  # noqa: PLC0415
         from torch import distributed  # noqa: PLC0415
 
-        about, own = _packed({} if self.rank else tensors)
+        about, own = packed({} if self.rank else tensors)
         header, length = self.meet(what, {"said": [about, own.numel()]})[0]["said"]
         flat = torch.empty(length, dtype=torch.uint8) if self.rank else own
         flat = flat.to(self._device())
         if length:
             self._finish(lambda: distributed.broadcast(flat, 0, group=self.pg, async_op=True), what)
-        return _unpacked(flat.cpu(), header)
+        return unpacked(flat.cpu(), header)
 
     def add_up(self, tensors: Sequence["Tensor"], what: str) -> None:
         from torch import distributed  # noqa: PLC0415
@@ -446,46 +445,3 @@ def _refreshed() -> _Group | None:
 def _key(number: int | str, rank: int | str) -> str:
     """Of a word in the store, which outlives the ranks that torchrun starts again."""
     return f"scalepoint/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}/{rank}"
-
-
-def _packed(tensors: Mapping[str, "Tensor"]) -> tuple[list[Any], "Tensor"]:
-    """Names, types and shapes, and the bytes of all."""
-    import torch  # noqa: PLC0415
-
-    about = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
-    parts = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors.values()]
-    return about, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-
-def _unpacked(flat: "Tensor", header: Sequence[Any]) -> dict[str, "Tensor"]:
-    import torch  # noqa: PLC0415
-
-    found, start = {}, 0
-    for name, dtype, shape in header:
-        kind = getattr(torch, dtype)
-        length = kind.itemsize * torch.Size(shape).numel()
-        found[name] = flat[start : start + length].clone().view(kind).reshape(shape)
-        start += length
-    return found
-
-
-def _described(error: BaseException) -> Words:
-    is_plain = len(error.args) == 1 or (isinstance(error, ScalepointError) and bool(error.args))
-    message = str(error.args[0]) if is_plain else str(error)
-    return {"type": type(error).__name__, "message": message, "notes": list(getattr(error, "__notes__", ()))}
-
-
-def _rebuilt(words: Words, index: int) -> Exception:
-    """The error of another rank: of its own class, where that is one of ours or Python's."""
-    name, message = words["type"], words["message"]
-    kind = getattr(errors, name, None) or getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        kind, message = RankError, f"{name}: {message}"
-    try:
-        error = kind(message)
-    except TypeError:
-        error = RankError(f"{name}: {message}")
-    for note in words["notes"]:
-        error.add_note(note)
-    error.add_note(f"raised on rank {index}")
-    return error

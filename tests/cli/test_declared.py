@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from typing import Annotated, get_args, get_origin
 
 import pytest
 
-from scalepoint.cli import declared
+from scalepoint.cli import declared, options
 from tests.cli.conftest import child
 
 CHEAP = ("targets", "targets tensorrt", "targets --json", "report out", "report out --json", "doctor", "config schema")
@@ -43,3 +44,9 @@ def test_a_package_still_gives_all_its_names() -> None:
         assert all(getattr(module, name) is not None for name in module.__all__)
         with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
             module.nowhere  # noqa: B018
+
+
+def test_what_is_for_language_models_stands_together_in_the_help() -> None:
+    told = [get_args(each)[1] for each in vars(options).values() if get_origin(each) is Annotated]
+    panels = {each.rich_help_panel for each in told if (each.help or "").startswith("Language models:")}
+    assert panels == {"Language models"}

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -19,6 +20,10 @@ GIVEN = {
     "author": "somebody",
     "epochs": 3,
 }
+
+
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +81,20 @@ def test_the_order_of_the_keys_changes_no_byte_and_a_saved_model_says_the_same(p
         ({"": "x"}, "a key is a text"),
         ({"a\nb": "x"}, "a key is a text"),
         ({"labels": "x" * 1_000_001}, "more than 1000000 characters"),
+        ({"x" * 1_000_001: ""}, "more than 1000000 characters"),
+        ({"labels": "\ud800"}, "half a character"),
+        ({"labels": ["cat", "\udfff"]}, "half a character"),
+        ({"labels": ENDLESS}, "holds itself"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, message) -> None:
     with pytest.raises(UsageError, match=message):
         check_metadata(given)
+
+
+def test_arrays_and_tensors_are_lists() -> None:
+    given = {"labels": np.array(["cat", "dog"]), "mean": torch.tensor([0.5, 0.25]), "is_rgb": np.bool_(True)}
+    assert check_metadata(given) == {"is_rgb": "true", "labels": '["cat", "dog"]', "mean": "[0.5, 0.25]"}
 
 
 @pytest.mark.parametrize("text", ["{not json", "[" * 100_000, "plain", ""])
@@ -118,8 +132,30 @@ PRETRAINED = {"input_size": (3, 96, 96), "mean": (0.1,), "std": (0.2,), "interpo
             },
         ),
         (Named(pretrained_cfg={"input_size": None}), {}),
+        (Named(pretrained_cfg={"input_size": (), "mean": (0.1,)}), {}),
+        (Named(config=Config({1: "dog", 3: "cat"})), {}),
+        (Named(config=Config({0: "cat", 1: "\ud800"})), {"labels": ["cat", "?"]}),
+        (Named(config=Config(dict.fromkeys(range(20_000), "x" * 60))), {}),
+        (Named(pretrained_cfg={"label_names": ("a", "b")}, num_classes=3), {}),
+        (
+            Named(pretrained_cfg={"input_size": (1, 64, 96), "mean": (0.1,)}),
+            {"preprocessing": {"size": [64, 96], "mean": (0.1,)}},
+        ),
     ],
-    ids=["plain", "transformers", "unnamed", "other", "timm", "empty"],
+    ids=[
+        "plain",
+        "transformers",
+        "unnamed",
+        "other",
+        "timm",
+        "empty",
+        "no size",
+        "gaps",
+        "half",
+        "long",
+        "new",
+        "wide",
+    ],
 )
 def test_what_a_model_knows_of_itself(model, known) -> None:
     assert known_of(model) == known

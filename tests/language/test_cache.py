@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from scalepoint import deploy_checkpoint
+from scalepoint.checkpoints import Source
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.language.cache import groups_of
 from scalepoint.language.deploy import quantized_skeleton
 from scalepoint.language.settings import asked
 from scalepoint.language.text import sequences
@@ -92,6 +94,18 @@ def test_a_target_without_it_is_refused_with_those_that_have_it(wide, tmp_path):
         deployed(wide, tmp_path / "out", "compressed-tensors", "int8")
     with pytest.raises(UsageError, match="its caches are int8, int4"):
         deployed(wide, tmp_path / "out", "gguf", "fp8")
+
+
+def test_a_config_that_does_not_tell_its_heads_is_refused(tmp_path):
+    with pytest.raises(CaptureError, match=r"config.json does not tell num_attention_heads or n_head"):
+        groups_of(Source(tmp_path, {"model_type": "other"}, {}))
+
+
+def test_one_block_in_another_precision_is_refused(wide, tmp_path):
+    config = {"overrides": [{"name": "model.layers.0.self_attn.attention", "input": "float"}]}
+    job = asked(wide, tmp_path / "out", "ort-genai", config, "fast", None, "int8")
+    with pytest.raises(UsageError, match="the attention of 1 of 2 blocks another precision"):
+        quantized_skeleton(job, [])
 
 
 def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):

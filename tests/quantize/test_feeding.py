@@ -1,5 +1,6 @@
 """One way for data: batches and functions are limited, counted, told of and checked alike."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,6 +8,7 @@ from torch import nn
 from scalepoint.analysis import compare, sensitivity
 from scalepoint.analysis.histograms import histograms
 from scalepoint.errors import CalibrationError, UsageError
+from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import QuantConfig, SmoothQuantConfig, calibrate, insert_qdq, quantize
 from scalepoint.quantize.feeding import feed, inputs_of
 from scalepoint.transformation import transform
@@ -50,6 +52,19 @@ def test_all_data_ends_after_max_batches(data):
     model = Counted()
     assert feed(model, data, "testing", max_batches=2, progress=False).calls == 2
     assert model.calls == 2
+
+
+def test_arrays_that_are_turned_round_or_read_only_are_data_too():
+    plain = np.arange(8, dtype=np.float32).reshape(2, 4)
+    fixed = plain.copy()
+    fixed.setflags(write=False)
+    for array in (plain[:, ::-1], fixed, np.ones((), np.float32)):
+        wanted = torch.tensor(array.tolist())
+        (found,), _ = inputs_of(array, Counted())
+        (example,), _ = as_inputs(array, None)
+        assert torch.equal(found, wanted)
+        assert torch.equal(example, wanted)
+    assert inputs_of(plain, Counted())[0][0].data_ptr() == plain.ctypes.data  # the rest is not copied
 
 
 def test_a_generator_is_not_asked_for_more_than_is_used():

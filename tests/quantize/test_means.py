@@ -6,6 +6,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint import transform
+from scalepoint.errors import UsageError
 from scalepoint.quantize import (
     QuantConfig,
     QuantStub,
@@ -13,6 +14,7 @@ from scalepoint.quantize import (
     calibrate,
     insert_qdq,
     load,
+    prepare_qat,
     quantize,
     save,
 )
@@ -159,6 +161,47 @@ def test_the_hooks_are_gone_afterwards_also_when_the_data_raises(model, data):
         calibrate(quantized, broken, freeze_weights=True, progress=False)
     assert not any(layer._forward_pre_hooks for layer in layers_of(quantized).values())
     assert len(Means(quantized).layers) == 5
+
+
+def test_data_that_raises_leaves_the_shifts_of_before(model, data):
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
+    before = {name: layer.bias_shift for name, layer in layers_of(quantized).items()}
+
+    def broken(run):
+        run(data[0])
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError):
+        calibrate(quantized, broken, freeze_weights=True, progress=False)
+    assert all(torch.equal(layer.bias_shift, before[name]) for name, layer in layers_of(quantized).items())
+
+
+@pytest.mark.filterwarnings("ignore::scalepoint.errors.ScalepointWarning")  # its length is fixed
+def test_a_vector_is_an_input_too():
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(16, 8)).eval(), [torch.rand(16) for _ in range(4)]
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
+    (layer,) = layers_of(quantized).values()
+    with torch.no_grad():
+        values = layer.weight_quant.values(layer.deployed().codes)
+        wanted = nn.functional.linear(torch.stack(data).mean(0), layer.weight - values)
+    torch.testing.assert_close(layer.bias_shift, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_asked_for_with_weights_that_move_it_is_refused(model, data):
+    quantized = quantize(model, data[0], forward_loop=data, target=TARGET, freeze_weights=False, progress=False)
+    with pytest.raises(UsageError, match="freeze_weights=True"):
+        calibrate(quantized, data, correct_bias=True, progress=False)
+
+
+def test_training_lets_go_of_it_where_live_statistics_take_it_up(data):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)).eval()
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
+    prepare_qat(quantized)
+    normed, plain = layers_of(quantized).values()
+    assert normed.bias_shift is None
+    assert plain.bias_shift is not None  # in train as in eval
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

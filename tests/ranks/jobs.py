@@ -4,6 +4,7 @@ import copy
 import hashlib
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -218,6 +219,31 @@ def dying(folder: Path) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return outcome(lambda: parameters(calibrate(inserted(), fatal, progress=False)))
+
+
+def interrupted(folder: Path) -> Any:
+    """Rank 0 is stopped by Ctrl-C while it waits for the other, which comes later."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def met() -> None:
+        with ranks.agreed("waiting"):
+            if ranks.rank():
+                while not (folder / "stopped").exists():
+                    time.sleep(0.05)
+
+    if ranks.rank():
+        return outcome(met)
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        met()
+    except KeyboardInterrupt:
+        (folder / "stopped").touch()
+        while not (folder / "result-1.json").exists():  # the store of a file has no holder, but a group has an end
+            time.sleep(0.05)
+    return None
 
 
 def meeting(folder: Path) -> Any:

@@ -259,6 +259,12 @@ def test_a_killed_rank_ends_the_others_in_time_and_is_named(tmp_path: Path, stor
     assert named in message
 
 
+def test_a_first_rank_that_is_interrupted_in_a_meeting_tells_the_others(tmp_path: Path) -> None:
+    _, (kind, message) = run_group("tests.ranks.jobs:interrupted", 2, tmp_path, SCALEPOINT_RANK_TIMEOUT="20")
+    assert kind == "RankError"
+    assert "KeyboardInterrupt" in message
+
+
 def test_without_a_group_there_is_one_rank() -> None:
     assert (ranks.rank(), ranks.size(), ranks.is_main()) == (0, 1, True)
     with ranks.together(), ranks.agreed("alone") as told:

@@ -2,17 +2,19 @@
 
 import time
 
+import onnx
 import pytest
 import torch
+from onnx import helper
 from torch import Tensor, nn
 
 from scalepoint import benchmark, export, verify
 from scalepoint.errors import UsageError, VerificationError
 from scalepoint.formats import Writing, find_format
 from scalepoint.quantize import quantize
-from scalepoint.runtimes import Runtime
+from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.verification.files import runtime_for
-from scalepoint.verification.timing import plain_file, throughput
+from scalepoint.verification.timing import plain_file, random_inputs, throughput
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -52,6 +54,15 @@ def test_it_states_batch_shapes_threads_and_spread(files):
     assert all(each > 0 for each in found.spread)
     assert "onnxruntime, 1 thread, given_x 4x32, offset 4x8, medians of" in str(found)
     assert "interleaved runs, quartiles within" in str(found)
+
+
+def test_an_input_that_is_no_batch_does_not_fix_the_batch_of_the_others(tmp_path):
+    given = [helper.make_tensor_value_info("x", 1, ["batch", 3]), helper.make_tensor_value_info("anchors", 1, [3])]
+    made = [helper.make_tensor_value_info("y", 1, ["batch", 3])]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "anchors"], ["y"])], "g", given, made)
+    onnx.save(helper.make_model(graph), tmp_path / "m.onnx")
+    found = random_inputs(tmp_path / "m.onnx", find_runtime("onnxruntime"), batch=8)
+    assert {name: value.shape for name, value in found.items()} == {"x": (8, 3), "anchors": (3,)}
 
 
 def test_throughput_is_told_at_each_batch_and_a_file_with_a_fixed_one_says_so(files, tmp_path):

@@ -136,7 +136,7 @@ PANELS: dict[str, tuple[Any, ...]] = {
     "Accuracy and limits": (
         Evaluate, Accuracy, MaxDrop, MinSpeed, MaxTrials, Budget, Choices, Leave, Strict, AllowDeparture, FloatDtype,
     ),
-    "Language models": (Judge, Memory, Length, Samples),
+    "Language models": (Judge, Memory, Length, Samples, Cache),
     "Data": (BatchSize, MaxBatches, OnNan, Size, Mean, Std),
     "Model and file": (Weights, Random, Trust, Root, Metadata),
     "How it is run": (Threads, Seed, DryRun, Smoke, Resume, Force),

@@ -104,22 +104,28 @@ def deploy(
     model, found, folder = unwrapped(model), find_target(target), Path(output or "out")
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
-    _check_file(found, float_dtype, metadata)
+    said = _checked_file(found, float_dtype, model, metadata)
     ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
     with seeded(seed), listening(callback), _opened(folder, resume) as journal:
         run = Run(
             model=model, inputs=own_inputs(model, *as_inputs(example_inputs, kwargs)), data=calibration_data,
             target=found, journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
             max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
-            accuracy=accuracy, seed=seed, metadata=plain({**known_of(model), **(metadata or {})}),
+            accuracy=accuracy, seed=seed, metadata=said,
         )  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
 
 
-def _check_file(target: Target, float_dtype: str | None, metadata: Mapping[str, Any] | None) -> None:
+def _checked_file(
+    target: Target, float_dtype: str | None, model: nn.Module, metadata: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What the file will say: what the model knows of itself, and over it what is given."""
     target.check_float_dtype(float_dtype)
     check_metadata(metadata)
+    said: dict[str, Any] = plain({**known_of(model), **(metadata or {})})
+    check_metadata(said)
+    return said
 
 
 @contextmanager

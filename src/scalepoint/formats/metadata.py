@@ -52,11 +52,21 @@ def check_metadata(given: Mapping[str, Any] | None) -> dict[str, str]:
             raise UsageError(f"metadata: a key is a text that can be printed, not {shown(key)}")
         if key.startswith(OURS):
             raise UsageError(f"metadata: {key!r}: keys that begin with {OURS!r} are ours; choose another")
-        value = given[key]
-        found[key] = value if isinstance(value, str) else _text(value)
-    if sum(map(len, found.values())) > LARGEST:
+        found[key] = _kept(key, given[key])
+    if sum(len(key) + len(value) for key, value in found.items()) > LARGEST:
         raise UsageError(f"metadata: more than {LARGEST} characters: keep it beside the file instead")
     return found
+
+
+def _kept(key: str, value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else _text(value)
+        text.encode()
+    except RecursionError as error:
+        raise UsageError(f"metadata: {key!r} holds itself, or is nested too deep for JSON") from error
+    except UnicodeEncodeError as error:
+        raise UsageError(f"metadata: {key!r} holds half a character: {error.object[error.start]!r}") from error
+    return text
 
 
 def made_for(found: Mapping[str, str]) -> dict[str, str]:

@@ -236,9 +236,15 @@ def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any
     return tuple(args), keyword
 
 
+def from_array(array: np.ndarray) -> Tensor:
+    """Its values as a tensor, over the same memory where torch can have it so: not turned round, not read-only."""
+    is_shared = array.flags.writeable and all(step >= 0 for step in array.strides)
+    return torch.from_numpy(array if is_shared else array.copy())
+
+
 def _tensors(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
+        return from_array(value)
     if type(value) in (list, tuple):
         return type(value)(map(_tensors, value))
     return {key: _tensors(each) for key, each in value.items()} if type(value) is dict else value

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, fx
 
 from scalepoint.checkpoints import Cache, Source
+from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize import QuantConfig
@@ -52,13 +53,27 @@ def check_cached(model: fx.GraphModule, source: Source, spec: QuantizationSpec) 
         raise UsageError(f"cache=: heads of {channels} channels are not cut into blocks of {size}")
 
 
+def check_placed(model: fx.GraphModule, spec: QuantizationSpec) -> None:
+    """Whether quantizers stand on the keys and values of every block: a name in the config counts more than cache=."""
+    blocks = len(_attention(model))
+    fitting = [pair for pair in _stubs(model) if all(stub.spec.dtype == spec.dtype for _, stub in pair)]
+    if len(fitting) != blocks:
+        raise UsageError(
+            f"cache=: the config gives the attention of {blocks - len(fitting)} of {blocks} blocks another precision "
+            "by its name, a runtime has one for all: take that override away, or leave cache= out"
+        )
+
+
 def groups_of(source: Source) -> int:
     """Heads of keys and values."""
     return int(source.config.get("num_key_value_heads") or _told(source, "num_attention_heads", "n_head"))
 
 
 def _told(source: Source, *names: str) -> int:
-    return next(int(source.config[name]) for name in names if source.config.get(name) is not None)
+    found = next((source.config[name] for name in names if source.config.get(name) is not None), None)
+    if found is None:
+        raise CaptureError(f"cache=: {source.folder / CONFIG} does not tell {' or '.join(names)}: leave cache= out")
+    return int(found)
 
 
 def stored_cache(model: fx.GraphModule, kept: Checkpoint, groups: int) -> Cache | None:

@@ -27,7 +27,7 @@ from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
 from scalepoint.errors import StoreError, UsageError
 from scalepoint.files import locked
-from scalepoint.language.cache import check_cached, groups_of, stored_cache
+from scalepoint.language.cache import check_cached, check_placed, groups_of, stored_cache
 from scalepoint.language.proof import Proof, prove
 from scalepoint.language.quantized import Codes
 from scalepoint.language.reporting import report_of, write_report
@@ -162,6 +162,8 @@ def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule
     left = not_held(job, plan, weights)
     config = with_head(job.config, head_of(tree), job.target, left)
     model = insert_qdq(plan.model, plan.matches, config, target=job.target, copy=False).eval()
+    if job.cache:
+        check_placed(model, job.target.caches[job.cache])
     for module in model.modules():
         if isinstance(module, Quantizing):
             module.enabled = True

@@ -59,6 +59,7 @@ def calibrate(
     for choice, name in ((on_unseen, "on_unseen"), (on_nan, "on_nan")):
         if choice not in ("error", "skip"):
             raise UsageError(f"{name}={choice!r}: use 'error' or 'skip'")
+    corrects = _corrects(model, correct_bias, freeze_weights)
     smoothing = [observer for observer in observers_of(model) if observer.enabled]
     names = _migrations(model)
     check_data(forward_loop, passes=2 if smoothing or names else 1)
@@ -73,7 +74,7 @@ def calibrate(
             _rewrite(model, run, max_batches, names, smoothing, on_nan)
             for weight in weights:
                 weight.unfreeze()  # it is another weight now
-        means = Means(model) if stubs and freeze_weights and _corrects(model, correct_bias) else None
+        means = Means(model) if stubs and corrects else None
         if stubs:
             fed = _observe(run, stubs, means, on_nan, on_unseen)
             amend_record(model, calibrated=(fed.calls, fed.samples))
@@ -99,8 +100,12 @@ def freeze(model: nn.Module) -> None:
             module.freeze()
 
 
-def _corrects(model: nn.Module, given: bool | None) -> bool:
-    return given if given is not None else has_record(model) and bool(record_of(model).config.correct_bias)
+def _corrects(model: nn.Module, given: bool | None, is_frozen: bool) -> bool:
+    """Weights that go on moving have no rounding to correct."""
+    if given and not is_frozen:
+        raise UsageError("correct_bias=True needs weights that no longer move: pass freeze_weights=True with it")
+    said = given if given is not None else has_record(model) and bool(record_of(model).config.correct_bias)
+    return said and is_frozen
 
 
 def _migrations(model: nn.Module) -> Sequence[str]:

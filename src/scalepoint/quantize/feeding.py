@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from scalepoint import ranks
 from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.graph.capture import from_array
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
 from scalepoint.turns import in_turn
@@ -317,7 +318,7 @@ def _is_finite(inputs: Any) -> bool:
 
 def _tensor(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
+        return from_array(value)
     if isinstance(value, Tensor | int | float | bool | type(None) | list | tuple | Mapping):
         return value
     raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")

@@ -3,7 +3,7 @@
     shift = mean over positions of (W - Wq) * E[x]        E[x] a value a channel, * the layer's own product
 
 A layer is linear, so the mean of its error is its product with the mean of its input, borders and groups counted; the
-means come from the pass that finds the ranges. Layers without a bias get none.
+means come from the pass that finds the ranges. Layers without a bias, and transposed convolutions, get none.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,15 @@ class Means:
 
     def __enter__(self) -> "Means":
         for index, layer in enumerate(self.layers):
-            layer.shift_bias(None)
             self.hooks.append(layer.register_forward_pre_hook(self._hook(index)))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for hook in self.hooks:
             hook.remove()
+        if error is None:  # else the model is as it was
+            for layer in self.layers:
+                layer.shift_bias(None)
 
     def _hook(self, index: int) -> Any:
         layer = self.layers[index]
@@ -47,7 +49,8 @@ class Means:
         def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].detach()
             channel = x.ndim - 1 - spatial
-            found = x.sum([axis for axis in range(x.ndim) if axis != channel], dtype=torch.float32)
+            others = [axis for axis in range(x.ndim) if axis != channel]
+            found = x.sum(others, dtype=torch.float32) if others else x.to(torch.float32)  # of no axes torch sums all
             if not x.numel() or not bool(torch.isfinite(found).all()):
                 return  # what holds NaN is told, or left out, by the stubs
             known = self.sums[index]

@@ -33,6 +33,9 @@ def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool |
     for quantizer in quantizers:
         if isinstance(quantizer, WeightFakeQuantize):
             quantizer.unfreeze()
+    for module in model.modules():
+        if isinstance(module, QuantizedWeighted) and module.norm is not None:
+            module.shift_bias(None)  # live statistics take up what it did
     model.train()
     if learn_scales:
         _learn(model, quantizers)

@@ -129,7 +129,8 @@ def random_inputs(path: Path, runtime: Runtime, batch: int = 1, length: int = 1)
     generator = np.random.default_rng(0)
     declared = about_file(path, runtime).inputs
     fixed = next((each for each in declared if each.shape and each.shape[0] is not None), None)
-    if fixed is not None and batch not in (1, fixed.shape[0]):
+    is_free = any(each.shape and each.shape[0] is None for each in declared)  # then what is fixed is no batch
+    if fixed is not None and not is_free and batch not in (1, fixed.shape[0]):
         raise UsageError(
             f"{path.name} takes {fixed.name} in batches of {fixed.shape[0]} alone, not of {batch}: export it with a "
             "free batch, dynamic=True"

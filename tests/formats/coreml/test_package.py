@@ -1,5 +1,6 @@
 """What stands in an .mlpackage: all that the model has, bit by bit, in the width that was asked for."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ COREML = find_format("coreml")
 def written(folder: Path, way: str = "int8", **options) -> tuple[Path, torch.fx.GraphModule]:
     model = quantized(way)
     return export(model, folder / "m.mlpackage", pictures(), **options), model
+
+
+def test_nothing_is_left_where_temporary_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    path, _ = written(tmp_path, float_path=tmp_path / "float.mlpackage")
+    assert path.exists()
+    assert [each.name for each in (tmp_path / "temporary").iterdir() if each.suffix == ".mlpackage"] == []
 
 
 @pytest.mark.parametrize("way", WAYS)

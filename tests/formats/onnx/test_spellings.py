@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from onnx import helper
 from torch import nn
 
 from scalepoint.errors import ExportError
 from scalepoint.formats import export
+from scalepoint.formats.onnx.spellings import float_weights_stay
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.targets import find_target, onnxruntime_target
 from scalepoint.targets.target import Spelling
@@ -175,6 +178,23 @@ def test_a_weight_that_stays_float_between_integers_is_float_in_the_runtime_too(
     assert found.low_precision == 4
     assert [each.partition("_")[0] for each in found.fallbacks] == ["middle", "up", "hidden"]
     assert found.optimized[0].sqnr > 60, found
+
+
+@pytest.mark.parametrize(("shape", "count"), [((4, 3), 2), ((4,), 1)], ids=["matrix", "vector"])
+def test_a_product_by_a_vector_is_left_as_it_is(shape, count):
+    parameters = {"scale": np.float32(0.1), "zero": np.uint8(3), "weight": np.ones(shape, np.float32)}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["codes"]),
+        helper.make_node("DequantizeLinear", ["codes", "scale", "zero"], ["values"]),
+        helper.make_node("MatMul", ["values", "weight"], ["product"]),
+        helper.make_node("QuantizeLinear", ["product", "scale", "zero"], ["y"]),
+    ]
+    given, made = helper.make_tensor_value_info("x", 1, ["batch", 4]), helper.make_tensor_value_info("y", 2, None)
+    stored = [onnx.numpy_helper.from_array(value, name) for name, value in parameters.items()]
+    model = helper.make_model(helper.make_graph(nodes, "g", [given], [made], stored))
+    graph = ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    float_weights_stay(graph)
+    assert [node.op_type for node in graph.graph].count("DequantizeLinear") == count
 
 
 @pytest.fixture(scope="module")

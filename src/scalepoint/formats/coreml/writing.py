@@ -7,6 +7,7 @@ are left out. The package is written by us, so that the same model gives the sam
 """
 
 import json
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,9 +63,12 @@ def _write(model: fx.GraphModule, path: Path, writing: Writing, metadata: Mappin
         raise
     except Exception as error:  # coremltools raises every kind
         raise ExportError(f"coremltools cannot convert this model: {_first_line(error)}") from error
-    spec = made.get_spec()
-    spec.description.metadata.userDefined.update(metadata)
-    replace_folder(path, lambda folder: _pack(folder, spec, Path(made.weights_dir)))
+    try:
+        spec = made.get_spec()
+        spec.description.metadata.userDefined.update(metadata)
+        replace_folder(path, lambda folder: _pack(folder, spec, Path(made.weights_dir)))
+    finally:
+        shutil.rmtree(made.package_path, ignore_errors=True)  # coremltools keeps its own until the process ends
 
 
 def _converted(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:

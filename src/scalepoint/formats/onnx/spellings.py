@@ -129,8 +129,9 @@ def _is_single(scale: Any) -> bool:
 
 
 def _is_float_constant(value: Any) -> bool:
-    """Whether a runtime has it as a float constant, worked out or not."""
-    return value is not None and value.dtype == ir.DataType.FLOAT and _is_constant(value)
+    """Whether a runtime has it as a float constant, worked out or not; of two axes at least, as weights are."""
+    is_float = value is not None and value.dtype == ir.DataType.FLOAT and value.shape is not None
+    return is_float and len(value.shape) > 1 and _is_constant(value)
 
 
 def _is_constant(value: Any) -> bool:
