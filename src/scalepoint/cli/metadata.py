@@ -12,7 +12,7 @@ from scalepoint.cli.screen import Listing, show, show_json
 from scalepoint.errors import DocumentError
 from scalepoint.words import size_of
 
-SUFFIXES = (".onnx", ".pte", ".mlpackage")  # of files that people have lying about; others go by the name of a format
+SUFFIXES = (".onnx", ".pte", ".mlpackage", ".tflite")  # files that people have lying about; others go by their format
 OF_PICTURES = ("size", "mean", "std")
 OF_TRANSFORMERS = "preprocessor_config.json"
 LONGEST = 300  # characters of a value on a screen

@@ -7,7 +7,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.errors import ScalepointWarning, StoreError, TargetError
-from scalepoint.formats import Writing, export, find_format
+from scalepoint.formats import Writing, export, find_format, read_value
 from scalepoint.formats.litert.stored import StoredStub
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
@@ -90,6 +90,15 @@ def test_a_metric_is_judged_in_the_runtime_whatever_its_batch(deployed):
         wanted = done.model(many)
     assert seen[1][1].shape == (21, 10)
     assert float((seen[1][1] - wanted).square().sum() / wanted.square().sum()) < 1e-3
+
+
+def test_what_its_maker_gives_is_in_the_file(deployed, tmp_path):
+    done, x, *_ = deployed
+    path = export(done.model, tmp_path / "m.tflite", x, metadata={"labels": ["cat", "dög"]})
+    said = find_format("litert").about(path)
+    assert read_value(said.metadata["labels"]) == ["cat", "dög"]
+    assert said.made_for == {"target": "litert"}
+    assert "scalepoint.config" in said.metadata
 
 
 def test_the_file_tells_its_inputs_and_what_it_was_made_for(deployed):

@@ -10,7 +10,7 @@ import numpy as np
 from scalepoint.errors import ExportError, StoreError
 from scalepoint.formats.format import About, FileInput
 from scalepoint.formats.litert.schema import ABOUT, IDENTIFIER, TYPES, schema
-from scalepoint.targets.target import LABEL
+from scalepoint.formats.metadata import made_for
 
 
 def files_of(path: Path) -> Sequence[Path]:
@@ -21,14 +21,14 @@ def about(path: Path) -> About:
     """Its inputs, and what it was made for; of files that others wrote only the inputs."""
     model = _read(path)
     said = _said(model)
-    made = said.get("made_for", {})
-    own = {key.removeprefix(f"{LABEL}."): value for key, value in made.items() if key.startswith(f"{LABEL}.")}
+    metadata = said.get("made_for", {})
     graph = model.Subgraphs(0)
     return About(
         size=path.stat().st_size,
         inputs=tuple(_input(graph.Tensors(graph.Inputs(place))) for place in range(graph.InputsLength())),
-        made_for={"target": made[LABEL], **own} if LABEL in made else {},
+        made_for=made_for(metadata),
         quantizers=said.get("quantizers", {}),
+        metadata=metadata,
     )
 
 

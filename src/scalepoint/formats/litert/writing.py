@@ -39,8 +39,7 @@ ROOMS = (lookups, moves, pointwise, pools, products, reductions)  # each brings 
 
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
-    labels = {} if writing.target is None else writing.target.labels
-    _tell(_write(stored_form(model, PARTS), path, writing, {"made_for": labels}))
+    _tell(_write(stored_form(model, PARTS), path, writing, {"made_for": dict(writing.metadata)}))
     if writing.float_path is not None:
         write_float(model, writing.float_path, writing)
 
