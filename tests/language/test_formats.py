@@ -8,6 +8,7 @@ from scalepoint.language.settings import asked
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
 
+SLOW = pytest.mark.slow
 GIVEN = {"length": 32, "samples": 24, "progress": False}
 CASES = {
     "compressed-tensors": {"weight": {"n_bits": 4, "block_size": 32}},
@@ -18,7 +19,9 @@ CASES = {
 LEAST = {"transformers": 40, "ort-genai": 25, "llamacpp": 20}  # kernels of the last two round activations to int8
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=SLOW if case == "gguf asymmetric" else ()) for case in CASES]
+)
 def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
     folder, _ = llama
     target = case.partition(" ")[0]
@@ -37,7 +40,7 @@ def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
     assert "goes on" in str(done.report)
 
 
-@pytest.mark.parametrize("target", ["gptq", "awq"])
+@pytest.mark.parametrize("target", ["gptq", pytest.param("awq", marks=SLOW)])
 def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target):
     folder, _ = llama
     done = deploy_checkpoint(

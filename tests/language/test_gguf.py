@@ -36,7 +36,7 @@ def deployed(folder, path, weight):
     ("weight", "kind"),
     [
         ({"n_bits": 4, "block_size": 32}, "Q4_0"),
-        ({"n_bits": 3, "block_size": 32}, "Q3_K"),
+        pytest.param({"n_bits": 3, "block_size": 32}, "Q3_K", marks=pytest.mark.slow),
         pytest.param({"n_bits": 4, "block_size": 32, "symmetric": False}, "Q4_1", marks=pytest.mark.slow),
         pytest.param({"n_bits": 2, "block_size": 16}, "Q2_K", marks=pytest.mark.slow),
     ],

@@ -71,7 +71,9 @@ def difference(make, x, weights):
 @each_calculator
 @each_granularity
 @pytest.mark.parametrize("fields", EXACT.values(), ids=EXACT.keys())
-@pytest.mark.parametrize("earlier", [0, 2], ids=["first batch", "third batch"])
+@pytest.mark.parametrize(
+    "earlier", [pytest.param(0, id="first batch"), pytest.param(2, id="third batch", marks=pytest.mark.slow)]
+)
 def test_the_gradient_of_the_scale_is_its_finite_difference(key, granularity, fields, earlier):
     def make():
         batches = [values(seed) / 2 for seed in range(1, earlier + 1)]

@@ -34,6 +34,13 @@ SPECS = {
     "entropy": {"range_calculator_cls": "entropy", "bins": 64, "search_steps": 5},
 }
 each_spec = pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS.keys())
+a_third_is_fast = pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(fields, id=name, marks=pytest.mark.slow if place % 3 else ())
+        for place, (name, fields) in enumerate(SPECS.items())
+    ],
+)
 
 
 def calibrated(fields, target="activation"):
@@ -97,7 +104,7 @@ def frozen_and_observing(fields):
         yield fq
 
 
-@each_spec
+@a_third_is_fast
 def test_torch_compile_takes_the_whole_graph_and_gives_the_same(fields):
     x = torch.randn(4, 16)
     for fq in frozen_and_observing(fields):

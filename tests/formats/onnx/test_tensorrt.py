@@ -124,7 +124,12 @@ class TestRealArchitectures:
         assert self.findings(ResNet((1, 2, 1, 1), width=16).eval(), torch.randn(2, 3, 64, 64), tmp_path) == []
 
     @pytest.mark.parametrize(
-        "name", ["test_convnext", "bert_masked", "gpt2", pytest.param("convnext_tiny", marks=pytest.mark.slow)]
+        "name",
+        [
+            "test_convnext",
+            "bert_masked",
+            *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "convnext_tiny")),
+        ],
     )
     def test_small_configurations(self, name, tmp_path):
         model, inputs = ARCHITECTURES[name].build()
