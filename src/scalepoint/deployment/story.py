@@ -96,8 +96,8 @@ def deploy(
     a file is so many times as fast as the float one. `budget` (size=0.2 of the float file, bits=4.5 a weight on
     average, speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses
     least. allow_departure=True takes a file that departs from the simulation, on_nan="skip" leaves batches with NaN
-    out, `float_dtype` types what is not quantized, `metadata` (labels, ...) is kept in the file. smoke=True goes
-    through all stages fast; resume=True goes on where a run into `output` ended; force=True overwrites.
+    out, `float_dtype` types what stays float, `metadata` is kept in the file. smoke=True goes through all stages fast,
+    resume=True goes on where a run into `output` ended, force=True overwrites. `callback(event)` hears of it all.
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
