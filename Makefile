@@ -70,6 +70,7 @@ bench: architectures
 	-$(BIN)/python bench/load.py
 	-$(BIN)/python bench/spellings.py
 	-$(BIN)/python bench/small_cnns.py
+	-$(BIN)/python bench/small_cnns.py --runtime openvino
 	-$(BIN)/python bench/pair_safe.py
 	-$(BIN)/python bench/export_time.py --architectures
 	-$(BIN)/python bench/accuracy.py

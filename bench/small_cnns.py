@@ -1,12 +1,13 @@
 """Ten small CNNs (10 thousand to 2 million parameters, 32 to 96 pixels): no deployed file is slower than its float one.
 
-Each is quantized for ONNX Runtime twice: with all that can be, and with what wins alone, as deploy does. Both files
-and the float one are timed in turns in one process, one thread, CPU time, medians. The rows are of the kernels that the
-runtime takes here, with VNNI or without.
+Each is quantized for the runtime twice: with all that can be, and with what wins alone, as deploy does; for OpenVINO,
+which has no table of kernels, both are the same. Both files and the float one are timed in turns in one process, one
+thread, medians. The rows are of the kernels that the runtime takes here, with VNNI or without.
 
-    python bench/small_cnns.py [name ..]
+    python bench/small_cnns.py [--runtime onnxruntime | openvino] [name ..]
 """
 
+import argparse
 import sys
 import tempfile
 import warnings
@@ -23,7 +24,7 @@ from files import arrays, size_of, speeds
 from kernels import kernels_here
 from measure import publish
 from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq
-from scalepoint.targets import Target, onnxruntime_target
+from scalepoint.targets import Target, onnxruntime_target, openvino_target
 
 OUT = Path(__file__).parent.parent / "out"
 
@@ -207,19 +208,26 @@ def measured(name: str, target: Target) -> Row:
             calibrate(made[first], data, freeze_weights=True, progress=False)
             paths.append(folder / f"{len(paths)}.onnx")
             scalepoint.export(made[first], paths[-1], one, float_path=paths[0])
-        _, everything, speed = speeds(paths, arrays(model, one), "onnxruntime")
+        _, everything, speed = speeds(paths, arrays(model, one), target.runtime or "")
         rows = coverage(made[True]).operations
         left, smaller = sum(row.is_for_speed for row in rows), size_of(paths[0]) / size_of(paths[2])
         parameters = sum(each.numel() for each in model.parameters())
         return Row(name, parameters, pixels, everything, speed, smaller, left, len(rows))
 
 
+TARGETS = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="*", help="all unless named")
+    parser.add_argument("--runtime", choices=TARGETS, default="onnxruntime")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     cpu = kernels_here()
-    rows = [measured(name, onnxruntime_target(cpu)) for name in sys.argv[1:] or NETS]
-    table = Table(title=f"Small CNNs in ONNX Runtime, {cpu}, batch 1, against the float file")
+    rows = [measured(name, TARGETS[given.runtime](cpu)) for name in given.name or NETS]
+    table = Table(title=f"Small CNNs in {given.runtime}, {cpu}, batch 1, against the float file")
     for column in (
         "network",
         "parameters",
@@ -235,7 +243,8 @@ def main() -> int:
         style = None if row.holds else "bold red"
         left = f"{row.left} of {row.layers}"
         table.add_row(row.name, f"{row.parameters:,}", str(row.size), *speeds_, left, style=style)
-    return 0 if publish(table, rows, OUT / f"small_cnns-{cpu}.json") else 1
+    runtime = "" if given.runtime == "onnxruntime" else f"-{given.runtime}"
+    return 0 if publish(table, rows, OUT / f"small_cnns{runtime}-{cpu}.json") else 1
 
 
 if __name__ == "__main__":

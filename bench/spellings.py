@@ -1,26 +1,33 @@
-"""Whether what a target writes in other words still pays: ONNX Runtime's time with the rule against without.
+"""Whether what a target writes in other words still pays: the runtime's time with the rule against without.
 
 A float transformer block (post-norm and pre-norm, two sizes) as two files that differ in one operator: the residual add
 before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. A float stem and its pool
 before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
-quantizer before the pool. Sessions of both run in turn in one process, one thread, CPU time, medians. A ratio of 1 or
-more says that the runtime has become better, and that the rule should go.
+quantizer before the pool. An int8 block for OpenVINO on a CPU without VNNI, with linear layers as convolutions and as
+products. Both run in turn in one process, one thread, CPU time, medians. A ratio of 1 or more says that the runtime has
+become better, and that the rule should go.
 """
 
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
+import openvino
 import torch
 from torch import Tensor, nn
 
 from measure import Row, interleave, report
 from scalepoint.formats import export
 from scalepoint.quantize import Override, QuantConfig, quantize
+from scalepoint.targets import openvino_target
+from scalepoint.targets.cpu import instruction_set
 
 OUT = Path(__file__).parent.parent / "out"
 SIZES = {"32 tokens of 384": (32, 384), "197 tokens of 768": (197, 768)}
@@ -78,10 +85,28 @@ def pooled(folder: Path, pixels: int) -> dict[str, onnxruntime.InferenceSession]
     return {name: session(folder / f"{name}.onnx") for name in ("held", "moved")}
 
 
-def timed(sessions: dict[str, onnxruntime.InferenceSession], shape: tuple[int, ...]) -> dict[str, float]:
+def convolved(folder: Path, tokens: int, width: int) -> dict[str, Any]:
+    """An int8 block in OpenVINO."""
+    model, x, own = Block(width, True).eval(), torch.randn(1, tokens, width), openvino_target("avx2")
+    plain = replace(own, spellings=tuple(each for each in own.spellings if each.name != "linears_as_convolutions"))
+    found = {}
+    for name, target in {"convolutions": own, "products": plain}.items():
+        quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
+        path = export(quantized, folder / f"{name}.onnx", x)
+        compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": 1})
+        found[name] = compiled.create_infer_request()
+    return found
+
+
+def timed(sessions: dict[str, Any], shape: tuple[int, ...]) -> dict[str, float]:
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    runs = {name: lambda each=each: each.run(None, {each.get_inputs()[0].name: x}) for name, each in sessions.items()}
-    return interleave(runs, repeats=31, inner=5)
+    return interleave({name: run(each, x) for name, each in sessions.items()}, repeats=31, inner=5)
+
+
+def run(session: Any, x: np.ndarray) -> Callable[[], Any]:
+    if isinstance(session, onnxruntime.InferenceSession):
+        return lambda: session.run(None, {session.get_inputs()[0].name: x})
+    return lambda: session.infer([x])
 
 
 def main() -> int:
@@ -103,7 +128,12 @@ def main() -> int:
         rows.append(
             Row(f"Max behind a pool of floats, {pixels} px", ratio, 1.0, "quantizer moved", onnxruntime.__version__)
         )
-    return 0 if report("What is written in other words for ONNX Runtime", rows, OUT / "spellings.json") else 1
+    for title, (tokens, width) in SIZES.items() if instruction_set() == "avx2" else ():
+        with tempfile.TemporaryDirectory() as folder:
+            taken = timed(convolved(Path(folder), tokens, width), (1, tokens, width))
+        name, ratio = f"linear layers as convolutions in OpenVINO, {title}", taken["convolutions"] / taken["products"]
+        rows.append(Row(name, ratio, 1.0, "as products", openvino.__version__))
+    return 0 if report("What is written in other words", rows, OUT / "spellings.json") else 1
 
 
 if __name__ == "__main__":

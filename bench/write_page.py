@@ -241,6 +241,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "spellings": ("spellings", table),
     "small_cnns": ("small_cnns-vnni", small_table),
     "small_cnns-avx2": ("small_cnns-avx2", small_table),
+    "small_cnns-openvino": ("small_cnns-openvino-avx2", small_table),
     "accuracy": ("accuracy", accuracy_table),
     "accuracy-runtime": ("accuracy-runtime", accuracy_table),
     "deployed": ("deployed", partial(files_table, runtime="onnxruntime", others=QUANTIZE_STATIC)),

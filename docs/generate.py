@@ -131,17 +131,20 @@ def _options(name: str) -> str:
     """The one option of the CPU targets, and what it changes."""
     factory = CPU_TARGETS[name]
     said = " ".join((factory.__doc__ or "").split())
-    rest = sorted(
-        set(describe(factory("vnni"))[0].rows)
-        ^ set(describe(factory(PLAIN_CPU))[0].rows)
+    own, other = (
+        {tuple(row): None for section in describe(factory(cpu)) for row in section.rows}
+        for cpu in (PLAIN_CPU, "vnni")
     )
+    rest = [row[0] for row in own if row not in other]
     changed = ", ".join(
-        dict.fromkeys(row[0] for row in rest if not row[0].startswith("made with"))
+        f'"{each}"'
+        for each in dict.fromkeys(rest)
+        if not each.startswith(("made with", "measured"))
     )
     choices = ", ".join(map(code, CHOICES))
     return (
         f"## Options\n\n`scalepoint.targets.{name}_target(cpu=...)`: one of {choices}.\n{said}\n\n"
-        f'Below is `cpu="{PLAIN_CPU}"`; with `cpu="vnni"` the row "{changed}" is not there.\n'
+        f'Below is `cpu="{PLAIN_CPU}"`; `cpu="vnni"` differs in the rows {changed}.\n'
     )
 
 

@@ -15,9 +15,16 @@ from scalepoint.patterns import Pattern, Point
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.onnxruntime import PATTERNS, SYMMETRIC, WIDENED, onnxruntime_target
-from scalepoint.targets.target import Accepted, Target
+from scalepoint.targets.target import Accepted, Spelling, Target
 
 NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4")))
+
+
+CONVOLVED = Spelling(
+    "linears_as_convolutions",
+    "without VNNI its integer kernel for linear layers is slower than the float one; that for convolutions of one tap "
+    "is faster than both",
+)
 
 
 def inputs_only(pattern: Pattern) -> Pattern:
@@ -28,8 +35,9 @@ def inputs_only(pattern: Pattern) -> Pattern:
 
 def openvino_target(cpu: str = "auto") -> Target:
     """For a CPU: "vnni" uses all 8 bits of the weights, "avx2" the pair-safe scale, "auto" looks at this machine."""
+    base = onnxruntime_target(cpu)
     return replace(
-        onnxruntime_target(cpu),
+        base,
         name="openvino",
         summary="OpenVINO on CPUs: u8 activations, s8 weights; weight-only int8 and int4",
         patterns=tuple(map(inputs_only, PATTERNS)),
@@ -40,7 +48,7 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
         bias="float",
-        spellings=(WIDENED,),
+        spellings=(WIDENED,) if base.options["cpu"] == "vnni" else (WIDENED, CONVOLVED),
         unpacks=False,
         runtime="openvino",
         kernels=None,

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from scalepoint.formats.onnx.turned import as_in_model
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification.agreement import Agreement, worst
 from scalepoint.verification.result import Departure
@@ -49,9 +50,12 @@ def matched(
     for place in range(len(calls)):
         tensor = quantizers.get(f"{name}/QuantizeLinear" + (f"_{place}" if place else ""))
         array = None if tensor is None else found.get(tensor)
-        index = next((at for at, call in enumerate(calls) if array is not None and call.shape == array.shape), None)
-        if array is not None and index is not None:
-            pairs.append((calls[index], array))
+        if tensor is None or array is None:
+            continue
+        seen = [as_in_model(tensor, array, call.ndim) for call in calls]
+        index = next((at for at, call in enumerate(calls) if call.shape == seen[at].shape), None)
+        if index is not None:
+            pairs.append((calls[index], seen[index]))
             del calls[: index + 1]
     return pairs
 

@@ -17,6 +17,7 @@ import numpy as np
 from torch import fx
 
 from scalepoint.errors import VerificationError
+from scalepoint.formats.onnx.turned import as_in_file
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Status, find_runtime
@@ -184,9 +185,10 @@ def _matched(graph: Any, codes: Calls, free: Mapping[str, np.ndarray]) -> dict[s
         if node.op_type != "QuantizeLinear":
             continue
         calls, tensor = left.get(node.name.rpartition("/")[0], []), node.output[0]
-        place = next((index for index, value in enumerate(calls) if value.shape == free[tensor].shape), None)
+        given = [as_in_file(tensor, value) for value in calls]
+        place = next((index for index, value in enumerate(given) if value.shape == free[tensor].shape), None)
         if place is not None:
-            found[tensor] = calls[place].astype(free[tensor].dtype)
+            found[tensor] = given[place].astype(free[tensor].dtype)
             del calls[: place + 1]
     return found
 
@@ -207,7 +209,7 @@ def _float_outputs(graph: Any, floats: Calls) -> dict[str, np.ndarray]:
         value = left[weight.input[1]].pop(0)
         end = _with_bias(node, readers, makers)
         if not _is_quantized(end, readers):
-            found[end.output[0]] = value
+            found[end.output[0]] = as_in_file(end.output[0], value)
     return found
 
 

@@ -6,6 +6,7 @@ unpack_when_loaded       DequantizeLinear of codes without zero      becomes  Ca
                          point or blocks, as StoredUnpacked has it            works out as it loads the file
 float_weights_stay       DequantizeLinear -> product by floats       becomes  the same with a scale a channel
 pools_before_quantizers  MaxPool of floats -> QuantizeLinear         becomes  MaxPool -> Max of one -> QuantizeLinear
+linears_as_convolutions  MatMul of codes                             becomes  Conv of one tap (convolved.py)
 
 A target names the rules that it wants, each with its reason; the values are the same bit for bit.
 """
@@ -17,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from scalepoint.errors import ExportError, nearest
+from scalepoint.formats.onnx.convolved import linears_as_convolutions
 from scalepoint.targets.target import Spelling
 
 
@@ -203,4 +205,5 @@ RULES: dict[str, Callable[[Any], None]] = {
     "unpack_when_loaded": unpack_when_loaded,
     "float_weights_stay": float_weights_stay,
     "pools_before_quantizers": pools_before_quantizers,
+    "linears_as_convolutions": linears_as_convolutions,
 }
