@@ -81,11 +81,23 @@ class Judge:
 
     def part(self, value: Tensor, index: int, *, held: bool) -> Tensor:
         """The held-out samples of a batch, or the others; all of a tensor that has no samples, or of few."""
-        samples = self.walk.samples[index]
-        if value.ndim == 0 or self._masks is None or not samples or value.shape[0] % samples:
+        if self._masks is None:
             return value
         mask = self._masks[index] == held
-        return value if bool(mask.all()) else value.reshape(samples, -1, *value.shape[1:])[mask].flatten(0, 1)
+        return value if bool(mask.all()) else of_samples(value, self.walk.samples[index], mask)
+
+    def free(self, index: int) -> Tensor:
+        """The places of the samples of a batch that do not judge; of few samples all of them."""
+        if self._masks is None:
+            return torch.arange(self.walk.samples[index])
+        return (~self._masks[index]).nonzero().flatten()
+
+
+def of_samples(value: Any, samples: int, chosen: Tensor) -> Any:
+    """Some samples of a batch, by a mask or their places; what has no samples is as it was."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or not samples or value.shape[0] % samples:
+        return value
+    return value.reshape(samples, -1, *value.shape[1:])[chosen].flatten(0, 1)
 
 
 class _Errors:

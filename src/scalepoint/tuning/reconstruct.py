@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from scalepoint import ranks
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.tuning.collect import Use
-from scalepoint.tuning.judge import Judge
+from scalepoint.tuning.few import Few, few_of
+from scalepoint.tuning.judge import Judge, of_samples
 from scalepoint.tuning.normed import is_normed, row_weights
 from scalepoint.tuning.pieces import Piece
 from scalepoint.tuning.problem import Shape, Solution, spread
@@ -103,11 +104,11 @@ class ByAdam(Variables):
 def reconstruct(work: Work, variables: Variables) -> None:
     """Move the variables; the modules end with the best hardened ones, or as they were."""
     best, least = states_of(work.modules), work.judge.now(work.piece)
-    before = least
+    before, few = least, few_of(work.walk, work.judge, work.piece)
     stops = {round((look + 1) * work.iterations / LOOKS) for look in range(LOOKS)}
     for step in range(work.iterations):
         progress = step / work.iterations
-        gradients = _gradients(work, variables, step, progress)
+        gradients = _gradients(work, few, variables, step, progress)
         with torch.no_grad():
             variables.move(gradients, progress)
         if step + 1 in stops:
@@ -121,14 +122,14 @@ def reconstruct(work: Work, variables: Variables) -> None:
     work.notes["gain"] = f"{before:.3g} -> {least:.3g}"
 
 
-def _gradients(work: Work, variables: Variables, step: int, progress: float) -> list[Tensor | None]:
-    """Of one batch, on the rank that has it; the others are told."""
+def _gradients(work: Work, few: Few, variables: Variables, step: int, progress: float) -> list[Tensor | None]:
+    """Of one batch, or some samples of it, on the rank that has it; the others are told."""
     owner, index = work.walk.owners[_drawn(step, len(work.walk.owners))]
     found: list[Tensor | None] = [None] * len(variables.parameters())
     with ranks.agreed("gradients") as told:
         if owner == ranks.rank():
             with torch.enable_grad(), variables.installed():
-                loss = _loss(work, index, step) + variables.penalty(progress)
+                loss = _loss(work, few, index, step) + variables.penalty(progress)
                 found = list(torch.autograd.grad(loss, variables.parameters(), allow_unused=True))
             told.mine = [each is not None for each in found]
     if ranks.size() == 1:
@@ -145,21 +146,25 @@ def _drawn(step: int, count: int) -> int:
     return int(uniform(torch.tensor([step]), salt=7)[0] * count)
 
 
-def _loss(work: Work, index: int, step: int) -> Tensor:
-    walk, judge = work.walk, work.judge
-    entries = walk.entries(work.piece, index, noisy=True)
+def _loss(work: Work, few: Few, index: int, step: int) -> Tensor:
+    walk, chosen = work.walk, few.of(index, step)
+    entries = few.taken(walk.entries(work.piece, index, noisy=True), index, chosen)
     if work.drop:
-        entries = _mixed(entries, walk.entries(work.piece, index, noisy=False), work.drop, step)
+        exact_entries = few.taken(walk.entries(work.piece, index, noisy=False), index, chosen)
+        entries = _mixed(entries, exact_entries, work.drop, step)
     found = walk.run(work.piece, entries)
     loss = torch.zeros(())
     for node, value in zip(work.piece.exits, found, strict=True):
         if node in walk.same or not isinstance(value, Tensor) or not value.is_floating_point():
             continue
-        exact = judge.part(walk.value(node, index, noisy=False), index, held=False)
-        found_part = judge.part(value, index, held=False)
-        if found_part.shape != exact.shape:  # rows that the data picks
+        exact = walk.value(node, index, noisy=False)
+        if chosen is None:
+            own, exact = (work.judge.part(each, index, held=False) for each in (value, exact))
+        else:
+            own, exact = value, of_samples(exact, walk.samples[index], chosen)
+        if own.shape != exact.shape:  # rows that the data picks
             continue
-        apart = found_part - exact
+        apart = own - exact
         if is_normed(walk, node):
             loss = loss + (apart.square() * row_weights(exact)).mean()
         else:

@@ -1,0 +1,85 @@
+"""Some samples of a batch are enough for a step: early layers of a net for pictures have many rows in each.
+
+    samples of a step = as many as hold `VALUES` values of what the piece reads and gives, two at least
+
+Only where a piece computes each sample by itself: this is tried on one batch. A graph with a batch written into it, or
+a quantizer whose scale comes from all that it sees, gets whole batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from scalepoint.tuning.judge import Judge, of_samples
+from scalepoint.tuning.pieces import Piece
+from scalepoint.tuning.rows import uniform
+from scalepoint.tuning.walk import Walk
+
+VALUES = 1 << 20
+FEWEST = 2
+CLOSE = 1e-3  # of the largest value: kernels add in another order for another batch
+
+
+@dataclass(frozen=True)
+class Few:
+    """How many samples of a piece a step takes; None: whole batches."""
+
+    walk: Walk
+    judge: Judge
+    count: int | None
+
+    def of(self, index: int, step: int) -> Tensor | None:
+        """The samples of a batch, drawn alike on every machine, of those that do not judge; None: all of it."""
+        free = self.judge.free(index)
+        if self.count is None or len(free) <= self.count:
+            return None
+        drawn = uniform(self.walk.firsts[index] + free, salt=1_000_003 * (step + 1))
+        return free[drawn.argsort()[: self.count]].sort().values
+
+    def taken(self, values: dict[fx.Node, Any], index: int, chosen: Tensor | None) -> dict[fx.Node, Any]:
+        if chosen is None:
+            return values
+        return {node: of_samples(value, self.walk.samples[index], chosen) for node, value in values.items()}
+
+
+def few_of(walk: Walk, judge: Judge, piece: Piece) -> Few:
+    """Of a piece whose inputs are there."""
+    index = next((each for each, samples in enumerate(walk.samples) if samples > FEWEST), None)
+    if index is None:
+        return Few(walk, judge, None)
+    entries = walk.entries(piece, index, noisy=True)
+    with torch.no_grad():
+        whole = walk.run(piece, entries)
+    samples = walk.samples[index]
+    sizes = [each.numel() // samples for each in (*entries.values(), *whole) if isinstance(each, Tensor)]
+    count = max(FEWEST, VALUES // max(1, *sizes, 1))
+    if count >= samples:
+        return Few(walk, judge, None)
+    chosen = torch.arange(count)
+    return Few(walk, judge, count if _is_apart(walk, piece, entries, samples, chosen, whole) else None)
+
+
+def _is_apart(
+    walk: Walk, piece: Piece, entries: dict[fx.Node, Any], samples: int, chosen: Tensor, whole: Sequence[Any]
+) -> bool:
+    """Whether some samples alone give what they give among others."""
+    try:
+        with torch.no_grad():
+            found = walk.run(piece, {node: of_samples(value, samples, chosen) for node, value in entries.items()})
+    except (RuntimeError, ValueError, IndexError):  # a batch is written into the graph
+        return False
+    pairs = zip(found, (of_samples(value, samples, chosen) for value in whole), strict=True)
+    return all(_is_close(one, two) for one, two in pairs)
+
+
+def _is_close(one: Any, two: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return bool(one is two or one == two)
+    if one.shape != two.shape or not one.is_floating_point():
+        return one.shape == two.shape and bool((one == two).all())
+    reach = float(two.abs().amax()) if two.numel() else 0.0
+    apart = (one - two).abs()
+    return not apart.numel() or float((apart > CLOSE * reach).float().mean()) < CLOSE

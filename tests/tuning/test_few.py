@@ -1,0 +1,79 @@
+"""Some samples of a batch for a step: fewer values, never others that judge, never where samples hang together."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
+from scalepoint.tuning import TuneConfig, few, tune
+from scalepoint.tuning.walk import Walk
+from tests.tuning.test_tune import Net, codes, pictures
+
+WIDTHS = QuantConfig(
+    activation=TensorQuantConfig(n_bits=4, symmetric=False), weight=TensorQuantConfig(n_bits=3, per_channel=True)
+)
+STEPS = TuneConfig(steps=("intercept", "clip"), iterations=12)
+
+
+class Together(nn.Module):
+    """What it makes of a sample hangs on the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return x - x.mean(0, keepdim=True)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(few, "VALUES", 4096)
+
+
+def tuned(net, monkeypatch):
+    """The model, and how many samples ran with gradients at each step."""
+    torch.manual_seed(0)
+    data, seen = list(pictures(64, 1).split(16)), []
+    model = quantize(net().eval(), data[0], WIDTHS, forward_loop=data, progress=False)
+    run = Walk.run
+
+    def watched(self, piece, entries, **options):
+        if torch.is_grad_enabled():
+            seen.extend(len(value) for value in entries.values() if isinstance(value, Tensor) and value.ndim > 1)
+        return run(self, piece, entries, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walk, "run", watched)
+        report = tune(model, data, STEPS, progress=False)
+    return model, report, seen
+
+
+def test_a_step_takes_as_many_samples_as_hold_so_many_values(monkeypatch):
+    model, report, seen = tuned(Net, monkeypatch)
+    assert set(seen) <= set(range(few.FEWEST, 17))
+    assert min(seen) == 3  # of the first piece, whose samples have more than a thousand values
+    assert all(piece.after <= piece.before for piece in report.pieces)
+    again, _, _ = tuned(Net, monkeypatch)
+    assert all(map(torch.equal, codes(model), codes(again)))
+
+
+def test_samples_that_hang_together_stay_together(monkeypatch):
+    _, _, seen = tuned(Together, monkeypatch)
+    assert set(seen) == {16}
+
+
+def test_samples_that_judge_are_never_drawn():
+    class Judge:
+        def free(self, index):
+            return torch.tensor([1, 2, 5, 6, 7])
+
+    class Places:
+        firsts, samples = [0, 8], [8, 8]
+
+    chosen = few.Few(Places(), Judge(), 2)
+    drawn = [chosen.of(1, step) for step in range(40)]
+    assert {len(each) for each in drawn} == {2}
+    assert {int(place) for each in drawn for place in each} == {1, 2, 5, 6, 7}
+    assert few.Few(Places(), Judge(), 5).of(0, 0) is None
