@@ -20,6 +20,10 @@ from scalepoint.targets.target import Accepted, Spelling, Target
 NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4")))
 
 
+POOLED = Spelling(
+    "quantizers_before_pools",
+    "a quantizer behind a pool leaves the layer before it and the pool in float; before the pool, both give integers",
+)
 CONVOLVED = Spelling(
     "linears_as_convolutions",
     "without VNNI its integer kernel for linear layers is slower than the float one; that for convolutions of one tap "
@@ -48,7 +52,7 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
         bias="float",
-        spellings=(WIDENED,) if base.options["cpu"] == "vnni" else (WIDENED, CONVOLVED),
+        spellings=(WIDENED, POOLED) if base.options["cpu"] == "vnni" else (WIDENED, POOLED, CONVOLVED),
         unpacks=False,
         runtime="openvino",
         kernels=None,

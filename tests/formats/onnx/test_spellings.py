@@ -12,6 +12,7 @@ import pytest
 import torch
 from onnx import helper
 from torch import nn
+from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
 from scalepoint.formats import export
@@ -252,3 +253,45 @@ def test_a_pool_of_floats_is_not_made_one_of_codes(tmp_path):
     order = [node.op_type for node in onnx.load(tmp_path / "compiled.onnx").graph.node]
     assert order.index("MaxPool") < order.index("QuantizeLinear")
     assert verify(path, quantized, data[0]).optimized[0].sqnr == math.inf
+
+
+class Pooled(nn.Module):
+    """A stem whose pool a layer and a residual read, two pools in a row, and one whose values are given back."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.more = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
+        self.last = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = F.max_pool2d(torch.relu(self.stem(x)), 3, 2, 1)
+        x = torch.relu(x + self.body(x))
+        x = F.max_pool2d(F.max_pool2d(torch.relu(self.more(x)), 2), 2)
+        seen = F.max_pool2d(self.last(x), 2)
+        return self.last(seen), seen
+
+
+def test_quantizers_stand_before_pools_in_openvino_with_the_same_values(tmp_path):
+    torch.manual_seed(0)
+    model, x = Pooled().eval(), torch.randn(2, 3, 40, 40)
+    target = find_target("openvino")
+    plain = replace(target, name="plain", spellings=())
+    own, other = (quantize(model, x, forward_loop=[x], target=each, freeze_weights=True) for each in (target, plain))
+    path, second = export(own, tmp_path / "m.onnx", x), export(other, tmp_path / "p.onnx", x)
+    onnx.checker.check_model(str(path), full_check=True)
+    before = [_before(each, "QuantizeLinear") for each in (path, second)]
+    assert (before[0]["MaxPool"], before[1]["MaxPool"]) == (1, 3)  # the one whose values are given back
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    found = [onnxruntime.InferenceSession(each, options).run(None, {"x": x.numpy()}) for each in (path, second)]
+    assert all(map(np.array_equal, *found))
+    checked = verify(path, own, x, runtime="openvino")
+    assert (checked.low_precision, checked.fallbacks) == (5, ())
+    assert checked.sqnr > 35
+
+
+def _before(path, kind):
+    """What gives the tensors that operators of a kind read."""
+    graph = onnx.load(path).graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    return Counter(makers.get(node.input[0]) for node in graph.node if node.op_type == kind)

@@ -6,6 +6,7 @@ unpack_when_loaded       DequantizeLinear of codes without zero      becomes  Ca
                          point or blocks, as StoredUnpacked has it            works out as it loads the file
 float_weights_stay       DequantizeLinear -> product by floats       becomes  the same with a scale a channel
 pools_before_quantizers  MaxPool of floats -> QuantizeLinear         becomes  MaxPool -> Max of one -> QuantizeLinear
+quantizers_before_pools  MaxPool -> QuantizeLinear, alone            becomes  the pair of quantizers -> MaxPool
 linears_as_convolutions  MatMul of codes                             becomes  Conv of one tap (convolved.py)
 
 A target names the rules that it wants, each with its reason; the values are the same bit for bit.
@@ -196,6 +197,32 @@ def pools_before_quantizers(model: Any) -> None:
             reader.node.replace_input_with(reader.idx, made)
 
 
+def quantizers_before_pools(model: Any) -> None:
+    """The pair behind a pool whose values nobody else reads goes before it: the largest value has the largest code."""
+    for quantize in list(model.graph):
+        pool = quantize.inputs[0].producer() if quantize.op_type == "QuantizeLinear" else None
+        while pool is not None and pool.op_type == "MaxPool" and _moves_before(model.graph, pool, quantize):
+            pool = quantize.inputs[0].producer()
+
+
+def _moves_before(graph: Any, pool: Any, quantize: Any) -> bool:
+    pooled, readers = pool.outputs[0], list(quantize.outputs[0].uses())
+    is_pair = len(readers) == 1 and readers[0].node.op_type == "DequantizeLinear"
+    is_whole = quantize.inputs[1].const_value is not None and quantize.inputs[1].const_value.size == 1
+    if not (is_pair and is_whole) or len(pooled.uses()) != 1 or pooled.is_graph_output() or len(pool.outputs) != 1:
+        return False
+    dequantize, source = readers[0].node, pool.inputs[0]
+    made = dequantize.outputs[0]
+    ir.convenience.replace_all_uses_with(made, pooled, replace_graph_outputs=True)
+    quantize.replace_input_with(0, source)
+    pool.replace_input_with(0, made)
+    for node in (dequantize, quantize):
+        node.outputs[0].shape = source.shape
+        graph.remove(node)
+    graph.insert_before(pool, [quantize, dequantize])
+    return True
+
+
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 NARROW = (ir.DataType.INT4, ir.DataType.INT2)
 MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
@@ -205,5 +232,6 @@ RULES: dict[str, Callable[[Any], None]] = {
     "unpack_when_loaded": unpack_when_loaded,
     "float_weights_stay": float_weights_stay,
     "pools_before_quantizers": pools_before_quantizers,
+    "quantizers_before_pools": quantizers_before_pools,
     "linears_as_convolutions": linears_as_convolutions,
 }
