@@ -1,6 +1,12 @@
 """Every page of the README and the docs is a test; what all tests have in common."""
 
+import os
+import sys
+
 from scalepoint.processor import cap
+
+sys.dont_write_bytecode = False  # hundreds of processes import the package: it is compiled once
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 cap()  # before torch is loaded: no test may die of what the processor only announces
 

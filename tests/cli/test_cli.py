@@ -416,7 +416,7 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(here) -> None:
     assert not (here / "out").exists()
 
 
-def test_after_ctrl_c_a_run_goes_on(here) -> None:
+def test_after_ctrl_c_a_run_goes_on(call, here) -> None:
     given = ("--data", "nets:same", "--evaluate", "nets:waiting")
     code, out, err = interrupted(here, "judging", *given)
     assert (code, out) == (Code.INTERRUPTED, "")
@@ -424,10 +424,10 @@ def test_after_ctrl_c_a_run_goes_on(here) -> None:
     assert "trial-0 verified; the same command with --resume" in err
     assert not [path for path in (here / "out").rglob("*") if path.name.startswith(".tmp-")]
     assert [path.name for path in (here / "out").iterdir()] == [".scalepoint"]
-    done = child("deploy", "nets:net", *given, "--resume", cwd=here)
-    assert done.returncode == 0, done.stderr
-    assert "exporting: as saved" in done.stderr
-    assert "warning" not in done.stderr
+    code, _, err = call("deploy", "nets:net", *given, "--resume")
+    assert code == 0, err
+    assert "exporting: as saved" in err
+    assert "warning" not in err
     assert (here / "out" / "model.onnx").is_file()
     assert not (here / "out" / ".scalepoint").exists()
 

@@ -222,7 +222,7 @@ def test_another_version_is_named(run, counter, unfinished, monkeypatch):
         ("float.onnx", {"export"}),
     ],
 )
-@pytest.mark.parametrize("damage", ["cut", "gone"])
+@pytest.mark.parametrize("damage", ["cut", pytest.param("gone", marks=pytest.mark.slow)])
 def test_a_damaged_stage_is_told_and_done_again(run, counter, unfinished, name, again, damage):
     path = next((unfinished / ".scalepoint").glob(name))
     path.write_bytes(path.read_bytes()[:-10]) if damage == "cut" else path.unlink()

@@ -8,6 +8,7 @@
     formula              not code
 
 `<!-- needs package -->` on the first line: the page is skipped where that package is not installed.
+`<!-- slow -->` on the first line: the page is read by `make test-all`; faster tests or pages show the same.
 `<!-- numbers vary -->` before a text or console block: figures are compared as "a number", words as they are.
 Each page is run as a reader runs it: a folder of its own, a Python process of its own that starts there, the package
 as it is installed, and nothing of the tests. `pip install` goes into an environment that the page alone has.
@@ -39,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 INFO = re.compile(r'(?P<language>[\w-]*)(?:[ \t]+title="(?P<title>[^"]+)")?[ \t]*$\n', re.MULTILINE)
 VARYING = "<!-- numbers vary -->"
 NEEDS = re.compile(r"<!-- needs (\w+) -->")
+SLOW = "<!-- slow -->"
 NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 TIME = re.compile(r"(\d) (us|ms|s)\b")  # another CPU, another unit
 # What another CPU may compute with a last rounding of its own; and the word that goes with that number.
@@ -248,4 +250,7 @@ class PageTest(pytest.Item):
 
 class PageFile(pytest.File):
     def collect(self) -> Iterator[PageTest]:
-        yield PageTest.from_parent(self, name="page")
+        page = PageTest.from_parent(self, name="page")
+        if SLOW in self.path.read_text().partition("\n")[0]:
+            page.add_marker(pytest.mark.slow)
+        yield page

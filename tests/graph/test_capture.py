@@ -74,6 +74,7 @@ def captured(model, *args, **kwargs):
     return graph_module
 
 
+SLOW = pytest.mark.slow
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
 IMAGE = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(2))
 W = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
@@ -307,7 +308,9 @@ class TestWholeModels:
         ("model", "example", "larger"),
         [
             pytest.param(settled(resnet50(4, 10)), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 32, 32), id="resnet50"),
-            pytest.param(vit_b16(24, 32, 10).eval(), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 32, 32), id="vit"),
+            pytest.param(
+                vit_b16(24, 32, 10).eval(), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 32, 32), id="vit", marks=SLOW
+            ),
             pytest.param(Decoder().eval(), torch.randint(0, 50, (1, 6)), torch.randint(0, 50, (3, 9)), id="decoder"),
             pytest.param(settled(UNet()), torch.randn(1, 3, 16, 16), torch.randn(3, 3, 16, 16), id="unet"),
             pytest.param(SilentSkip().eval(), torch.randn(1, 5, 8), torch.randn(3, 5, 8), id="silent-skip"),
@@ -324,7 +327,7 @@ class TestNames:
         ("model", "x"),
         [
             pytest.param(resnet50(4, 10), torch.randn(1, 3, 32, 32), id="resnet50"),
-            pytest.param(vit_b16(24, 32), torch.randn(1, 3, 32, 32), id="vit"),
+            pytest.param(vit_b16(24, 32), torch.randn(1, 3, 32, 32), id="vit", marks=SLOW),
             pytest.param(Decoder(), torch.randint(0, 50, (1, 6)), id="decoder-with-tied-weights"),
             pytest.param(SilentSkip(), torch.randn(1, 5, 8), id="silent-skip"),
         ],

@@ -64,7 +64,7 @@ def judged(folder, path):
         return perplexity(lambda own: model(own).logits, tokens)
 
 
-@pytest.mark.parametrize("target", ["compressed-tensors", "gguf"])
+@pytest.mark.parametrize("target", ["compressed-tensors", pytest.param("gguf", marks=pytest.mark.slow)])
 def test_the_simulation_is_what_the_written_weights_compute(llama, tmp_path, target):
     folder, _ = llama
     done = deployed(llama, tmp_path / "out", target)

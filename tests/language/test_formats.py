@@ -1,4 +1,7 @@
-"""The whole road into every format, and what each runtime makes of it."""
+"""The whole road into every format, and what each runtime makes of it.
+
+Of what is fast, test_gguf asks llama.cpp, and test_cache ONNX Runtime GenAI.
+"""
 
 import pytest
 
@@ -20,7 +23,7 @@ LEAST = {"transformers": 40, "ort-genai": 25, "llamacpp": 20}  # kernels of the 
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=SLOW if case == "gguf asymmetric" else ()) for case in CASES]
+    "case", [pytest.param(case, marks=() if case == "compressed-tensors" else SLOW) for case in CASES]
 )
 def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
     folder, _ = llama
@@ -40,7 +43,8 @@ def test_a_runtime_computes_what_was_simulated(llama, tmp_path, case):
     assert "goes on" in str(done.report)
 
 
-@pytest.mark.parametrize("target", ["gptq", pytest.param("awq", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target):
     folder, _ = llama
     done = deploy_checkpoint(

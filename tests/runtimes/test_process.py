@@ -40,6 +40,9 @@ class File:
             raise ValueError("no kernel for this")
         return [("y", x * 2)]
 
+    def generate(self, tokens, count):
+        return {"tokens": [*tokens, *range(count)], "prefill_seconds": 0.5, "decode_seconds": 2}
+
     def executed(self):
         ours = sorted(name for name in sys.modules if name.split(".")[0] in ("scalepoint", "torch"))
         return [{"name": each, "op": "import", "low": None, "why": ""} for each in ours]
@@ -126,6 +129,13 @@ class TestServed:
         child = served._child
         served.close()
         assert child.poll() == 0
+
+    def test_a_language_model_goes_on_in_the_process_that_has_it(self, runtime, tmp_path):
+        (tmp_path / "plain").write_text("plain")
+        served = Served(runtime, tmp_path / "plain")
+        assert np.array_equal(served({"count": X})[0], X * 2)  # an input, whatever it is called
+        assert served.generate((7, 8), 3) == ([7, 8, 0, 1, 2], 0.5, 2.0)
+        assert np.array_equal(served({"x": X})[0], X * 2)
 
     def test_it_ends_with_the_object(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")

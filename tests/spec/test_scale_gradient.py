@@ -34,6 +34,15 @@ ROUNDED = {  # scales of a narrow type: the gradient goes straight through their
 RANGES = ["minmax", "percentile", "mse", "entropy"]
 STEP = 2.0**-8
 
+SLOW = pytest.mark.slow
+# Every two of calculator, granularity and format meet in what is fast.
+CASES = [
+    pytest.param(key, granularity, fields, id=f"{name}-{grain}-{key}", marks=SLOW if (i + j + k) % 3 else ())
+    for i, (name, fields) in enumerate(EXACT.items())
+    for j, (grain, granularity) in enumerate(GRANULARITIES.items())
+    for k, key in enumerate(CALCULATORS)
+]
+
 each_calculator = pytest.mark.parametrize("key", CALCULATORS)
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES.keys())
 
@@ -68,12 +77,8 @@ def difference(make, x, weights):
     return found
 
 
-@each_calculator
-@each_granularity
-@pytest.mark.parametrize("fields", EXACT.values(), ids=EXACT.keys())
-@pytest.mark.parametrize(
-    "earlier", [pytest.param(0, id="first batch"), pytest.param(2, id="third batch", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("key", "granularity", "fields"), CASES)
+@pytest.mark.parametrize("earlier", [pytest.param(0, id="first batch"), pytest.param(2, id="third batch", marks=SLOW)])
 def test_the_gradient_of_the_scale_is_its_finite_difference(key, granularity, fields, earlier):
     def make():
         batches = [values(seed) / 2 for seed in range(1, earlier + 1)]

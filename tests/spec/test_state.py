@@ -141,7 +141,7 @@ def test_a_compiled_quantizer_follows_its_methods():
     assert torch.equal(compiled(x), quantized)
 
 
-@each_spec
+@a_third_is_fast
 def test_torch_export_takes_it_and_gives_the_same(fields):
     x = torch.randn(4, 16)
     for fq in frozen_and_observing(fields):

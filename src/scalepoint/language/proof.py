@@ -1,9 +1,6 @@
 """The written file in its runtime: the same logits as the simulation, its perplexity, how it goes on, how fast."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +9,14 @@ from torch import Tensor
 from scalepoint.errors import VerificationError
 from scalepoint.language.settings import Asked
 from scalepoint.language.streams import Scored, perplexity
-from scalepoint.runtimes import Runtime, find_runtime
-from scalepoint.runtimes.process import Answer, Status, all_memory, ask, missing
+from scalepoint.runtimes import find_runtime
+from scalepoint.runtimes.process import Status, all_memory, ask, missing
 from scalepoint.runtimes.serving import Served
 
 PROMPT = 32  # tokens of the text that the model goes on from
 NEW = 50
 LEAST = 10  # dB; kernels that round activations to 8 bits stay above 20
+LESS = f"dB from the simulation's, less than {LEAST}: it computes something else"
 DEPARTS = "departs"
 LARGEST_FLOAT = 4_000_000_000
 
@@ -45,26 +43,23 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
     if not runtime.is_here:
         return Proof(runtime.name, Status.UNAVAILABLE.value, missing(runtime).message)
     prompt = tuple(int(each) for each in tokens[0][0, :PROMPT])
+    sqnr = loss = None
     try:
         served = Served(runtime, job.path, threads=torch.get_num_threads(), options=_options(job))
         try:
             first = _logits(served, tokens[0])
             sqnr = _sqnr(scores.logits, first)
             loss = perplexity(lambda own: _logits(served, own), tokens)
+            if not sqnr >= LEAST:
+                return Proof(runtime.name, DEPARTS, f"its logits are {sqnr:.1f} {LESS}", sqnr, loss, prompt)
+            new, *seconds = served.generate(prompt, NEW)
         finally:
             served.close()
     except VerificationError as error:
-        return Proof(runtime.name, Status.FAILED.value, str(error), prompt=prompt)
-    if not sqnr >= LEAST:
-        why = f"its logits are {sqnr:.1f} dB from the simulation's, less than {LEAST}: it computes something else"
-        return Proof(runtime.name, DEPARTS, why, sqnr, loss, prompt)
-    answer = _goes_on(runtime, job.path, prompt, _options(job))
-    if answer.status != Status.OK or answer.data is None:
-        return Proof(runtime.name, answer.status.value, answer.message, sqnr, loss, prompt)
-    found = answer.data["files"][0]
-    new = tuple(found["tokens"])
-    speeds = len(prompt) / max(found["prefill_seconds"], 1e-9), len(new) / max(found["decode_seconds"], 1e-9)
-    return Proof(runtime.name, Status.OK.value, "", sqnr, loss, prompt, new, *speeds, _float(job, prompt))
+        return Proof(runtime.name, Status.FAILED.value, str(error), sqnr, loss, prompt)
+    prefill, decode = (len(each) / max(own, 1e-9) for each, own in zip((prompt, new), seconds, strict=True))
+    float_tokens = _float(job, prompt)
+    return Proof(runtime.name, Status.OK.value, "", sqnr, loss, prompt, tuple(new), prefill, decode, float_tokens)
 
 
 def _options(job: Asked) -> dict[str, str]:
@@ -72,21 +67,14 @@ def _options(job: Asked) -> dict[str, str]:
     return {"cache": job.cache} if job.cache else {}
 
 
-def _goes_on(runtime: Runtime, path: Path, prompt: tuple[int, ...], options: Mapping[str, str]) -> Answer:
-    request: dict[str, Any] = {
-        "task": "generate",
-        "paths": [str(path)],
-        "options": {"threads": torch.get_num_threads(), **options},
-    }
-    return ask(runtime, {**request, "tokens": list(prompt), "count": NEW, "repeats": 1})
-
-
 def _float(job: Asked, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """How the float model goes on, where it is small enough to be loaded whole."""
     runtime = find_runtime("transformers")
     if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, all_memory() // 4):
         return ()
-    answer = _goes_on(runtime, job.source.folder, prompt, {})
+    own = {"threads": torch.get_num_threads()}
+    task = {"task": "generate", "paths": [str(job.source.folder)], "options": own, "repeats": 1}
+    answer = ask(runtime, {**task, "tokens": list(prompt), "count": NEW})
     return () if answer.data is None else tuple(answer.data["files"][0]["tokens"])
 
 

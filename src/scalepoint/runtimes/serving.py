@@ -6,10 +6,10 @@ import subprocess
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -58,8 +58,16 @@ class Served:
 
     def __call__(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """The outputs in the file's order."""
+        return self._answered(named(feeds))
+
+    def generate(self, tokens: Sequence[int], count: int) -> tuple[list[int], float, float]:
+        """So many tokens that a language model goes on with, the seconds for the given ones and for the others."""
+        made, prefill, decode = self._answered({"tokens": np.asarray(tokens), "count": np.asarray(count)})
+        return made.tolist(), float(prefill), float(decode)
+
+    def _answered(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         buffer = io.BytesIO()
-        np.savez(buffer, **named(feeds))
+        np.savez(buffer, **dict[str, Any](arrays))
         frame = buffer.getvalue()
         with self._watched():
             self._send(len(frame).to_bytes(8, "little") + frame)

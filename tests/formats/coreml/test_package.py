@@ -18,6 +18,7 @@ from scalepoint.spec import QuantizationSpec
 from tests.formats.coreml.conftest import WAYS, net, pictures, quantized
 
 COREML = find_format("coreml")
+FAST = ("int8", "weights uint4 a channel", "weights int8, 2:4", "palettes of 3 bits a group", "weights int4 in blocks")
 
 
 def written(folder: Path, way: str = "int8", **options) -> tuple[Path, torch.fx.GraphModule]:
@@ -33,7 +34,7 @@ def test_nothing_is_left_where_temporary_files_are(tmp_path: Path, monkeypatch: 
     assert [each.name for each in (tmp_path / "temporary").iterdir() if each.suffix == ".mlpackage"] == []
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_every_code_scale_and_zero_point_is_read_back_as_it_is_in_the_model(tmp_path: Path, way: str) -> None:
     path, model = written(tmp_path, way)
     assert COREML.compare(path, model) == []

@@ -99,6 +99,7 @@ def test_the_float_file_is_timed_beside_it(tmp_path):
     assert done.verification.size < done.verification.float_size
 
 
+@pytest.mark.slow
 def test_every_code_is_at_most_a_step_from_the_simulation(deployed, tmp_path):
     """What XNNPACK rounds otherwise (its adds have multipliers of 21 bits) does not grow in a net of this depth."""
     done, x, _, _ = deployed

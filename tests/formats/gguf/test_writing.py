@@ -20,6 +20,10 @@ gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "
 LLAMACPP = find_runtime("llamacpp")
 needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
 INT4 = spec_of("int4", 32)
+FAST = ("llama", "gemma3_text", "mixtral", "gpt2", "phi3")
+each_family = pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in FAST else pytest.mark.slow) for family in FAMILIES]
+)
 TOKENS = torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -103,7 +107,7 @@ def test_every_architecture_of_the_table_is_tried():
     assert tried == ARCHITECTURES.keys()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_every_architecture_is_written_and_its_codes_read_back(family, tmp_path):
     checkpoint = quantized(make(family, tmp_path / "m"), INT4, 32)
     GGUF.check(checkpoint.source, INT4, None)
@@ -115,7 +119,7 @@ def test_every_architecture_is_written_and_its_codes_read_back(family, tmp_path)
 
 
 @needs_llamacpp
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_llamacpp_computes_with_our_codes_what_the_simulation_does(family, tmp_path):
     """With the weights as what they stand for; its GELU is a table of float16."""
     checkpoint = quantized(make(family, tmp_path / "m"), INT4, 32)

@@ -211,7 +211,9 @@ class TestRules:
 
 
 class TestFloatType:
-    @pytest.mark.parametrize("name", ["fp16", "float16", torch.float16])
+    @pytest.mark.parametrize(
+        "name", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float16", torch.float16))]
+    )
     def test_nothing_is_float32_but_the_interface(self, block, tmp_path, name):
         model, x = block
         quantized = exported(model, x, tmp_path / "m.onnx", float_dtype=name)

@@ -16,7 +16,8 @@ import numpy as np
 logging.disable(logging.WARNING)  # of versions of torch, and of what only a Mac has
 warnings.simplefilter("ignore")
 
-OTHERS = ("executorch", "sklearn", "tensorflow", "torchao", "xgboost")  # coremltools takes seconds for those it finds
+# coremltools takes seconds for those that it finds
+OTHERS = ("executorch", "sklearn", "tensorflow", "torchao", "transformers", "xgboost")
 HIDDEN = [name for name in OTHERS if name not in sys.modules]
 sys.modules |= dict.fromkeys(HIDDEN)  # type: ignore[arg-type]  # None: as if it were not installed
 import coremltools  # noqa: E402

@@ -39,6 +39,7 @@ class File:
         """So many further tokens, each the likeliest, and the seconds for the prompt and for the others."""
         import onnxruntime_genai as genai  # noqa: PLC0415  # logits do not need it
 
+        self.session = None  # the weights are here once
         if self.model is None:
             with self._loaded() as folder:
                 self.model = genai.Model(self._config(genai, folder))
