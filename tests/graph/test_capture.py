@@ -1204,7 +1204,7 @@ class TestOtherForms:
         graph_module = capture(program, x)
         close(graph_module(x), model(x))
         assert set(graph_module.state_dict()) == set(program.state_dict)
-        assert lifted(graph_module).count("conv") == 53
+        assert lifted(graph_module).count("conv") == 17
 
     @pytest.mark.parametrize("as_text", [True, False], ids=["str", "Path"])
     def test_a_trusted_file(self, as_text, tmp_path):
