@@ -1,5 +1,6 @@
 """Every page of the README and the docs is a test; what all tests have in common."""
 
+import gc
 import os
 import sys
 
@@ -37,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_garbage() -> Iterator[None]:
+    """gc.collect() looks at what the test makes, and not for a second at all that was ever imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

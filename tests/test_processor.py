@@ -154,7 +154,7 @@ def net():
 """
 
 
-@pytest.mark.parametrize("is_mended", [True, False])
+@pytest.mark.parametrize("is_mended", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_command_line_caps_itself_and_the_doctor_and_the_report_say_it(is_mended: bool, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "dies.py").write_text(DIES if is_mended else DIES_ANYWAY)

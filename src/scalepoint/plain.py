@@ -1,7 +1,7 @@
 """Any value as what JSON has: the one way from our dataclasses to a document."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, Set, ValuesView
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -22,10 +22,10 @@ def plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
         return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, set | frozenset):
-        return [plain(each) for each in sorted(value, key=str)]
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
+    if isinstance(value, Sequence | Iterator | KeysView | ItemsView | ValuesView) and not isinstance(value, bytes):
         return [plain(each) for each in value]
+    if isinstance(value, Set):
+        return [plain(each) for each in sorted(value, key=str)]
     is_array = hasattr(value, "tolist") and not isinstance(value, type)  # also a tensor, which is not imported here
     return plain(value.tolist()) if is_array else str(value)
 

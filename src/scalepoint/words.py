@@ -130,4 +130,5 @@ def change_of_size(before: float, after: float) -> tuple[str, str]:
 
 
 def plural(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    many = "es" if word.endswith(("ch", "x")) else "s"
+    return f"{number} {word}{'' if number == 1 else many}"

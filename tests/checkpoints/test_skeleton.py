@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from scalepoint.checkpoints import Source
-from scalepoint.checkpoints.skeleton import head_of, skeleton
+from scalepoint.checkpoints.skeleton import check_config, head_of, skeleton
 from scalepoint.errors import StoreError
 
 SMALL = {
@@ -89,3 +89,14 @@ def test_an_expert_that_is_not_there_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 5}))
     with pytest.raises(StoreError, match=r"experts\.4\.gate_proj\.weight|has shape"):
         skeleton(Source.open(tmp_path))
+
+
+def test_too_little_memory_is_no_fault_of_the_config(tmp_path, monkeypatch):
+    saved("llama", tmp_path)
+
+    def hungry(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", hungry)
+    with pytest.raises(MemoryError):
+        check_config(Source.open(tmp_path))

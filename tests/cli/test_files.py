@@ -194,6 +194,7 @@ def test_compare_of_two_runs_shows_what_differs_and_writes_a_page(call, made, tm
     assert (code, "is no run" in err) == (Code.USAGE, True)
 
 
+@pytest.mark.slow
 def test_the_script_beside_the_file_makes_the_same_bytes(deployed) -> None:
     out = deployed.folder / "out"
     done = subprocess.run(

@@ -125,8 +125,10 @@ def test_init_asks_again_for_what_cannot_be_looks_and_writes_the_answers(call, h
     said = " ".join(err.split())
     assert "can run code" in said
     assert "did you mean 'tensorrt'?" in said
-    assert "2 quantized" in said
     assert "Next: scalepoint deploy -c scalepoint.yaml" in said
+    assert all(line.count("]:") <= 1 for line in err.splitlines())  # a question a line, also where nobody types
+    planned = call("deploy", "-c", "scalepoint.yaml", "--dry-run")[1]
+    assert " ".join(planned.partition("onnxruntime: ")[2].split()) in said  # what deploy will do
     code, out, err = call("deploy", "-c", "scalepoint.yaml", "--dry-run", "--json")
     assert (code, rows(out)) == (0, ["conv", "head"]), err
     assert "nets:score" in (here / "scalepoint.yaml").read_text()

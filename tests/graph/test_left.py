@@ -26,6 +26,7 @@ class Net(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("own_garbage")
 def test_a_left_module_is_freed_with_its_graph():
     graph_module = capture(Net(), torch.randn(2, 8), leave=["middle"])
     module = weakref.ref(graph_module.get_submodule("middle"))
@@ -34,6 +35,7 @@ def test_a_left_module_is_freed_with_its_graph():
     assert module() is None
 
 
+@pytest.mark.usefixtures("own_garbage")
 def test_a_left_module_is_freed_after_a_capture_that_failed():
     model = Net(fails=True)
     module = weakref.ref(model.middle)

@@ -1,8 +1,12 @@
 """Sizes that depend on values."""
 
+import pytest
 import torch
 from torch import nn
 
+from scalepoint.errors import ScalepointWarning
+from scalepoint.graph import capture
+from scalepoint.graph.sizes import note_sizes
 from scalepoint.quantize import calibrate, coverage, insert_qdq
 from scalepoint.transformation import transform
 
@@ -46,3 +50,10 @@ def test_a_count_of_what_is_not_zero_is_such_a_size():
     result = transform(Picks(), x)
     (row,) = coverage(insert_qdq(result.model, result.matches)).operations
     assert row.macs == 3 * 8 * 4
+
+
+def test_a_run_that_fails_is_told():
+    inputs = (torch.randn(2, 8), torch.tensor(3))
+    graph_module = capture(Takes(), inputs)
+    with pytest.warns(ScalepointWarning, match="MACs behind them do not count: a run failed: Runtime assertion.*'le_1'$"):
+        note_sizes(graph_module, (inputs[0], torch.tensor(9)))  # more rows than the model says it takes

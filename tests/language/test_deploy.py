@@ -275,6 +275,14 @@ def test_what_fails_before_a_block_is_finished_leaves_nothing(llama, tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_run_that_fails_leaves_the_users_own_folder(llama, tmp_path):
+    source = damaged(llama, tmp_path / "source", {"num_hidden_layers": 3})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(StoreError, match=r"has no model\.layers\.2\."):
+        deployed(source, tmp_path / "out", "gguf")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "source"]
+
+
 @pytest.mark.parametrize("finished", [0, 1])
 def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypatch, finished):
     keep, kept = Checkpoint.keep, []

@@ -824,7 +824,7 @@ def outputs(script, seeds):
     """What the script prints in fresh processes, two at a time."""
     root = Path(__file__).parents[2]
     found = []
-    for pair in zip(*[iter(seeds)] * 2, strict=True):
+    for pair in (seeds[start : start + 2] for start in range(0, len(seeds), 2)):
         running = [
             subprocess.Popen(
                 [sys.executable, "-c", script],
@@ -857,12 +857,12 @@ class TestDeterminism:
         text = golden_text(vit[1].matches)
         assert text == golden("vit_b16", text)
 
-    def test_processes_with_other_hash_seeds_give_the_same_text(self):
+    def test_a_process_with_another_hash_seed_gives_the_same_text(self):
         torch.manual_seed(0)
         cases = [(ResNet((1, 1, 1, 1), 4, 5), image()), (VisionTransformer(8, 2, 2, 16, 8, 3), image(1, 16))]
         expected = "".join(golden_text(transform(model.eval(), x).matches) for model, x in cases)
         assert expected.count("\n") > 20
-        assert outputs(SMALL_SCRIPT, range(1, 3)) == [expected] * 2
+        assert outputs(SMALL_SCRIPT, [1]) == [expected]
 
     @pytest.mark.slow
     def test_twenty_processes_give_the_golden_texts(self, resnet, vit):

@@ -74,7 +74,9 @@ def made(case: str, config: QuantConfig | None = None, **how):
     return model, quantized, example
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in ("decoder", "resnet") else ()) for case in CASES]
+)
 def test_the_folder_alone_gives_the_same_outputs(tmp_path, case):
     model, quantized, example = made(case)
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)

@@ -119,6 +119,15 @@ def test_the_steps_do_it_where_the_config_or_the_call_says_so(model, data):
     assert not any(shifted(CORRECTED))  # weights that go on moving have no rounding to correct
 
 
+def test_a_later_calibration_that_says_no_takes_the_shift_back(model, data):
+    quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
+    plainly = quantize(model, data[0], forward_loop=data, target=TARGET, progress=False)
+    calibrate(quantized, data, freeze_weights=True, correct_bias=False, progress=False)
+    assert [layer.bias_shift for layer in layers_of(quantized).values()] == [None] * 5
+    with torch.no_grad():
+        assert torch.equal(quantized(data[0]), plainly(data[0]))
+
+
 def test_a_layer_without_a_bias_gets_none_and_quantizers_off_is_the_float_model(data):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False)).eval()

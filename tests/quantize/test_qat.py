@@ -772,6 +772,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
+@pytest.mark.slow  # of those that are fast, tests/ranks/test_training.py trains by two
 class TestTwoRanks:
     @pytest.mark.parametrize("case", ["observed", "learned"])
     def test_both_end_with_the_same_model(self, ranks, case):

@@ -373,7 +373,9 @@ class TestEveryNorm:
 
 
 class TestTheErrorShrinks:
-    @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm", "RMSNorm written out"])
+    @pytest.mark.parametrize(
+        "norm", ["LayerNorm", "RMSNorm", pytest.param("RMSNorm written out", marks=pytest.mark.slow)]
+    )
     @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_at_least_halved(self, norm, seed):
         model, batches = transformer(NORMS[norm], seed, OUTLIERS), data(4, seed)

@@ -143,7 +143,20 @@ def test_forty_columns_keep_names_and_errors():
     assert "layer4.0.conv1" in text
     assert "22.9" in text
     assert "float  quantized" in text
+    assert "3.95x" in text
     assert "cosine" not in text
+
+
+def test_a_next_step_that_takes_two_lines_stays_beside_its_word():
+    file = StringIO()
+    Console(file=file, width=60).print(made.ordinary().table())
+    assert re.search(r"\nNext: measure the speed again: scalepoint bench *\n      out/float.onnx", file.getvalue())
+
+
+def test_what_was_asked_of_speed_is_not_told_of_accuracy():
+    text = str(replace(made.ordinary(), max_drop=None, min_speed=1.5))
+    assert "speed: at least the 1.50x asked for" in text
+    assert "accuracy: at least" not in text
 
 
 def test_markup_in_a_name_is_shown_as_it_is():
@@ -179,7 +192,7 @@ def test_summary_of_an_ordinary_run():
         (Verification("m.onnx", "openvino", Status.CRASHED, "exit -11"), "Not verified: openvino: crashed. exit -11"),
         (made.verification(sqnr=12.0), "departs from the simulation: 12.0 dB, less than the 20 dB"),
         (made.verification(ratio=0.83), "Slower than float: 0.83x its speed"),
-        (made.verification(ratio=0.999), "Slower than float: 0.99x"),
+        (made.verification(ratio=0.999), "No faster than float: 0.99x"),
         (made.verification(sqnr=math.inf), r"runs as simulated \(exactly\)"),
     ],
 )

@@ -199,6 +199,7 @@ def test_what_is_stored_holds_no_graph(key, dtype):
     assert torch.equal(twin.get_qparams().scale, calculator.get_qparams().scale)
 
 
+@pytest.mark.usefixtures("own_garbage")
 @each_calculator
 def test_earlier_batches_and_their_graphs_are_not_kept(key):
     calculator = create(key)

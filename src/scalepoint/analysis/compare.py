@@ -30,7 +30,7 @@ from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.twins import driven
 from scalepoint.turns import in_turn
-from scalepoint.words import one_line, printed
+from scalepoint.words import one_line, plural, printed
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Comparison:
 
     def summary(self) -> str:
         text = ", ".join(f"{each.name} {_level(each.sqnr_db)} dB" for each in self.outputs)
-        return one_line(f"{len(self.rows)} layers, {self.batches} batches: {text}")
+        return one_line(f"{plural(len(self.rows), 'layer')}, {plural(self.batches, 'batch')}: {text}")
 
     def __str__(self) -> str:
         return printed(self.table())

@@ -169,7 +169,7 @@ def _told(source: Source) -> Iterator[None]:
     """What transformers has against a config, in our words."""
     try:
         yield
-    except ScalepointError:
+    except (ScalepointError, MemoryError):
         raise
     except Exception as error:  # its validators raise many things
         said = " ".join(str(error).split())[:300] or type(error).__name__

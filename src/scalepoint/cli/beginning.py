@@ -103,6 +103,8 @@ def _known_target(text: str) -> None:
 def _answer(question: str, usual: str, check: Check) -> str:
     while True:
         text: str = typer.prompt(question, default=usual, err=True).strip()
+        if not sys.stdin.isatty():  # nobody pressed Enter: what is said next would stand on the same line
+            say("")
         try:
             check(text)
         except UsageError as error:
@@ -113,14 +115,12 @@ def _answer(question: str, usual: str, check: Check) -> str:
 
 def look_at(folder: Path) -> None:
     """What the target would quantize of the model; of one that cannot be looked at yet, why."""
-    from scalepoint.cli.inspecting import model_and_data
-    from scalepoint.cli.naming import public
+    from scalepoint.cli.inspecting import covered
     from scalepoint.cli.settings import finder_of, settings_of
 
     settings = settings_of({"config": folder / "scalepoint.yaml"})
     try:
-        model, inputs, _ = model_and_data(settings, finder_of(settings, {}))
-        found = public("inspect")(model, inputs, target=settings.target)
+        found = covered(settings, finder_of(settings, {}))
     except ScalepointError as error:
         say(f"not looked at yet: {error.args[0]}", "yellow")
     else:

@@ -50,12 +50,8 @@ def inspect(
 
 
 def preview(settings: Any, finder: Finder, command: str, example: Any = None, *, json: bool) -> int:
-    """Capture and coverage only, as deploy has it; nothing is written."""
-    from scalepoint.deployment.settings import with_speed
-
-    model, inputs, _ = model_and_data(settings, finder, example)
-    config = with_speed(settings.quantization, is_strict=settings.strict, has_budget=settings.budget is not None)
-    found = public("inspect")(model, inputs, target=settings.target, config=config, leave=settings.leave)
+    """Capture and coverage only; nothing is written."""
+    found = covered(settings, finder, example)
     if settings.strict:
         found.check()
     if command == "deploy" and found.is_empty:  # what the run would refuse
@@ -66,6 +62,15 @@ def preview(settings: Any, finder: Finder, command: str, example: Any = None, *,
     else:
         show(coverage_listing(found), f"{settings.target}: {found.summary()}")
     return Code.DONE
+
+
+def covered(settings: Any, finder: Finder, example: Any = None) -> Any:
+    """What of the model is quantized and what not, as deploy has it."""
+    from scalepoint.deployment.settings import with_speed
+
+    model, inputs, _ = model_and_data(settings, finder, example)
+    config = with_speed(settings.quantization, is_strict=settings.strict, has_budget=settings.budget is not None)
+    return public("inspect")(model, inputs, target=settings.target, config=config, leave=settings.leave)
 
 
 def model_and_data(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, Any, Batches | None]:

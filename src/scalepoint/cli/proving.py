@@ -19,7 +19,7 @@ from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
 from scalepoint.files import replace_text
-from scalepoint.words import decibel, one_line, quality, share_of
+from scalepoint.words import decibel, one_line, plural, quality, share_of
 
 WORST = 20
 OF_A_MODEL = (
@@ -139,7 +139,7 @@ def compare(
     outputs_text = ", ".join(f"{each.name} {decibel(each.sqnr_db)} dB" for each in found.outputs)
     show(
         Listing(columns, cells, numbers=(2, 4, 5, 6, 7)),
-        Text(one_line(f"{len(found.rows)} layers, worst own error first, {found.batches} batches")),
+        Text(f"{plural(len(found.rows), 'layer')}, worst own error first, {plural(found.batches, 'batch')}"),
         Text(one_line(f"outputs: {outputs_text}")),
     )
     return Code.DONE

@@ -117,6 +117,7 @@ def _working(job: Asked) -> Iterator[None]:
     if not ranks.is_main():
         yield
         return
+    was_there = job.output.exists()
     with locked(job.work):
         try:
             yield
@@ -124,7 +125,7 @@ def _working(job: Asked) -> Iterator[None]:
             has_pieces = any((job.work / "tuning").glob("piece-*.safetensors"))
             if not has_pieces:
                 shutil.rmtree(job.work, ignore_errors=True)
-            if job.path.parent == job.output:
+            if job.path.parent == job.output and not was_there:
                 with suppress(OSError):
                     job.output.rmdir()  # where it is empty
             if isinstance(error, OSError | SafetensorError):

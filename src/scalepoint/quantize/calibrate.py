@@ -20,7 +20,7 @@ from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split
-from scalepoint.quantize.means import Means
+from scalepoint.quantize.means import Means, take_back
 from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
@@ -50,7 +50,8 @@ def calibrate(
     away), or a dict of inputs by name. on_unseen="skip" leaves a stub that saw nothing as it is, float; on_nan="skip"
     leaves out batches whose inputs hold NaN or infinity, and tensors inside the model that do. The progress bar shows
     on a terminal unless `progress` says otherwise. With `correct_bias` (as the config says, unless given) biases take
-    up what rounded weights add to the means of outputs, found in the same pass; it needs frozen weights.
+    up what rounded weights add to the means of outputs, found in the same pass; it needs frozen weights. False takes
+    back what an earlier calibration added.
     """
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
@@ -81,9 +82,15 @@ def calibrate(
     _switch_on(stubs, weights)
     if freeze_weights:
         freeze(model)
+    _correct(model, means, correct_bias)
+    return model
+
+
+def _correct(model: nn.Module, means: Means | None, given: bool | None) -> None:
     if means is not None:
         means.correct()
-    return model
+    elif given is False:
+        take_back(model)
 
 
 def _switch_on(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]) -> None:

@@ -19,6 +19,13 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 KINDS = ("conv", "linear")
 
 
+def take_back(model: nn.Module) -> None:
+    """Biases without what an earlier calibration added; what tuning added goes with the codes that it chose."""
+    for each in model.modules():
+        if isinstance(each, QuantizedWeighted) and each.weight_quant.chosen is None:
+            each.shift_bias(None)
+
+
 class Means:
     """The means of what layers read, while `with` lasts."""
 

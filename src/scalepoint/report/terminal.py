@@ -61,7 +61,8 @@ def verdict(report: "Report") -> str:
         )
     agrees = f"in {found.runtime} it runs as simulated ({_agreement(found.sqnr)})"
     if found.latency is not None and found.latency.ratio < 1:
-        return f"Slower than float: {ratio(found.latency.ratio)} its speed; {agrees}."
+        word = "Slower than" if found.latency.is_slower else "No faster than"
+        return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."
     return f"Verified: {agrees}."
 
 
@@ -89,8 +90,7 @@ def summary(report: "Report") -> list[str]:
         for each in report.accuracy
     ]
     lines += [] if report.language is None else language.lines(report.language)
-    what = "accuracy" if report.min_speed is None else "speed"
-    lines += [f"{what}: {text}" for text in (bound_of(report), pace_of(report), search_of(report)) if text]
+    lines += _limits(report)
     lines += [
         f"{what}: {text}" for what, text in (("precision", allocation_of(report)), ("tuned", tuning_of(report))) if text
     ]
@@ -102,6 +102,12 @@ def summary(report: "Report") -> list[str]:
     lines += [f"finding: {one_line(each)}" for each in report.findings or ()]
     lines += [f"warning: {one_line(each)}" for each in report.warnings]
     return lines
+
+
+def _limits(report: "Report") -> list[str]:
+    """What was asked of accuracy or speed, and what a search for it did."""
+    what = "accuracy" if report.min_speed is None else "speed"
+    return [f"{what}: {text}" for text in (bound_of(report), pace_of(report), search_of(report)) if text]
 
 
 def bound_of(report: "Report") -> str:
@@ -190,9 +196,7 @@ class Shown:
         yield Text(f"{short(report.title)} for {short(report.target)}", style="bold")
         yield Text(verdict(report))
         yield from _titled("", _against(report, narrow))
-        for line in (bound_of(report), pace_of(report), search_of(report)):
-            if line:
-                yield Text(f"accuracy: {line}")
+        yield from map(Text, _limits(report))
         for line in () if report.language is None else language.lines(report.language):
             yield Text(line)
         yield Text(report.coverage.summary())
@@ -211,8 +215,10 @@ class Shown:
             yield Text(f"finding: {one_line(each)}", style="yellow")
         for each in report.warnings:
             yield Text(f"warning: {one_line(each)}", style="yellow")
+        steps = Table.grid(padding=(0, 1, 0, 0))
         for index, each in enumerate(report.next_steps()):
-            yield Text(f"{'Next: ' if not index else '      '}{one_line(each)}")
+            steps.add_row("" if index else "Next:", Text(one_line(each), overflow="fold"))
+        yield steps
 
 
 def text(report: "Report") -> str:
@@ -251,8 +257,8 @@ def _against(report: "Report", narrow: bool) -> Table | None:
     rows = against(report)
     if not rows:
         return None
-    if narrow:
-        return plain_table(("", "float", "quantized"), [row[:3] for row in rows], numbers=(1, 2))
+    if narrow:  # how it was measured stands further down
+        rows = [(*row[:3], row[3].partition(",")[0]) for row in rows]
     return plain_table(("", "float", "quantized", "change"), rows, numbers=(1, 2))
 
 

@@ -32,7 +32,7 @@ def time_table(report: Report) -> Html:
         "quantized one, all kernels together."
     )
     why = because(rows)
-    is_slower = found.latency is not None and found.latency.ratio < 1
+    is_slower = found.latency is not None and found.latency.is_slower
     lost = tag("p", f"{'Slower because of' if is_slower else 'Loses time in'} {why}.", class_="small") if why else None
     return join((tag("p", told, class_="muted"), lost, tag("div", frame, class_="card")))
 

@@ -161,6 +161,7 @@ class Encoder(nn.Module):
         return {"tokens": x + self.down(nn.functional.silu(self.up(x)))}
 
 
+@pytest.mark.slow
 def test_rows_and_groups_of_four_bits_run_in_integers(tmp_path):
     torch.manual_seed(0)
     inputs = {"input_ids": torch.randint(0, 512, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}

@@ -49,6 +49,7 @@ def test_all_three_are_found_by_name():
     assert [find_checkpoint_format(name).suffix for name in NAMES] == ["", "", ""]
 
 
+@pytest.mark.usefixtures("own_garbage")
 def test_one_weight_is_held_at_a_time(tmp_path):
     source = make("llama", tmp_path / "in")
     lazy = Lazy(source, [name for name in source.tensors if name.endswith("_proj.weight")])
@@ -57,6 +58,7 @@ def test_one_weight_is_held_at_a_time(tmp_path):
     assert lazy.most == 1
 
 
+@pytest.mark.usefixtures("own_garbage")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_failure_leaves_what_was_there(tmp_path, name):
     source = make("llama", tmp_path / "in")
