@@ -73,7 +73,7 @@ def deploy_checkpoint(
     `data` calibrates (a text file, a .jsonl, a folder of such, or sequences of tokens), `judge` is other text that
     perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
     holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
-    "int4"), where the runtime does. resume=True goes on where a run of the same was killed.
+    "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed.
     """
     job = asked(source, output, target, config, accuracy, memory, cache)
     _check_same(job)
