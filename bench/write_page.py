@@ -238,7 +238,7 @@ def llamacpp_table(path: Path) -> str:
         ]
         simulated = "" if row["simulated"] is None else f"{row['simulated']:.3f}"
         numbers = [f"{row['megabytes']:.0f}", f"{row['perplexity']:.3f}", simulated]
-        rows.append([row["name"], *numbers, *alike, f"{row['seconds']:.0f}"])
+        rows.append([row["name"], *numbers, *alike, f"{row['seconds']:.0f}" if row["seconds"] else ""])
     columns = ["file", "MB", "perplexity", "simulated", "dB, tokens alike", "dB, tokens alike, exact"]
     return markdown([*columns, "CPU s"], rows)
 
