@@ -5,6 +5,7 @@ so the rows show the graph and its kernels. Then the greedy text beside that of 
 onnxruntime-genai and transformers.
 """
 
+import argparse
 import json
 import runpy
 import statistics
@@ -24,6 +25,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
+
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
 from scalepoint.formats.genai import ORT_GENAI
 from scalepoint.runtimes import find_runtime
@@ -33,7 +36,7 @@ from texts import parts
 
 OUT = Path(__file__).parent.parent / "out"
 WORK = OUT / "genai"
-PROMPT, TOKENS, ROUNDS = 64, 17, 24
+PROMPT, TOKENS = 64, 17
 WIDTHS = {  # of the blocks, then of the tied embedding and head
     "int4 of 32": ((4, 32), (4, 32)),
     "int4 of 64": ((4, 64), (4, 64)),
@@ -93,7 +96,7 @@ def runtime() -> Any:
         sys.exit("onnxruntime-genai is not installed: pip install -c constraints.txt onnxruntime-genai")
 
 
-def speeds(folders: dict[str, Path], tokens: list[int]) -> dict[str, tuple[list[float], list[float]]]:
+def speeds(folders: dict[str, Path], tokens: list[int], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     """CPU seconds a token of the prompt and of the text, in turns."""
     one = json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": 1}}}})
     models = {}
@@ -102,7 +105,7 @@ def speeds(folders: dict[str, Path], tokens: list[int]) -> dict[str, tuple[list[
         config.overlay(one)
         models[name] = runtime().Model(config)
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in folders}
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for name, model in models.items():
             prompt, text = generation(model, tokens)
             if turn:
@@ -160,14 +163,18 @@ def texts(path: Path, checkpoint: QuantizedCheckpoint, prompts: list[list[int]])
 
 
 def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    asked.add_argument("--rounds", type=int, default=24, help="turns of each folder")
+    asked.add_argument("--rows", type=int, default=12, help="texts of 256 tokens that perplexity is measured on")
+    given = asked.parse_args()
     source, console = Source.open(smollm()), Console()
     tokenizer = Tokenizer.from_file(str(smollm() / "tokenizer.json"))
-    judged = torch.tensor(tokenizer.encode(parts()["judge"]).ids[: 12 * 257]).view(12, 257)
+    judged = torch.tensor(tokenizer.encode(parts()["judge"]).ids[: given.rows * 257]).view(given.rows, 257)
     folders = {f"builder, {name}": built(name, options) for name, options in BUILDER.items()}
     for name, widths in WIDTHS.items():
         folders[f"ours, {name}"] = WORK / f"ours {name}"
         ORT_GENAI.write(quantized(source, *widths), WORK / f"ours {name}")
-    taken = speeds(folders, judged.flatten()[:PROMPT].tolist())
+    taken = speeds(folders, judged.flatten()[:PROMPT].tolist(), given.rounds)
     first = taken[next(iter(folders))]
     results = []
     for name, path in folders.items():
@@ -194,6 +201,7 @@ def main() -> None:
     console.print(f"greedy tokens equal to those of torch with the same weights, of 50, six prompts: {same}")
     OUT.mkdir(exist_ok=True)
     found = {"rows": [asdict(each) for each in results], "equal_tokens": same, "prompt": PROMPT, "tokens": TOKENS}
+    found |= vars(given)
     (OUT / "genai.json").write_text(json.dumps(found, indent=2))
     judged_by = [each for each in results if each.name in ("ours, int4 of 32", "ours, int4 of 32, head int8")]
     sys.exit(any(min(each.prefill_ratio, each.decode_ratio) < LEAST for each in judged_by))

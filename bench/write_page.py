@@ -228,6 +228,33 @@ def litert_table(path: Path) -> str:
     return markdown([*columns, "dB against float", "top-1"], rows)
 
 
+def llamacpp_table(path: Path) -> str:
+    """Files in llama.cpp, its own quantizer's first."""
+    rows: Rows = []
+    for row in json.loads(path.read_text())["rows"]:
+        alike = [
+            "" if row[name] is None else f"{row[name]:.1f}, {' / '.join(map(str, row[same]))}"
+            for name, same in (("decibels", "same"), ("exact", "same_exact"))
+        ]
+        simulated = "" if row["simulated"] is None else f"{row['simulated']:.3f}"
+        numbers = [f"{row['megabytes']:.0f}", f"{row['perplexity']:.3f}", simulated]
+        rows.append([row["name"], *numbers, *alike, f"{row['seconds']:.0f}" if row["seconds"] else ""])
+    columns = ["file", "MB", "perplexity", "simulated", "dB, tokens alike", "dB, tokens alike, exact"]
+    return markdown([*columns, "CPU s"], rows)
+
+
+def genai_table(path: Path) -> str:
+    """Folders in ONNX Runtime GenAI, its own builder's first."""
+    rows = [
+        [
+            row["name"], f"{row['bytes'] / 1e6:.1f}", f"{row['prefill']:.0f}", f"{row['decode']:.1f}",
+            f"{row['prefill_ratio']:.2f}", f"{row['decode_ratio']:.2f}", f"{row['perplexity']:.2f}",
+        ]
+        for row in json.loads(path.read_text())["rows"]
+    ]  # fmt: skip
+    return markdown(["folder", "MB", "prefill", "decode", "ratio", "ratio", "perplexity"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
@@ -260,6 +287,8 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "tuning-transformers": ("tuning", partial(tuning_table, models=("ViT", "MiniLM"))),
     "tuning-language": ("tuning", partial(tuning_table, models=("Llama", "SmolLM2"))),
     "tuning-peers": ("tuning-peers", tuning_table),
+    "llamacpp": ("llamacpp", llamacpp_table),
+    "genai": ("genai", genai_table),
     "tuning-cost": ("tuning-cost", table),
     "coverage-tests": ("coverage-tests", coverage_table),
     "coverage-further": ("coverage-further", coverage_table),

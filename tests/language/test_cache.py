@@ -18,8 +18,8 @@ from scalepoint.runtimes import find_runtime
 from tests.checkpoints.test_skeleton import saved
 from tests.language.conftest import text, write_llama, write_tokenizer
 
-FAST = ("ort-genai int4",)
-LEAST = {"gguf int8": 30, "gguf int4": 20, "ort-genai int8": 30, "ort-genai int4": 30}
+FAST = ("ort-genai int4", "compressed-tensors fp8")
+LEAST = {"gguf int8": 30, "gguf int4": 20, "ort-genai int8": 30, "ort-genai int4": 30, "compressed-tensors fp8": 100}
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def _largest(model, tokens):
 
 
 def test_a_target_without_it_is_refused_with_those_that_have_it(wide, tmp_path):
-    with pytest.raises(UsageError, match="only gguf, ort-genai do"):
-        deployed(wide, tmp_path / "out", "compressed-tensors", "int8")
+    with pytest.raises(UsageError, match="only compressed-tensors, gguf, ort-genai do"):
+        deployed(wide, tmp_path / "out", "gptq", "int8")
     with pytest.raises(UsageError, match="its caches are int8, int4"):
         deployed(wide, tmp_path / "out", "gguf", "fp8")
 

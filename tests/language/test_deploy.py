@@ -1,7 +1,10 @@
 """deploy_checkpoint: block by block, what it says is what the written weights compute, killed runs go on."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -297,3 +300,30 @@ def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypat
     with pytest.raises(StoreError, match="No space left" + (".*resume=True" if finished else "")):
         deployed(llama, tmp_path / "out")
     assert [each.name for each in tmp_path.iterdir()] == ([".out.work"] if finished else [])
+
+
+LIMITED = """
+import resource, sys, torch, transformers
+import torch._dynamo
+import scalepoint
+from pathlib import Path
+source, output = sys.argv[1:]
+tokens = [torch.randint(0, 320, (8, 32))]
+config = {"weight": {"n_bits": 4, "block_size": 32}, "activation": "float"}
+asked = dict(target="compressed-tensors", config=config, judge=tokens, verify=False, progress=False)
+scalepoint.deploy_checkpoint(source, output + "-small", data=tokens, **asked)  # all that is needed is loaded
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 300_000_000,) * 2)
+scalepoint.deploy_checkpoint(source, output, data=[torch.randint(0, 320, (32_000, 32))], **asked)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+def test_memory_that_runs_out_is_told_and_leaves_nothing(llama, tmp_path):
+    """The embeddings of a million tokens are 262 MB, and every value after them as much."""
+    command = [sys.executable, "-c", LIMITED, str(llama[0]), str(tmp_path / "out")]
+    one = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=one)
+    assert "StoreError" in done.stderr
+    assert "memory ran out; memory=" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["out-small"]

@@ -86,10 +86,12 @@ class Packed:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of earlier tokens as codes of so many bits, with the scales (groups, channels) of each block."""
+    """Keys and values of earlier tokens as codes of so many bits, with the scales (groups, channels) of each block, or
+    one scale for all of them, (1, 1)."""
 
     bits: int
     scales: tuple[tuple[Tensor, Tensor], ...]
+    is_float: bool = False
 
 
 @dataclass(frozen=True)

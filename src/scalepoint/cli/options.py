@@ -101,7 +101,7 @@ Length = Annotated[int | None, typer.Option(min=2, help="Language models: tokens
 Samples = Annotated[int | None, typer.Option(min=1, help="Language models: sequences that calibrate; 16 if not said.")]
 Cache = Annotated[
     str | None,
-    typer.Option(help="Language models: keys and values of earlier tokens in int8 or int4; float if not said."),
+    typer.Option(help="Language models: keys and values of earlier tokens in int8, int4 or fp8; float if not said."),
 ]
 Strict = Annotated[bool | None, typer.Option("--strict", help="A layer that stays float unasked is an error.")]
 AllowDeparture = Annotated[

@@ -1,7 +1,8 @@
 """Keys and values of earlier tokens in few bits: `cache=` of deploy_checkpoint.
 
-    ort-genai   a scale a channel of every head, found on the calibration text and stored in the graph
-    gguf        blocks of 32 channels of every token: nothing is stored, llama.cpp is told when it starts
+    ort-genai           a scale a channel of every head, found on the calibration text and stored in the graph
+    gguf                blocks of 32 channels of every token: nothing is stored, llama.cpp is told when it starts
+    compressed-tensors  float8_e4m3fn, one scale for the keys and one for the values of a block, stored beside them
 
 Quantizers stand on the keys and values that attention reads, so that the simulation sees them, and so does what is
 tuned after them.
@@ -15,6 +16,8 @@ from torch import Tensor, fx
 from scalepoint.checkpoints import Cache, Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import CaptureError, UsageError
+from scalepoint.formats.packed import attention_layers
+from scalepoint.numerics import format_of
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import Override
@@ -44,6 +47,11 @@ def check_cached(model: fx.GraphModule, source: Source, spec: QuantizationSpec) 
         raise CaptureError(
             f"cache=: the attention of {blocks - found} of {blocks} blocks is written in a way that hides its keys and "
             "values: leave cache= out"
+        )
+    if format_of(spec.dtype).is_float and len(attention_layers(source)) != blocks:
+        raise UsageError(
+            f"cache=: loaders read scales of keys and values at layers.N.self_attn, which {source.folder} has not: "
+            "leave cache= out"
         )
     heads = _told(source, "num_attention_heads", "n_head")
     channels = int(source.config.get("head_dim") or _told(source, "hidden_size", "n_embd") // heads)
@@ -83,13 +91,16 @@ def stored_cache(model: fx.GraphModule, kept: Checkpoint, groups: int) -> Cache 
         return None
     files = {place: file for file, places in kept.places().items() for place in places}
     scales = tuple(tuple(_scale(files, place, groups) for place, _ in pair) for pair in pairs)
-    return Cache(pairs[0][0][1].spec.n_bits, scales)  # type: ignore[arg-type]  # pairs
+    spec = pairs[0][0][1].spec
+    return Cache(spec.n_bits, scales, format_of(spec.dtype).is_float)  # type: ignore[arg-type]  # pairs
 
 
 def _scale(files: Mapping[str, object], place: str, groups: int) -> Tensor:
-    """(groups, channels): heads that share keys have the same scales."""
+    """(groups, channels): heads that share keys have the same scales; (1, 1) where there is one for all."""
     with safe_open(files[place], framework="pt") as file:
         scale: Tensor = file.get_tensor(f"{place}|scale").clone()
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
     heads, channels = scale.shape[1], scale.shape[-1]
     return scale.reshape(groups, heads // groups, channels)[:, 0].contiguous()
 

@@ -73,7 +73,7 @@ def deploy_checkpoint(
     `data` calibrates (a text file, a .jsonl, a folder of such, or sequences of tokens), `judge` is other text that
     perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
     holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
-    "int4"), where the runtime does. resume=True goes on where a run of the same was killed.
+    "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed.
     """
     job = asked(source, output, target, config, accuracy, memory, cache)
     _check_same(job)
@@ -128,10 +128,19 @@ def _working(job: Asked) -> Iterator[None]:
             if job.path.parent == job.output and not was_there:
                 with suppress(OSError):
                     job.output.rmdir()  # where it is empty
+            way_out = "; finished blocks are kept, resume=True goes on from them" if has_pieces else ""
+            if _is_out_of_memory(error):
+                less = f"memory={job.tuning.memory // 2_000_000}MB, fewer samples= or a shorter length= need less"
+                raise StoreError(f"{job.output} could not be made: memory ran out; {less}{way_out}") from error
             if isinstance(error, OSError | SafetensorError):
-                way_out = "; finished blocks are kept, resume=True goes on from them" if has_pieces else ""
                 raise StoreError(f"{job.output} could not be made: {error}{way_out}") from error
             raise
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """As Python, the system and torch say it."""
+    is_told = isinstance(error, RuntimeError | OSError | SafetensorError) and "allocate memory" in str(error)
+    return isinstance(error, MemoryError) or is_told
 
 
 def _by_first(make: Callable[[], Report]) -> Report:

@@ -26,7 +26,7 @@ UNSIGNED = tuple(map(to_dtype, ("uint8", "uint4", "uint3", "uint2")))
 FIVE = tuple(map(to_dtype, ("int5", "uint5")))
 FLOATS = (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
 TOKENS = Accepted("activation", (torch.int8, torch.uint8, *FLOATS))
-CACHED = Accepted("activation", tuple(map(to_dtype, ("int8", "int4"))), kinds=("attention",))
+CACHED = Accepted("activation", tuple(map(to_dtype, ("int8", "int4", "float8_e4m3fn"))), kinds=("attention",))
 BY_CHANNEL = (-1, 1, -1, 1)  # of (batch, heads, tokens, channels): one scale for all tokens
 BY_TOKEN = (1, 1, 1, 32)  # blocks of 32 channels
 
@@ -67,6 +67,7 @@ _BASE = Target(
     weight=_blocks("int4", 128),
     accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED, *FLOATS), "per_block", "per_channel", "per_tensor")),
     float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
+    caches={"fp8": QuantizationSpec(dtype="float8_e4m3fn", qparam_calculator_cls="global_minmax")},
     format="compressed-tensors",
     runtime="transformers",
     is_language=True,
@@ -76,6 +77,7 @@ GPTQ = replace(
     name="gptq",
     summary="folders in the layout of GPTQ: int4, int8 (and 2, 3) in groups, no activations",
     accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED), "per_block", "per_channel")),
+    caches={},
     format="gptq",
 )
 AWQ = replace(
@@ -84,6 +86,7 @@ AWQ = replace(
     summary="folders in the layout of AWQ: 4 bits in groups with zero points, no activations",
     weight=_blocks("uint4", 128, QuantizationScheme.ASYMMETRIC),
     accepts=(TOKENS, _weights(tuple(map(to_dtype, ("uint4", "int4"))), "per_block")),
+    caches={},
     format="awq",
 )
 GGUF = replace(

@@ -84,15 +84,21 @@ class Near:
     """
 
     def __init__(self, moments: Moments, weight: Tensor) -> None:
-        self.weight, self.hessian = weight, single(moments)
-        self.slope = weight.to(torch.float32) @ self.hessian - moments.cross.to(torch.float32)
+        hessian = single(moments)
+        if "above" not in moments.made:
+            moments.made["above"] = hessian.triu().add_(hessian.triu(1))
+        self.weight, self.above = weight, moments.made["above"]
+        self.slope = weight.to(torch.float32) @ hessian - moments.cross.to(torch.float32)
         own = ((self.slope.to(torch.float64) - moments.cross) * weight).sum(-1)
         self.base = (moments.wanted + own).clamp(min=0)
 
     def error(self, values: Tensor, outputs: slice = slice(None)) -> Tensor:
         """The mean squared error of each output, or of some, a bias taking up the means."""
         off = (values - self.weight[:, outputs]).to(torch.float32)
-        more = (off * (2 * self.slope[:, outputs] + off @ self.hessian)).sum(-1, dtype=torch.float64)
+        more = (off * 2 * self.slope[:, outputs]).sum(-1, dtype=torch.float64)
+        for start in range(0, off.shape[-1], SQUARE):  # D H D' from the diagonal of H and what is above it
+            part = slice(start, start + SQUARE)
+            more += (off[..., part] * (off[..., : part.stop] @ self.above[:, : part.stop, part])).sum(-1)
         return (self.base[:, outputs] + more).clamp(min=0)
 
 
@@ -148,7 +154,7 @@ class Sums:
             self.energy.add_((y * wanted).sum(0))
         else:
             _add_square(self.energy, y.transpose(0, 1), wanted.transpose(0, 1))
-        self.count += int(noisy.flatten(1).any(1).sum())
+        self.count += noisy.shape[0] - int(noisy[noisy[:, 0, 0] == 0].flatten(1).eq(0).all(1).sum())
         self.total += noisy.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
 
     def _begin(self, noisy: Tensor, wanted: Tensor) -> None:
@@ -214,7 +220,7 @@ def _apart(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Tensor:
 def _whole(upper: Tensor) -> Tensor:
     """A symmetric matrix from its diagonal and what is right of it."""
     kept = upper.triu()
-    return kept + kept.triu(1).mT
+    return kept.add_(upper.triu(1).mT)
 
 
 def _add_square(into: Tensor, one: Tensor, other: Tensor) -> None:

@@ -1,6 +1,6 @@
 """One layer to be solved: its weight by groups, the grid of its codes, what was seen; and a solution of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from scalepoint.tuning.moments import Moments, Near, single
 from scalepoint.tuning.rows import Geometry
 
 Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
+SOME = 128  # outputs
+Ends = tuple[Any, Any]  # the least and the largest that a code may be
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,13 @@ class Codes:
             codes = codes - codes.sign() * torch.where(first, (excess / 2).ceil(), (excess / 2).floor())
         return codes
 
+    def ends(self, size: int) -> Sequence[Ends]:
+        """The low and the high of each column, as numbers or (groups, outputs), whatever the partners are."""
+        if self.low.numel() == self.high.numel() == 1:
+            return [(float(self.low), float(self.high))] * size
+        lows, highs = (_by_column(each, size) for each in (self.low, self.high))
+        return list(zip(lows, highs, strict=True))
+
     def limits(self, codes: Tensor, column: int) -> tuple[Tensor, Tensor]:
         """Between what a code may be, given the others."""
         low, high = (
@@ -81,6 +90,11 @@ class Codes:
                 high = torch.minimum(high, LARGEST_SUM - other.clamp(min=0))
                 low = torch.maximum(low, -LARGEST_SUM - other.clamp(max=0))
         return low, high
+
+
+def _by_column(values: Tensor, size: int) -> tuple[Tensor, ...]:
+    wide = values if values.ndim else values.reshape(1, 1, 1)
+    return wide.expand(-1, -1, size).unbind(-1)
 
 
 @dataclass(frozen=True)
@@ -124,16 +138,22 @@ class Problem:
     def nearest(self, target: Tensor, scale: Tensor) -> Tensor:
         return self.codes.nearest(target / spread(scale, target.shape[-1]))
 
-    def error(self, solution: Solution, moments: Moments | None = None) -> float:
-        """The squared error of the outputs on held-out rows, over their energy; a bias takes up what the means of the
-        fitted rows lack."""
-        seen, values = self.judge if moments is None else moments, solution.values
+    def error(self, solution: Solution, moments: Moments | None = None, outputs: slice = slice(None)) -> float:
+        """The squared error of the outputs, or of some, on held-out rows, over their energy; a bias takes up what the
+        means of the fitted rows lack."""
+        all_seen, values = self.judge if moments is None else moments, solution.of(outputs).values
+        seen = all_seen.of(outputs)
         mismatch = seen.mismatch(values)
         if self.has_intercept:
-            mismatch = mismatch - self.fit.mismatch(values)
-        apart = float((self.near(seen).error(values) + mismatch.square()).sum())
+            mismatch = mismatch - self.fit.of(outputs).mismatch(values)
+        apart = float((self.near(all_seen).error(values, outputs) + mismatch.square()).sum())
         apart, whole = self.added(apart, float(seen.wanted.sum()))
         return apart / whole if whole > 0 else 0.0
+
+    @property
+    def some(self) -> slice:
+        """Outputs that are enough to tell by, where all would take long."""
+        return slice(None, None, max(1, -(-self.weight.shape[1] // SOME)))
 
     def damped(self, least: float = 0.01) -> Tensor:
         """H with a diagonal that grows with unknowns per row: rounding, too, fits noise when rows are few. In float32,

@@ -19,7 +19,7 @@ ENOUGH = 4  # rows an unknown, below which solutions fit noise
 @dataclass(frozen=True)
 class TunedLayer:
     """One layer: the squared error of its outputs over their energy, nearest and chosen codes, on the rows that were
-    fitted and on those that were held out."""
+    fitted (by some of the outputs, where there are many) and on those that were held out."""
 
     name: str
     kind: str

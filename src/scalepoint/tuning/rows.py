@@ -39,7 +39,7 @@ class Geometry:
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Rows (r, groups, n) at these places among all of the batch, in float32."""
         if self.kind == "linear":
-            return x.reshape(-1, x.shape[-1])[index].to(torch.float32).unsqueeze(1)
+            return _taken(x.reshape(-1, x.shape[-1]), index).to(torch.float32).unsqueeze(1)
         dims, outputs = len(self.kernel), self._outputs(x.shape)
         x = x if x.ndim == dims + 2 else x.unsqueeze(0)
         where = torch.unravel_index(index, outputs)
@@ -83,7 +83,7 @@ class Geometry:
         flat = y.reshape(-1, y.shape[-1])
         if flat.shape != (count, outputs * self.groups):
             return None
-        return flat[index].to(torch.float32).reshape(len(index), self.groups, outputs)
+        return _taken(flat, index).to(torch.float32).reshape(len(index), self.groups, outputs)
 
     def by_group(self, weight: Tensor) -> Tensor:
         """A weight as its quantizer sees it, as (groups, outputs, n)."""
@@ -99,6 +99,11 @@ class Geometry:
         inputs = like.shape[0] // self.groups
         apart = by_group.reshape(self.groups, like.shape[1], inputs, -1).transpose(1, 2)
         return apart.reshape(like.shape)
+
+
+def _taken(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows at these places, which go up; all of them without a copy."""
+    return rows if len(index) == len(rows) else rows[index]
 
 
 def geometry_of(layer: QuantizedWeighted) -> Geometry | None:

@@ -109,10 +109,10 @@ class Solver:
         plain = replace(own, has_intercept=False)
         best, step, before, least = self.best(own, plain, start)
         after = own if step else plain
-        errors = (before, least, plain.error(start, own.fit), after.error(best, own.fit))
+        fitted = (plain.error(start, own.fit, own.some), after.error(best, own.fit, own.some))
         if outputs is not None:
             best = _whole(best, first) if step else first
-        return best, step, errors
+        return best, step, (before, least, *fitted)
 
     def best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str, float, float]:
         """The best on held-out rows of the start, the last two steps, and, where these are no better, the others; ""

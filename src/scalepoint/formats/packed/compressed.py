@@ -10,6 +10,7 @@ Scales of all but the 4-bit floats are of the type of the source's weight: loade
 """
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from scalepoint.formats.packed.folder import (
     CONV1D,
     WEIGHT,
     as_stored,
+    attention_layers,
     block_of,
     check_blocks,
     check_source,
@@ -40,6 +42,7 @@ from scalepoint.spec import QuantizationSpec
 
 EXPERTS = ".experts."
 E8M0_BIAS = 127
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -87,15 +90,32 @@ def _other_than(source: Source, dtype: torch.dtype) -> list[str]:
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """Weights as they come, then the config with what was seen."""
     source, schemes = checkpoint.source, dict[str, Scheme]()
+    cached = _cached(checkpoint)
+    checkpoint = replace(checkpoint, changed={**checkpoint.changed, **cached})
 
     def parts(layer: str, packed: Packed) -> dict[str, Tensor]:
         scheme = schemes[layer] = scheme_of(packed.spec, packed.activation)
         return _parts(layer, packed, scheme, source.tensors[layer + WEIGHT].dtype)
 
-    write_folder(checkpoint, path, parts, lambda folder: write_config(folder, source, config_of(source, schemes)))
+    def finish(folder: Path) -> None:
+        write_config(folder, source, config_of(source, schemes, has_cache=bool(cached)))
+
+    write_folder(checkpoint, path, parts, finish)
 
 
-def config_of(source: Source, schemes: dict[str, Scheme]) -> dict[str, Any]:
+def _cached(checkpoint: QuantizedCheckpoint) -> dict[str, Tensor]:
+    """The scales of the keys and of the values of each block, where they are kept in float8_e4m3fn."""
+    if checkpoint.cache is None:
+        return {}
+    pairs = zip(attention_layers(checkpoint.source), checkpoint.cache.scales, strict=True)
+    return {
+        f"{layer}.{part}_scale": scale.reshape(1)
+        for layer, each in pairs
+        for part, scale in zip("kv", each, strict=True)
+    }
+
+
+def config_of(source: Source, schemes: dict[str, Scheme], *, has_cache: bool = False) -> dict[str, Any]:
     """The commonest scheme is that of every Linear; others name their layers, what stays float is ignored."""
     counted = [scheme for scheme, _ in Counter(schemes.values()).most_common()]
     experts = _scheme_of_experts(source, schemes)
@@ -112,7 +132,7 @@ def config_of(source: Source, schemes: dict[str, Scheme]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": floats_of(source, schemes),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": CACHE if has_cache else None,
         "global_compression_ratio": None,
     }
 

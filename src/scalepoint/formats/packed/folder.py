@@ -4,6 +4,7 @@ What the formats of packed weights share: which weights of a source can be packe
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from scalepoint.numerics import QuantizationFormulation, dtype_name, format_of
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 
 WEIGHT = ".weight"
+ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")
 PARTS = 6  # of one packed weight at most
 LONGEST_PART = 20
 CONV1D = ("gpt2", "openai-gpt")  # whose layers keep weights as (in, out)
@@ -51,6 +53,12 @@ def write_folder(checkpoint: QuantizedCheckpoint, path: Path, parts: Parts, fini
         finish(folder)
 
     replace_folder(path, fill)
+
+
+def attention_layers(source: Source) -> list[str]:
+    """Where loaders look for what belongs to the keys and values of each block."""
+    found = (ATTENTION.match(name) for name in source.tensors)
+    return sorted({each[0] for each in found if each}, key=lambda name: int(name.split(".")[-2]))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -91,7 +91,8 @@ class File:
             if each.name == "position_ids":
                 feeds[each.name] = np.tile(np.arange(count, dtype=np.int64), (batch, 1))
             elif each.name not in feeds:
-                sizes = batch, self.config["num_key_value_heads"], 0, each.shape[-1]
+                width = each.shape[-1] if isinstance(each.shape[-1], int) else self.config["head_size"]
+                sizes = batch, self.config["num_key_value_heads"], 0, width
                 feeds[each.name] = np.zeros(sizes, CACHES[each.type])
         return feeds
 

@@ -25,9 +25,7 @@ def descend(problem: Problem, solution: Solution) -> Solution:
         problem.fit.made["damped"] = problem.damped()
     state = _Descent(problem, solution, problem.fit.made["damped"])
     for sweep in range(SWEEPS):
-        (moved,) = problem.added(state.sweep())
-        if problem.has_own_scales:
-            state.refit(is_last=sweep + 1 == SWEEPS)
+        (moved,) = problem.added(state.sweep(is_last=sweep + 1 == SWEEPS))
         problem.notes["sweeps"] = sweep + 1
         if not moved:
             break
@@ -38,50 +36,66 @@ class _Descent:
     """Codes (groups, n, outputs), so that a column lies in one piece, and their slope R, kept up to date."""
 
     def __init__(self, problem: Problem, solution: Solution, hessian: Tensor) -> None:
-        self.hessian, self.scale = hessian, solution.scale.to(torch.float32)
+        self.hessian, self.scale = hessian, solution.scale.to(torch.float32).clone()
         self.codes = solution.codes.mT.to(torch.float32).contiguous()
         codes = problem.codes
         self.grid: Codes = replace(codes, low=codes.low.to(torch.float32), high=codes.high.to(torch.float32))
+        self.ends = self.grid.ends(self.codes.shape[1])
+        self.refits, self.blocks = problem.has_own_scales, self.scale.shape[-1]
         target = solution.target.mT.to(torch.float32)
-        self.slope = hessian @ (self.codes * self._steps() - target)
+        steps = spread(self.scale, self.codes.shape[1]).mT
+        self.slope = hessian @ (self.codes * steps - target)
 
-    def _steps(self) -> Tensor:
-        """The scale of every code."""
-        return spread(self.scale, self.codes.shape[1]).mT.expand_as(self.codes)
-
-    def sweep(self) -> int:
-        """All codes once; how many moved."""
-        size, moved, steps = self.codes.shape[1], 0, self._steps()
-        curves = (steps * self.hessian.diagonal(dim1=-2, dim2=-1)[..., None]).clamp_(min=1e-30).reciprocal_()
-        for start in range(0, size, BLOCK):
-            end = min(start + BLOCK, size)
-            part = slice(start, end)
-            changes, local = torch.empty_like(self.codes[:, part]), self.slope[:, part].clone()
-            own = self.hessian[:, part, part, None].unbind(2)
-            values = (self.codes[:, part], steps[:, part], curves[:, part], local, changes)
-            columns = zip(*(each.unbind(1) for each in values), strict=True)
-            for column, (code, step, curve, slope, change) in enumerate(columns):
-                low, high = self.grid.limits(self.codes.mT, start + column)
-                wanted = self.grid.rounded(torch.addcmul(code, slope, curve, value=-1).clamp_(low, high))
-                torch.sub(wanted, code, out=change).mul_(step)
-                code.copy_(wanted)
-                local[:, column + 1 :].baddbmm_(own[column][:, column + 1 :], change[:, None])
-            moved += int(torch.count_nonzero(changes))
-            self.slope += self.hessian[:, :, part] @ changes
+    def sweep(self, *, is_last: bool) -> int:
+        """All codes once, and the scales; how many codes moved. Where an output has several scales, each follows the
+        codes of its block at once, and both changes are one product; in the last sweep only for blocks to come."""
+        size, moved, has_blocks = self.codes.shape[1], 0, self.blocks > 1
+        width = size // self.blocks if has_blocks else BLOCK
+        for start in range(0, size, width):
+            part = slice(start, min(start + width, size))
+            before, change = self.codes[:, part].clone(), self._moved(part)
+            moved += int(torch.count_nonzero(before != self.codes[:, part]))
+            if has_blocks and self.refits:
+                change = self._rescaled(part, change)
+            rows = slice(part.stop if is_last and has_blocks else 0, None)
+            self.slope[:, rows].baddbmm_(self.hessian[:, rows, part], change)
+        if self.refits and not has_blocks:
+            self._refit()
         return moved
 
-    def refit(self, *, is_last: bool) -> None:
-        """The best scale of each output given its codes; block after block where it has several."""
-        blocks = self.scale.shape[-1]
-        width = self.codes.shape[1] // blocks
-        new = self.scale.clone()
-        for block in range(blocks):
-            part = slice(block * width, (block + 1) * width)
-            own, before = self.codes[:, part], new[..., block]
-            curve = (own * (self.hessian[:, part, part] @ own)).sum(1)
-            change = torch.where(curve > 0, -(own * self.slope[:, part]).sum(1) / curve.clamp(min=1e-30), 0.0)
-            change = torch.where(before + change > 0.1 * before, change, 0.0)
-            new[..., block] = before + change
-            if block + 1 < blocks or not is_last:
-                self.slope += self.hessian[:, :, part] @ (own * change[:, None])
-        self.scale = new
+    def _moved(self, part: slice) -> Tensor:
+        """Codes of some columns one after another; what that changes of their values."""
+        codes, slope = self.codes[:, part], self.slope[:, part]
+        steps = self.scale[:, :, part.start * self.blocks // self.codes.shape[1]]
+        own, is_paired = self.hessian[:, part, part], self.grid.partners is not None
+        curves = (steps[:, None] * own.diagonal(dim1=-2, dim2=-1)[..., None]).clamp_(min=1e-30).reciprocal_()
+        changes = (codes * steps[:, None]).neg_()  # less the old values
+        columns = zip(codes.unbind(1), curves.unbind(1), changes.unbind(1), self.ends[part], strict=True)
+        for column, (code, curve, change, limits) in enumerate(columns):
+            now = torch.baddbmm(slope[:, column, None], own[:, column, None, :column], changes[:, :column])[:, 0]
+            ends = self.grid.limits(self.codes.mT, part.start + column) if is_paired else limits
+            wanted = torch.addcmul(code, now, curve, value=-1).clamp_(*ends)
+            code.copy_(self.grid.rounded(wanted))
+            change.addcmul_(code, steps)
+        return changes
+
+    def _rescaled(self, part: slice, change: Tensor) -> Tensor:
+        """The best scales of a block given its codes; what both changed of its values."""
+        own = self.hessian[:, part, part]
+        codes, slope = self.codes[:, part], torch.baddbmm(self.slope[:, part], own, change)
+        more = self._better(part.start * self.blocks // self.codes.shape[1], codes, slope, own @ codes)
+        return change.addcmul_(codes, more[:, None])
+
+    def _refit(self) -> None:
+        """The best scale of each output given its codes."""
+        product = self.hessian @ self.codes
+        more = self._better(0, self.codes, self.slope, product)
+        self.slope.addcmul_(product, more[:, None])
+
+    def _better(self, block: int, codes: Tensor, slope: Tensor, product: Tensor) -> Tensor:
+        """Change the scales of a block to the best ones; by how much."""
+        curve, before = (codes * product).sum(1), self.scale[..., block]
+        change = torch.where(curve > 0, -(codes * slope).sum(1) / curve.clamp(min=1e-30), 0.0)
+        change = torch.where(before + change > 0.1 * before, change, 0.0)
+        self.scale[..., block] = before + change
+        return change

@@ -7,12 +7,12 @@ no trace in the file. H is damped by a share of its mean diagonal that grows wit
 not positive definite the share is raised tenfold, and the report says by how much.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from scalepoint.tuning.problem import Codes, Problem, Solution, spread
+from scalepoint.tuning.problem import Codes, Ends, Problem, Solution, spread
 from scalepoint.tuning.steps.registry import register
 
 BLOCK = 32
@@ -31,9 +31,8 @@ def gptq(problem: Problem, solution: Solution) -> Solution:
         return solution
     problem.notes["damping"] = share
     steps = spread(solution.scale, problem.fit.size)
-    values = (solution.target, steps, problem.codes.low, problem.codes.high)
-    weight, scale, low, high = (_columns(each, order) for each in values)
-    codes = _swept(weight, scale, replace(problem.codes, low=low, high=high), factor).to(torch.float64).mT
+    weight, scale = (_columns(each, order) for each in (solution.target, steps))
+    codes = _swept(weight, scale, problem.codes, _ends(problem.codes, order), factor).to(torch.float64).mT
     by = order[:, None, :].expand_as(codes)
     return Solution(solution.target, torch.empty_like(solution.target).scatter_(-1, by, codes), solution.scale)
 
@@ -45,6 +44,13 @@ def _columns(values: Tensor, order: Tensor) -> Tensor:
     if by_column.shape[1] == 1:
         return by_column.expand(-1, order.shape[-1], -1)
     return by_column.gather(1, order[:, :, None].expand(-1, -1, by_column.shape[-1]))
+
+
+def _ends(codes: Codes, order: Tensor) -> Sequence[Ends]:
+    """The low and the high of every column in this order."""
+    if codes.low.numel() == codes.high.numel() == 1:
+        return codes.ends(order.shape[-1])
+    return list(zip(*(_columns(each, order).unbind(1) for each in (codes.low, codes.high)), strict=True))
 
 
 def _factor(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
@@ -76,19 +82,17 @@ def _upper(hessian: Tensor, backwards: Tensor) -> Tensor | None:
     return upper if bool(upper.isfinite().all()) else None
 
 
-def _swept(weight: Tensor, scale: Tensor, grid: Codes, factor: Tensor) -> Tensor:
+def _swept(weight: Tensor, scale: Tensor, grid: Codes, ends: Sequence[Ends], factor: Tensor) -> Tensor:
     """Codes (groups, n, outputs), in blocks of columns: within a block one by one, beyond it by one product."""
-    codes = torch.empty_like(weight)
-    size, pivots = weight.shape[1], factor.diagonal(dim1=-2, dim2=-1)[..., None]
-    for start in range(0, size, BLOCK):
-        end = min(start + BLOCK, size)
-        part = slice(start, end)
-        errors, own = torch.empty_like(weight[:, part]), factor[:, part, part]
-        parts = (weight, scale, grid.low, grid.high, codes, pivots)
-        columns = zip(*(each[:, part].unbind(1) for each in parts), strict=True)
-        for column, (value, step, low, high, code, pivot) in enumerate(columns):
-            code.copy_(grid.rounded((value / step).clamp_(low, high)))
-            error = torch.addcmul(value, code, step, value=-1, out=errors[:, column]).div_(pivot)
-            weight[:, start + column + 1 : end].baddbmm_(own[:, column, column + 1 :, None], error[:, None], alpha=-1)
-        weight[:, end:] -= factor[:, part, end:].mT @ errors
+    codes, pivots = torch.empty_like(weight), factor.diagonal(dim1=-2, dim2=-1)[..., None]
+    for start in range(0, weight.shape[1], BLOCK):
+        part = slice(start, start + BLOCK)
+        errors, own = torch.empty_like(weight[:, part]), factor[:, part, part].mT
+        parts = (each.unbind(1) for each in (scale[:, part], codes[:, part], errors, pivots[:, part]))
+        for column, (step, code, error, pivot, limits) in enumerate(zip(*parts, ends[part], strict=True)):
+            before = own[:, column, None, :column], errors[:, :column]
+            value = torch.baddbmm(weight[:, start + column, None], *before, alpha=-1)[:, 0]
+            code.copy_(grid.rounded((value / step).clamp_(*limits)))
+            torch.addcmul(value, code, step, value=-1, out=error).div_(pivot)
+        weight[:, part.stop :].baddbmm_(factor[:, part, part.stop :].mT, errors, alpha=-1)
     return codes
