@@ -120,7 +120,10 @@ def told(run, **changes):
     return done, [str(each.message) for each in found if isinstance(each.message, ScalepointWarning)]
 
 
-@pytest.mark.parametrize("place", range(1, 4), ids=STAGES[1:4])
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, id=STAGES[place], marks=() if place == 2 else pytest.mark.slow) for place in (1, 2, 3)],
+)
 def test_an_interrupted_stage_is_the_first_that_runs(run, counter, place, tmp_path):
     counter.stop.append(STAGES[place])
     with pytest.raises(Stop):
@@ -184,19 +187,28 @@ def other_model(model):
     return changed
 
 
+DATA_CHANGED = "the calibration data changed"
+
+
 @pytest.mark.parametrize(
     ("change", "named", "again"),
     [
-        (lambda model, data: {"model": other_model(model)}, "the model changed", "calibrate"),
-        (lambda model, data: {"calibration_data": data[:1]}, "the calibration data changed", "calibrate"),
-        (lambda model, data: {"calibration_data": iter(data)}, "the calibration data changed", "calibrate"),
-        (lambda model, data: {"config": QuantConfig(activation=MINMAX)}, "the config changed", "calibrate"),
-        (lambda model, data: {"max_batches": 1}, "max_batches changed", "calibrate"),
-        (lambda model, data: {"example_inputs": data[0][:2]}, "the example inputs changed", "verify"),
-        (lambda model, data: {"threads": 2}, "verified: threads changed", "verify"),
-        (lambda model, data: {"evaluate": lambda run: 3.0}, "the metric changed", None),
+        pytest.param(*case, id=name, marks=() if name in ("model", "config", "metric") else pytest.mark.slow)
+        for name, case in {
+            "model": (lambda model, data: {"model": other_model(model)}, "the model changed", "calibrate"),
+            "data": (lambda model, data: {"calibration_data": data[:1]}, DATA_CHANGED, "calibrate"),
+            "iterator": (lambda model, data: {"calibration_data": iter(data)}, DATA_CHANGED, "calibrate"),
+            "config": (
+                lambda model, data: {"config": QuantConfig(activation=MINMAX)},
+                "the config changed",
+                "calibrate",
+            ),
+            "batches": (lambda model, data: {"max_batches": 1}, "max_batches changed", "calibrate"),
+            "example": (lambda model, data: {"example_inputs": data[0][:2]}, "the example inputs changed", "verify"),
+            "threads": (lambda model, data: {"threads": 2}, "verified: threads changed", "verify"),
+            "metric": (lambda model, data: {"evaluate": lambda run: 3.0}, "the metric changed", None),
+        }.items()
     ],
-    ids=["model", "data", "iterator", "config", "batches", "example", "threads", "metric"],
 )
 def test_what_changed_is_named_and_done_again(run, counter, unfinished, model, data, change, named, again):
     done, messages = told(run, **change(model, data))

@@ -96,6 +96,7 @@ def test_static_activations_are_observed_on_the_way(llama, tmp_path):
     assert done.score != done.float_score
 
 
+@pytest.mark.slow
 def test_nearest_codes_are_judged_with_the_ranges_that_were_observed(llama, tmp_path):
     config = QuantConfig(weight={"per_channel": True}, activation={"symmetric": True})
     done = deployed(llama, tmp_path / "out", config=config)

@@ -285,7 +285,15 @@ class TestBitEqual:
         assert not loaded.training
         same_state(quantized, loaded)
 
-    @pytest.mark.parametrize("case", ["smoothed", "learned scales", "statistics frozen", "decoder with a tied head"])
+    @pytest.mark.parametrize(
+        "case",
+        [
+            "smoothed",
+            "learned scales",
+            "statistics frozen",
+            pytest.param("decoder with a tied head", marks=pytest.mark.slow),
+        ],
+    )
     def test_a_loaded_model_is_saved_and_loaded_again(self, case, tmp_path):
         torch.manual_seed(0)
         model, x, quantized = CASES[case]()

@@ -300,11 +300,7 @@ def _two_errors() -> Any:
 
 def first(folder: Path) -> Any:
     """Several jobs by one group: it takes seconds to start one."""
-    from tests.ranks import checkpoints  # which needs what is here
-
-    jobs = (calibrating, meeting, deploying, analysing, tuning)
-    found = {job.__name__: job(folder) for job in jobs}
-    return {**found, "checkpoints": checkpoints.deploying(folder / "checkpoints")}
+    return {job.__name__: job(folder) for job in (calibrating, meeting, deploying, analysing, tuning)}
 
 
 def deploying(folder: Path) -> Any:

@@ -73,6 +73,7 @@ def _torchrun(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 0) 
     return subprocess.run(command, check=False, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_first_rank_alone_speaks(tmp_path: Path) -> None:
     done = _torchrun(tmp_path, "--data", "nets:data", "-o", "out", "--json", "--allow-departure")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -18,9 +18,7 @@ Results = list[Any]
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Results:
-    folder = tmp_path_factory.mktemp("two")
-    write_source(folder / "checkpoints" / "llama")
-    return run_group("tests.ranks.jobs:first", 2, folder, "tcp")
+    return run_group("tests.ranks.jobs:first", 2, tmp_path_factory.mktemp("two"), "tcp")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +37,10 @@ def deployed(done: Results) -> Results:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(done: Results) -> Results:
-    return [each["checkpoints"] for each in done]
+def checkpoints(tmp_path_factory) -> Results:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_source(folder / "llama")
+    return run_group("tests.ranks.checkpoints:deploying", 2, folder, "tcp")
 
 
 @pytest.mark.parametrize("key", METHODS)
@@ -191,12 +191,14 @@ def test_a_nan_in_the_part_of_one_rank_ends_tuning_on_all(done: Results) -> None
     assert first[0] == "NonFiniteError"
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_first_rank_ends_all_and_keeps_the_blocks_that_are_done(checkpoints: Results) -> None:
     for result in checkpoints:
         assert result["failed"] == ["RuntimeError", "no more"]
         assert result["left"] == [".out.work", "llama"]
 
 
+@pytest.mark.slow
 def test_they_go_on_and_all_return_what_the_first_found(checkpoints: Results) -> None:
     first, second = (result["resumed"] for result in checkpoints)
     assert first == second
@@ -204,6 +206,7 @@ def test_they_go_on_and_all_return_what_the_first_found(checkpoints: Results) ->
     assert {rows for _, _, rows in first[3]} == {13 * 32}  # those of all ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind", "says"),
     [
@@ -217,6 +220,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(checkpoints: Results, case: s
         assert re.search(says, result[case][1])
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_the_work(checkpoints: Results) -> None:
     for result in checkpoints:
         assert result["all"] == ["llama", "out"]

@@ -93,6 +93,7 @@ def test_narrow_weights_are_unpacked_to_what_the_simulation_multiplies_by(tmp_pa
         np.testing.assert_allclose(found, model(pictures()).numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_is_refused_with_the_shape_that_the_file_takes(tmp_path: Path) -> None:
     path, model = written(tmp_path)
     found = scalepoint.verify(path, model, torch.randn(3, 3, 16, 16), layers=False)

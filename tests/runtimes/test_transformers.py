@@ -88,6 +88,7 @@ def test_layers_of_other_widths_are_read_with_their_own(tmp_path, file_class):
     check(file_class, tmp_path / "out", reference(checkpoint, tmp_path / "reference"))
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_child_process(tmp_path):
     folder, model = write("awq", "qwen2", tmp_path)
     with exchange({"input_ids": WORDS.numpy()}) as files:

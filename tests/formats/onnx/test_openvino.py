@@ -14,8 +14,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the libraries that the models come from
     pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed"),
 ]
-QUICK = ("bert", "vit_small")
-SLOW = ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "distilbert")
+QUICK = ("bert",)
+SLOW = ("vit_small", "resnet18", "mobilenet_v2", "mobilenet_v3_small", "distilbert")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

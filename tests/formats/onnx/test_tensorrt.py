@@ -126,9 +126,8 @@ class TestRealArchitectures:
     @pytest.mark.parametrize(
         "name",
         [
-            "test_convnext",
             "bert_masked",
-            *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "convnext_tiny")),
+            *(pytest.param(name, marks=pytest.mark.slow) for name in ("test_convnext", "gpt2", "convnext_tiny")),
         ],
     )
     def test_small_configurations(self, name, tmp_path):
