@@ -101,6 +101,7 @@ def test_a_config_that_does_not_tell_its_heads_is_refused(tmp_path):
         groups_of(Source(tmp_path, {"model_type": "other"}, {}))
 
 
+@pytest.mark.slow
 def test_one_block_in_another_precision_is_refused(wide, tmp_path):
     config = {"overrides": [{"name": "model.layers.0.self_attn.attention", "input": "float"}]}
     job = asked(wide, tmp_path / "out", "ort-genai", config, "fast", None, "int8")
@@ -108,6 +109,7 @@ def test_one_block_in_another_precision_is_refused(wide, tmp_path):
         quantized_skeleton(job, [])
 
 
+@pytest.mark.slow
 def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):
     folder, _ = llama  # of 16 channels
     with pytest.raises(UsageError, match="heads of 16 channels are not cut into blocks of 32"):

@@ -61,6 +61,14 @@ def test_it_opens_without_a_complaint_and_fits(browser, pages, name, width, dark
     assert browser.complaints == []
 
 
+@pytest.mark.parametrize("page", ["compared", "swept"])
+def test_words_of_a_table_are_not_taken_apart_on_a_phone(browser, pages, page):
+    browser.open(pages[page], width=400)
+    widths = "[...document.querySelectorAll('.scroll td:first-child')].map(each => each.clientWidth)"
+    assert min(browser.run(widths)) >= 100
+    assert browser.run("document.documentElement.scrollWidth") == 400
+
+
 def test_the_slowest_layers_stand_beside_their_float_time(browser, pages):
     browser.open(pages["ordinary"])
     rows = browser.run(

@@ -52,6 +52,7 @@ def test_numbers_say_whether_they_are_better(found):
         (Number("a", "score", 0.6958, 0.6970), ("0.6958", "0.6970", "+0.0012")),
         (Number("a", "bytes", 2e6, 1e6, False), ("2.00 MB", "1.00 MB", "-50.0%")),
         (Number("a", "share", 0.9, 1.0), ("90.0%", "100%", "+10 points")),
+        (Number("a", "share", 0.0, 1.0), ("0%", "100%", "+100 points")),
         (Number("a", "dB", math.inf, math.inf), ("exact", "exact", "same")),
         (Number("a", "dB", math.nan, 3.0), ("not a number", "3.0 dB", "")),
         (Number("a", "times", None, 2.0), ("-", "2.00x", "")),
@@ -148,6 +149,14 @@ def test_the_terminal_shows_it_at_any_width(found, width):
     assert "and 1 more" in text
     assert "weight.dtype" in text
     assert "Layers that differ" in text
+
+
+def test_sixty_columns_keep_what_is_compared_in_one_piece():
+    runs = (replace(made.ordinary(), title="a"), replace(made.ordinary(), title="b", target="openvino"))
+    console = Console(width=60, record=True, file=None)
+    with console.capture() as capture:
+        console.print(Beside(compare_runs(*runs)))
+    assert "speed against float" in capture.get()
 
 
 def test_the_page_is_whole_and_inert():

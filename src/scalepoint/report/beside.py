@@ -40,7 +40,10 @@ class Beside:
         yield Text()
         heads = ("", short(first.name, 24), short(second.name, 24), "change")
         numbers = [(short(each.name, 40), *each.texts()) for each in found.numbers]
-        yield plain_table(heads, numbers, numbers=(1, 2, 3))
+        if narrow:  # names of runs take the room of what is compared
+            yield plain_table(("", "first", "then", "change"), numbers, numbers=(1, 2, 3))
+        else:
+            yield plain_table(heads, numbers, numbers=(1, 2, 3))
         yield from self._layers(narrow)
         for title, settings in (("Settings that differ", found.settings), ("Circumstances", found.circumstances)):
             if settings:

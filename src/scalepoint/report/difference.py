@@ -68,7 +68,7 @@ class Number:
         if self.unit in ("bytes", "seconds", "times") and self.first:
             return first, second, f"{(self.second or 0.0) / self.first - 1:+.1%}"
         if self.unit == "share":
-            return first, second, f"{100 * self.change:+.2g} points"
+            return first, second, f"{100 * self.change:+.3g} points"
         return first, second, f"{self.change:+.1f} dB" if self.unit == "dB" else f"{self.change:+.4g}"
 
 

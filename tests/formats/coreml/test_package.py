@@ -57,6 +57,7 @@ def test_float32_is_held_too_where_it_is_asked_for(tmp_path: Path) -> None:
     assert said.size < COREML.about(tmp_path / "f.mlpackage").size
 
 
+@pytest.mark.slow
 def test_four_bits_take_half_the_room_of_eight(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval()
     x, sizes = torch.randn(1, 256), {}
@@ -81,6 +82,7 @@ def test_palettes_take_the_room_of_their_indices_and_a_changed_entry_is_named(tm
     assert any("1 of 32 entries are others in the file" in each for each in told)
 
 
+@pytest.mark.slow
 def test_a_pruned_weight_leaves_its_zeros_away(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
     weight = {"n_bits": 8, "per_channel": True, "sparsity": "2:4"}
@@ -119,6 +121,7 @@ def test_a_changed_code_is_named(tmp_path: Path) -> None:
     assert told.startswith("4_5.stored_conv: 1 of 1152 codes are others in the file")
 
 
+@pytest.mark.slow
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     model = quantized()
     one, two = (export(model, tmp_path / name / "m.mlpackage", pictures()) for name in "ab")

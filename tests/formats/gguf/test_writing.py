@@ -131,7 +131,13 @@ def test_llamacpp_computes_with_our_codes_what_the_simulation_does(family, tmp_p
 
 
 @needs_llamacpp
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][3] == 512])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if place % 3 else ())
+        for place, case in enumerate(case for case in CASES if CASES[case][3] == 512)
+    ],
+)
 def test_llamacpp_reads_super_blocks_as_we_mean_them(case, tmp_path):
     kind, spec, block, _ = CASES[case]
     checkpoint = quantized(make("llama", tmp_path / "m"), spec, min(block, 256))
