@@ -202,6 +202,12 @@ def test_the_verdict_hides_nothing(found, words):
     assert re.search(words, to_html(report).replace("&lt;", "<"))
 
 
+@pytest.mark.parametrize(("speed", "is_slower"), [(0.83, True), (0.99, False), (1.2, False)])
+def test_the_page_calls_a_file_slower_that_is_so_beyond_noise(speed, is_slower):
+    page = to_html(replace(made.ordinary(), verification=made.verification(ratio=speed)))
+    assert ("speed: slower" in page) == is_slower
+
+
 @pytest.mark.parametrize("make", REPORTS.values(), ids=REPORTS)
 def test_the_page_is_sound_and_asks_for_nothing(make):
     page = Page(to_html(make()))

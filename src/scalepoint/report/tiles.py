@@ -77,7 +77,7 @@ def _latency(report: Report) -> Html:
         return _missing("Latency", "Not measured: verify with float_path= compares with the float file.")
     before, after = found.seconds
     rows = [("float", before, time_of(before)), ("quantized", after, time_of(after))]
-    slow = found.ratio < 1
+    slow = found.is_slower
     drawn = charts.bars(rows, ("before", "slow" if slow else "after"))
     note = tag("p", found.how, class_="muted small")
     unit = f"{found.baseline}'s speed{': slower' if slow else ''}"
