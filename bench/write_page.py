@@ -252,7 +252,7 @@ def genai_table(path: Path) -> str:
         ]
         for row in json.loads(path.read_text())["rows"]
     ]  # fmt: skip
-    return markdown(["folder", "MB", "prefill", "decode", "ratio", "ratio", "perplexity"], rows)
+    return markdown(["folder", "MB", "prefill", "decode", "ratio of prefill", "of decode", "perplexity"], rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
