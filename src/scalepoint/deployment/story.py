@@ -96,9 +96,8 @@ def deploy(
     a file is so many times as fast as the float one. `budget` (size=0.2 of the float file, bits=4.5 a weight on
     average, speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses
     least. allow_departure=True takes a file that departs from the simulation, on_nan="skip" leaves batches with NaN
-    out, `float_dtype` types what stays float, `metadata` is kept in the file. smoke=True goes through all stages fast,
-    resume=True goes on where a run into `output` ended; a folder that holds something else is refused, unless
-    force=True overwrites it. The same `seed` makes the same bytes. `callback(event)` hears of it all.
+    out, `float_dtype` types what stays float, `metadata` is kept in the file. smoke=True is fast, resume=True goes on,
+    force=True overwrites what the folder holds; the same `seed` makes the same bytes; `callback(event)` hears of it.
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
