@@ -3,9 +3,10 @@
 A float transformer block (post-norm and pre-norm, two sizes) as two files that differ in one operator: the residual add
 before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. A float stem and its pool
 before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
-quantizer before the pool. An int8 block for OpenVINO on a CPU without VNNI, with linear layers as convolutions and as
-products. Both run in turn in one process, one thread, CPU time, medians. A ratio of 1 or more says that the runtime has
-become better, and that the rule should go.
+quantizer before the pool. A stem, a pool and a convolution for OpenVINO, quantized before the pool and behind it. An
+int8 block for OpenVINO on a CPU without VNNI, with linear layers as convolutions and as products. Both run in turn in
+one process, one thread, CPU time, medians. A ratio of 1 or more says that the runtime has become better, and that the
+rule should go.
 """
 
 import sys
@@ -69,8 +70,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 
 def pooled(folder: Path, pixels: int) -> dict[str, onnxruntime.InferenceSession]:
     """A stem and its pool in float, and a convolution in int8."""
-    stem = (nn.Conv2d(3, 64, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2))
-    model, x = nn.Sequential(*stem, nn.Conv2d(64, 64, 3)).eval(), torch.randn(1, 3, pixels, pixels)
+    model, x = stem().eval(), torch.randn(1, 3, pixels, pixels)
     config = QuantConfig(overrides=(Override(name="0", weight="float", activation="float"),))
     quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
     path = export(quantized, folder / "held.onnx", x)
@@ -85,12 +85,12 @@ def pooled(folder: Path, pixels: int) -> dict[str, onnxruntime.InferenceSession]
     return {name: session(folder / f"{name}.onnx") for name in ("held", "moved")}
 
 
-def convolved(folder: Path, tokens: int, width: int) -> dict[str, Any]:
-    """An int8 block in OpenVINO."""
-    model, x, own = Block(width, True).eval(), torch.randn(1, tokens, width), openvino_target("avx2")
-    plain = replace(own, spellings=tuple(each for each in own.spellings if each.name != "linears_as_convolutions"))
+def in_openvino(folder: Path, model: nn.Module, x: Tensor, rule: str) -> dict[str, Any]:
+    """With a rule and without."""
+    own = openvino_target()
+    plain = replace(own, spellings=tuple(each for each in own.spellings if each.name != rule))
     found = {}
-    for name, target in {"convolutions": own, "products": plain}.items():
+    for name, target in {"with": own, "without": plain}.items():
         quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
         path = export(quantized, folder / f"{name}.onnx", x)
         compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": 1})
@@ -107,6 +107,16 @@ def run(session: Any, x: np.ndarray) -> Callable[[], Any]:
     if isinstance(session, onnxruntime.InferenceSession):
         return lambda: session.run(None, {session.get_inputs()[0].name: x})
     return lambda: session.infer([x])
+
+
+def openvino_row(title: str, model: nn.Module, shape: tuple[int, ...], rule: str, against: str) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        taken = timed(in_openvino(Path(folder), model.eval(), torch.randn(shape), rule), shape)
+    return Row(title, taken["with"] / taken["without"], 1.0, against, openvino.__version__)
+
+
+def stem() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 64, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(64, 64, 3))
 
 
 def main() -> int:
@@ -128,11 +138,16 @@ def main() -> int:
         rows.append(
             Row(f"Max behind a pool of floats, {pixels} px", ratio, 1.0, "quantizer moved", onnxruntime.__version__)
         )
-    for title, (tokens, width) in SIZES.items() if instruction_set() == "avx2" else ():
-        with tempfile.TemporaryDirectory() as folder:
-            taken = timed(convolved(Path(folder), tokens, width), (1, tokens, width))
-        name, ratio = f"linear layers as convolutions in OpenVINO, {title}", taken["convolutions"] / taken["products"]
-        rows.append(Row(name, ratio, 1.0, "as products", openvino.__version__))
+    rows += [
+        openvino_row(f"quantized before a pool in OpenVINO, {pixels} px", stem(), (1, 3, pixels, pixels),
+                     "quantizers_before_pools", "behind it")
+        for pixels in (32, 96, 224)
+    ]  # fmt: skip
+    rows += [
+        openvino_row(f"linear layers as convolutions in OpenVINO, {title}", Block(width, True), (1, tokens, width),
+                     "linears_as_convolutions", "as products")
+        for title, (tokens, width) in (SIZES.items() if instruction_set() == "avx2" else ())
+    ]  # fmt: skip
     return 0 if report("What is written in other words", rows, OUT / "spellings.json") else 1
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalepoint import export, verify
+from scalepoint.formats.onnx.turned import TURNED
 from scalepoint.quantize import quantize
 from scalepoint.verification.departure import departure, matched
 
@@ -46,6 +47,14 @@ def test_calls_are_paired_with_tensors_of_their_shape_in_order():
     ((call, array),) = matched("a", CODES["a"], NODES, found)
     assert call.shape == array.shape == (4, 5)
     assert matched("a", CODES["a"], NODES, {"t0": np.ones((9, 9), np.uint8)}) == []
+
+
+def test_a_tensor_that_the_file_has_turned_is_compared_as_the_model_has_it():
+    codes = torch.arange(24, dtype=torch.int32).view(2, 3, 4)
+    nodes, found = {"a/QuantizeLinear": f"t{TURNED}"}, {f"t{TURNED}": codes.numpy().astype(np.uint8).transpose(0, 2, 1)}
+    ((call, array),) = matched("a", [codes], nodes, found)
+    assert np.array_equal(call, array)
+    assert departure({"a": [codes]}, nodes, found, (), ()) is None
 
 
 def test_a_layer_whose_codes_are_far_away_is_named():

@@ -18,8 +18,6 @@ from scalepoint.targets.onnxruntime import PATTERNS, SYMMETRIC, WIDENED, onnxrun
 from scalepoint.targets.target import Accepted, Spelling, Target
 
 NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4")))
-
-
 POOLED = Spelling(
     "quantizers_before_pools",
     "a quantizer behind a pool leaves the layer before it and the pool in float; before the pool, both give integers",

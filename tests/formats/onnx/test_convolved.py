@@ -94,6 +94,14 @@ def test_values_are_those_of_the_products(made):
         np.testing.assert_allclose(one, two, atol=1e-5)
 
 
+def test_openvino_computes_the_same_up_to_a_rounding(made):
+    core = pytest.importorskip("openvino").Core()
+    paths, _, x = made
+    own, plain = (core.compile_model(path, "CPU", {"INFERENCE_NUM_THREADS": 1})([x.numpy()]) for path in paths.values())
+    for one, two in zip(own.values(), plain.values(), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
+
+
 def test_openvino_runs_all_of_them_in_integers_as_simulated(made):
     paths, quantized, x = made
     found = verify(paths["own"], quantized, x, runtime="openvino")

@@ -9,7 +9,8 @@ pools_before_quantizers  MaxPool of floats -> QuantizeLinear         becomes  Ma
 quantizers_before_pools  MaxPool -> QuantizeLinear, alone            becomes  the pair of quantizers -> MaxPool
 linears_as_convolutions  MatMul of codes                             becomes  Conv of one tap (convolved.py)
 
-A target names the rules that it wants, each with its reason; the values are the same bit for bit.
+A target names the rules that it wants, each with its reason; the values are the same bit for bit, of convolutions up to
+the last rounding of float32.
 """
 
 from collections.abc import Callable, Iterable
