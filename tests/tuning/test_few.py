@@ -64,16 +64,9 @@ def test_samples_that_hang_together_stay_together(monkeypatch):
     assert set(seen) == {16}
 
 
-def test_samples_that_judge_are_never_drawn():
-    class Judge:
-        def free(self, index):
-            return torch.tensor([1, 2, 5, 6, 7])
-
-    class Places:
-        firsts, samples = [0, 8], [8, 8]
-
-    chosen = few.Few(Places(), Judge(), 2)
-    drawn = [chosen.of(1, step) for step in range(40)]
-    assert {len(each) for each in drawn} == {2}
-    assert {int(place) for each in drawn for place in each} == {1, 2, 5, 6, 7}
-    assert few.Few(Places(), Judge(), 5).of(0, 0) is None
+def test_each_step_draws_others_of_the_places_it_may():
+    places = torch.tensor([1, 2, 5, 6, 7])
+    found = [few.drawn(places, 8, 2, step) for step in range(40)]
+    assert {len(each) for each in found} == {2}
+    assert {int(place) for each in found for place in each} == {1, 2, 5, 6, 7}
+    assert torch.equal(few.drawn(places, 8, 2, 3), found[3])

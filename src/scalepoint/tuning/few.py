@@ -21,6 +21,7 @@ from scalepoint.tuning.walk import Walk
 VALUES = 1 << 20
 FEWEST = 2
 CLOSE = 1e-3  # of the largest value: kernels add in another order for another batch
+STRAY = 1e-3  # of the values: a code that rounds the other way is a whole step apart
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,18 @@ class Few:
         free = self.judge.free(index)
         if self.count is None or len(free) <= self.count:
             return None
-        drawn = uniform(self.walk.firsts[index] + free, salt=1_000_003 * (step + 1))
-        return free[drawn.argsort()[: self.count]].sort().values
+        return drawn(free, self.walk.firsts[index], self.count, step)
 
     def taken(self, values: dict[fx.Node, Any], index: int, chosen: Tensor | None) -> dict[fx.Node, Any]:
         if chosen is None:
             return values
         return {node: of_samples(value, self.walk.samples[index], chosen) for node, value in values.items()}
+
+
+def drawn(places: Tensor, first: int, count: int, step: int) -> Tensor:
+    """So many of the samples of a batch at these places, others at each step; `first` is the number of its first."""
+    order = uniform(first + places, salt=1_000_003 * (step + 1)).argsort()
+    return places[order[:count]].sort().values
 
 
 def few_of(walk: Walk, judge: Judge, piece: Piece) -> Few:
@@ -55,7 +61,7 @@ def few_of(walk: Walk, judge: Judge, piece: Piece) -> Few:
         whole = walk.run(piece, entries)
     samples = walk.samples[index]
     sizes = [each.numel() // samples for each in (*entries.values(), *whole) if isinstance(each, Tensor)]
-    count = max(FEWEST, VALUES // max(1, *sizes, 1))
+    count = max(FEWEST, VALUES // max([1, *sizes]))
     if count >= samples:
         return Few(walk, judge, None)
     chosen = torch.arange(count)
@@ -82,4 +88,4 @@ def _is_close(one: Any, two: Any) -> bool:
         return one.shape == two.shape and bool((one == two).all())
     reach = float(two.abs().amax()) if two.numel() else 0.0
     apart = (one - two).abs()
-    return not apart.numel() or float((apart > CLOSE * reach).float().mean()) < CLOSE
+    return not apart.numel() or float((apart > CLOSE * reach).float().mean()) < STRAY
