@@ -111,6 +111,20 @@ def test_a_small_table_that_the_config_asks_for_is_taken():
     assert row(made(words(), wish), "types").how == "w int8 per_channel"
 
 
+def test_a_table_of_four_bits_in_blocks_is_taken_where_the_runtime_gathers_it():
+    wish = QuantConfig(overrides=(Override(name="words", weight={"n_bits": 4, "block_size": 16}),))
+    assert row(made(words(), wish)).how == "w int4 per_block"
+    with pytest.raises(TargetError, match=r"words.*int4 for embedding|words.*embedding"):
+        made(words(), wish, target="openvino")
+
+
+def test_blocks_across_the_rows_of_a_table_are_refused():
+    across = {"dtype": "int4", "granularity": {"type": "per_block", "axis": 0, "block_size": 16}}
+    wish = QuantConfig(overrides=(Override(name="words", weight=across),))
+    with pytest.raises(TargetError, match=r"words: the rows of a table have scales"):
+        made(words(), wish)
+
+
 def test_rows_with_a_zero_point_are_refused_with_the_way_out():
     uneven = {"dtype": "int8", "qscheme": "asymmetric", "granularity": {"type": "per_channel"}}
     wish = QuantConfig(overrides=(Override(name="words", weight=uneven),))

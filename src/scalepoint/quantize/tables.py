@@ -16,7 +16,7 @@ from scalepoint.errors import TargetError
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.placement import CONSTANT, Decision, Site, check_finite, facts_of, why_float
-from scalepoint.spec import PerChannelGranularity, PerTensorGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.targets import Target
 
 
@@ -56,11 +56,11 @@ def _asked(site: Site, config: QuantConfig) -> QuantizationSpec | str | None:
 
 
 def _check(spec: QuantizationSpec, name: str) -> None:
-    is_plain = isinstance(spec.granularity, PerChannelGranularity | PerTensorGranularity)
-    if not is_plain or spec.qscheme == QuantizationScheme.ASYMMETRIC or spec.qformulation != "zp":
+    is_along_rows = not isinstance(spec.granularity, PerBlockGranularity) or spec.granularity.axis in (None, 1, -1)
+    if spec.qscheme == QuantizationScheme.ASYMMETRIC or spec.qformulation != "zp" or not is_along_rows:
         raise TargetError(
-            f"{name}: the rows of a table have a scale each and no zero point: int8, symmetric, per channel; or leave "
-            "it float, Override(name=..., weight='float')"
+            f"{name}: the rows of a table have scales and no zero point: int8, symmetric, per channel; or leave it "
+            "float, Override(name=..., weight='float')"
         )
 
 

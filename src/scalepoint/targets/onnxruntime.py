@@ -70,6 +70,7 @@ def reads_convolution(node: fx.Node, nodes: Nodes) -> str | None:
 
 NARROW = tuple(map(to_dtype, ("int4", "uint4", "int2", "int8")))  # weight-only: MatMulNBits
 PACKED = tuple(map(to_dtype, ("int4", "int2")))  # in 8-bit kernels
+BLOCKS = (16, 32, 64, 128, 256)
 SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 BOTH = (Point.INPUT, Point.OUTPUT)
 PATTERNS = (
@@ -160,10 +161,11 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
                 NARROW,
                 (),
                 ("per_block", "per_channel"),
-                (16, 32, 64, 128, 256),
+                BLOCKS,
                 ("linear",),
             ),
             Accepted("weight", PACKED, SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
+            Accepted("weight", PACKED[:1], SYMMETRIC, ("per_block",), BLOCKS, ("embedding",)),
         ),
         adapt_weight=None if chosen == "vnni" else pair_safe,
         rules=(weights_alone, small_tables),

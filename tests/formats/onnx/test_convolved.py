@@ -134,6 +134,7 @@ def test_another_batch_and_narrow_weights_run_too(bits, tmp_path):
     target = openvino_target("avx2")
     quantized = quantize(model, x, config, forward_loop=[x], target=target, freeze_weights=True)
     path = export(quantized, tmp_path / "m.onnx", x)
+    assert Counter(node.op_type for node in nodes(path))["Conv"] == 2
     found = verify(path, quantized, x[:3], runtime="openvino")
     assert (found.low_precision, found.fallbacks) == (2, ())
     assert found.sqnr > 60

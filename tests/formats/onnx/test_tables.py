@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from scalepoint.formats import export
+from scalepoint.quantize import Override, QuantConfig
 from scalepoint.targets import onnxruntime_target
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification import verify
 from tests.quantize.test_tables import ROWS, WIDTH, Words, ids, made, words
 
+NARROW = QuantConfig(overrides=(Override(name="words", weight={"n_bits": 4, "block_size": 16}),))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
@@ -47,20 +49,41 @@ def test_the_file_holds_the_table_as_int8_and_gathers_codes_and_scales(file):
     assert plain.data_type == onnx.TensorProto.FLOAT
 
 
+@pytest.mark.parametrize("config", [QuantConfig(), NARROW], ids=["int8 rows", "int4 blocks"])
 @pytest.mark.parametrize("batch", [1, 4, 9])
-def test_rows_in_onnx_runtime_are_those_of_the_simulation_bit_for_bit(tmp_path, batch):
+def test_rows_in_onnx_runtime_are_those_of_the_simulation_bit_for_bit(tmp_path, batch, config):
     class Rows(Words):
         def forward(self, ids):
             return self.words(ids), super().forward(ids)
 
     torch.manual_seed(0)
-    quantized = made(Rows().eval())
+    quantized = made(Rows().eval(), config)
     export(quantized, tmp_path / "m.onnx", ids()[0])
     given = torch.randint(0, ROWS, (batch, 7))
     with torch.no_grad():
         expected = quantized(given)[0].numpy()
     found = session(tmp_path / "m.onnx").run(None, {"ids": given.numpy()})[0]
     assert np.array_equal(found, expected)
+
+
+def test_a_table_of_four_bits_is_stored_in_four_bits_and_only_the_rows_that_are_read_become_floats(tmp_path):
+    quantized = made(words(), NARROW)
+    export(quantized, tmp_path / "m.onnx", ids()[0], float_path=tmp_path / "float.onnx")
+    (table,) = tables(tmp_path / "m.onnx")
+    assert table.data_type == onnx.TensorProto.INT4
+    session(tmp_path / "m.onnx", keep=tmp_path / "compiled.onnx")
+    readers = [node for node in onnx.load(tmp_path / "compiled.onnx").graph.node if table.name in node.input]
+    assert [node.op_type for node in readers] == ["GatherBlockQuantized"]
+    found = verify(tmp_path / "m.onnx", quantized, ids()[1], float_path=tmp_path / "float.onnx")
+    assert found.holds
+
+
+def test_what_stays_float_for_speed_is_unpacked_beside_a_table_of_four_bits_too(tmp_path):
+    quantized = made(words(), NARROW.model_copy(update={"speed_first": True}), target=onnxruntime_target("avx2"))
+    export(quantized, tmp_path / "m.onnx", ids()[0])
+    session(tmp_path / "m.onnx", keep=tmp_path / "compiled.onnx")
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / "compiled.onnx").graph.node)
+    assert (kinds["Gemm"] + kinds["MatMul"] + kinds["FusedGemm"], kinds["MatMulNBits"]) == (1, 0)
 
 
 def test_the_whole_file_agrees_with_the_simulation(file):

@@ -15,13 +15,21 @@ from torch import Tensor, nn
 from scalepoint.errors import ExportError
 from scalepoint.formats.form import Parts
 from scalepoint.formats.onnx.operators import TYPES
-from scalepoint.formats.onnx.stored import FloatWeight, Stored, StoredStub, StoredTable, StoredUnpacked, StoredWeight
+from scalepoint.formats.onnx.stored import (
+    FloatWeight,
+    Stored,
+    StoredBlockTable,
+    StoredStub,
+    StoredTable,
+    StoredUnpacked,
+    StoredWeight,
+)
 from scalepoint.formats.operators import dequantize
 from scalepoint.numerics import E4M3, E8M0, dtype_name
 from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.spec import PerTokenBlockGranularity
+from scalepoint.spec import PerBlockGranularity, PerTokenBlockGranularity
 
 DOMAIN = "trt"
 _BIAS = 127  # of an exponent in e8m0
@@ -131,7 +139,7 @@ def stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Mod
     """The form of a weight for a compiler with these operators."""
     spec = source.weight_quant.spec
     if source.kind == TABLE:
-        return StoredTable(source)
+        return StoredBlockTable(source) if isinstance(spec.granularity, PerBlockGranularity) else StoredTable(source)
     if source.is_unpacked and not source.weight_quant.zero_point.any():
         return StoredUnpacked(source)
     if source.kind == "linear" and spec.scale_dtype == E4M3:

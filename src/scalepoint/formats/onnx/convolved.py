@@ -37,7 +37,7 @@ def linears_as_convolutions(model: Any) -> None:
 def _weight(node: Any) -> Any | None:
     """The DequantizeLinear of a constant matrix with a scale for all of it or each column, that no table shares."""
     found = node.inputs[1].producer()
-    if found is None or found.op_type != "DequantizeLinear" or found.domain or "block_size" in found.attributes:
+    if found is None or found.op_type != "DequantizeLinear" or found.domain or has_blocks(found):
         return None
     codes = _stored(found.inputs[0])
     if codes.const_value is None or len(codes.shape) != 2 or found.inputs[1].const_value is None:
@@ -45,6 +45,11 @@ def _weight(node: Any) -> Any | None:
     axis = found.attributes["axis"].as_int() if "axis" in found.attributes else 1
     is_by_column = found.inputs[1].const_value.size == 1 or axis % 2 == 1
     return found if is_by_column and not _is_of_table(node, codes) else None
+
+
+def has_blocks(node: Any) -> bool:
+    """Whether scales are of blocks; from opset 21 on every node has the setting, which is 0 where they are not."""
+    return "block_size" in node.attributes and node.attributes["block_size"].as_int() > 0
 
 
 def _stored(value: Any) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from scalepoint.errors import ExportError, nearest
-from scalepoint.formats.onnx.convolved import linears_as_convolutions
+from scalepoint.formats.onnx.convolved import has_blocks, linears_as_convolutions
 from scalepoint.targets.target import Spelling
 
 
@@ -89,7 +89,7 @@ def _reads_integers(product: Any) -> bool:
 def unpack_when_loaded(model: Any) -> None:
     """Codes times scales, as operations that are folded."""
     for node in list(model.graph):
-        if node.op_type != "DequantizeLinear" or len(node.inputs) != 2 or "block_size" in node.attributes:
+        if node.op_type != "DequantizeLinear" or len(node.inputs) != 2 or has_blocks(node):
             continue
         codes, scale = node.inputs
         if codes.const_value is None or codes.dtype != ir.DataType.INT8 or scale.const_value is None:

@@ -17,6 +17,8 @@ from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import Deployed, QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
 
+INT4 = 22  # of ONNX's types
+
 
 class Stored(nn.Module):
     """What has a form in ONNX, from some opset on."""
@@ -127,6 +129,28 @@ class StoredTable(Stored):
     @property
     def opset(self) -> int:
         return TYPES[self.fmt][1]
+
+
+class StoredBlockTable(StoredTable):
+    """Rows of a table with a scale a block: one operator of ONNX Runtime looks up both."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__(source)
+        self.settings = {"gather_axis": 0, "quantize_axis": 1, "block_size": self.codes.shape[1] // self.scale.shape[1]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = torch.onnx.ops.symbolic(
+            "Cast", (self.codes,), {"to": INT4}, dtype=self.codes.dtype, shape=self.codes.shape
+        )
+        values: Tensor = torch.onnx.ops.symbolic(
+            "com.microsoft::GatherBlockQuantized",
+            (narrow, x, self.scale),
+            self.settings,
+            dtype=torch.float32,
+            shape=(*x.shape, self.codes.shape[1]),
+            version=1,
+        )
+        return values
 
 
 class StoredStub(Stored):
