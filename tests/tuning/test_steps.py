@@ -77,6 +77,20 @@ def objective(problem, solution):
     return float(torch.einsum("gon,gnm,gom->", apart, problem.damped().double(), apart))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_codes_are_rounded_as_torch_rounds_ties_to_even_too(dtype):
+    ends = torch.full((1, 1, 1), 255.0)
+    values = torch.cat([torch.arange(-1024, 1024) / 8, torch.randn(10_000) * 60, torch.tensor([0.49999997, -255.0])])
+    values = values.to(dtype).clamp(-255, 255)
+    assert torch.equal(Codes(-ends, ends).rounded(values), values.round())
+
+
+def test_one_factor_of_the_ridges_is_kept():
+    problem, start = made()
+    find_step("target").run(problem, start)
+    assert sum(isinstance(key, tuple) for key in problem.fit.made) <= 1
+
+
 def test_descent_never_raises_its_own_objective():
     problem, start = made(size=24)
     rounded = find_step("gptq").run(problem, start)

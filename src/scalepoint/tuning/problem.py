@@ -17,6 +17,7 @@ from scalepoint.tuning.rows import Geometry
 
 Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
 SOME = 128  # outputs
+WHOLE = {torch.float32: 1.5 * 2**23, torch.float64: 1.5 * 2**52}  # beside it a number keeps no fraction
 Ends = tuple[Any, Any]  # the least and the largest that a code may be
 
 
@@ -58,8 +59,11 @@ class Codes:
         return replace(self, low=low, high=high)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """The nearest of the grid, within no limits."""
-        return x.round() if self.floats is None else round_to_float(x.to(torch.float32), self.floats).to(x.dtype)
+        """The nearest of the grid to values within its limits. Whole numbers, half to even, by a sum that has no more
+        digits: torch's round wakes all threads for some thousand values, and this is called for every column."""
+        if self.floats is None:
+            return x.add(WHOLE[x.dtype]).sub_(WHOLE[x.dtype])
+        return round_to_float(x.to(torch.float32), self.floats).to(x.dtype)
 
     def nearest(self, x: Tensor) -> Tensor:
         """The nearest codes; of a pair that is too large both give way."""

@@ -45,9 +45,11 @@ def _chosen(problem: Problem) -> float | None:
         for share in rungs:
             found = _ridged(problem, share, some)
             (error,) = problem.added(float("inf") if found is None else float(judge.error(found, some).sum()))
-            if error >= least:
+            is_better = error < least
+            least, ridge = (error, share) if is_better else (least, ridge)
+            _forget(problem, ridge)
+            if not is_better:
                 break
-            least, ridge = error, share
         if ridge is not None and ridge > LADDER[FIRST]:
             break
     return ridge
@@ -56,11 +58,17 @@ def _chosen(problem: Problem) -> float | None:
 def _ridged(problem: Problem, share: float, outputs: slice = slice(None)) -> Tensor | None:
     """None where the moments allow no factor; layers with the same inputs share it."""
     seen = problem.fit
-    if share not in seen.made:
+    if ("ridge", share) not in seen.made:
         factor, failed = torch.linalg.cholesky_ex(with_ridge(single(seen), share))
-        seen.made[share] = None if bool(failed.any()) else factor
-    factor = seen.made[share]
+        seen.made["ridge", share] = None if bool(failed.any()) else factor
+    factor = seen.made["ridge", share]
     if factor is None:
         return None
     change = torch.cholesky_solve(problem.near(seen).slope[:, outputs].mT, factor).mT
     return problem.weight[:, outputs] - change.to(torch.float64)
+
+
+def _forget(problem: Problem, share: float | None) -> None:
+    """Keep only the factor of the best ridge so far: each is as large as H."""
+    for key in [key for key in problem.fit.made if isinstance(key, tuple) and key[0] == "ridge" and key[1] != share]:
+        del problem.fit.made[key]
