@@ -55,7 +55,7 @@ class Moments:
     def raw(self) -> "Moments":
         """Around zero instead of the means: where no bias takes up what the means lack, they are part of the error."""
         if "raw" not in self.made:
-            self.made["raw"] = self.noisy + torch.einsum("gn,gm->gnm", self.mean, self.mean), {}
+            self.made["raw"] = torch.baddbmm(self.noisy, self.mean[:, :, None], self.mean[:, None]), {}
         noisy, made = self.made["raw"]
         return Moments(
             self.count,
@@ -66,6 +66,10 @@ class Moments:
             self.wanted + self.mean_wanted.square(),
             made,
         )
+
+    def settled(self) -> "Moments":
+        """With H in float32 alone, which is what the steps read of it: of a wide layer it is most of the memory."""
+        return replace(self, noisy=single(self))
 
     def of(self, outputs: slice) -> "Moments":
         """Those of some of the outputs: layers that read one value share the rest."""
@@ -199,12 +203,12 @@ class Sums:
             return None
         z, y = self.sums[0] / self.total, self.sums[1] / self.total
         mean, mean_wanted = z + self.around[0].to(torch.float64), y + self.around[1].to(torch.float64)
-        noisy = _whole(self.products[0]) / self.total - torch.einsum("gn,gm->gnm", z, z)
+        noisy = (_mirrored(self.products[0]) / self.total).baddbmm_(z[:, :, None], z[:, None], alpha=-1)
         cross = self.products[1] / self.total - torch.einsum("go,gn->gon", y, z)
         if self.through is None:
             energy = self.energy / self.total - y.square()
         else:
-            exact = _whole(self.energy) / self.total - torch.einsum("gn,gm->gnm", y, y)
+            exact = (_mirrored(self.energy) / self.total).baddbmm_(y[:, :, None], y[:, None], alpha=-1)
             made = self.through @ torch.cat([cross, exact], -1).to(torch.float32)
             cross = made[..., : cross.shape[-1]].to(torch.float64)
             energy = (made[..., cross.shape[-1] :] * self.through).sum(-1, dtype=torch.float64)
@@ -217,10 +221,14 @@ def _apart(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Tensor:
     return e[:, :, None] * (z + n * d)[:, None] + y[:, :, None] * d[:, None]
 
 
-def _whole(upper: Tensor) -> Tensor:
-    """A symmetric matrix from its diagonal and what is right of it."""
-    kept = upper.triu()
-    return kept.add_(upper.triu(1).mT)
+def _mirrored(upper: Tensor) -> Tensor:
+    """A symmetric matrix whose left is filled, in place, from what is right of its diagonal."""
+    for start in range(0, upper.shape[-1], SQUARE):
+        rows, rest = slice(start, start + SQUARE), slice(start + SQUARE, None)
+        own = upper[:, rows, rows]
+        own.copy_(own.triu().add_(own.triu(1).mT))
+        upper[:, rest, rows] = upper[:, rows, rest].mT
+    return upper
 
 
 def _add_square(into: Tensor, one: Tensor, other: Tensor) -> None:

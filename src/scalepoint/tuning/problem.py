@@ -23,7 +23,8 @@ Ends = tuple[Any, Any]  # the least and the largest that a code may be
 
 @dataclass(frozen=True)
 class Solution:
-    """Centred codes (groups, outputs, n), their scales (groups, outputs, blocks), and what they are to be near to."""
+    """Centred codes (groups, outputs, n), in float32, which holds any of them; their scales (groups, outputs, blocks), and
+    what they are to be near to."""
 
     target: Tensor
     codes: Tensor
@@ -140,7 +141,7 @@ class Problem:
         return self._near[id(moments)]
 
     def nearest(self, target: Tensor, scale: Tensor) -> Tensor:
-        return self.codes.nearest(target / spread(scale, target.shape[-1]))
+        return self.codes.nearest(target / spread(scale, target.shape[-1])).to(torch.float32)
 
     def error(self, solution: Solution, moments: Moments | None = None, outputs: slice = slice(None)) -> float:
         """The squared error of the outputs, or of some, on held-out rows, over their energy; a bias takes up what the
@@ -199,7 +200,8 @@ class Shape:
         """What is deployed now."""
         codes = self.layer.deployed().codes
         scale = self._by_group(self.layer.weight_quant.qparams_for(codes).scale.to(torch.float64), codes)
-        return Solution(weight, self.geometry.by_group(codes.to(torch.float64)) - self._zero(), scale)
+        centred = self.geometry.by_group(codes.to(torch.float32)) - self._zero().to(torch.float32)
+        return Solution(weight, centred, scale)
 
     def codes(self) -> Codes:
         """What centred codes may be."""

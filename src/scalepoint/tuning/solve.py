@@ -86,8 +86,7 @@ class Solver:
             self.left[name] = f"only {fit.count} rows reached it: it is rounded to nearest; more data would choose"
             return None
         first, has_bias = shape.start(weight), INTERCEPT in self.steps and takes_bias(self.collector.walk, use)
-        if not has_bias:
-            fit, judge = fit.raw(), fit.raw() if judge is fit else judge.raw()
+        fit, judge = _settled(fit, judge, has_bias)
         problem = Problem(name, weight, shape.codes(), fit, judge, shape.has_own_scales, has_bias, self.ridge)
         if len(uses) > 1:
             problem.notes["uses"] = len(uses)
@@ -135,6 +134,12 @@ class Solver:
         return best, step, before, least
 
 
+def _settled(fit: Moments, judge: Moments, has_bias: bool) -> tuple[Moments, Moments]:
+    """As the steps read them: around zero where no bias takes up the means."""
+    first, second = (each.settled() if has_bias else each.raw().settled() for each in (fit, judge))
+    return first, first if judge is fit else second
+
+
 def own_outputs(weight: Tensor) -> slice | None:
     """The outputs that this rank solves, where the ranks share those of a layer; None where each solves all: what they
     have to tell each other takes longer than a small layer."""
@@ -149,7 +154,7 @@ def _whole(found: Solution, first: Solution) -> Solution:
     """The solution of all outputs, from those of all ranks."""
     parts = ranks.gathered({"codes": found.codes.to(torch.float32), "scale": found.scale}, "solved")
     codes, scale = (torch.cat([part[name] for part in parts], 1) for name in ("codes", "scale"))
-    return Solution(first.target, codes.to(torch.float64), scale.to(torch.float64))
+    return Solution(first.target, codes, scale.to(torch.float64))
 
 
 def takes_bias(walk: Walk, use: Use) -> bool:

@@ -29,7 +29,7 @@ def descend(problem: Problem, solution: Solution) -> Solution:
         problem.notes["sweeps"] = sweep + 1
         if not moved:
             break
-    return Solution(solution.target, state.codes.mT.to(torch.float64).contiguous(), state.scale.to(torch.float64))
+    return Solution(solution.target, state.codes.mT.contiguous(), state.scale.to(torch.float64))
 
 
 class _Descent:
@@ -37,7 +37,7 @@ class _Descent:
 
     def __init__(self, problem: Problem, solution: Solution, hessian: Tensor) -> None:
         self.hessian, self.scale = hessian, solution.scale.to(torch.float32).clone()
-        self.codes = solution.codes.mT.to(torch.float32).contiguous()
+        self.codes = solution.codes.mT.clone(memory_format=torch.contiguous_format)
         codes = problem.codes
         self.grid: Codes = replace(codes, low=codes.low.to(torch.float32), high=codes.high.to(torch.float32))
         self.ends = self.grid.ends(self.codes.shape[1])

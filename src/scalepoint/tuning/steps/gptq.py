@@ -32,9 +32,9 @@ def gptq(problem: Problem, solution: Solution) -> Solution:
     problem.notes["damping"] = share
     steps = spread(solution.scale, problem.fit.size)
     weight, scale = (_columns(each, order) for each in (solution.target, steps))
-    codes = _swept(weight, scale, problem.codes, _ends(problem.codes, order), factor).to(torch.float64).mT
+    codes = _swept(weight, scale, problem.codes, _ends(problem.codes, order), factor).mT
     by = order[:, None, :].expand_as(codes)
-    return Solution(solution.target, torch.empty_like(solution.target).scatter_(-1, by, codes), solution.scale)
+    return Solution(solution.target, torch.empty_like(codes).scatter_(-1, by, codes), solution.scale)
 
 
 def _columns(values: Tensor, order: Tensor) -> Tensor:
