@@ -414,15 +414,18 @@ def _layer(site: Site) -> type[nn.Module]:
 def check_finite(site: Site) -> None:
     """Refuse weights that hold NaN or infinity."""
     for role, part in site.fused.parts.items():
-        tensors = [*tensors_of(part), *part.buffers()]
-        weight = getattr(part, "weight", None)
-        tensors += [weight] if isinstance(weight, Tensor) else []
-        for tensor in tensors:
-            if tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+        found = (*tensors_of(part), *part.buffers(), getattr(part, "weight", None))
+        for tensor in {id(each): each for each in found if isinstance(each, Tensor)}.values():
+            if tensor.is_floating_point() and not tensor.is_meta and not _is_finite(tensor):
                 where = place_of(site.match.nodes[role]) if role in site.match.nodes else site.name
                 raise NonFiniteError(
                     f"{where}: its weight holds NaN or infinity. Mend the model before it is quantized"
                 )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """A finite sum has finite terms, and is found several times as fast; one that is not may have run over."""
+    return bool(torch.isfinite(tensor.detach().sum())) or bool(torch.isfinite(tensor).all())
 
 
 def check_overrides(sites: Sequence[Site], left: Sequence[Left], config: QuantConfig) -> None:

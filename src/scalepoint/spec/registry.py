@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from scalepoint.errors import SpecError, UnknownKeyError, nearest
@@ -70,7 +71,8 @@ def member(kind: type[E], value: object) -> E:
         raise SpecError(f"{value!r} is not a {kind.__name__}: use {allowed}") from None
 
 
-def constructor_parameters(component: type) -> set[str]:
+@cache
+def constructor_parameters(component: type) -> frozenset[str]:
     """What a class takes by name when it is built, through bases that `**extra` is passed on to."""
     names: set[str] = set()
     for base in component.__mro__:
@@ -79,4 +81,4 @@ def constructor_parameters(component: type) -> set[str]:
             names |= set(parameters)
             if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
                 break
-    return names
+    return frozenset(names)

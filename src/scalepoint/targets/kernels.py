@@ -57,6 +57,7 @@ class Kernels:
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.products: dict[str, list[tuple[Shape, tuple[float, float]]]] = {}
         self.moves: dict[str, list[tuple[int, float]]] = {}
+        self.found: dict[Shape, tuple[float, float] | None] = {}  # layers of a network are few shapes
         for row in rows:
             if row["kind"] not in ("conv", "linear"):
                 self.moves.setdefault(row["kind"], []).append((row["elements"], row["int8"] * 1e-6))
@@ -67,6 +68,11 @@ class Kernels:
 
     def product(self, shape: Shape) -> tuple[float, float] | None:
         """Seconds in float and in int8; None for what the table has nothing like."""
+        if shape not in self.found:
+            self.found[shape] = self._between(shape)
+        return self.found[shape]
+
+    def _between(self, shape: Shape) -> tuple[float, float] | None:
         known = self.products.get(shape.family)
         if not known or shape.macs <= 0:
             return None
