@@ -11,6 +11,7 @@ from torch import fx, nn
 from scalepoint.errors import ExportError
 from scalepoint.formats.attention import lay_out, scale_before_quantizing
 from scalepoint.formats.single import needs_single, use_single
+from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
 from scalepoint.patterns.language import place_of
@@ -105,14 +106,17 @@ def _twin(model: fx.GraphModule, has_own_scales: bool = False) -> fx.GraphModule
 
 
 def _shared(model: fx.GraphModule, has_own_scales: bool) -> list[Any]:
-    """Parameters; of a model in eval mode also buffers, and the quantizers that stored forms take the place of."""
+    """Parameters; of a model in eval mode also buffers, the quantizers that stored forms take the place of, and plain
+    layers of torch, which nobody changes."""
     found: list[Any] = list(model.parameters())
     if has_own_scales or any(module.training for module in model.modules()):
         return found
     found += model.buffers()
     for module in model.modules():
-        holds_stub = any(isinstance(each, QuantStub) for each in module.modules() if each is not module)
-        if isinstance(module, QuantStub | QuantizedWeighted) and not holds_stub:
+        if isinstance(module, QuantStub | QuantizedWeighted):
+            holds_stub = any(isinstance(each, QuantStub) for each in module.modules() if each is not module)
+            found += [] if holds_stub else [module]
+        elif type(module) in MODULE_KINDS and not module._modules:
             found.append(module)
     return found
 

@@ -39,18 +39,23 @@ def _by_parts(program: Program, opset: int, own: Table) -> Any:
     """By the parts of torch.onnx.export; None where torch has others, or the program needs one that is left out."""
     try:
         from torch.onnx._internal.exporter._core import _exported_program_to_onnx_program  # noqa: PLC0415
-        from torch.onnx._internal.exporter._decomp import (  # noqa: PLC0415
-            create_onnx_friendly_decomposition_table,
-            get_onnx_implemented_overloads,
-        )
+        from torch.onnx._internal.exporter._decomp import get_onnx_implemented_overloads  # noqa: PLC0415
 
         registry = _registry(opset, own)
-        table = create_onnx_friendly_decomposition_table(set(get_onnx_implemented_overloads(registry)))
+        table = _decompositions(frozenset(get_onnx_implemented_overloads(registry)))
     except (ImportError, AttributeError, TypeError):
         return None
     if not program.take_apart(table) or any(map(_is_mixed, program.graph.nodes)):
         return None
     return _exported_program_to_onnx_program(program, registry=registry).model
+
+
+@cache
+def _decompositions(implemented: frozenset[Any]) -> Table:
+    """Torch's table of what is taken apart beside these operations; it looks at all that torch has."""
+    from torch.onnx._internal.exporter._decomp import create_onnx_friendly_decomposition_table  # noqa: PLC0415
+
+    return dict(create_onnx_friendly_decomposition_table(set(implemented)).items())
 
 
 def _registry(opset: int, own: Table) -> Any:
