@@ -252,12 +252,19 @@ def _tensors(value: Any) -> Any:
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return copying.deepcopy(model)
+        return copying.deepcopy(model, _without_history(model))
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): pass copy=False to share its "
-            "parameters"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Keep that out of the model, "
+            "or call transform with copy=False, which shares its parameters"
         ) from error
+
+
+def _without_history(model: nn.Module) -> dict[int, Any]:
+    """What stands for tensors that were computed and kept on a module, as torch.nn.utils.weight_norm keeps the weight:
+    torch copies no tensor that knows how it was computed."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    return {id(each): each.detach().clone() for each in kept if isinstance(each, Tensor) and each.grad_fn is not None}
 
 
 def shadow(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
