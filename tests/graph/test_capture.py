@@ -698,7 +698,7 @@ class TestTrainAndEval:
         graph_module(torch.randn(2, 3, 32, 32)).sum().backward()
         optimizer.step()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        assert not torch.equal(graph_module.fc.weight, model.layer.weight)
+        assert not torch.equal(graph_module.fc.weight, model.fc.weight)
 
     def test_a_deepcopy_of_the_graph_is_independent(self):
         graph_module = capture(SilentSkip().eval(), torch.randn(1, 5, 8))
@@ -980,6 +980,13 @@ class TestHardModules:
         graph_module = capture(model, X, copy=False)
         close(graph_module(X), model(X))
         assert set(graph_module.state_dict()) == set(model.state_dict())
+
+    @pytest.mark.parametrize("name", ["code", "graph", "meta"])
+    def test_a_name_that_torch_keeps_on_graphs_is_refused_with_the_way_out(self, name):
+        model = nn.Sequential(OrderedDict([(name, nn.Linear(4, 3))]))
+        with pytest.raises(CaptureError, match=rf"Sequential\.{name} has a name .* nn.Sequential\(model\)"):
+            capture(model, X)
+        captured(nn.Sequential(model), X)
 
     def test_a_hook_runs_once_and_not_again_in_the_graph(self):
         model = with_hook(lambda fc: fc.register_forward_hook(lambda module, args, output: output + 1))
