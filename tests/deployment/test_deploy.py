@@ -12,7 +12,16 @@ import scalepoint
 from scalepoint import DeployConfig
 from scalepoint.deployment import story
 from scalepoint.deployment.settings import with_speed
-from scalepoint.errors import ConfigError, DocumentError, NonFiniteError, ScalepointWarning, TargetError, UsageError
+from scalepoint.errors import (
+    CaptureError,
+    ConfigError,
+    DocumentError,
+    NonFiniteError,
+    ScalepointError,
+    ScalepointWarning,
+    TargetError,
+    UsageError,
+)
 from scalepoint.formats.onnx import saving
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
@@ -197,6 +206,41 @@ class TestRefused:
     def test_a_metric_that_is_nan_for_the_float_model(self, model, data, tmp_path):
         with pytest.raises(NonFiniteError, match="evaluate gave NaN for the float model"):
             scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: math.nan, progress=False)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"threads": 0}, "threads: must be at least 1, not 0"),
+            ({"max_batches": 0}, "max_batches: must be at least 1"),
+            ({"max_drop": -1.0, "evaluate": lambda run: 1.0}, "max_drop: must be at least 0"),
+            ({"leave": "body.0"}, "leave: must be a list, not 'body.0'"),
+            ({"on_nan": "ignore"}, "on_nan: must be 'error' or 'skip', not 'ignore'"),
+            ({"evaluate": "accuracy"}, "evaluate= is a function .* not 'accuracy'"),
+            ({"config": {"wieght": "float"}}, "config: there is no key 'wieght': did you mean 'weight'"),
+            ({"config": {"weight": "int7"}}, "config: weight: .* not 'int7'"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_a_value_that_makes_no_sense_before_any_work(self, model, data, tmp_path, options, message):
+        with pytest.raises(ScalepointError, match=message):
+            scalepoint.deploy(model, data[0], data, output=tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [(nn.Sequential(nn.LazyLinear(3)), "0 is a lazy module"), (nn.Linear(4, 3, device="meta"), "weight .* meta")],
+        ids=["lazy", "meta"],
+    )
+    def test_a_model_without_values(self, model, message, tmp_path):
+        with pytest.raises(CaptureError, match=message):
+            scalepoint.deploy(model, torch.randn(2, 4), [torch.randn(2, 4)], output=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("given", ["a loader", "a shape"])
+    def test_an_example_without_a_tensor_gets_the_way_to_one(self, model, data, tmp_path, given):
+        example = DataLoader(data) if given == "a loader" else tuple(data[0].shape)
+        with pytest.raises(CaptureError, match=r"no tensor among them .* next\(iter\(loader\)\)"):
+            scalepoint.deploy(model, example, data, output=tmp_path)
 
     def test_an_unknown_target(self, model, data, tmp_path):
         with pytest.raises(TargetError, match="onnxruntime"):

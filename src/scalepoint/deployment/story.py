@@ -32,16 +32,16 @@ from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.result import Deployment
 from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
 from scalepoint.deployment.scoring import judged, runs_in_runtime
-from scalepoint.deployment.settings import with_speed
+from scalepoint.deployment.settings import check_options, with_speed
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
-from scalepoint.errors import ScalepointWarning, UsageError
+from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
 from scalepoint.formats import Writing, check_metadata, export
 from scalepoint.graph.blame import user_level
-from scalepoint.graph.capture import as_inputs, unwrapped
+from scalepoint.graph.capture import as_inputs, check_model, unwrapped
 from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
-from scalepoint.quantize.feeding import own_inputs
+from scalepoint.quantize.feeding import check_data, own_inputs
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE
 from scalepoint.targets import Target, find_target
@@ -100,8 +100,12 @@ def deploy(
     force=True overwrites what the folder holds; the same `seed` makes the same bytes; `callback(event)` hears of it.
     """
     _check(calibration_data, evaluate, max_drop, accuracy)
+    check_options({
+        "max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches,
+        "on_nan": on_nan, "leave": leave, "threads": threads, "seed": seed,
+    })  # fmt: skip
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
-    model, found, folder = unwrapped(model), find_target(target), Path(output or "out")
+    model, found, folder = _checked_model(model), find_target(target), Path(output or "out")
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     said = _checked_file(found, float_dtype, model, metadata)
@@ -115,6 +119,16 @@ def deploy(
         )  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
+
+
+def _checked_model(model: nn.Module) -> nn.Module:
+    """The model itself, with shapes and values."""
+    model = unwrapped(model)
+    check_model(model)
+    hollow = [name for name, value in model.named_parameters() if value.is_meta]
+    if hollow:
+        raise CaptureError(f"{hollow[0]} is on the meta device, without values: load the weights first")
+    return model
 
 
 def _checked_file(
@@ -338,6 +352,10 @@ def _written(make: Callable[[], Report], folder: Path) -> Report:
 
 def _check(data: Any, evaluate: Any, max_drop: float | None, accuracy: str | None) -> None:
     check_accuracy(accuracy)
+    if data is not None:
+        check_data(data)
+    if evaluate is not None and not callable(evaluate):
+        raise UsageError(f"evaluate= is a function of the model that gives a number, not {shown(evaluate)}")
     if max_drop is not None and evaluate is None:
         raise UsageError("max_drop= needs evaluate=: the metric that must not drop")
     if max_drop is not None and isinstance(data, Iterator):
