@@ -1,6 +1,7 @@
 """The one call, on a small net, through the real runtime."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -180,6 +181,36 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
         seen |= data
         run = RuntimeModel(done.path)
         assert torch.nn.functional.cosine_similarity(run(x), net(x)).min() > 0.99
+
+
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(8, 16, 5, padding=2), nn.Linear(16, 4)
+
+    def forward(self, x, ids=None):
+        y = self.head(torch.relu(self.conv(x)).mean(-1))
+        return y if ids is None else y + ids.float().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("form", ["list", "iterator", "function", "by name"])
+def test_data_of_sizes_that_the_file_will_not_take_is_told_of(form, tmp_path):
+    batches = [torch.randn(count, 8, length) for count, length in ((3, 41), (2, 17))]
+    given = {
+        "list": batches,
+        "iterator": iter(batches),
+        "function": lambda model: [model(batch) for batch in batches],
+        "by name": [{"x": batch} for batch in batches],
+    }
+    with pytest.warns(ScalepointWarning, match="'x' has 17, 41 on axis 2, 30 in the example.* pad or resize"):
+        scalepoint.deploy(Speech().eval(), torch.randn(2, 8, 30), given[form], output=tmp_path, smoke=True)
+
+
+def test_other_batches_and_lengths_of_tokens_are_free_and_not_told_of(tmp_path):
+    batches = [(torch.randn(n, 8, 30), torch.randint(0, 9, (n, length))) for n, length in ((2, 5), (3, 7))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScalepointWarning)
+        scalepoint.deploy(Speech().eval(), batches[0], batches, output=tmp_path, smoke=True)
 
 
 class TestRefused:

@@ -33,6 +33,7 @@ from scalepoint.deployment.result import Deployment
 from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
 from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import check_options, with_speed
+from scalepoint.deployment.sizes import telling_of_sizes
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
 from scalepoint.formats import Writing, check_metadata, export
@@ -264,7 +265,7 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
                 model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)
             how = tuning_for(model, run.accuracy, has_data=run.has_data)
             corrects = how is None if config.correct_bias is None else config.correct_bias  # else tuning does it
-            with run.timed("calibrating", is_phase=False):
+            with run.timed("calibrating", is_phase=False), telling_of_sizes(model):
                 calibrate(
                     model, data.data, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress,
                     freeze_weights=True, correct_bias=corrects,
