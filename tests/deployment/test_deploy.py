@@ -1,5 +1,6 @@
 """The one call, on a small net, through the real runtime."""
 
+import copy
 import math
 import warnings
 
@@ -181,6 +182,18 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
         seen |= data
         run = RuntimeModel(done.path)
         assert torch.nn.functional.cosine_similarity(run(x), net(x)).min() > 0.99
+
+
+def test_of_a_model_in_train_mode_what_is_deployed_is_in_eval(model, data, tmp_path):
+    given = copy.deepcopy(model).train()
+    done = scalepoint.deploy(given, data[0], data, output=tmp_path, smoke=True)
+    assert given.training
+    assert not any(module.training for module in done.model.modules())
+    with torch.no_grad():
+        simulated = done.model(data[1])
+    with RuntimeModel(done.path) as run:
+        found = run(data[1])
+    torch.testing.assert_close(found, simulated, rtol=1e-3, atol=1e-3)
 
 
 class Speech(nn.Module):
