@@ -94,7 +94,7 @@ def _function_of(graph: fx.GraphModule, node: fx.Node) -> Any:
 def _draws(function: Any) -> bool:
     if not isinstance(function, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in function.tags:
         return False
-    return not any(word in function.name() for word in ("dropout", "attention", "rrelu"))
+    return not any(word in str(function) for word in ("dropout", "attention", "rrelu"))
 
 
 def _varies(node: fx.Node) -> bool:
