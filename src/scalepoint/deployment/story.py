@@ -100,18 +100,14 @@ def deploy(
     out, `float_dtype` types what stays float, `metadata` is kept in the file. smoke=True is fast, resume=True goes on,
     force=True overwrites what the folder holds; the same `seed` makes the same bytes; `callback(event)` hears of it.
     """
-    _check(calibration_data, evaluate, max_drop, accuracy)
-    check_options({
-        "max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches,
-        "on_nan": on_nan, "leave": leave, "threads": threads, "seed": seed,
-    })  # fmt: skip
+    options = {"max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches}
+    _check(calibration_data, evaluate, accuracy, {**options, "on_nan": on_nan, "leave": leave, "threads": threads})
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
     model, found, folder = _checked_model(model), find_target(target), Path(output or "out")
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     said = _checked_file(found, float_dtype, model, metadata)
-    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
-    with seeded(seed), listening(callback), _opened(folder, resume) as journal:
+    with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
         run = Run(
             model=model, inputs=own_inputs(model, *as_inputs(example_inputs, kwargs)), data=calibration_data,
             target=found, journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
@@ -144,8 +140,9 @@ def _checked_file(
 
 
 @contextmanager
-def _opened(folder: Path, resume: bool) -> Iterator[Journal]:
-    """The journal, with the log of the run in it."""
+def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[Journal]:
+    """The journal, with the log of the run in it, where the folder may be written to."""
+    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
     with Journal.opened(folder, resume=resume) as journal, listening(Log(journal.folder / LOG)):
         yield journal
 
@@ -351,8 +348,10 @@ def _written(make: Callable[[], Report], folder: Path) -> Report:
     return Report.from_dict(ranks.told("reporting", written))
 
 
-def _check(data: Any, evaluate: Any, max_drop: float | None, accuracy: str | None) -> None:
+def _check(data: Any, evaluate: Any, accuracy: str | None, options: Mapping[str, Any]) -> None:
     check_accuracy(accuracy)
+    check_options(options)
+    max_drop = options["max_drop"]
     if data is not None:
         check_data(data)
     if evaluate is not None and not callable(evaluate):
