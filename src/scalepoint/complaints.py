@@ -106,6 +106,13 @@ def _allowed(each: Any) -> str:
     return known or str(each["msg"]).replace("Input should", "must", 1)
 
 
+def told_plainly(error: ValidationError, data: Any) -> str:
+    """All complaints about what was given in Python, where there are no lines."""
+    found = complaints(error, data)
+    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
+    return "; ".join([f"{each.key + ': ' if each.key else ''}{each.message}" for each in found[:MOST]] + more)
+
+
 def told(error: ValidationError, data: Any, file: str, places: Places) -> str:
     """All complaints, one a line, each with its place in the file."""
     lines = []

@@ -143,6 +143,7 @@ _SHORT.maxstring = _SHORT.maxother = 80
 def nearest(given: str, known: Iterable[str]) -> str:
     """The hint that ends a message about an unknown name: the nearest known one, then all of them."""
     names = sorted(known)
-    close = get_close_matches(given, names, n=1, cutoff=0.6)
+    begun = [name for name in names if len(given) > 2 and name.startswith(given)]  # onnx: onnxruntime
+    close = get_close_matches(given, names, n=1, cutoff=0.6) or begun
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names)}"

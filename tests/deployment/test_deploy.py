@@ -1,6 +1,8 @@
 """The one call, on a small net, through the real runtime."""
 
+import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,7 +14,16 @@ import scalepoint
 from scalepoint import DeployConfig
 from scalepoint.deployment import story
 from scalepoint.deployment.settings import with_speed
-from scalepoint.errors import ConfigError, DocumentError, NonFiniteError, ScalepointWarning, TargetError, UsageError
+from scalepoint.errors import (
+    CaptureError,
+    ConfigError,
+    DocumentError,
+    NonFiniteError,
+    ScalepointError,
+    ScalepointWarning,
+    TargetError,
+    UsageError,
+)
 from scalepoint.formats.onnx import saving
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
@@ -173,6 +184,48 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
         assert torch.nn.functional.cosine_similarity(run(x), net(x)).min() > 0.99
 
 
+def test_of_a_model_in_train_mode_what_is_deployed_is_in_eval(model, data, tmp_path):
+    given = copy.deepcopy(model).train()
+    done = scalepoint.deploy(given, data[0], data, output=tmp_path, smoke=True)
+    assert given.training
+    assert not any(module.training for module in done.model.modules())
+    with torch.no_grad():
+        simulated = done.model(data[1])
+    with RuntimeModel(done.path) as run:
+        found = run(data[1])
+    torch.testing.assert_close(found, simulated, rtol=1e-3, atol=1e-3)
+
+
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(8, 16, 5, padding=2), nn.Linear(16, 4)
+
+    def forward(self, x, ids=None):
+        y = self.head(torch.relu(self.conv(x)).mean(-1))
+        return y if ids is None else y + ids.float().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("form", ["list", "iterator", "function", "by name"])
+def test_data_of_sizes_that_the_file_will_not_take_is_told_of(form, tmp_path):
+    batches = [torch.randn(count, 8, length) for count, length in ((3, 41), (2, 17))]
+    given = {
+        "list": batches,
+        "iterator": iter(batches),
+        "function": lambda model: [model(batch) for batch in batches],
+        "by name": [{"x": batch} for batch in batches],
+    }
+    with pytest.warns(ScalepointWarning, match="'x' has 17, 41 on axis 2, 30 in the example.* pad or resize"):
+        scalepoint.deploy(Speech().eval(), torch.randn(2, 8, 30), given[form], output=tmp_path, smoke=True)
+
+
+def test_other_batches_and_lengths_of_tokens_are_free_and_not_told_of(tmp_path):
+    batches = [(torch.randn(n, 8, 30), torch.randint(0, 9, (n, length))) for n, length in ((2, 5), (3, 7))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScalepointWarning)
+        scalepoint.deploy(Speech().eval(), batches[0], batches, output=tmp_path, smoke=True)
+
+
 class TestRefused:
     def test_a_drop_without_a_metric(self, model, data, tmp_path):
         with pytest.raises(UsageError, match="evaluate"):
@@ -197,6 +250,41 @@ class TestRefused:
     def test_a_metric_that_is_nan_for_the_float_model(self, model, data, tmp_path):
         with pytest.raises(NonFiniteError, match="evaluate gave NaN for the float model"):
             scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: math.nan, progress=False)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"threads": 0}, "threads: must be at least 1, not 0"),
+            ({"max_batches": 0}, "max_batches: must be at least 1"),
+            ({"max_drop": -1.0, "evaluate": lambda run: 1.0}, "max_drop: must be at least 0"),
+            ({"leave": "body.0"}, "leave: must be a list, not 'body.0'"),
+            ({"on_nan": "ignore"}, "on_nan: must be 'error' or 'skip', not 'ignore'"),
+            ({"evaluate": "accuracy"}, "evaluate= is a function .* not 'accuracy'"),
+            ({"config": {"wieght": "float"}}, "config: there is no key 'wieght': did you mean 'weight'"),
+            ({"config": {"weight": "int7"}}, "config: weight: .* not 'int7'"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_a_value_that_makes_no_sense_before_any_work(self, model, data, tmp_path, options, message):
+        with pytest.raises(ScalepointError, match=message):
+            scalepoint.deploy(model, data[0], data, output=tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [(nn.Sequential(nn.LazyLinear(3)), "0 is a lazy module"), (nn.Linear(4, 3, device="meta"), "weight .* meta")],
+        ids=["lazy", "meta"],
+    )
+    def test_a_model_without_values(self, model, message, tmp_path):
+        with pytest.raises(CaptureError, match=message):
+            scalepoint.deploy(model, torch.randn(2, 4), [torch.randn(2, 4)], output=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("given", ["a loader", "a shape"])
+    def test_an_example_without_a_tensor_gets_the_way_to_one(self, model, data, tmp_path, given):
+        example = DataLoader(data) if given == "a loader" else tuple(data[0].shape)
+        with pytest.raises(CaptureError, match=r"no tensor among them .* next\(iter\(loader\)\)"):
+            scalepoint.deploy(model, example, data, output=tmp_path)
 
     def test_an_unknown_target(self, model, data, tmp_path):
         with pytest.raises(TargetError, match="onnxruntime"):

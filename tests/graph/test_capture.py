@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+import threading
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import utils
 from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
 
@@ -921,6 +923,12 @@ class CalledTwice(nn.Module):
         return self.act(self.fc(self.act(self.fc(x))))
 
 
+def old_weight_norm(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return utils.weight_norm(layer)
+
+
 def with_hook(make):
     model = Layer(nn.Linear(4, 3))
     make(model.layer)
@@ -942,6 +950,9 @@ class TestHardModules:
             pytest.param(with_hook(lambda fc: fc.register_forward_pre_hook(lambda m, a: (a[0] * 2,))), id="pre-hook"),
             pytest.param(with_hook(parametrizations.weight_norm), id="weight_norm"),
             pytest.param(with_hook(parametrizations.spectral_norm), id="spectral_norm"),
+            pytest.param(with_hook(old_weight_norm), id="old weight_norm"),
+            pytest.param(with_hook(utils.spectral_norm), id="old spectral_norm"),
+            pytest.param(with_hook(lambda fc: prune.l1_unstructured(fc, "weight", 0.5)), id="pruned"),
         ],
     )
     def test_hooks_and_parametrizations_are_captured_with_equal_output(self, model):
@@ -949,13 +960,33 @@ class TestHardModules:
         assert set(graph_module.state_dict()) == set(model.state_dict())
         assert "linear" in kinds(graph_module)
 
-    def test_a_pruned_layer_cannot_be_copied_and_is_captured_shared(self):
+    def test_a_pruned_layer_is_copied_with_the_weight_it_keeps_and_left_as_it_is(self):
         model = with_hook(lambda fc: prune.l1_unstructured(fc, "weight", 0.5))
+        kept = model.layer.weight
+        graph_module = capture(model, X)
+        assert model.layer.weight is kept
+        assert not {id(each) for each in graph_module.parameters()} & {id(each) for each in model.parameters()}
+
+    def test_what_cannot_be_copied_is_captured_shared(self):
+        model = Layer(nn.Linear(4, 3))
+        model.lock = threading.Lock()
         with pytest.raises(CaptureError, match="copy=False"):
             capture(model, X)
         graph_module = capture(model, X, copy=False)
         close(graph_module(X), model(X))
+
+    def test_a_pruned_layer_is_captured_shared(self):
+        model = with_hook(lambda fc: prune.l1_unstructured(fc, "weight", 0.5))
+        graph_module = capture(model, X, copy=False)
+        close(graph_module(X), model(X))
         assert set(graph_module.state_dict()) == set(model.state_dict())
+
+    @pytest.mark.parametrize("name", ["code", "graph", "meta"])
+    def test_a_name_that_torch_keeps_on_graphs_is_refused_with_the_way_out(self, name):
+        model = nn.Sequential(OrderedDict([(name, nn.Linear(4, 3))]))
+        with pytest.raises(CaptureError, match=rf"Sequential\.{name} has a name .* nn.Sequential\(model\)"):
+            capture(model, X)
+        captured(nn.Sequential(model), X)
 
     def test_a_hook_runs_once_and_not_again_in_the_graph(self):
         model = with_hook(lambda fc: fc.register_forward_hook(lambda module, args, output: output + 1))

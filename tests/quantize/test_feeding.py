@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from scalepoint.analysis import compare, sensitivity
 from scalepoint.analysis.histograms import histograms
@@ -128,6 +129,16 @@ def test_data_that_never_reaches_the_model_is_an_error(data, message):
 @pytest.mark.parametrize("data", [torch.zeros(2, 4), {"x": torch.zeros(2, 4)}, "batches", 3])
 def test_what_is_no_data_is_refused(data):
     with pytest.raises(UsageError, match="iterable of batches or a function"):
+        feed(Counted(), data, "testing", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "way_out"),
+    [(lambda: iter(batches(2)), r"list\(function\(\)\)"), (TensorDataset(torch.zeros(2, 4)), "in a DataLoader")],
+    ids=["a function that makes batches", "a dataset"],
+)
+def test_what_is_nearly_data_gets_the_way_to_it(data, way_out):
+    with pytest.raises(UsageError, match=way_out):
         feed(Counted(), data, "testing", progress=False)
 
 

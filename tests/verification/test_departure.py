@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalepoint import export, verify
+from scalepoint.errors import VerificationError
 from scalepoint.formats.onnx.turned import TURNED
 from scalepoint.quantize import quantize
 from scalepoint.verification.departure import departure, matched
@@ -26,6 +27,29 @@ class PaddedStem(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(torch.relu(self.first(x)), (0, 1, 0, 1))
         return self.last(torch.cat((torch.relu(self.left(x)), F.max_pool2d(x, 2, 1)), 1))
+
+
+class Sampled(nn.Module):
+    """As the code of a variational autoencoder: its mean and as much noise; the dropouts do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.picture, self.drop = nn.Linear(32, 8), nn.Linear(8, 32), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.drop(self.mean(x))
+        return self.picture(F.dropout(code + torch.randn_like(code), 0.5, self.training))
+
+
+def test_random_numbers_of_the_model_are_named(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(16, 32)
+    quantized = quantize(Sampled().eval(), x, forward_loop=[x], target="onnxruntime", freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x)
+    found = verify(tmp_path / "m.onnx", quantized, x)
+    assert not found.holds
+    with pytest.raises(VerificationError, match=r"draws random numbers \(randn_like\).* Give them to the model"):
+        found.check()
 
 
 def test_a_padding_that_the_file_has_folded_does_not_end_the_search(tmp_path):

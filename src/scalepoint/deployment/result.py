@@ -33,6 +33,7 @@ class Deployment:
 
     @classmethod
     def of(cls, best: Trial, report: Report, float_score: float | None, trials: Sequence[Trial]) -> Self:
+        best.model.eval()  # as the file computes, in whatever mode the float model was given
         found = (best.verification, report, float_score, best.score, tuple(trials), best.tuned, report.allocation)
         return cls(best.model, best.path, best.float_file, coverage(best.model), *found)
 

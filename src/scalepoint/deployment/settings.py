@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from scalepoint.allocation import Budget, check_choices
-from scalepoint.complaints import complaints, told
+from scalepoint.complaints import complaints, told, told_plainly
 from scalepoint.deployment.allocating import CHOICES
 from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
-from scalepoint.errors import ConfigError, DocumentError, nearest
+from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
 from scalepoint.files import replace_text
 from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
@@ -33,6 +33,14 @@ def with_speed(config: QuantConfig, *, is_strict: bool, has_budget: bool) -> Qua
     if config.speed_first is not None:
         return config
     return config.model_copy(update={"speed_first": not is_strict and not has_budget})
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """What deploy was given, before any work, by the rules of a config file: it is written into one at the end."""
+    try:
+        DeployConfig.model_validate(given)
+    except ValidationError as error:
+        raise UsageError(told_plainly(error, given)) from error
 
 
 class DeployConfig(Config):

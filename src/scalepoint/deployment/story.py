@@ -32,16 +32,17 @@ from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.result import Deployment
 from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
 from scalepoint.deployment.scoring import judged, runs_in_runtime
-from scalepoint.deployment.settings import with_speed
+from scalepoint.deployment.settings import check_options, with_speed
+from scalepoint.deployment.sizes import telling_of_sizes
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
-from scalepoint.errors import ScalepointWarning, UsageError
+from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
 from scalepoint.formats import Writing, check_metadata, export
 from scalepoint.graph.blame import user_level
-from scalepoint.graph.capture import as_inputs, unwrapped
+from scalepoint.graph.capture import as_inputs, check_model, unwrapped
 from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
-from scalepoint.quantize.feeding import own_inputs
+from scalepoint.quantize.feeding import check_data, own_inputs
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE
 from scalepoint.targets import Target, find_target
@@ -99,14 +100,14 @@ def deploy(
     out, `float_dtype` types what stays float, `metadata` is kept in the file. smoke=True is fast, resume=True goes on,
     force=True overwrites what the folder holds; the same `seed` makes the same bytes; `callback(event)` hears of it.
     """
-    _check(calibration_data, evaluate, max_drop, accuracy)
+    options = {"max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches}
+    _check(calibration_data, evaluate, accuracy, {**options, "on_nan": on_nan, "leave": leave, "threads": threads})
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
-    model, found, folder = unwrapped(model), find_target(target), Path(output or "out")
+    model, found, folder = _checked_model(model), find_target(target), Path(output or "out")
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     said = _checked_file(found, float_dtype, model, metadata)
-    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
-    with seeded(seed), listening(callback), _opened(folder, resume) as journal:
+    with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
         run = Run(
             model=model, inputs=own_inputs(model, *as_inputs(example_inputs, kwargs)), data=calibration_data,
             target=found, journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
@@ -115,6 +116,16 @@ def deploy(
         )  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
+
+
+def _checked_model(model: nn.Module) -> nn.Module:
+    """The model itself, with shapes and values."""
+    model = unwrapped(model)
+    check_model(model)
+    hollow = [name for name, value in model.named_parameters() if value.is_meta]
+    if hollow:
+        raise CaptureError(f"{hollow[0]} is on the meta device, without values: load the weights first")
+    return model
 
 
 def _checked_file(
@@ -129,8 +140,9 @@ def _checked_file(
 
 
 @contextmanager
-def _opened(folder: Path, resume: bool) -> Iterator[Journal]:
-    """The journal, with the log of the run in it."""
+def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[Journal]:
+    """The journal, with the log of the run in it, where the folder may be written to."""
+    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
     with Journal.opened(folder, resume=resume) as journal, listening(Log(journal.folder / LOG)):
         yield journal
 
@@ -250,7 +262,7 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
                 model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)
             how = tuning_for(model, run.accuracy, has_data=run.has_data)
             corrects = how is None if config.correct_bias is None else config.correct_bias  # else tuning does it
-            with run.timed("calibrating", is_phase=False):
+            with run.timed("calibrating", is_phase=False), telling_of_sizes(model):
                 calibrate(
                     model, data.data, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress,
                     freeze_weights=True, correct_bias=corrects,
@@ -336,8 +348,14 @@ def _written(make: Callable[[], Report], folder: Path) -> Report:
     return Report.from_dict(ranks.told("reporting", written))
 
 
-def _check(data: Any, evaluate: Any, max_drop: float | None, accuracy: str | None) -> None:
+def _check(data: Any, evaluate: Any, accuracy: str | None, options: Mapping[str, Any]) -> None:
     check_accuracy(accuracy)
+    check_options(options)
+    max_drop = options["max_drop"]
+    if data is not None:
+        check_data(data)
+    if evaluate is not None and not callable(evaluate):
+        raise UsageError(f"evaluate= is a function of the model that gives a number, not {shown(evaluate)}")
     if max_drop is not None and evaluate is None:
         raise UsageError("max_drop= needs evaluate=: the metric that must not drop")
     if max_drop is not None and isinstance(data, Iterator):

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, ScalepointWarning, shown
 from scalepoint.graph.blame import user_level
-from scalepoint.graph.captured import Captured, adopt, can_be_code
+from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import Seen, replaced, restore
@@ -66,7 +66,7 @@ def capture(
             graph_module = _finish(model, _with_state(model)).eval()
             return copying.deepcopy(graph_module) if copy else graph_module
     model = unwrapped(model)
-    _check_model(model)
+    check_model(model)
     working = _copied(model) if copy else shadow(model)
     modes = {name: module.training for name, module in working.named_modules()}
     working.eval()
@@ -211,10 +211,17 @@ def unwrapped(model: object) -> nn.Module:
     raise CaptureError(f"{shown(model)} is not an nn.Module")
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Refuse what no capture can take: modules without shapes, names that no code can hold."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise CaptureError(f"{name or type(model).__name__} is a lazy module without shapes: run one batch first")
+    taken = sorted({*model._modules, *model._parameters, *model._buffers} & taken_names())
+    if taken:
+        raise CaptureError(
+            f"{type(model).__name__}.{taken[0]} has a name that torch.export needs for itself: rename it, or put the "
+            f"model into another one, nn.Sequential(model), where it is 0.{taken[0]}"
+        )
     for table in (model.named_modules(), model.named_parameters(), model.named_buffers()):
         for name, _ in table:
             if not all(map(can_be_code, name.split("."))):
@@ -252,12 +259,19 @@ def _tensors(value: Any) -> Any:
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return copying.deepcopy(model)
+        return copying.deepcopy(model, _without_history(model))
     except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): pass copy=False to share its "
-            "parameters"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Keep that out of the model, "
+            "or call transform with copy=False, which shares its parameters"
         ) from error
+
+
+def _without_history(model: nn.Module) -> dict[int, Any]:
+    """What stands for tensors that were computed and kept on a module, as torch.nn.utils.weight_norm keeps the weight:
+    torch copies no tensor that knows how it was computed."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    return {id(each): each.detach().clone() for each in kept if isinstance(each, Tensor) and each.grad_fn is not None}
 
 
 def shadow(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:

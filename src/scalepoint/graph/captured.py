@@ -2,6 +2,7 @@
 
 import warnings
 from ast import literal_eval
+from functools import cache
 from keyword import iskeyword
 from typing import Any
 from unicodedata import normalize
@@ -27,6 +28,13 @@ def adopt(graph_module: fx.GraphModule, owner: nn.Module) -> None:
     own["_parameters"] = dict(owner._parameters)
     own["_buffers"] = {**owner._buffers, **constants}
     own["_non_persistent_buffers_set"] = owner._non_persistent_buffers_set | set(constants)
+
+
+@cache
+def taken_names() -> frozenset[str]:
+    """What torch keeps on a graph of its own, where a module of the model with that name would stand."""
+    empty = fx.GraphModule(nn.Module(), fx.Graph())
+    return frozenset(dir(empty)) - frozenset(dir(nn.Module()))
 
 
 def can_be_code(name: str) -> bool:

@@ -134,11 +134,21 @@ def _explained(
         with quiet():
             dry_run(model, args, kwargs)
     except Exception as own:  # the user's code raises what it likes
-        return CaptureError(f"{name} itself fails on these example inputs{user_line(own)}. {_said(own)}")
+        said = f"{_said(own)}{_hint(args, kwargs)}"
+        return CaptureError(f"{name} itself fails on these example inputs{user_line(own)}. {said}")
     said = "" if error is None else str(error)
     if "not a known type" in said:
         return CaptureError(f"{name} cannot be captured: {_unknown_output(model, said)}")
     return CaptureError(f"{name} cannot be captured{user_line(error)}. {_said(error)} {_way_out(model, error)}")
+
+
+def _hint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """For who gave a loader or a shape instead of a batch."""
+    given = pytree.tree_leaves((args, kwargs))
+    if any(isinstance(each, Tensor) for each in given):
+        return ""
+    kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in given)) or "nothing"
+    return f" There is no tensor among them ({kinds}): give one batch, such as next(iter(loader)) or torch.randn(shape)"
 
 
 def _unknown_output(model: nn.Module, said: str) -> str:

@@ -82,6 +82,21 @@ def _writes_attribute(node: fx.Node) -> bool:
     return bool(node.args) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
 
 
+def drawing(graph: fx.GraphModule) -> list[str]:
+    """The nodes that draw random numbers at every call; dropout, which does nothing in eval, is none of them."""
+    return [node.name for node in graph.graph.nodes if _draws(_function_of(graph, node))]
+
+
+def _function_of(graph: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(graph.get_submodule(str(node.target)), "function", None) if node.op == "call_module" else node.target
+
+
+def _draws(function: Any) -> bool:
+    if not isinstance(function, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    return not any(word in str(function) for word in ("dropout", "attention", "rrelu"))
+
+
 def _varies(node: fx.Node) -> bool:
     """Whether an operation draws numbers, writes, or is one that we do not look into."""
     if node.meta.get("kind") == "left" or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]

@@ -20,13 +20,14 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 from torch import nn
 
-from scalepoint.complaints import UnknownFieldError
+from scalepoint.complaints import UnknownFieldError, told_plainly
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
 from scalepoint.extensions import brought
@@ -360,7 +361,10 @@ class QuantConfig(Config):
         if value is None or isinstance(value, cls):
             return value or cls()
         if isinstance(value, Mapping):
-            return cls.from_dict(dict(value))
+            try:
+                return cls.from_dict(dict(value))
+            except ValidationError as error:
+                raise ConfigError(f"config: {told_plainly(error, value)}") from error
         raise ConfigError(f"config is a {cls.__name__} or a mapping of its fields, not {shown(value)}")
 
     def to_dict(self) -> dict[str, Any]:

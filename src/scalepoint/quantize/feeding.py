@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from scalepoint import ranks
 from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
@@ -249,16 +249,33 @@ def _check_reached(fed: Fed, data: Data, what: str) -> None:
 
 def check_data(data: Any, *, passes: int = 1) -> None:
     """Refuse what is no data, and what can be read only once where it has to be read more often."""
-    if isinstance(data, Tensor | Mapping | str | bytes):
+    if isinstance(data, Tensor | Mapping):
         raise UsageError(
             f"the data is an iterable of batches or a function, not {type(data).__name__}: wrap it in a list"
         )
-    if not callable(data) and not isinstance(data, Iterable):
-        raise UsageError(f"the data is an iterable of batches or a function, not {shown(data)}")
+    if isinstance(data, str | bytes) or (not callable(data) and not isinstance(data, Iterable)):
+        way_out = ": wrap it in a DataLoader" if isinstance(data, Dataset) else ""
+        raise UsageError(f"the data is an iterable of batches or a function, not {shown(data)}{way_out}")
+    if callable(data) and not _takes_model(data):
+        raise UsageError(
+            f"{shown(data)} cannot be called with the model: a function for data runs batches through the model that "
+            "it is given; of one that makes batches give what it makes, list(function())"
+        )
     if passes > 1 and isinstance(data, Iterator):
         raise UsageError(
             "the data is read more than once, an iterator gives it once: pass a list, a loader or a function"
         )
+
+
+def _takes_model(function: Any) -> bool:
+    """Whether it can be called with one argument, as far as it says."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        return True
+    return True
 
 
 def first_inputs(model: nn.Module, data: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,14 +26,16 @@ def departure(
     found: Mapping[str, np.ndarray],
     on: Sequence[Agreement],
     off: Sequence[Agreement],
+    drawn: Sequence[str] = (),
 ) -> Departure | None:
-    """The first stub whose codes differ in more than a tenth of the values, and by more than two steps in many."""
+    """The first stub whose codes differ in more than a tenth of the values, and by more than two steps in many;
+    `drawn` names what draws random numbers in the model."""
     for name, values in codes.items():
         for value, array in matched(name, values, quantizers, found):
             apart = np.abs(array.astype(np.int32) - value)
             equal = float((apart == 0).mean()) if apart.size else 1.0
             if equal < LEAST_EQUAL and float((apart > FAR).mean()) > MOST_FAR:
-                return Departure(name, equal, int(apart.max()), *_cause(on, off))
+                return Departure(name, equal, int(apart.max()), *(_chance(drawn) if drawn else _cause(on, off)))
     return None
 
 
@@ -58,6 +60,13 @@ def matched(
             pairs.append((calls[index], seen[index]))
             del calls[: index + 1]
     return pairs
+
+
+def _chance(drawn: Sequence[str]) -> tuple[str, str]:
+    return (
+        f"the model draws random numbers ({', '.join(drawn)}), and the runtime draws others",
+        "Give them to the model as an input, or leave them out in eval",
+    )
 
 
 def _cause(on: Sequence[Agreement], off: Sequence[Agreement]) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
 from scalepoint.formats import About, Writing
 from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.nodes import drawing
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
@@ -179,7 +180,8 @@ def _departure(
         answer, quantizers = _exposed(run, shown) if worst(found.optimized) < SEARCHED_BELOW_DB else (None, {})
     if answer is None or answer.status != Status.OK:
         return None
-    return departure(codes, quantizers, run.files.outputs(answer), found.optimized, found.unoptimized)
+    agreed = (found.optimized, found.unoptimized)
+    return departure(codes, quantizers, run.files.outputs(answer), *agreed, drawn=drawing(shown.model))
 
 
 def _exposed(run: _Run, shown: Shown) -> tuple[Any, Mapping[str, str]]:

@@ -177,3 +177,28 @@ def test_rows_and_groups_of_four_bits_run_in_integers(tmp_path):
     outside = {op for op in found.executed if op.startswith("aten")}
     assert not outside & {"aten::mul", "aten::expand_copy", "aten::logical_not", "aten::bmm", "aten::linear"}
     assert found.size < 100_000  # of 262,144 in float: the table in int8, two weights a byte
+
+
+class Joined(nn.Module):
+    """As a U-Net joins: what was pooled and brought back up beside what was not; then a tensor with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 8, 3, padding=1), nn.ConvTranspose2d(8, 8, 2, 2)
+        self.body, self.last = nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.down(x))
+        x = torch.relu(self.body(torch.cat([x, self.up(nn.functional.max_pool2d(x, 2))], 1)))
+        return self.last(torch.cat([x, x], 1))
+
+
+def test_tensors_of_several_scales_are_joined_at_that_of_the_result(tmp_path):
+    torch.manual_seed(0)
+    model, x = Joined().eval(), torch.randn(2, 3, 16, 16)
+    quantized = quantize(model, x, forward_loop=[x], target="executorch", freeze_weights=True)
+    export(quantized, tmp_path / "m.pte", x)
+    found = verify(tmp_path / "m.pte", quantized, x, runtime="executorch")
+    assert found.status == Status.OK, found.message
+    assert found.holds
+    assert found.sqnr > 60

@@ -66,6 +66,8 @@ class Pictures(nn.Module):
         found["gated"] = x * x.mean((2, 3), keepdim=True).sigmoid()
         found["flipped"], found["rolled"] = x.flip(2), x.roll((1, -2), (2, 3))
         found["chances"] = x.softmax(1)
+        found["alike"] = F.cosine_similarity(x, x.flip(3))
+        found["between"] = x.clamp(x.mean(1, keepdim=True), x.flip(2).abs())
         found["turned"] = x.transpose(2, 3) - x.flip(3)
         found["steps"] = x[:, 1:, ::2, -3:]
         found["tokens"] = torch.cat([x.new_ones(1, 1, 4).expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], 1)

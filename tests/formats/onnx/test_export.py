@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -15,6 +16,7 @@ from scalepoint import transform
 from scalepoint.checking import check
 from scalepoint.errors import ExportError
 from scalepoint.formats import export
+from scalepoint.formats.onnx.passes import share_equal
 from scalepoint.quantize import (
     QuantConfig,
     TensorQuantConfig,
@@ -26,6 +28,7 @@ from scalepoint.quantize import (
     quantize,
 )
 from scalepoint.spec import QuantizationSpec
+from scalepoint.verification import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -288,3 +291,51 @@ def test_zeros_around_a_picture_become_padding_of_the_convolution(tmp_path):
     with torch.no_grad():
         assert sqnr(quantized(x).numpy(), run(tmp_path / "m.onnx", x)) > 35
         np.testing.assert_allclose(run(tmp_path / "float.onnx", x), model(x).numpy(), atol=1e-5)
+
+
+class Often(nn.Module):
+    """One layer, called three times."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.relu(self.layer(x))
+        return x
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["quantized", "as is faster"])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(64, 64), (8, 64)),
+        (nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)), (2, 16, 8, 8)),
+    ],
+    ids=["linear", "conv and norm"],
+)
+def test_a_layer_that_is_called_often_is_stored_once(layer, shape, is_fast, tmp_path):
+    torch.manual_seed(0)
+    model, x = settled(Often(layer)), torch.randn(shape)
+    config = QuantConfig(speed_first=is_fast)
+    quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x, float_path=tmp_path / "float.onnx")
+    for name in ("m.onnx", "float.onnx"):
+        stored = [each for each in onnx.load(tmp_path / name).graph.initializer if np.prod(each.dims) > 1024]
+        assert len(stored) == 1, name
+    found = verify(tmp_path / "m.onnx", quantized, x)
+    assert found.holds, found
+
+
+def test_equal_constants_are_shared_bit_by_bit():
+    arrays = {"a": np.zeros(2000, np.float32), "b": np.zeros(2000, np.float32), "c": np.zeros(2000, np.float32)}
+    arrays["c"][1] = -0.0
+    arrays |= {"d": np.zeros(2000, np.int32), "e": np.zeros((2, 1000), np.float32)}
+    stored = [onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    nodes = [onnx.helper.make_node("Identity", [name], [f"of {name}"]) for name in arrays]
+    outputs = [onnx.helper.make_tensor_value_info(f"of {name}", 1, None) for name in arrays]
+    model = ir.from_proto(onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], outputs, stored)))
+    share_equal(model)
+    assert list(model.graph.initializers) == ["a", "c", "d", "e"]
+    assert [node.inputs[0].name for node in model.graph] == ["a", "a", "c", "d", "e"]

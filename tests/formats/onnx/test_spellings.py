@@ -237,6 +237,30 @@ def test_a_target_without_the_rule_has_the_same_codes_behind_a_dequantize_linear
     assert verify(tmp_path / "m.onnx", quantized, x).holds  # a linear layer in MatMulNBits, which rounds its inputs
 
 
+class Pair(nn.Module):
+    """One encoder for two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        first, second = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.Conv2d(16, 32, 3, 2, 1, bias=False)
+        self.encoder = nn.Sequential(first, nn.BatchNorm2d(16), nn.ReLU(), second, nn.BatchNorm2d(32), nn.ReLU())
+
+    def forward(self, a, b):
+        return self.encoder(a), self.encoder(b)
+
+
+def test_a_float_convolution_that_is_called_twice_has_its_codes_and_scales_once(tmp_path):
+    torch.manual_seed(0)
+    model, x = Pair().eval(), (torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
+    target, config = onnxruntime_target("avx2"), QuantConfig(speed_first=True)
+    quantized = quantize(model, x, config, forward_loop=[x], target=target, freeze_weights=True)
+    path = export(quantized, tmp_path / "m.onnx", x)
+    stored = [tuple(tensor.dims) for tensor in onnx.load(path).graph.initializer]
+    assert stored.count((32, 16, 3, 3)) == stored.count((32, 1, 1, 1)) == 1
+    assert kinds(path)["DequantizeLinear"] == 0
+    assert verify(path, quantized, x).holds
+
+
 def test_a_pool_of_floats_is_not_made_one_of_codes(tmp_path):
     """Else the runtime moves the quantizer before it, and a kernel of codes that is slower takes its place."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """A graph in the shape that XNNPACK's partitioner takes whole.
 
 a dequantize with several readers    one for each
+a concat between Q/DQ                its inputs brought to the scale of its output, the one that XNNPACK joins by
 a reshape to a free batch            to whatever is left (-1)
 an average over the picture          to extents of one, and a reshape
 what nobody reads                    gone
@@ -26,6 +27,8 @@ def prepared(program: ExportedProgram) -> ExportedProgram:
             _one_for_each(node)
         elif node.op == "call_function" and node.target is aten.mean.dim and _is_over_picture(node):
             _keep_extents(node)
+        elif node.op == "call_function" and node.target is aten.cat.default:
+            _join_at_one_scale(node)
     _drop_unused(program)
     graph.lint()
     program.graph_module.recompile()
@@ -47,6 +50,33 @@ def _drop_unused(program: ExportedProgram) -> None:
 def _one_for_each(node: fx.Node) -> None:
     for reader in list(node.users)[1:]:
         reader.replace_input_with(node, _copied(node))
+
+
+def _join_at_one_scale(cat: fx.Node) -> None:
+    """XNNPACK takes a concat between Q/DQ for one of int8, and does not load it where a scale is not its output's. What
+    is rounded before it is joined is what would be rounded after."""
+    readers, joined = list(cat.users), cat.all_input_nodes
+    is_between = readers and all(_is_static(each, "quantize") for each in readers) and _is_one(readers)
+    if not is_between or not all(_is_static(each, "dequantize") for each in joined):
+        return
+    for given in joined:
+        if given.args[1:] != readers[0].args[1:]:
+            with cat.graph.inserting_before(cat):
+                codes = cat.graph.node_copy(readers[0])
+                codes.args = (given, *readers[0].args[1:])
+                values = cat.graph.node_copy(given)
+                values.args = (codes, *readers[0].args[1:])
+            codes.meta["val"] = readers[0].meta["val"].new_empty(given.meta["val"].shape)
+            cat.replace_input_with(given, values)
+
+
+def _is_static(node: fx.Node, what: str) -> bool:
+    """A quantizer with one constant scale."""
+    return node.op == "call_function" and str(node.target) == f"quantized_decomposed.{what}_per_tensor.default"
+
+
+def _is_one(quantizers: list[fx.Node]) -> bool:
+    return len({each.args[1:] for each in quantizers}) == 1
 
 
 def _copied(node: fx.Node) -> fx.Node:

@@ -96,6 +96,22 @@ def clamp(walk: Walk, node: fx.Node) -> Any:
     return x
 
 
+@form(aten.clamp.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor)
+def clamp_by_tensors(walk: Walk, node: fx.Node) -> Any:
+    """As cosine_similarity and others keep a norm from zero."""
+    given = walk.arguments(node)
+    shape, kind = walk.like(node)
+    x = given["self"]
+    for operator, name in (("MAXIMUM", "min"), ("MINIMUM", "max")):
+        if given.get(name) is not None:
+            one, other = (_typed(walk, walk.float_of(each), kind) for each in (x, given[name]))
+            order = _order(one, other, len(shape))
+            x = walk.emit(
+                operator, [_aligned(walk, each, len(shape), order) for each in (one, other)], shape, kind, order=order
+            )
+    return x
+
+
 @form(*BINARY)
 def binary(walk: Walk, node: fx.Node) -> Value:
     given, operator = walk.arguments(node), BINARY[node.target]

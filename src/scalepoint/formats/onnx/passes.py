@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from scalepoint.formats.onnx.precision import use_float
 
+SMALL = 1024  # elements of constants that simplify has compared already; as many are looked at before all are
 KEPT_METADATA = "pkg.torch.onnx.name_scopes"
 _NARROW = {
     "INT4": ml_dtypes.int4,
@@ -31,6 +32,7 @@ def finish(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
     use_global_pools(model)
     if float_dtype != "float32":
         use_float(model, float_dtype)
+    share_equal(model)
     name_nodes(model)
     forget_the_machine(model)
     drop_unused(model)
@@ -87,6 +89,29 @@ def share_tables(model: Any) -> None:
 def _is_codes(value: Any) -> bool:
     kind = None if value.const_value is None else value.const_value.dtype
     return kind == ir.DataType.INT8 and len(value.shape) == 2 and bool(value.uses())
+
+
+def share_equal(model: Any) -> None:
+    """Large constants of the same bytes are stored once: what a layer multiplies by comes at each of its calls anew."""
+    seen: dict[Any, list[tuple[Any, np.ndarray]]] = {}
+    for value in list(model.graph.initializers.values()):
+        if value.const_value.size <= SMALL or value.is_graph_output():
+            continue
+        array = value.const_value.numpy()
+        few = np.ascontiguousarray(array.reshape(-1)[:: max(1, array.size // SMALL)]).tobytes()
+        known = seen.setdefault((value.dtype, array.shape, few), [])
+        same = next((first for first, other in known if _is_same(array, other)), None)
+        if same is None:
+            known.append((value, array))
+            continue
+        ir.convenience.replace_all_uses_with(value, same)
+        model.graph.initializers.pop(value.name)
+
+
+def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Bit by bit: -0.0 is not 0.0, and NaN is itself."""
+    first, second = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other))
+    return np.array_equal(first, second)
 
 
 def fold_pads(model: Any) -> None:

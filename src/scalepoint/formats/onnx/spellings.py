@@ -104,14 +104,16 @@ def unpack_when_loaded(model: Any) -> None:
 
 
 def _beside(graph: Any, node: Any) -> Any:
-    """The scales with an axis for each of the codes."""
+    """The scales with an axis for each of the codes; once in the file, also where several calls share a weight."""
     codes, scale = node.inputs
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
     behind = len(codes.shape) - 1 - axis % len(codes.shape) if len(scale.shape) else 0
     if not behind:
         return scale
-    array = scale.const_value.numpy().reshape(-1, *[1] * behind)
-    tensor = ir.Tensor(array, name=f"{scale.name}.beside")
+    name = f"{scale.name}.beside.{behind}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    tensor = ir.Tensor(scale.const_value.numpy().reshape(-1, *[1] * behind), name=name)
     value = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
