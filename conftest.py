@@ -22,6 +22,7 @@ import torch
 from tests.docs.blocks import PageFile
 from tests.warm import warm
 
+COLD = ("tests/runtimes/test_process.py", "tests/verification/test_verify.py")
 torch.set_num_threads(1)  # small tensors gain nothing from more, and a shared machine loses much
 
 
@@ -68,23 +69,20 @@ def _one_table_of_operators() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _loaded_runtimes() -> Iterator[None]:
-    """The child of a runtime is forked from one that has numpy and ONNX Runtime loaded; not so in tests/runtimes."""
+    """The child of a runtime is forked from one that has it loaded; not so in the tests of such processes."""
     from scalepoint.runtimes import process, serving  # noqa: PLC0415  # by now torch is loaded
 
     shipped = process.command
 
     def command(runtime: process.Runtime) -> list[str]:
         python, *rest = shipped(runtime)
-        return [*warm("runtime"), *rest] if _is_warm(os.environ.get("PYTEST_CURRENT_TEST", "")) else [python, *rest]
+        is_cold = os.environ.get("PYTEST_CURRENT_TEST", "").startswith(COLD)
+        return [python, *rest] if is_cold else [*warm(rest[-1]), *rest]
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (process, serving):
             patch.setattr(module, "command", command)
         yield
-
-
-def _is_warm(test: str) -> bool:
-    return not test.startswith("tests/runtimes/")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Processes for tests that are not about how Python starts: forked from one that has torch and onnx loaded.
+"""Processes for tests that are not about how Python starts: forked from one that has torch loaded.
 
     subprocess.run([*warm(), "-m", "scalepoint.cli", "doctor"])     in the place of sys.executable
 
@@ -21,15 +21,15 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def warm(loaded: str = "torch") -> list[str]:
-    """What stands before the arguments; "runtime" has loaded what a runtime's child program needs, and not torch."""
+def warm(program: str = "") -> list[str]:
+    """What stands before the arguments; with the program of a runtime's child, it has loaded that and not torch."""
     if not hasattr(os, "pidfd_open"):
         return [sys.executable]
-    return [sys.executable, "-I", "-S", str(HERE / "client.py"), _server(loaded)]
+    return [sys.executable, "-I", "-S", str(HERE / "client.py"), _server(program)]
 
 
 @cache
-def _server(loaded: str) -> str:
+def _server(program: str) -> str:
     """Where it listens: one for all tests of this process, started for the first that asks."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     place = f"{folder.name}/socket"
@@ -37,7 +37,7 @@ def _server(loaded: str) -> str:
     listening.bind(place)
     listening.listen()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [sys.executable, str(HERE / "server.py"), loaded, str(listening.fileno())]
+    command = [sys.executable, str(HERE / "server.py"), program, str(listening.fileno())]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, cwd=HERE, pass_fds=[listening.fileno()])
     listening.close()
 

@@ -19,19 +19,19 @@ from contextlib import suppress
 from typing import Any
 
 
-def load(kind: str) -> None:
-    """What most processes import, and what the first capture does once."""
-    import numpy  # noqa: F401
+def load(program: str) -> None:
+    """What the program of a runtime's child imports; without one, what most do, and what the first capture does."""
     import onnx  # noqa: F401
-    import onnxruntime  # noqa: F401
 
-    if kind == "torch":
-        import torch
-        from torch.onnx._internal.exporter import _core  # noqa: F401
+    if program:
+        runpy.run_path(program)
+        return
+    import torch
+    from torch.onnx._internal.exporter import _core  # noqa: F401
 
-        import scalepoint.deployment  # noqa: F401
+    import scalepoint.deployment  # noqa: F401
 
-        torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
+    torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
 
 
 def serve(listening: socket.socket) -> tuple[dict[str, Any], list[int]]:
