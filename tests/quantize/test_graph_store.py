@@ -15,6 +15,7 @@ from scalepoint.errors import ScalepointError, StoreError, UsageError
 from scalepoint.quantize import QuantConfig, SmoothQuantConfig, enable_fake_quant, prepare_qat, quantize
 from scalepoint.quantize.store import MANIFEST
 from tests.models import Decoder, ResNet, UNet, VisionTransformer, settled
+from tests.pace import fast
 from tests.warm import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
@@ -74,9 +75,7 @@ def made(case: str, config: QuantConfig | None = None, **how):
     return model, quantized, example
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in ("decoder", "resnet") else ()) for case in CASES]
-)
+@pytest.mark.parametrize("case", fast(CASES, "recurrent", "names", "computed weight"))
 def test_the_folder_alone_gives_the_same_outputs(tmp_path, case):
     model, quantized, example = made(case)
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)
