@@ -23,6 +23,7 @@ from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.targets import find_target, list_targets
 from scalepoint.tuning.checkpoint import Checkpoint
+from tests.warm import warm
 
 FOUR = QuantConfig(weight={"n_bits": 4, "block_size": 32}, activation="float")
 
@@ -322,7 +323,7 @@ scalepoint.deploy_checkpoint(source, output, data=[torch.randint(0, 320, (32_000
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_memory_that_runs_out_is_told_and_leaves_nothing(llama, tmp_path):
     """The embeddings of a million tokens are 262 MB, and every value after them as much."""
-    command = [sys.executable, "-c", LIMITED, str(llama[0]), str(tmp_path / "out")]
+    command = [*warm(), "-c", LIMITED, str(llama[0]), str(tmp_path / "out")]
     one = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=one)
     assert "StoreError" in done.stderr
