@@ -121,7 +121,7 @@ class TestRealArchitectures:
 
     def test_a_narrow_resnet(self, tmp_path):
         torch.manual_seed(0)
-        assert self.findings(ResNet((1, 2, 1, 1), width=16).eval(), torch.randn(2, 3, 64, 64), tmp_path) == []
+        assert self.findings(ResNet((1, 2, 1, 1), width=16).eval(), torch.randn(2, 3, 32, 32), tmp_path) == []
 
     @pytest.mark.parametrize(
         "name",
