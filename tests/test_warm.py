@@ -53,6 +53,13 @@ def test_it_ends_as_the_program_does(code: str, ends: int) -> None:
     assert found.returncode == ends
 
 
+@pytest.mark.parametrize("way", [signal.SIG_DFL, signal.SIG_IGN], ids=["heeded", "ignored"])
+def test_interrupts_are_heeded_where_its_starter_does(way: signal.Handlers) -> None:
+    code = "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+    found, usual = both("-c", code, preexec_fn=lambda: signal.signal(signal.SIGINT, way))
+    assert told(found) == told(usual) == (0, f"{way == signal.SIG_IGN}\n", "")
+
+
 def test_an_error_ends_with_its_traceback() -> None:
     found, usual = both("-c", "1 / 0")
     assert (found.returncode, found.stdout) == (usual.returncode, usual.stdout) == (1, "")

@@ -10,10 +10,16 @@ import sys
 def main() -> None:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(sys.argv[1])
-    asked = {"arguments": sys.argv[2:], "folder": os.getcwd(), "environment": dict(os.environ)}
+    heeded = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+    asked = {
+        "arguments": sys.argv[2:],
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "interrupts": signal.SIGINT in heeded,
+    }
     socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
     process = int(server.recv(32))
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in heeded:
         signal.signal(each, lambda number, _: os.kill(process, number))
     code = int(server.recv(32))
     if code < 0:

@@ -84,6 +84,7 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
         os.close(stream)
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115  # open as long as it lives
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler if asked["interrupts"] else signal.SIG_IGN)
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
