@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 import torch
 from tests.docs.blocks import PageFile
+from tests.warm import warm
 
+COLD = ("tests/runtimes/test_process.py", "tests/verification/test_verify.py")
 torch.set_num_threads(1)  # small tensors gain nothing from more, and a shared machine loses much
 
 
@@ -35,17 +37,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid[:200]}: another name in each process: give ids= to parametrize")
 
 
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def own_garbage() -> Iterator[None]:
+def own_garbage() -> None:
     """gc.collect() looks at what the test makes, and not for a second at all that was ever imported."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -59,6 +64,24 @@ def _one_table_of_operators() -> Iterator[None]:
             return original(*args, **kwargs)
 
         patch.setattr(torch.onnx, "export", export)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loaded_runtimes() -> Iterator[None]:
+    """The child of a runtime is forked from one that has it loaded; not so in the tests of such processes."""
+    from scalepoint.runtimes import process, serving  # noqa: PLC0415  # by now torch is loaded
+
+    shipped = process.command
+
+    def command(runtime: process.Runtime) -> list[str]:
+        python, *rest = shipped(runtime)
+        is_cold = os.environ.get("PYTEST_CURRENT_TEST", "").startswith(COLD)
+        return [python, *rest] if is_cold else [*warm(rest[-1]), *rest]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (process, serving):
+            patch.setattr(module, "command", command)
         yield
 
 

@@ -170,7 +170,12 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(each, id=each.name) for each in ARCHITECTURES.values() if each.quick]
+    "architecture",
+    [
+        pytest.param(each, id=each.name, marks=[] if each.name in ("resnet18", "bert") else [pytest.mark.slow])
+        for each in ARCHITECTURES.values()
+        if each.quick
+    ],
 )
 def test_gradients_in_train_mode_equal_the_models(architecture: Architecture) -> None:
     model, inputs = architecture.build()

@@ -1,8 +1,9 @@
 """The scripts of bench/, which give the numbers of the documentation."""
 
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm import warm
 
 BENCH = Path(__file__).parent.parent / "bench"
 IMPORT_ALL = """
@@ -18,6 +19,6 @@ for path in sorted(bench.rglob("*.py")):
 
 
 def test_every_script_finds_what_it_imports() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, str(BENCH)]
+    command = [*warm(), "-c", IMPORT_ALL, str(BENCH)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

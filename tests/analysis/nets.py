@@ -102,7 +102,7 @@ def some_models():
     image, small = torch.randn(2, 3, 32, 32), torch.randn(2, 3, 16, 16)
     return [
         pytest.param(lambda: ResNet((1, 1, 1, 1), 8, 5), image, "onnxruntime", id="resnet"),
-        pytest.param(UNet, small, "tensorrt", id="unet"),
+        pytest.param(UNet, small, "tensorrt", id="unet", marks=pytest.mark.slow),
         pytest.param(lambda: Decoder(layers=1), torch.randint(0, 50, (2, 6)), "tensorrt", id="decoder"),
         pytest.param(SilentSkip, torch.randn(2, 4, 8), "onnxruntime", id="recurrent"),
     ]

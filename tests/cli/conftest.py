@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from scalepoint.cli.app import run
+from tests.warm import warm
 
 NETS = '''
 """A user's module."""
@@ -116,7 +117,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPr
     folder = tmp_path_factory.mktemp("deployed")
     (folder / "nets.py").write_text(NETS)
     arguments = ("--data", "nets:batches", "--evaluate", "nets:score", "--max-drop", "0.1", "--json", "-o", "out")
-    done = child("deploy", "nets:net", *arguments, cwd=folder)
+    done = child("deploy", "nets:net", *arguments, cwd=folder, python=warm())
     done.folder = folder  # type: ignore[attr-defined]
     return done
 
@@ -141,10 +142,12 @@ def call(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[
     return called
 
 
-def child(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
+def child(
+    *arguments: object, cwd: Path | None = None, python: Sequence[str] = (sys.executable,), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own; of one that loads torch, `python` may be `warm()`."""
     return subprocess.run(
-        [sys.executable, "-m", "scalepoint.cli", *map(str, arguments)],
+        [*python, "-m", "scalepoint.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=cwd,

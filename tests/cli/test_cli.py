@@ -18,6 +18,7 @@ from scalepoint.cli import deploying
 from scalepoint.cli.app import COMMANDS
 from scalepoint.cli.ending import Code, fail
 from tests.cli.conftest import child
+from tests.warm import warm
 
 HEAVY = ("torch", "numpy", "onnx", "onnxruntime", "yaml", "PIL")
 NAMES = [name for _, name, _ in COMMANDS]
@@ -394,7 +395,7 @@ def _heed_interrupts() -> None:
 def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
     """A deployment that gets Ctrl-C once a file is there."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "scalepoint.cli", "deploy", "nets:net", *arguments],
+        [*warm(), "-m", "scalepoint.cli", "deploy", "nets:net", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -531,7 +532,7 @@ def test_names_of_any_kind_are_shown_inert_in_any_locale(here) -> None:
     assert done.returncode in (0, 3)
     assert "Traceback" not in done.stderr
     assert (done.stdout + done.stderr).isascii()
-    done = child("inspect", f"odd:{names[2]}", cwd=here)
+    done = child("inspect", f"odd:{names[2]}", cwd=here, python=warm())
     assert done.returncode == Code.USAGE
     assert "\\u202e" in done.stderr
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from scalepoint.targets import list_targets
+from tests.warm import warm
 
 TARGET = """
 from dataclasses import replace
@@ -54,7 +55,7 @@ def python(site):
     def run(*args):
         path = os.pathsep.join([str(site), *sys.path])
         return subprocess.run(
-            [sys.executable, "-W", "ignore", *args],
+            [*warm(), *args],
             capture_output=True,
             text=True,
             check=False,

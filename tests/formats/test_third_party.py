@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import warm
+
 PACKAGE = Path(__file__).with_name("third_party")
 POINTS = """
 [scalepoint.formats]
@@ -67,10 +69,10 @@ def python(tmp_path_factory):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-rooms\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(POINTS)
 
-    def run(*args):
+    def run(*args, python=None):
         path = os.pathsep.join([str(site), *sys.path])
         return subprocess.run(
-            [sys.executable, "-W", "ignore", *args],
+            [*(python or warm()), *args],
             capture_output=True,
             text=True,
             check=False,
@@ -82,7 +84,8 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(python, tmp_path_factory):
-    done = python("-c", ROAD, str(tmp_path_factory.mktemp("road")))
+    cold = [sys.executable, "-W", "ignore"]  # it tells what is loaded
+    done = python("-c", ROAD, str(tmp_path_factory.mktemp("road")), python=cold)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 

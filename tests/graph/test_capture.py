@@ -296,8 +296,19 @@ class TestOneKindHoweverItWasSpelt:
     def test_an_embedding(self, model):
         assert lifted(captured(model, torch.randint(0, 10, (2, 5)))) == ["embedding"]
 
-    @pytest.mark.parametrize("settings", [{}, {"num_layers": 2}, {"bidirectional": True}, {"bias": False}], ids=str)
-    @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=["lstm", "gru", "rnn"])
+    @pytest.mark.parametrize(
+        ("layer", "settings"),
+        [
+            pytest.param(
+                layer,
+                settings,
+                id=f"{layer.__name__.lower()}-{settings}",
+                marks=SLOW if settings and layer is not nn.LSTM else (),
+            )
+            for layer in (nn.LSTM, nn.GRU, nn.RNN)
+            for settings in ({}, {"num_layers": 2}, {"bidirectional": True}, {"bias": False})
+        ],
+    )
     def test_a_recurrent_layer(self, layer, settings):
         model = Layer(layer(4, 3, batch_first=True, **settings))
         graph_module = captured(model, torch.randn(2, 5, 4))
@@ -332,7 +343,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("model", "x"),
         [
-            pytest.param(resnet50(4, 10), torch.randn(1, 3, 32, 32), id="resnet50"),
+            pytest.param(resnet50(4, 10), torch.randn(1, 3, 32, 32), id="resnet50", marks=SLOW),
             pytest.param(vit_b16(24, 32), torch.randn(1, 3, 32, 32), id="vit", marks=SLOW),
             pytest.param(Decoder(), torch.randint(0, 50, (1, 6)), id="decoder-with-tied-weights"),
             pytest.param(SilentSkip(), torch.randn(1, 5, 8), id="silent-skip"),
@@ -1191,7 +1202,7 @@ class TestWithoutInputs:
         ("model", "x"),
         [
             pytest.param(settled(resnet50(4, 10)), torch.randn(2, 3, 32, 32), id="resnet50"),
-            pytest.param(vit_b16(24, 32, 10).eval(), torch.randn(2, 3, 32, 32), id="vit"),
+            pytest.param(vit_b16(24, 32, 10).eval(), torch.randn(2, 3, 32, 32), id="vit", marks=SLOW),
             pytest.param(settled(UNet()), torch.randn(2, 3, 16, 16), id="unet"),
         ],
     )

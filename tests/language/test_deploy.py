@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 import scalepoint
 from scalepoint import deploy_checkpoint, perplexity
+from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.errors import CalibrationError, CaptureError, ConfigError, StoreError, UsageError
 from scalepoint.files import replace_folder
 from scalepoint.formats import registry
@@ -23,6 +24,7 @@ from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.targets import find_target, list_targets
 from scalepoint.tuning.checkpoint import Checkpoint
+from tests.warm import warm
 
 FOUR = QuantConfig(weight={"n_bits": 4, "block_size": 32}, activation="float")
 
@@ -56,6 +58,26 @@ def deployed(llama, path, target="compressed-tensors", config=FOUR, **more):
     )
 
 
+WHOLE = {}
+
+
+@pytest.fixture
+def whole(llama, tmp_path_factory, _values):
+    """The usual run, made once: what it gave, its folder, and how many weights were here at a time."""
+    if not WHOLE:
+        most, load = [0], Weights.load
+
+        def loading(self, tensors):
+            load(self, tensors)
+            most[0] = max(most[0], sum(each.numel() for each in self._here.values()))
+
+        path = tmp_path_factory.mktemp("whole") / "out"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Weights, "load", loading)
+            WHOLE["run"] = deployed(llama, path), path, most[0]
+    return WHOLE["run"]
+
+
 def judged(folder, path):
     """The perplexity of what was written, by transformers."""
     with warnings.catch_warnings():
@@ -67,19 +89,27 @@ def judged(folder, path):
         return perplexity(lambda own: model(own).logits, tokens)
 
 
-@pytest.mark.parametrize("target", ["compressed-tensors", pytest.param("gguf", marks=pytest.mark.slow)])
-def test_the_simulation_is_what_the_written_weights_compute(llama, tmp_path, target):
+def test_the_simulation_is_what_the_written_weights_compute(llama, whole):
+    done, path, _ = whole
+    check_simulation(llama, done, path)
+
+
+@pytest.mark.slow
+def test_the_simulation_is_what_the_weights_for_gguf_compute(llama, tmp_path):
+    check_simulation(llama, deployed(llama, tmp_path / "out", "gguf"), tmp_path / "out")
+
+
+def check_simulation(llama, done, path):
     folder, _ = llama
-    done = deployed(llama, tmp_path / "out", target)
-    assert done.score == pytest.approx(judged(folder, tmp_path / "out"), rel=1e-6)
+    assert done.score == pytest.approx(judged(folder, path), rel=1e-6)
     assert done.float_score == pytest.approx(judged(folder, folder), rel=1e-6)
     assert {row.name for row in done.tuned.layers} == {
         f"model.layers.{block}.{name}_proj"
         for block in (0, 1)
         for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
     }
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out"]  # nothing is left of the work
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["accuracy"][0]["name"] == "perplexity"
+    assert sorted(each.name for each in path.parent.iterdir()) == ["out"]  # nothing is left of the work
+    assert json.loads((path / "report.json").read_text())["accuracy"][0]["name"] == "perplexity"
 
 
 def test_tuning_loses_less_than_rounding(llama, tmp_path):
@@ -107,8 +137,7 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkeypatch):
-    deployed(llama, tmp_path / "whole")
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkeypatch, whole):
     kept, keep = [], Checkpoint.keep
 
     def killed(self, name, states, done):
@@ -125,9 +154,7 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is the same run: nothing to warn of
         deployed(llama, tmp_path / "again", resume=True)
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
-        tmp_path / "whole" / "model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (whole[1] / "model.safetensors").read_bytes()
 
 
 def test_what_was_chosen_for_other_codes_is_not_gone_on_with(llama, tmp_path, monkeypatch):
@@ -147,19 +174,9 @@ def test_what_was_chosen_for_other_codes_is_not_gone_on_with(llama, tmp_path, mo
     assert len(written[0, :32].unique()) > 16
 
 
-def test_weights_are_here_one_piece_at_a_time(llama, tmp_path, monkeypatch):
-    from scalepoint.checkpoints.skeleton import Weights
-
-    most, load = [0], Weights.load
-
-    def loading(self, tensors):
-        load(self, tensors)
-        most[0] = max(most[0], sum(each.numel() for each in self._here.values()))
-
-    monkeypatch.setattr(Weights, "load", loading)
-    deployed(llama, tmp_path / "out")
+def test_weights_are_here_one_piece_at_a_time(whole):
     block = 3 * 64 * 128 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64
-    assert 0 < most[0] < block
+    assert 0 < whole[2] < block
 
 
 def test_no_weight_is_looked_at_before_it_is_here(llama, tmp_path, monkeypatch):
@@ -287,7 +304,7 @@ def test_a_run_that_fails_leaves_the_users_own_folder(llama, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "source"]
 
 
-@pytest.mark.parametrize("finished", [0, 1])
+@pytest.mark.parametrize("finished", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypatch, finished):
     keep, kept = Checkpoint.keep, []
 
@@ -322,7 +339,7 @@ scalepoint.deploy_checkpoint(source, output, data=[torch.randint(0, 320, (32_000
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_memory_that_runs_out_is_told_and_leaves_nothing(llama, tmp_path):
     """The embeddings of a million tokens are 262 MB, and every value after them as much."""
-    command = [sys.executable, "-c", LIMITED, str(llama[0]), str(tmp_path / "out")]
+    command = [*warm(), "-c", LIMITED, str(llama[0]), str(tmp_path / "out")]
     one = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=one)
     assert "StoreError" in done.stderr

@@ -695,6 +695,7 @@ class TestOneCall:
 
 
 class TestTheGuide:
+    @pytest.mark.slow  # of those that are fast, tests/formats/onnx/test_plain_export.py exports a smaller net so
     @pytest.mark.filterwarnings(
         "ignore:.*dynamic_axes.*:UserWarning",  # the guide gives them, torch's exporter prefers dynamic_shapes
         "ignore::DeprecationWarning",

@@ -4,7 +4,6 @@ nothing."""
 import hashlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,8 @@ from scalepoint.errors import ScalepointError, StoreError, UsageError
 from scalepoint.quantize import QuantConfig, SmoothQuantConfig, enable_fake_quant, prepare_qat, quantize
 from scalepoint.quantize.store import MANIFEST
 from tests.models import Decoder, ResNet, UNet, VisionTransformer, settled
+from tests.pace import fast
+from tests.warm import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 
@@ -74,9 +75,7 @@ def made(case: str, config: QuantConfig | None = None, **how):
     return model, quantized, example
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in ("decoder", "resnet") else ()) for case in CASES]
-)
+@pytest.mark.parametrize("case", fast(CASES, "recurrent", "names", "computed weight"))
 def test_the_folder_alone_gives_the_same_outputs(tmp_path, case):
     model, quantized, example = made(case)
     scalepoint.save(quantized, tmp_path / "saved", with_graph=True)
@@ -98,7 +97,7 @@ def test_another_process_needs_only_torch_and_us(tmp_path):
         "model = scalepoint.load('saved')\n"
         "print(float(model(**example)['out'].double().sum()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run([*warm(), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == float(run(quantized, example)["out"].double().sum())
 

@@ -29,6 +29,7 @@ from scalepoint.quantize import (
 )
 from scalepoint.transformation import transform
 from tests.models import settled
+from tests.pace import fast
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
@@ -644,7 +645,7 @@ RESUMED = {
 
 
 class TestResume:
-    @pytest.mark.parametrize("case", RESUMED)
+    @pytest.mark.parametrize("case", fast(RESUMED, "observing", "learned"))
     def test_going_on_from_a_checkpoint_is_bit_equal(self, case, tmp_path):
         kind, prepare = RESUMED[case]
         torch.manual_seed(0)

@@ -22,6 +22,7 @@ from scalepoint.quantize import (
 from scalepoint.quantize.record import record_of
 from scalepoint.transformation import transform
 from tests.models import Decoder, VisionTransformer
+from tests.pace import fast
 
 HIDDEN = 16
 OUTLIERS = {1: 30.0, 6: 60.0, 11: 100.0}
@@ -95,7 +96,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, norm=nn.LayerNorm, layers=2):
+    def __init__(self, norm, layers):
         super().__init__()
         self.layers = nn.Sequential(*(Layer(norm) for _ in range(layers)))
 
@@ -116,10 +117,10 @@ NORMS = {
 WITH_WEIGHT = {"LayerNorm": "weight", "F.layer_norm": "gain", "RMSNorm": "weight", "RMSNorm written out": "weight"}
 
 
-def transformer(norm=nn.LayerNorm, seed=0, outliers=None):
+def transformer(norm=nn.LayerNorm, seed=0, outliers=None, layers=1):
     """Random biases too; an outlier channel of a norm is read by columns that are as much smaller."""
     torch.manual_seed(seed)
-    model = Transformer(norm).eval()
+    model = Transformer(norm, layers).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "shift")):
@@ -306,15 +307,17 @@ class TestTheObserverAlone:
 
 
 class TestEveryNorm:
-    @pytest.mark.parametrize("name", NORMS)
+    @pytest.mark.parametrize(
+        "name", fast(NORMS, "LayerNorm", "F.layer_norm without affine", "RMSNorm", "RMSNorm written out")
+    )
     def test_the_float_output_stays(self, name):
         model, batches = transformer(NORMS[name], outliers=OUTLIERS), data()
         quantized = smoothed(model, batches)
-        assert len(observers(quantized)) == 4, refusals(quantized)
+        assert len(observers(quantized)) == 2, refusals(quantized)
         for batch in (*batches, *data(2, seed=99)):
             assert float_difference(model, quantized, batch) < 1e-5
 
-    @pytest.mark.parametrize("name", WITH_WEIGHT)
+    @pytest.mark.parametrize("name", fast(WITH_WEIGHT, "LayerNorm", "RMSNorm written out"))
     def test_the_scales_are_those_of_the_formula(self, name):
         model, batches = transformer(NORMS[name], outliers=OUTLIERS), data()
         layer = model.layers[0]
@@ -334,7 +337,7 @@ class TestEveryNorm:
         torch.testing.assert_close(found, getattr(layer.attention_norm, attribute).detach() / s, rtol=1e-4, atol=1e-7)
 
     def test_q_k_v_and_gate_up_share_their_norms_scales(self):
-        found = observers(smoothed(transformer()))
+        found = observers(smoothed(transformer(layers=2)))
         assert {name: sorted(each.consumers) for name, each in found.items()} == {
             f"layers.{index}.{norm}": [f"layers.{index}.{linear}" for linear in linears]
             for index in (0, 1)
@@ -378,7 +381,7 @@ class TestTheErrorShrinks:
     )
     @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_at_least_halved(self, norm, seed):
-        model, batches = transformer(NORMS[norm], seed, OUTLIERS), data(4, seed)
+        model, batches = transformer(NORMS[norm], seed, OUTLIERS, layers=2), data(4, seed)
         plain = quantization_error(model, unsmoothed(model, batches), batches[0])
         smooth = quantization_error(model, smoothed(model, batches), batches[0])
         searched = quantization_error(model, smoothed(model, batches, alpha="search"), batches[0])
@@ -418,7 +421,7 @@ class TestAlpha:
         assert {each.alpha for each in observers(quantized).values()} <= {0.3, 0.55}
 
     def test_a_layer_has_an_alpha_of_its_own(self):
-        model, batches = transformer(outliers=OUTLIERS), data()
+        model, batches = transformer(outliers=OUTLIERS, layers=2), data()
         mixed = smoothed(model, batches, alpha=0.5, layers={"layers.1.*": 0.8, "layers.0.mlp_norm": 0.2})
         assert {name: each.alpha for name, each in observers(mixed).items()} == {
             "layers.0.attention_norm": 0.5,

@@ -43,6 +43,7 @@ from scalepoint.quantize import (
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, transform
 from tests.models import Decoder, ResNet, settled
+from tests.warm import warm
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = "scalepoint.json"
@@ -865,7 +866,7 @@ class Saver:
     def __init__(self, folder):
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", SERVER],
+            [*warm(), "-c", SERVER],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

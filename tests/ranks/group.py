@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.warm import warm
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,7 +26,7 @@ def start_group(job: str, size: int, folder: Path, store: str = "file", **env: s
     own = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
     started = []
     for rank in range(size):
-        command = [sys.executable, "-m", "tests.ranks.group", job, str(rank), str(size), init, str(folder)]
+        command = [*warm(), "-m", "tests.ranks.group", job, str(rank), str(size), init, str(folder)]
         with (folder / f"said-{rank}").open("w") as said:
             started.append(subprocess.Popen(command, env=own, stdout=said, stderr=subprocess.STDOUT))
     return started

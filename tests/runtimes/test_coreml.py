@@ -18,6 +18,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.verification import Status
 from tests.formats.coreml.conftest import net, pictures, quantized
 from tests.formats.coreml.test_package import written
+from tests.pace import fast
 
 pytestmark = pytest.mark.skipif(
     find_spec("coremltools") is None or sys.platform == "darwin", reason="pip install scalepoint[coreml]"
@@ -85,7 +86,10 @@ def test_there_is_no_speed_to_measure_where_core_ml_is_not(tmp_path: Path) -> No
         scalepoint.benchmark(path, path, runtime="coreml")
 
 
-@pytest.mark.parametrize("way", ["weights int8, 2:4", "palettes of 3 bits a group", "weights uint4 a channel"])
+@pytest.mark.parametrize(
+    "way",
+    fast(["weights int8, 2:4", "palettes of 3 bits a group", "weights uint4 a channel"], "palettes of 3 bits a group"),
+)
 def test_narrow_weights_are_unpacked_to_what_the_simulation_multiplies_by(tmp_path: Path, file_class, way: str) -> None:
     path, model = written(tmp_path, way, float_dtype="float32")
     ((_, found),) = file_class(str(path), {"threads": 1}).run({"input": pictures().numpy()})

@@ -169,7 +169,7 @@ class Killed(BaseException):
 STEPS = ("ranges", "intercept", "target", "scale", "gptq", "descend", "sign_round", "end_to_end")
 
 
-@pytest.mark.parametrize("place", [0, 2, 3])
+@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypatch):
     config = TuneConfig(unit="layer", steps=STEPS, iterations=3)
     whole = quantized(net, data)
@@ -232,7 +232,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("steps", [("intercept",), TuneConfig().steps], ids=["intercept", "all"])
-@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_layers_share_is_there_again_on_resume(tmp_path, steps, after, monkeypatch):
     torch.manual_seed(0)
     mix = torch.randn(16, 16)

@@ -1,6 +1,8 @@
 """What stands in an .mlpackage: all that the model has, bit by bit, in the width that was asked for."""
 
+import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,19 @@ FAST = ("int8", "weights uint4 a channel", "weights int8, 2:4", "palettes of 3 b
 
 
 def written(folder: Path, way: str = "int8", **options) -> tuple[Path, torch.fx.GraphModule]:
-    model = quantized(way)
-    return export(model, folder / "m.mlpackage", pictures(), **options), model
+    """A package, and the model that it was made of, which is that of all who ask for the same."""
+    if "float_path" in options:
+        model = quantized(way)
+        return export(model, folder / "m.mlpackage", pictures(), **options), model
+    home, model = kept(way, **options)
+    return Path(shutil.copytree(Path(home.name) / "m.mlpackage", folder / "m.mlpackage")), model
+
+
+@cache
+def kept(way: str, **options) -> tuple[tempfile.TemporaryDirectory, torch.fx.GraphModule]:
+    home, model = tempfile.TemporaryDirectory(prefix="written-"), quantized(way)
+    export(model, Path(home.name) / "m.mlpackage", pictures(), **options)
+    return home, model
 
 
 def test_nothing_is_left_where_temporary_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

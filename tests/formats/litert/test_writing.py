@@ -183,7 +183,7 @@ def encoder_inputs():
     [
         (None, "FULLY_CONNECTED float32 x int8", 80),
         (QuantConfig(activation=STATIC), "FULLY_CONNECTED int8", 30),
-        (QuantConfig(weight=INT4), "FULLY_CONNECTED float32 x int4", 80),
+        pytest.param(QuantConfig(weight=INT4), "FULLY_CONNECTED float32 x int4", 80, marks=pytest.mark.slow),
         (QuantConfig(weight=BLOCKS), "FULLY_CONNECTED float32 x int4", 80),
     ],
     ids=["rows", "constant scales", "4 bits", "4 bits in blocks"],

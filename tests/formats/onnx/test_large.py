@@ -14,6 +14,7 @@ from scalepoint.formats.onnx import saving
 from scalepoint.formats.onnx.about import about
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.verification import benchmark
+from tests.warm import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -109,7 +110,7 @@ class TestTwoFiles:
             """
         )
         done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / "m.onnx")],
+            [*warm(), "-c", script, str(tmp_path / "m.onnx")],
             capture_output=True,
             text=True,
             check=True,

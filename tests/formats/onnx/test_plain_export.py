@@ -22,7 +22,7 @@ def made(kind):
     return quantize(model, x, forward_loop=[x], target="onnxruntime"), x
 
 
-@pytest.fixture(scope="module", params=["cnn", "transformer"])
+@pytest.fixture(scope="module", params=["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def case(request):
     return made(request.param)
 

@@ -121,7 +121,7 @@ class TestRealArchitectures:
 
     def test_a_narrow_resnet(self, tmp_path):
         torch.manual_seed(0)
-        assert self.findings(ResNet((1, 2, 1, 1), width=16).eval(), torch.randn(2, 3, 64, 64), tmp_path) == []
+        assert self.findings(ResNet((1, 2, 1, 1), width=16).eval(), torch.randn(2, 3, 32, 32), tmp_path) == []
 
     @pytest.mark.parametrize(
         "name",
@@ -306,8 +306,14 @@ class TestFormats:
         ("INT4", QuantConfig.weight_only("int4", block_size=64), {"INT4"}, 21),
     )
 
-    @pytest.mark.parametrize("float_dtype", [None, "fp16"])
-    @pytest.mark.parametrize(("name", "config", "kinds", "opset"), CASES, ids=[case[0] for case in CASES])
+    @pytest.mark.parametrize(
+        ("name", "config", "kinds", "opset", "float_dtype"),
+        [
+            pytest.param(*case, float_dtype, id=f"{case[0]}-{float_dtype}", marks=marks)
+            for case in CASES
+            for float_dtype, marks in ((None, []), ("fp16", [] if case[0] == "MXFP8" else [pytest.mark.slow]))
+        ],
+    )
     def test_the_file_holds_and_computes_it(self, block, tmp_path, name, config, kinds, opset, float_dtype):
         model, x = block
         path = tmp_path / "m.onnx"

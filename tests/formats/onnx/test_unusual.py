@@ -110,9 +110,9 @@ def test_heads_that_are_joined_by_a_view_run(tmp_path):
 @pytest.mark.parametrize(
     ("options", "mask"),
     [
-        pytest.param({}, None, id="plain"),
+        pytest.param({}, None, id="plain", marks=pytest.mark.slow),
         pytest.param({"scale": 0.3}, torch.randn(4, 5, 5), id="scaled-and-biased"),
-        pytest.param({}, torch.ones(5, 5).tril().bool().repeat(4, 1, 1), id="masked"),
+        pytest.param({}, torch.ones(5, 5).tril().bool().repeat(4, 1, 1), id="masked", marks=pytest.mark.slow),
         pytest.param({"is_causal": True}, None, id="causal"),
     ],
 )

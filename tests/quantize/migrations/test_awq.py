@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
+from tests.pace import fast
 from tests.quantize.migrations.models import (
     Language,
     done,
@@ -34,7 +35,7 @@ def sources(quantized):
     return [name.split(" ->")[0].removesuffix(".pow").removesuffix(".layer_norm") for name in done(quantized)]
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", fast(NORMS, "LayerNorm", "RMSNorm written out"))
 def test_all_ways_of_a_transformer_are_found(norm):
     model, data = seeded(Language, NORMS[norm]), tokens()
     quantized = migrated(model, data, "awq", **INT4)
