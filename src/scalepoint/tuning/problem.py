@@ -23,8 +23,8 @@ Ends = tuple[Any, Any]  # the least and the largest that a code may be
 
 @dataclass(frozen=True)
 class Solution:
-    """Centred codes (groups, outputs, n), in float32, which holds any of them; their scales (groups, outputs, blocks), and
-    what they are to be near to."""
+    """Centred codes (groups, outputs, n) in float32, which holds any of them, their scales (groups, outputs, blocks),
+    and what they are to be near to."""
 
     target: Tensor
     codes: Tensor

@@ -136,7 +136,7 @@ class StoredBlockTable(StoredTable):
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__(source)
-        self.settings = {"gather_axis": 0, "quantize_axis": 1, "block_size": self.codes.shape[1] // self.scale.shape[1]}
+        self.block = self.codes.shape[1] // self.scale.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
         narrow = torch.onnx.ops.symbolic(
@@ -145,7 +145,7 @@ class StoredBlockTable(StoredTable):
         values: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
             (narrow, x, self.scale),
-            self.settings,
+            {"gather_axis": 0, "quantize_axis": 1, "block_size": self.block},
             dtype=torch.float32,
             shape=(*x.shape, self.codes.shape[1]),
             version=1,
