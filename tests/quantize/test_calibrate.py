@@ -407,6 +407,18 @@ class TestFailures:
         assert f"of {batches[1].numel()} values" in str(caught.value)  # the share
         assert not any(stub.enabled or stub.calibrating for stub in stubs_of(model))
 
+    def test_the_error_tells_data_that_holds_nan_from_a_model_that_makes_it(self):
+        x = torch.randn(2, 4)
+        bad = x.clone()
+        bad[0, :3] = math.nan
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
+        nn.init.constant_(net[0].weight, 10.0)
+        result = transform(net, x, target="reference")
+        with pytest.raises(NonFiniteError, match=r"batch 1 of the data: 3 of the 8 values of its inputs are not"):
+            calibrate(insert_qdq(result.model, result.matches, CONFIG), [x, bad])
+        with pytest.raises(NonFiniteError, match=r"batch 1 of the data: its inputs are finite, and what the model"):
+            calibrate(insert_qdq(result.model, result.matches, CONFIG), [x, x.clamp(-1, 1) * 3e38])
+
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_bad_batches_can_be_left_out(self, transformed, batches, value):
         one, other = (insert_qdq(transformed.model, transformed.matches, CONFIG) for _ in range(2))

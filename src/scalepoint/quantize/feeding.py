@@ -114,7 +114,7 @@ def _feed(
         pass
     except NonFiniteError as error:
         told.at = inside.batch
-        error.args = (f"batch {told.at} of the data: {error.args[0]}",)
+        error.args = (f"batch {told.at} of the data: {inside.origin_of_nan()}{error.args[0]}",)
         raise
     except ScalepointError:
         told.at = inside.batch
@@ -154,6 +154,7 @@ class _Calls:
         self.fed, self.most, self.running = fed, most, running
         self.is_inside = False
         self.number: int | None = None  # of the batch, where the data is batches
+        self.given: Any = ()  # the inputs of the call that runs
 
     @property
     def batch(self) -> int:
@@ -168,11 +169,21 @@ class _Calls:
             raise _Enough
         self.fed.calls += 1
         self.fed.samples += _samples((args, kwargs))
-        self.is_inside = True
+        self.is_inside, self.given = True, (args, kwargs)
 
     def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.is_inside = False
+        self.is_inside, self.given = False, ()
         self.running.advance()
+
+    def origin_of_nan(self) -> str:
+        """Where NaN or infinity first was: in the data, or in what the model made of it."""
+        if not self.is_inside:
+            return ""
+        floats = _floats(self.given)
+        bad = sum(int(torch.isfinite(each).logical_not().sum()) for each in floats)
+        if not bad:
+            return "its inputs are finite, and what the model makes of them is not. "
+        return f"{bad:,} of the {sum(each.numel() for each in floats):,} values of its inputs are not finite. "
 
 
 def _feed_batches(
@@ -328,9 +339,12 @@ def _samples(inputs: Any) -> int:
     return 1 if first is None or not first.ndim else first.shape[0]
 
 
+def _floats(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
 def _is_finite(inputs: Any) -> bool:
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _floats(inputs))
 
 
 def _tensor(value: Any) -> Any:
