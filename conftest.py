@@ -38,8 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: the garbage collector need not look at it again and again."""
+    """What is there by now stays: the garbage collector need not look at it again and again, nor as often."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,7 @@ def test_eight_bits_are_rounded_unless_asked(net, data, tmp_path):
     assert len(asked.tuned.layers) == 3
 
 
+@pytest.mark.slow
 def test_what_was_tuned_is_resumed(net, data, tmp_path):
     class Stop(KeyboardInterrupt):
         pass

@@ -111,6 +111,7 @@ def test_data_that_comes_once_is_refused(net, data, tmp_path):
         scalepoint.deploy(net, data[0], iter(data), budget=Budget(bits=5), output=tmp_path)
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_resumed_and_another_choice_measured_anew(net, data, tmp_path, monkeypatch):
     counts = []
     measure = allocating.measure_widths

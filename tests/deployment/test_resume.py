@@ -274,6 +274,7 @@ def test_two_runs_into_one_folder_are_refused(run, tmp_path):
         run()
 
 
+@pytest.mark.slow
 def test_trials_are_resumed_too(run, counter, model, data, tmp_path):
     """The second trial is interrupted: the first, and what to try, are as they were."""
     truth = model(data[0]).detach()

@@ -102,6 +102,7 @@ def test_nothing_but_the_best_file_stays(searched):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_bound_that_cannot_be_held_keeps_the_best(model, data, tmp_path, fidelity):
     more = {"output": tmp_path, "evaluate": fidelity, "max_drop": 0.0, "max_trials": 3}
     done = scalepoint.deploy(model, data[0][:1], data, target="reference", **more)

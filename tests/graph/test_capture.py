@@ -1238,7 +1238,7 @@ class TestWithoutInputs:
 
 
 class TestOtherForms:
-    @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+    @pytest.mark.parametrize("strict", [pytest.param(True, marks=SLOW), False], ids=["strict", "non-strict"])
     def test_an_exported_program(self, strict):
         model = settled(small_resnet())
         x = torch.randn(2, 3, 32, 32)

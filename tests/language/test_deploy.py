@@ -112,6 +112,7 @@ def check_simulation(llama, done, path):
     assert json.loads((path / "report.json").read_text())["accuracy"][0]["name"] == "perplexity"
 
 
+@pytest.mark.slow
 def test_tuning_loses_less_than_rounding(llama, tmp_path):
     config = QuantConfig(weight={"n_bits": 2, "block_size": 32}, activation="float")
     fast = deployed(llama, tmp_path / "fast", config=config, accuracy="fast")
@@ -157,6 +158,7 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(llama, tmp_path, monkey
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (whole[1] / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_what_was_chosen_for_other_codes_is_not_gone_on_with(llama, tmp_path, monkeypatch):
     def stopped(self, name, states, done):
         keep(self, name, states, done)

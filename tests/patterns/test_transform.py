@@ -110,6 +110,7 @@ class TestResNet50:
     def test_the_graph_is_sound(self, resnet):
         check_graph(resnet[1].model)
 
+    @pytest.mark.slow
     def test_an_image_that_leaves_the_last_pool_one_value_finds_the_same(self, resnet):
         found = transform(resnet[0], image(1, 32))
         assert golden_text(found.matches) == golden_text(resnet[1].matches)
@@ -926,6 +927,7 @@ class TestTheResult:
         for name, value in result.model.named_parameters():
             torch.testing.assert_close(value.grad, expected[name].grad)
 
+    @pytest.mark.slow
     def test_every_parameter_of_resnet50_gets_a_gradient(self):
         result = transform(resnet50(4, 5), image(2, 64))
         result.model.train()(image(2, 64)).sum().backward()

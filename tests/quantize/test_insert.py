@@ -122,6 +122,7 @@ class TestCounts:
         assert len(stubs_of(model)) == 55
         assert len(weights_of(model)) == 54
 
+    @pytest.mark.slow
     def test_resnet50_has_as_many_for_the_target_as_a_whole(self):
         result = transform(resnet50(16, 100).eval(), torch.randn(1, 3, 64, 64), target="tensorrt")
         model = insert_qdq(result.model, result.matches)

@@ -389,6 +389,7 @@ class TestTheErrorShrinks:
         assert smooth < plain / 2
         assert searched < plain / 2
 
+    @pytest.mark.slow
     def test_on_a_decoder(self):
         torch.manual_seed(0)
         model = Decoder(hidden=64).eval()
@@ -407,6 +408,7 @@ class TestTheErrorShrinks:
 
 
 class TestAlpha:
+    @pytest.mark.slow
     @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_a_search_is_no_worse_than_the_worst_and_near_the_best(self, seed):
         model, batches = transformer(seed=seed, outliers=OUTLIERS), data(4, seed)

@@ -111,7 +111,10 @@ def test_saved_and_loaded_a_mask_is_the_same(tmp_path: Path) -> None:
 STEPS = [("scale", "gptq", "descend"), ("intercept", "target", "scale", "descend"), ("clip", "gptq")]
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=map("-".join, STEPS))
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(each, id="-".join(each), marks=pytest.mark.slow if "clip" in each else ()) for each in STEPS],
+)
 def test_tuning_keeps_the_mask_and_lowers_the_error(steps: tuple[str, ...]) -> None:
     data = [torch.randn(64, 3, 12, 12) for _ in range(4)]
     model, float_model = pruned("2:4", data), net()

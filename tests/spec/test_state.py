@@ -37,7 +37,7 @@ each_spec = pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS.keys())
 a_third_is_fast = pytest.mark.parametrize(
     "fields",
     [
-        pytest.param(fields, id=name, marks=pytest.mark.slow if place % 3 else ())
+        pytest.param(fields, id=name, marks=pytest.mark.slow if place % 3 or name == "entropy" else ())
         for place, (name, fields) in enumerate(SPECS.items())
     ],
 )

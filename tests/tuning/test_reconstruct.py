@@ -76,6 +76,7 @@ def test_learned_scales_help_new_data(net, data):
     assert near(net, better) > near(net, plain)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_every_time(net, data):
     found = [tuned(net, data, (*CLOSED, "sign_round", "clip", "end_to_end"))[0] for _ in range(2)]
     one, other = (each.state_dict() for each in found)

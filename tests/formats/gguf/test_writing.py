@@ -20,7 +20,7 @@ gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "
 LLAMACPP = find_runtime("llamacpp")
 needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
 INT4 = spec_of("int4", 32)
-FAST = ("llama", "gemma3_text", "mixtral", "gpt2")
+FAST = ("llama", "mixtral", "gpt2")
 each_family = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in FAST else pytest.mark.slow) for family in FAMILIES]
 )

@@ -39,7 +39,11 @@ class Mixed(nn.Module):
         return self.head(F.gelu(self.hidden(x.flatten(1, -2).mean(1)))), seen
 
 
-@pytest.fixture(scope="module", params=[(4, 8, 16), (2, 5, 16), (2, 3, 5, 16)], ids=["sequence", "odd", "picture"])
+@pytest.fixture(
+    scope="module",
+    params=[(4, 8, 16), pytest.param((2, 5, 16), marks=pytest.mark.slow), (2, 3, 5, 16)],
+    ids=["sequence", "odd", "picture"],
+)
 def made(request, tmp_path_factory):
     torch.manual_seed(0)
     folder, x = tmp_path_factory.mktemp("convolved"), torch.randn(request.param)

@@ -119,6 +119,7 @@ class TestRealArchitectures:
             for finding in check(tmp_path / f"{name}.onnx", "tensorrt", version=version)
         ]
 
+    @pytest.mark.slow
     def test_a_narrow_resnet(self, tmp_path):
         torch.manual_seed(0)
         assert self.findings(ResNet((1, 2, 1, 1), width=16).eval(), torch.randn(2, 3, 32, 32), tmp_path) == []

@@ -217,7 +217,9 @@ class Half(nn.Module):
         return y.float().softmax(-1).to(x.dtype).mean(2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16, torch.float64], ids=str
+)
 def test_models_of_other_float_types_are_written_in_float32(tmp_path, dtype):
     torch.manual_seed(0)
     model, x = Half().to(dtype), torch.randn(4, 3, 8, 8, dtype=dtype)
