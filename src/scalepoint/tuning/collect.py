@@ -109,9 +109,12 @@ class Collector:
         with ranks.agreed("moments"):
             for held, noisy, wanted, weights in self._parts(use, shape, None if is_plain else weight):
                 sums[held].add(noisy, wanted, weights)
-        if use.node is not self.uses_of(use.layer)[-1]:
+        is_last = use.node is self.uses_of(use.layer)[-1]
+        if not is_last:
             self._open[key] = sums
-        first, second = (each.moments() for each in _both((sums[0].merged(), sums[1].merged())))
+        fit, judge = _both((sums[0].merged(), sums[1].merged()))
+        first = fit.moments(is_done=is_last)
+        second = first if judge is fit else judge.moments(is_done=is_last)
         start = 0
         for other, each in together:
             part = slice(start, start + each.size[1])

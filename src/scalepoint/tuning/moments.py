@@ -40,7 +40,7 @@ class Moments:
     def error(self, values: Tensor, mismatch: Tensor | None = None) -> Tensor:
         """The mean squared error of each output when `values` multiply the quantized stream; with a mismatch of the
         means where the bias does not take it up."""
-        own = ((values @ self.noisy) * values).sum(-1)
+        own = ((values @ self.noisy.to(values.dtype)) * values).sum(-1)
         found = (self.wanted - 2 * (self.cross * values).sum(-1) + own).clamp(min=0)
         return found if mismatch is None else found + mismatch.square()
 
@@ -53,9 +53,10 @@ class Moments:
         return self.mean_wanted - torch.einsum("gon,gn->go", values, self.mean)
 
     def raw(self) -> "Moments":
-        """Around zero instead of the means: where no bias takes up what the means lack, they are part of the error."""
+        """Around zero instead of the means: where no bias takes up what the means lack, they are part of the error.
+        H is in float32, as the steps read it."""
         if "raw" not in self.made:
-            self.made["raw"] = torch.baddbmm(self.noisy, self.mean[:, :, None], self.mean[:, None]), {}
+            self.made["raw"] = _around_zero(self.noisy, self.mean), {}
         noisy, made = self.made["raw"]
         return Moments(
             self.count,
@@ -196,19 +197,20 @@ class Sums:
         found.energy = self.energy + (2 * e * y + n * e.square() if self.through is None else _apart(e, y, e, y, n))
         return found
 
-    def moments(self) -> Moments | None:
-        """None when nothing was seen, or only zeros."""
+    def moments(self, *, is_done: bool = False) -> Moments | None:
+        """None when nothing was seen, or only zeros. Sums that are done with become the moments, without a copy."""
         self.flush()
         if self.around is None or not self.count:
             return None
         z, y = self.sums[0] / self.total, self.sums[1] / self.total
         mean, mean_wanted = z + self.around[0].to(torch.float64), y + self.around[1].to(torch.float64)
-        noisy = (_mirrored(self.products[0]) / self.total).baddbmm_(z[:, :, None], z[:, None], alpha=-1)
+        noisy = _mirrored(self.products[0] if is_done else self.products[0].clone())
+        noisy.div_(self.total).baddbmm_(z[:, :, None], z[:, None], alpha=-1)
         cross = self.products[1] / self.total - torch.einsum("go,gn->gon", y, z)
         if self.through is None:
             energy = self.energy / self.total - y.square()
         else:
-            exact = (_mirrored(self.energy) / self.total).baddbmm_(y[:, :, None], y[:, None], alpha=-1)
+            exact = _mirrored(self.energy.clone()).div_(self.total).baddbmm_(y[:, :, None], y[:, None], alpha=-1)
             made = self.through @ torch.cat([cross, exact], -1).to(torch.float32)
             cross = made[..., : cross.shape[-1]].to(torch.float64)
             energy = (made[..., cross.shape[-1] :] * self.through).sum(-1, dtype=torch.float64)
@@ -219,6 +221,15 @@ class Sums:
 def _apart(e: Tensor, y: Tensor, d: Tensor, z: Tensor, n: float) -> Tensor:
     """What sum (y + e)(z + d)' has more than sum yz', with the sums of y and z: e z' + y d' + n e d'."""
     return e[:, :, None] * (z + n * d)[:, None] + y[:, :, None] * d[:, None]
+
+
+def _around_zero(noisy: Tensor, mean: Tensor) -> Tensor:
+    """H + m m' in float32, some rows at a time."""
+    found = torch.empty_like(noisy, dtype=torch.float32)
+    for start in range(0, noisy.shape[-1], SQUARE):
+        rows = slice(start, start + SQUARE)
+        found[:, rows] = torch.baddbmm(noisy[:, rows], mean[:, rows, None], mean[:, None])
+    return found
 
 
 def _mirrored(upper: Tensor) -> Tensor:
