@@ -306,7 +306,7 @@ def test_a_run_that_fails_leaves_the_users_own_folder(llama, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "source"]
 
 
-@pytest.mark.parametrize("finished", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("finished", [0, 1])
 def test_a_full_disk_is_told_and_finished_blocks_stay(llama, tmp_path, monkeypatch, finished):
     keep, kept = Checkpoint.keep, []
 

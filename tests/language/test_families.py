@@ -40,7 +40,6 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
     assert set(seen) >= {name for name in layers if name.endswith("proj.weight")}
 
 
-@pytest.mark.slow
 def test_what_a_format_cannot_hold_stays_float(tmp_path):
     saved("qwen3_moe", tmp_path / "source")
     config = {"weight": {"n_bits": 4, "block_size": 8}}
