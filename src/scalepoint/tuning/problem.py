@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,16 +60,16 @@ class Codes:
         low, high = (each if each.shape[1] == 1 else each[:, outputs] for each in (self.low, self.high))
         return replace(self, low=low, high=high)
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """The nearest of the grid to values within its limits. Whole numbers, half to even, by a sum that has no more
-        digits: torch's round wakes all threads for some thousand values, and this is called for every column."""
+    def round_(self, x: Tensor) -> Tensor:
+        """In place the nearest of the grid to values within its limits. Whole numbers, half to even, by a sum that has
+        no more digits: torch's round wakes all threads for some thousand values, and every column calls this."""
         if self.floats is None:
-            return x.add(WHOLE[x.dtype]).sub_(WHOLE[x.dtype])
-        return round_to_float(x.to(torch.float32), self.floats).to(x.dtype)
+            return x.add_(WHOLE[x.dtype]).sub_(WHOLE[x.dtype])
+        return x.copy_(round_to_float(x.to(torch.float32), self.floats))
 
     def nearest(self, x: Tensor) -> Tensor:
         """The nearest codes; of a pair that is too large both give way."""
-        codes = self.rounded(x.clamp(self.low, self.high)).clamp(self.low, self.high)
+        codes = self.round_(x.clamp(*self.within))
         for row in () if self.partners is None else self.partners:
             other = codes[..., row]
             is_pair = (row != torch.arange(len(row))) & (codes.sign() == other.sign())
@@ -77,10 +78,16 @@ class Codes:
             codes = codes - codes.sign() * torch.where(first, (excess / 2).ceil(), (excess / 2).floor())
         return codes
 
+    @cached_property
+    def within(self) -> Ends:
+        """The low and the high: as numbers where they are one for all, which is five times as fast to clamp to."""
+        is_one = self.low.numel() == self.high.numel() == 1
+        return (float(self.low), float(self.high)) if is_one else (self.low, self.high)
+
     def ends(self, size: int) -> Sequence[Ends]:
         """The low and the high of each column, as numbers or (groups, outputs), whatever the partners are."""
-        if self.low.numel() == self.high.numel() == 1:
-            return [(float(self.low), float(self.high))] * size
+        if isinstance(self.within[0], float):
+            return [self.within] * size
         lows, highs = (_by_column(each, size) for each in (self.low, self.high))
         return list(zip(lows, highs, strict=True))
 

@@ -85,14 +85,16 @@ def _upper(hessian: Tensor, backwards: Tensor) -> Tensor | None:
 def _swept(weight: Tensor, scale: Tensor, grid: Codes, ends: Sequence[Ends], factor: Tensor) -> Tensor:
     """Codes (groups, n, outputs), in blocks of columns: within a block one by one, beyond it by one product."""
     codes, pivots = torch.empty_like(weight), factor.diagonal(dim1=-2, dim2=-1)[..., None]
+    value = torch.empty_like(weight[:, :1])
     for start in range(0, weight.shape[1], BLOCK):
         part = slice(start, start + BLOCK)
         errors, own = torch.empty_like(weight[:, part]), factor[:, part, part].mT
+        lines = (each.unsqueeze(2).unbind(1) for each in (weight[:, part], own))  # each with an axis for the product
         parts = (each.unbind(1) for each in (scale[:, part], codes[:, part], errors, pivots[:, part]))
-        for column, (step, code, error, pivot, limits) in enumerate(zip(*parts, ends[part], strict=True)):
-            before = own[:, column, None, :column], errors[:, :column]
-            value = torch.baddbmm(weight[:, start + column, None], *before, alpha=-1)[:, 0]
-            code.copy_(grid.rounded((value / step).clamp_(*limits)))
-            torch.addcmul(value, code, step, value=-1, out=error).div_(pivot)
+        columns = zip(*lines, *parts, ends[part], strict=True)
+        for column, (line, row, step, code, error, pivot, limits) in enumerate(columns):
+            torch.baddbmm(line, row[..., :column], errors[:, :column], alpha=-1, out=value)
+            grid.round_(torch.div(value[:, 0], step, out=code).clamp_(*limits))
+            torch.addcmul(value[:, 0], code, step, value=-1, out=error).div_(pivot)
         weight[:, part.stop :].baddbmm_(factor[:, part, part.stop :].mT, errors, alpha=-1)
     return codes
