@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
 from measure import publish
 from scalepoint import deploy_checkpoint, tensorrt
-from scalepoint.processor import child_environment
+from scalepoint.processor import amx, child_environment
 from scalepoint.quantize import QuantConfig
 from scalepoint.spec import PerChannelGranularity, PerTokenGranularity, QuantizationSpec
 from smollm import folder as smollm
@@ -55,6 +55,9 @@ FOLDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
 CHILD = """
 import json, sys
 asked = json.loads(sys.stdin.read())
+if not asked["amx"]:
+    import torch
+    torch.cpu._is_amx_tile_supported = lambda: False
 from vllm import LLM, SamplingParams
 model = LLM(model=asked["folder"], max_model_len=640, max_num_seqs=4, enforce_eager=True, dtype=asked["dtype"],
             skip_tokenizer_init=True, disable_log_stats=True)
@@ -113,9 +116,10 @@ def in_vllm(python: str, path: Path, texts: Tensor, prompts: Tensor) -> dict[str
     answer.unlink(missing_ok=True)
     asked = {
         "folder": str(path), "texts": texts.tolist(), "prompts": prompts.tolist(), "words": WORDS,
-        "answer": str(answer), "dtype": "bfloat16",
+        "answer": str(answer), "dtype": "bfloat16", "amx": not amx().died,
     }  # fmt: skip
-    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     run = subprocess.run(
         [python, "-c", CHILD], input=json.dumps(asked), env={**child_environment(), **more}, text=True,
         capture_output=True, check=False,

@@ -13,7 +13,7 @@ from scalepoint.numerics import Format, QParams, round_to_float
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
 from scalepoint.spec.pair_safe import LARGEST_SUM
-from scalepoint.tuning.moments import Moments, Near, single
+from scalepoint.tuning.moments import Moments, Near, pieces, single
 from scalepoint.tuning.rows import Geometry
 
 Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
@@ -153,13 +153,14 @@ class Problem:
     def error(self, solution: Solution, moments: Moments | None = None, outputs: slice = slice(None)) -> float:
         """The squared error of the outputs, or of some, on held-out rows, over their energy; a bias takes up what the
         means of the fitted rows lack."""
-        all_seen, values = self.judge if moments is None else moments, solution.of(outputs).values
-        seen = all_seen.of(outputs)
-        mismatch = seen.mismatch(values)
-        if self.has_intercept:
-            mismatch = mismatch - self.fit.of(outputs).mismatch(values)
-        apart = float((self.near(all_seen).error(values, outputs) + mismatch.square()).sum())
-        apart, whole = self.added(apart, float(seen.wanted.sum()))
+        seen, apart = self.judge if moments is None else moments, 0.0
+        for part in pieces(outputs, self.weight.shape[1]):
+            values = solution.of(part).values
+            mismatch = seen.of(part).mismatch(values)
+            if self.has_intercept:
+                mismatch = mismatch - self.fit.of(part).mismatch(values)
+            apart += float((self.near(seen).error(values, part) + mismatch.square()).sum())
+        apart, whole = self.added(apart, float(seen.wanted[:, outputs].sum()))
         return apart / whole if whole > 0 else 0.0
 
     @property

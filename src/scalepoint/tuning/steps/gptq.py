@@ -72,13 +72,14 @@ def _factor(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
 
 def _upper(hessian: Tensor, backwards: Tensor) -> Tensor | None:
     """U of H^-1 = U'U from the factor of H with its columns backwards, whose inverse it is."""
-    by = backwards[:, None, :].expand_as(hessian)
-    turned = hessian.gather(-1, by).gather(-2, backwards[:, :, None].expand_as(hessian))
+    turned = hessian.gather(-1, backwards[:, None, :].expand_as(hessian))
+    turned = turned.gather(-2, backwards[:, :, None].expand_as(hessian))
     lower, failed = torch.linalg.cholesky_ex(turned)
     if bool(failed.any()):
         return None
-    ones = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
-    upper = torch.linalg.solve_triangular(lower, ones, upper=False).flip(-1, -2)
+    inverse = turned.zero_()  # its memory: of a wide layer each matrix counts
+    inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
+    upper = torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse).flip(-1, -2)
     return upper if bool(upper.isfinite().all()) else None
 
 
