@@ -255,6 +255,15 @@ def genai_table(path: Path) -> str:
     return markdown(["folder", "MB", "prefill", "decode", "ratio of prefill", "of decode", "perplexity"], rows)
 
 
+def vllm_table(path: Path) -> str:
+    """Folders in vLLM, against transformers with the same folder."""
+    rows: Rows = []
+    for row in json.loads(path.read_text()):
+        reached = "" if row["in_vllm"] is None else marked(f"{row['in_vllm']:.3f}", row["holds"])
+        rows.append([row["name"], f"{row['simulated']:.3f}", reached, row["alike"], row["failed"].replace("|", "/")])
+    return markdown(["folder", "perplexity, transformers", "vLLM", "first words alike, of 50", ""], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench-tensor": ("bench-tensor", table),
     "bench-graph": ("bench-graph", table),
@@ -289,6 +298,8 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "tuning-peers": ("tuning-peers", tuning_table),
     "llamacpp": ("llamacpp", llamacpp_table),
     "genai": ("genai", genai_table),
+    "vllm": ("vllm", vllm_table),
+    "language-peers": ("language-peers", tuning_table),
     "tuning-cost": ("tuning-cost", table),
     "coverage-tests": ("coverage-tests", coverage_table),
     "coverage-further": ("coverage-further", coverage_table),

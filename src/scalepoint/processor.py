@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-CAP = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
+CAP = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # not below it: OpenVINO would still choose bfloat16, without kernels
 KNOWN = "SCALEPOINT_AMX"  # what was found, for the processes that this one starts
 PROGRAM = "SCALEPOINT_PROBE"  # another program to try, on any processor
 TRIED = ("torch", "openvino")

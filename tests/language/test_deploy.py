@@ -215,6 +215,8 @@ def test_asking_for_what_cannot_be_is_refused_before_any_work(llama, tmp_path):
         deployed(llama, tmp_path / "out", config=QuantConfig(migrate=("awq",)))
     with pytest.raises(CalibrationError, match="less than one sequence of 4096"):
         deployed(llama, tmp_path / "out", length=4096)
+    with pytest.raises(UsageError, match="given as a file, or as tokens"):
+        deployed(llama, tmp_path / "out", data="the cat sees the house . " * 200)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """The schemes of compressed-tensors through the whole road: what vLLM calls w8a8, fp8, mxfp4, nvfp4."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, tensorrt
 from scalepoint.checkpoints.packed import outer_of
+from scalepoint.errors import CalibrationError
 from scalepoint.language.storage import _two_level
 from scalepoint.numerics import E4M3, QParams
 from scalepoint.quantize import QuantConfig
@@ -39,6 +41,18 @@ def as_bfloat16(folder, path):
     config = (path / "config.json").read_text()
     (path / "config.json").write_text(config.replace("float32", "bfloat16"))
     return path
+
+
+def test_scales_a_token_are_rounded_without_text_and_stored_ones_are_not(llama, tmp_path):
+    folder, _ = llama
+    done = {}
+    for name, (weight, activation) in list(SCHEMES.items())[:2]:
+        given = {"target": "compressed-tensors", "config": QuantConfig(weight=weight, activation=activation)}
+        done[name] = partial(deploy_checkpoint, folder, tmp_path / "out", **given, accuracy="fast", verify=False)
+    with pytest.raises(CalibrationError, match="or choose a scale a token"):
+        done["w8a8, stored scales"]()
+    assert not (tmp_path / "out").exists()
+    assert done["w8a8, a scale a token"]().report.language.bits < 16
 
 
 @pytest.mark.slow

@@ -177,11 +177,11 @@ def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypat
     solved = []
     original = Solver.best
 
-    def best(self, problem, plain, first):
+    def best(self, problem, *given, **how):
         if len(solved) == place:
             raise Killed
         solved.append(problem.name)
-        return original(self, problem, plain, first)
+        return original(self, problem, *given, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(Solver, "best", best)
@@ -189,7 +189,7 @@ def test_a_killed_run_goes_on_where_it_was(net, data, tmp_path, place, monkeypat
             tune(quantized(net, data), data, config, folder=tmp_path, progress=False)
     model = quantized(net, data)
     counted = []
-    monkeypatch.setattr(Solver, "best", lambda *given: counted.append(1) or original(*given))
+    monkeypatch.setattr(Solver, "best", lambda *given, **how: counted.append(1) or original(*given, **how))
     with warnings.catch_warnings():
         warnings.simplefilter("error" if place else "ignore")
         report = tune(model, data, config, folder=tmp_path, resume=True, progress=False)

@@ -56,7 +56,6 @@ def test_verify_profiles_what_it_times(made):
 
 
 def test_openvino_tells_its_primitives(made):
-    pytest.importorskip("openvino")
     folder, _, _ = made
     rows = profile(folder / "float.onnx", folder / "m.onnx", runtime="openvino")
     assert any("Convolution" in kernel for row in rows for kernel in row.kernels)

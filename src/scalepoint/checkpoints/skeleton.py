@@ -17,6 +17,7 @@ from scalepoint.checkpoints.experts import take_apart
 from scalepoint.checkpoints.hollow import Hollows, trim
 from scalepoint.checkpoints.source import Source
 from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError
+from scalepoint.graph.export import quiet
 
 PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
 
@@ -56,8 +57,9 @@ class Weights:
 
 def skeleton(source: Source) -> tuple[nn.Module, Weights]:
     """The model in eval mode, its weights hollow; an error names what the checkpoint lacks."""
-    model = _tree(source)
-    weights, names = Weights(source), _stored_names(model, source)
+    with quiet():  # what transformers imports talks of itself
+        model = _tree(source)
+        weights, names = Weights(source), _stored_names(model, source)
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for leaf, own in list(module._parameters.items()):

@@ -66,8 +66,8 @@ def tokenizer_of(source: Source) -> Any:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    if not path.exists():
-        raise UsageError(f"{path}: no such file or folder")
+    if not _is_there(path):
+        raise UsageError(f"{shown(str(path))}: no such file or folder. Text itself is given as a file, or as tokens")
     files = sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
         raise UsageError(f"{path} has no {', '.join(SUFFIXES)} files")
@@ -77,6 +77,14 @@ def _texts(path: Path) -> Iterator[str]:
                 yield from _lines(file, opened) if file.suffix == ".jsonl" else [opened.read(LARGEST)]
         except UnicodeDecodeError as error:
             raise UsageError(f"{file} is no UTF-8 text: {error}") from error
+
+
+def _is_there(path: Path) -> bool:
+    """A whole text in place of a path is too long for the system to look for."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _lines(file: Path, lines: Iterable[str]) -> Iterator[str]:

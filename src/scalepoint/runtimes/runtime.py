@@ -28,6 +28,7 @@ class Variant:
     name: Literal["unoptimized", "exact"]  # the field of a Verification
     options: Mapping[str, Any]  # of the child
     applies: Callable[[Executed], bool] = always
+    why: str = ""  # what the runtime does unless it is run so, and the setting that it hangs on
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,10 @@ class Collector:
             self._shared[id(other.layer)] = first and first.of(part), second and second.of(part)
         return self._shared.pop(id(use.layer))
 
+    def is_shared(self, moments: Moments) -> bool:
+        """Whether layers to come have the same inputs."""
+        return any(first is not None and first.made is moments.made for first, _ in self._shared.values())
+
     def _readers(self, use: Use, shape: Shape) -> list[tuple[Use, Shape]]:
         """The use, and those to come that read the same value in the same way."""
         found = [(use, shape)]

@@ -8,6 +8,7 @@ Products of some thousand rows are made in float32 around the mean of the first,
 weights: then all of these are weighted means.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,11 +92,15 @@ class Near:
     def __init__(self, moments: Moments, weight: Tensor) -> None:
         hessian = single(moments)
         if "above" not in moments.made:
-            moments.made["above"] = hessian.triu().add_(hessian.triu(1))
+            moments.made["above"] = above = hessian.triu().mul_(2)
+            above.diagonal(dim1=-2, dim2=-1).div_(2)
         self.weight, self.above = weight, moments.made["above"]
         self.slope = weight.to(torch.float32) @ hessian - moments.cross.to(torch.float32)
-        own = ((self.slope.to(torch.float64) - moments.cross) * weight).sum(-1)
-        self.base = (moments.wanted + own).clamp(min=0)
+        own = torch.empty_like(moments.wanted)
+        for part in pieces(slice(None), weight.shape[1]):
+            apart = self.slope[:, part].to(torch.float64).sub_(moments.cross[:, part])
+            own[:, part] = apart.mul_(weight[:, part]).sum(-1)
+        self.base = own.add_(moments.wanted).clamp_(min=0)
 
     def error(self, values: Tensor, outputs: slice = slice(None)) -> Tensor:
         """The mean squared error of each output, or of some, a bias taking up the means."""
@@ -105,6 +110,13 @@ class Near:
             part = slice(start, start + SQUARE)
             more += (off[..., part] * (off[..., : part.stop] @ self.above[:, : part.stop, part])).sum(-1)
         return (self.base[:, outputs] + more).clamp(min=0)
+
+
+def pieces(outputs: slice, count: int) -> Iterator[slice]:
+    """Some of so many outputs, a few at a time: in float64 all of a wide layer would be much memory."""
+    start, stop, step = outputs.indices(count)
+    for first in range(start, stop, step * SQUARE):
+        yield slice(first, min(first + step * SQUARE, stop), step)
 
 
 def single(moments: Moments) -> Tensor:

@@ -85,12 +85,13 @@ class Solver:
         if fit.count < FEWEST:
             self.left[name] = f"only {fit.count} rows reached it: it is rounded to nearest; more data would choose"
             return None
+        is_alone = not self.collector.is_shared(fit)
         first, has_bias = shape.start(weight), INTERCEPT in self.steps and takes_bias(self.collector.walk, use)
         fit, judge = _settled(fit, judge, has_bias)
         problem = Problem(name, weight, shape.codes(), fit, judge, shape.has_own_scales, has_bias, self.ridge)
         if len(uses) > 1:
             problem.notes["uses"] = len(uses)
-        best, step, errors = self._solved(problem, first)
+        best, step, errors = self._solved(problem, first, is_alone=is_alone)
         if step:
             shape.apply(best)
             if has_bias:
@@ -101,21 +102,26 @@ class Solver:
         seconds, notes = time.perf_counter() - start, noted(problem.notes)
         return TunedLayer(name, use.layer.kind, seen, fit.size, *errors, moved, step, notes, seconds)
 
-    def _solved(self, problem: Problem, first: Solution) -> tuple[Solution, str, tuple[float, float, float, float]]:
+    def _solved(
+        self, problem: Problem, first: Solution, *, is_alone: bool
+    ) -> tuple[Solution, str, tuple[float, float, float, float]]:
         """The best, its step, and the errors before and after, on held-out and on fitted rows. Ranks share outputs."""
         outputs = own_outputs(problem.weight)
         own, start = (problem, first) if outputs is None else (problem.of(outputs), first.of(outputs))
         plain = replace(own, has_intercept=False)
-        best, step, before, least = self.best(own, plain, start)
+        best, step, before, least = self.best(own, plain, start, is_alone=is_alone)
         after = own if step else plain
         fitted = (plain.error(start, own.fit, own.some), after.error(best, own.fit, own.some))
         if outputs is not None:
             best = _whole(best, first) if step else first
         return best, step, (before, least, *fitted)
 
-    def best(self, problem: Problem, plain: Problem, first: Solution) -> tuple[Solution, str, float, float]:
+    def best(
+        self, problem: Problem, plain: Problem, first: Solution, *, is_alone: bool = False
+    ) -> tuple[Solution, str, float, float]:
         """The best on held-out rows of the start, the last two steps, and, where these are no better, the others; ""
-        as its step when that is the first. Then the errors there of the start and of the best."""
+        as its step when that is the first. Then the errors there of the start and of the best. What the steps made of H
+        goes before, where no other layer reads it."""
         tried: list[tuple[Solution, str]] = [(first, INTERCEPT)] if problem.has_intercept else []
         now = first
         for name in self.steps:
@@ -123,6 +129,8 @@ class Solver:
             if isinstance(found, LayerStep):
                 now = found.run(problem, now)
                 tried.append((now, name))
+        if is_alone:
+            problem.fit.made.clear()
         best, step, before = first, "", plain.error(first)
         least = before
         for place, (solution, name) in enumerate(reversed(tried)):

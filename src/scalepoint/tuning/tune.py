@@ -7,7 +7,7 @@ One walk over the graph, node after node: no prefix is run twice. The float para
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 from torch import fx, nn
 
 from scalepoint import ranks
-from scalepoint.errors import ConfigError
+from scalepoint.errors import CalibrationError, ConfigError
 from scalepoint.numerics import QParams
 from scalepoint.progress import phase
 from scalepoint.quantize.calibrate import OnNan, freeze
@@ -105,7 +105,8 @@ def tune(
     start = time.perf_counter()
     walk = Walk(model, memory=config.memory, keeps_outputs=lender is None)
     try:
-        if config.steps or walk.stub_nodes:
+        if config.steps or any(_is_open(walk, nodes[0]) for nodes in walk.stub_nodes.values()):
+            _check_given(data, config)
             walk.read(model, data, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
         mark = "" if folder is None else mark_of(_known(model, lender), walk, config.model_dump_json())
         kept = Checkpoint(None if folder is None else Path(folder), mark, resume=resume)
@@ -115,6 +116,22 @@ def tune(
         walk.shelf.close()
     layers, pieces = tuple(run.rows), tuple(run.pieces)
     return TuneReport(layers, run.left, len(walk.owners), walk.sample_count, time.perf_counter() - start, pieces)
+
+
+def _is_open(walk: Walk, node: fx.Node) -> bool:
+    """Whether the range of an activation quantizer is still to be found from data."""
+    stub = walk.stub(node)
+    is_found = stub is None or stub.is_fixed or stub.calculator.is_initialized or stub.calculator.always_called
+    return not is_found
+
+
+def _check_given(data: Data, config: TuneConfig) -> None:
+    """Of lent weights data may have been left out, where rounding is all there is to do."""
+    if not config.steps and isinstance(data, Sequence) and not data:
+        raise CalibrationError(
+            "no calibration data: activations with stored scales have their ranges from it. Give data=, or choose a "
+            "scale a token, which needs none"
+        )
 
 
 @dataclass
@@ -193,7 +210,7 @@ class _Tuning:
     def _observe(self, node: fx.Node) -> dict[str, nn.Module]:
         """Find the range of an activation quantizer from the float stream; the one that has its range now, by name."""
         stub = self.walk.stub(node)
-        if self.lender is None or stub is None or stub.is_fixed or stub.calculator.is_initialized:
+        if self.lender is None or stub is None or not _is_open(self.walk, node):
             return {}
         record([stub], ranks.size() > 1)
         with ranks.agreed("observing"):

@@ -70,10 +70,9 @@ def verify(
             return replace(found, status=answer.status, message=answer.message)
         executed = list((answer.data or {})["executed"])
         found = replace(found, optimized=agreements(expected, files.outputs(answer)))
-        others: dict[str, Any] = {
-            each.name: run.agreements(**each.options) for each in chosen.variants if each.applies(executed)
-        }
-        found = replace(found, **others)
+        variants = [each for each in chosen.variants if each.applies(executed)]
+        others: dict[str, Any] = {each.name: run.agreements(**each.options) for each in variants}
+        found = replace(found, **others, rounded=" ".join(each.why for each in variants if each.why))
         if layers and codes and said is not None and isinstance(model, fx.GraphModule):
             found = replace(found, departure=_departure(run, codes, said, found, Shown(model, given)))
     if chosen.why_not_run:

@@ -111,7 +111,6 @@ def test_a_tied_head_shares_the_bytes_of_its_table_and_still_multiplies_in_int8(
 
 
 def test_openvino_reads_it_too(tmp_path):
-    pytest.importorskip("openvino")
     quantized = made(words(), target="openvino")
     export(quantized, tmp_path / "m.onnx", ids()[0], float_path=tmp_path / "float.onnx")
     found = verify(tmp_path / "m.onnx", quantized, ids()[1], float_path=tmp_path / "float.onnx")

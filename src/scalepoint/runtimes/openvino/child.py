@@ -12,11 +12,12 @@ INT8 = ("_i8", "_u8")
 
 
 class File:
-    """options: threads (0: OpenVINO chooses), profile."""
+    """options: threads (0: OpenVINO chooses), profile, accurate (floats stay float32)."""
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         settings = {"INFERENCE_NUM_THREADS": options["threads"]} if options.get("threads") else {}
         settings |= {"PERF_COUNT": "YES"} if options.get("profile") else {}
+        settings |= {"EXECUTION_MODE_HINT": "ACCURACY"} if options.get("accurate") else {}
         self.compiled = openvino.Core().compile_model(path, "CPU", settings)
         self.inputs = [each.get_any_name() for each in self.compiled.inputs]
         self.outputs = [_name(each, place) for place, each in enumerate(self.compiled.outputs)]

@@ -70,12 +70,13 @@ class _Descent:
         own, is_paired = self.hessian[:, part, part], self.grid.partners is not None
         curves = (steps[:, None] * own.diagonal(dim1=-2, dim2=-1)[..., None]).clamp_(min=1e-30).reciprocal_()
         changes = (codes * steps[:, None]).neg_()  # less the old values
-        columns = zip(codes.unbind(1), curves.unbind(1), changes.unbind(1), self.ends[part], strict=True)
-        for column, (code, curve, change, limits) in enumerate(columns):
-            now = torch.baddbmm(slope[:, column, None], own[:, column, None, :column], changes[:, :column])[:, 0]
+        lines = (each.unsqueeze(2).unbind(1) for each in (slope, own))  # each with an axis for the product
+        columns = zip(*lines, *(each.unbind(1) for each in (codes, curves, changes)), self.ends[part], strict=True)
+        now = torch.empty_like(slope[:, :1])
+        for column, (line, row, code, curve, change, limits) in enumerate(columns):
+            torch.baddbmm(line, row[..., :column], changes[:, :column], out=now)
             ends = self.grid.limits(self.codes.mT, part.start + column) if is_paired else limits
-            wanted = torch.addcmul(code, now, curve, value=-1).clamp_(*ends)
-            code.copy_(self.grid.rounded(wanted))
+            self.grid.round_(code.addcmul_(now[:, 0], curve, value=-1).clamp_(*ends))
             change.addcmul_(code, steps)
         return changes
 

