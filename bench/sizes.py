@@ -1,9 +1,9 @@
 """Real kinds of models with free sizes on the whole road: captured with dynamic_axes, quantized, exported, and run in
 ONNX Runtime and OpenVINO at the example's sizes and at others, against the simulation at these.
 
-`python bench/sizes.py [NAME ...]` makes the table of docs/measured.md; each model in a process of its own, with a row in
-out/sizes.json: a run that is stopped goes on where it was, --again does those anew that do not run. The sizes that are
-compared: the example's, those that verify tries itself, and two further ones, in steps that the model allows.
+`python bench/sizes.py [NAME ...]` takes each model in a process of its own, and adds rows to out/sizes.json: a run that
+is stopped goes on where it was, --again does those anew that do not run. bench/write_page.py makes the table. Compared
+are the example's sizes, those that verify tries itself, and two further ones, in steps that the model allows.
 """
 
 import argparse
@@ -15,15 +15,16 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # as torch's own docs
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))  # the tests own the architectures
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own the architectures
 from architectures import ARCHITECTURES, ENCODER, PATCHES, WAVES, WHISPER, Architecture, transformer
 from scalepoint.errors import ScalepointError
 from scalepoint.formats import export
@@ -33,7 +34,7 @@ from scalepoint.quantize import quantize
 from scalepoint.verification import Status, verify
 from weighted import batch
 
-OUT = ROOT / "out" / "sizes.json"
+OUT = Path(__file__).parent.parent / "out" / "sizes.json"
 RUNTIMES = ("onnxruntime", "openvino")
 SECONDS = 600
 LONGEST = 500  # of what is kept of a message
@@ -53,8 +54,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(5)]
         self.first = conv(3, width)
-        self.down = nn.ModuleList(conv(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.rise = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(conv(a, b) for a, b in pairwise(widths))
+        self.rise = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairwise(widths))
         self.up = nn.ModuleList(conv(2 * each, each) for each in widths[:-1])
         self.head = nn.Conv2d(width, 5, 1)
 
@@ -247,7 +248,10 @@ PICTURES = (
     "swinv2", "test_efficientnet", "test_vit",
 )  # fmt: skip
 WAVEFORMS = ("wav2vec2", "wavlm", "hubert")
-FURTHER: dict[str, Axes] = {"audio_spectrogram": {"input_values": {1: "frames"}}, "whisper": {"input_features": {2: "frames"}}}
+FURTHER: dict[str, Axes] = {
+    "audio_spectrogram": {"input_values": {1: "frames"}},
+    "whisper": {"input_features": {2: "frames"}},
+}
 
 
 def _pictures(inputs: Any) -> Axes:
@@ -267,7 +271,7 @@ def subject(name: str) -> tuple[nn.Module, Any, Axes]:
     if name in WAVEFORMS:
         return model, inputs, {"input_values": {1: "samples"}}
     axes = FURTHER.get(name) or _pictures(inputs)
-    parameters = list(__import__("inspect").signature(model.forward).parameters)
+    parameters = list(signature(model.forward).parameters)
     return model, inputs, axes if isinstance(inputs, dict) else dict(zip(parameters, axes.values(), strict=False))
 
 

@@ -44,7 +44,7 @@ def graph():
     return capture(settled(Branches()), (x,), kwargs)
 
 
-def batch_of(value: Tensor) -> tuple[int, ...]:
+def batch_of(name: str, value: Tensor) -> tuple[int, ...]:
     return (0,) if value.ndim else ()
 
 

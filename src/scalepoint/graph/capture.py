@@ -120,7 +120,7 @@ def _try_sizes(
 ) -> None:
     """Compare graph and model at sizes other than the example's, and note which."""
     sizes = allowed(program, axes)
-    found = tried(model, graph_module, inputs, axes, sizes)
+    found = tried(model, graph_module.eval(), inputs, axes, sizes)  # as the model is meanwhile
     note_origin(graph_module, axes=axes, steps=sizes.steps, tried=found)
 
 

@@ -22,6 +22,7 @@ from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.free import Axes, Free, by_parameter, free_in, input_name
 from scalepoint.graph.origin import origin_of
 from scalepoint.graph.program import NotNotedError, program_of, warn_of_tracing
+from scalepoint.graph.recurrent import any_length
 from scalepoint.graph.resizing import at_double, check_names, why_fixed
 
 DATA_DEPENDENT = ("data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked")
@@ -106,7 +107,7 @@ def _export_once(
         return dict.fromkeys(sorted(free(input_name(path), value)), torch.export.Dim.AUTO) or None
 
     shapes = pytree.tree_map_with_path(dimensions, by_parameter(model, *inputs))
-    with quiet():
+    with quiet(), any_length():
         return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
 
 

@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.free import Free
+from scalepoint.graph.recurrent import any_length
 from scalepoint.graph.shapes import Shapes
 
 Table = Mapping[Any, Callable[..., Any]]
@@ -303,7 +304,7 @@ class _Made:
             node.meta["val"] = value
             notes.take(node, value)
         info = getattr(model.graph._codegen, "pytree_info", None)
-        with torch.inference_mode(), notes:
+        with torch.inference_mode(), notes, any_length():
             given = _Run(model, notes).run(*self.values, enable_io_processing=False)
         leaves, structure = pytree.tree_flatten(given)
         self.structure = structure if info is None else info.out_spec

@@ -31,6 +31,7 @@ from scalepoint.graph.export import quiet
 from scalepoint.graph.free import axes_of
 from scalepoint.graph.modules import Computed, Operation, Step
 from scalepoint.graph.origin import note_origin
+from scalepoint.graph.recurrent import any_length
 from scalepoint.graph.values import decode, function_of
 
 MOST_ELEMENTS = 2**28  # of an example input: only its shape is used
@@ -205,7 +206,7 @@ def _note_shapes(model: fx.GraphModule, inputs: list[InputData]) -> None:
 def _note(model: fx.GraphModule, inputs: list[InputData]) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     values = [_example(mode, each, f"input_{index}") for index, each in enumerate(inputs)]
-    with mode:
+    with mode, any_length():
         _Noting(model).run(*values, enable_io_processing=False)
 
 

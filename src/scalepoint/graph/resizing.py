@@ -156,10 +156,11 @@ def tried(model: nn.Module, graph: fx.GraphModule, inputs: Inputs, axes: Axes, s
         _check_same(name, graph, given, expected, other)
         return other
     if first is None:
+        own = at_double(model, inputs, axes)
+        way_out = "" if own else ", or compute with x.shape[axis] in whole numbers (//, not int() of a fraction)"
         raise CaptureError(
             f"dynamic_axes: torch.export finds no other {' or '.join(fixed or sizes.example)} that {name} could take "
-            f"than the example's{sizes.against((fixed or list(sizes.example))[0])}. Leave that axis out, or compute "
-            "with x.shape[axis] in whole numbers (//, not int() or round() of a fraction)"
+            f"than the example's{sizes.against((fixed or list(sizes.example))[0])}.{own} Leave that axis out{way_out}"
         )
     other, why = first
     raise CaptureError(
