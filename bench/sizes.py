@@ -235,7 +235,7 @@ OWN: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], Axes]] = {
     "transformer_encoder": (partial(_made, Layers, (2, 20, 64)), {"frames": {1: "frames"}}),
     "whisper_encoder": (partial(_made, Encoder, (2, 16, 60)), {"spectrum": {2: "frames"}}),
     "bert_embeddings": (_embedded, {"embeddings": {1: "tokens"}, "mask": {1: "tokens"}}),
-    "vit_interpolated": (partial(_made, Interpolated, (2, 3, 64, 64)), {"pixel_values": PICTURE}),
+    "vit_interpolated": (partial(_made, Interpolated, (2, 3, 96, 64)), {"pixel_values": PICTURE}),
     "wav2vec2_conformer": (
         partial(transformer, "Wav2Vec2Conformer", WAVES, lambda: {"input_values": torch.randn(2, 800)}),
         {"input_values": {1: "samples"}},

@@ -32,6 +32,10 @@ def telling_of_sizes(model: fx.GraphModule) -> Iterator[None]:
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
         yield
+    except Exception as error:  # most often because of them
+        if others:
+            error.add_note(f"the graph is fixed to the example's sizes: let others be free: {_setting(model, others)}")
+        raise
     finally:
         handle.remove()
     if others:

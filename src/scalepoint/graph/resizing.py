@@ -113,7 +113,10 @@ def check_names(program: ExportedProgram, axes: Axes) -> None:
     for _, _, label, size in _extents(program, axes):
         if is_free(size) and seen.setdefault(size.node.expr, label) != label:
             first = seen[size.node.expr]
-            raise CaptureError(f"dynamic_axes: the model takes {first!r} and {label!r} for one size: give it one name")
+            raise CaptureError(
+                f"dynamic_axes: for this example the model takes {first!r} and {label!r} for one size: give it one "
+                "name, or, where they may differ, an example in which they do"
+            )
 
 
 def _extents(program: ExportedProgram, axes: Axes) -> Iterator[tuple[str, int, str, Any]]:
