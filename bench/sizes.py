@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own the architectures
 from architectures import ARCHITECTURES, ENCODER, PATCHES, WAVES, WHISPER, Architecture, transformer
-from scalepoint.errors import ScalepointError
+from scalepoint.errors import CaptureError, ScalepointError, UsageError
 from scalepoint.formats import export
 from scalepoint.graph.free import resized
 from scalepoint.graph.origin import origin_of
@@ -242,12 +242,11 @@ OWN: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], Axes]] = {
     ),
 }
 PICTURES = (
-    "fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large", "resnet18_fpn",
-    "resnet18", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "convnext_tiny", "swin_t", "raft_small",
-    "segformer", "dpt", "rt_detr", "detr", "yolos", "convnextv2", "mobilevit", "poolformer", "vit", "dinov2", "swin",
-    "swinv2", "test_efficientnet", "test_vit",
+    "fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large", "resnet18_fpn", "convnext_tiny",
+    "segformer", "rt_detr", "mobilenet_v3_small", "test_vit", "swin", "mobilevit", "vit", "dpt", "detr", "raft_small",
+    "swin_t", "efficientnet_b0", "convnextv2",
 )  # fmt: skip
-WAVEFORMS = ("wav2vec2", "wavlm", "hubert")
+WAVEFORMS = ("wav2vec2", "wavlm")
 FURTHER: dict[str, Axes] = {
     "audio_spectrogram": {"input_values": {1: "frames"}},
     "whisper": {"input_features": {2: "frames"}},
@@ -324,7 +323,8 @@ def child(name: str, runtime: str) -> None:
     try:
         row = travel(name, runtime)
     except ScalepointError as error:
-        row = {"outcome": "refused", "reason": str(error)}
+        is_refused = isinstance(error, CaptureError | UsageError)
+        row = {"outcome": "refused" if is_refused else "fails", "reason": str(error), "free": subject(name)[2]}
     except Exception as error:  # each kind is a row
         row = {"outcome": "fails", "reason": f"{type(error).__name__}: {error}"}
     row["reason"] = " ".join(row.get("reason", "").split())[:LONGEST]
@@ -343,6 +343,11 @@ def in_child(name: str, runtime: str) -> dict[str, Any]:
         return {"outcome": "fails", "reason": done.stderr[-LONGEST:]}
 
 
+def known() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only these")
@@ -353,13 +358,14 @@ def main() -> None:
     if given.child:
         return child(given.names[0], given.child)
     OUT.parent.mkdir(exist_ok=True)
-    rows: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
+    rows = known()
     for name in given.names or (*OWN, *PICTURES, *WAVEFORMS, *FURTHER):
         for runtime in (given.runtime,) if given.runtime else RUNTIMES:
             key = f"{name} {runtime}"
             is_done = key in rows and not (given.again and rows[key]["outcome"] != "runs")
             if given.names or not is_done:
-                rows[key] = in_child(name, runtime)
+                row = in_child(name, runtime)
+                rows = {**known(), key: row}  # another run may have added some
                 OUT.write_text(json.dumps(rows, indent=1))
                 print(key, rows[key]["outcome"], rows[key].get("agreed", ""), rows[key]["reason"], flush=True)
     for runtime in RUNTIMES:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import scalepoint
+from scalepoint.cli.settings import settings_of
 from scalepoint.deployment import DeployConfig
 from scalepoint.errors import ConfigError, ScalepointWarning, TargetError, UsageError, VerificationError
 from scalepoint.formats import export
@@ -175,7 +176,7 @@ def test_the_warning_of_other_sizes_names_the_setting(segments, pictures, tmp_pa
     setting = "dynamic_axes={'x': {2: 'x_2', 3: 'x_3'}}"
     with pytest.warns(ScalepointWarning, match="sizes that the file will not take") as told:
         scalepoint.deploy(nn.Conv2d(3, 4, 3), pictures[0], pictures, output=tmp_path / "a", **given)
-    assert str(told[-1].message).endswith(f"let them be free: dynamic_axes={{'input': {{2: 'input_2', 3: 'input_3'}}}}")
+    assert str(told[-1].message).endswith("let them be free: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}")
     with pytest.raises(RuntimeError) as caught:
         scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "b", **given)
     assert any(each.endswith(f"let others be free: {setting}") for each in caught.value.__notes__)
@@ -195,3 +196,10 @@ def test_the_key_of_a_config_is_read_as_yaml_and_json_have_it(tmp_path):
     (tmp_path / "d.yaml").write_text("dynamic_axes: {x: {two: height}}")
     with pytest.raises(ConfigError, match="an axis of 'x' is a number, not 'two'"):
         DeployConfig.from_file(tmp_path / "d.yaml")
+
+
+def test_the_flag_is_the_key():
+    given = {"dynamic_axes": ["x:2=height,3=width", "mask:1"]}
+    assert settings_of(given).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
+    with pytest.raises(UsageError, match=r"--dynamic-axes: .*is written as x:2=height,3=width or x:2,3, not 'x=2'"):
+        settings_of({"dynamic_axes": ["x=2"]})
