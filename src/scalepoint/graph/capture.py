@@ -79,30 +79,13 @@ def capture(
     working.eval()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         if args is None and not kwargs:
-            if leave or axes:
-                which, why = (
-                    ("leave", "the outputs of a left module are seen in a run")
-                    if leave
-                    else ("dynamic_axes", "as sizes")
-                )
-                raise CaptureError(f"{which}= needs example inputs: {why}")
+            if leave:
+                raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
+            if axes:
+                raise CaptureError("dynamic_axes= needs example inputs: their axes are meant")
             graph_module = _checked(trace(working))
         else:
-            given = _distinct(as_inputs(args, kwargs))
-            axes = checked_axes(axes, named_inputs(working, *given)) if axes else axes
-            inputs = widened(*given) if dynamic else given
-            with ExitStack() as stack:
-                left = stack.enter_context(replaced(working, leave, *inputs)) if leave else ()
-                stack.enter_context(keeping_attributes(working))
-                program = export(working, *given, dynamic, axes)
-            graph_module = _finish(program, working, left)
-            is_wide = _is_widened(graph_module, given)
-            note_origin(graph_module, is_widened=is_wide, leave=tuple(leave))
-            note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
-            if axes:
-                _try_sizes(working, graph_module, given, program, axes)
-            if dynamic:
-                _tell_of_fixed_batch(graph_module)
+            graph_module = _captured(working, _distinct(as_inputs(args, kwargs)), dynamic, axes, tuple(leave))
     for name, module in graph_module.named_modules():
         place = name
         while place not in modes:  # a new operation takes the mode of the module it stands in
@@ -111,17 +94,31 @@ def capture(
     return graph_module
 
 
-def _try_sizes(
+def _captured(
     model: nn.Module,
-    graph_module: fx.GraphModule,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    program: ExportedProgram,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    dynamic: bool,
     axes: Axes,
-) -> None:
-    """Compare graph and model at sizes other than the example's, and note which."""
-    sizes = allowed(program, axes)
-    found = tried(model, graph_module.eval(), inputs, axes, sizes)  # as the model is meanwhile
-    note_origin(graph_module, axes=axes, steps=sizes.steps, tried=found)
+    leave: tuple[str, ...],
+) -> fx.GraphModule:
+    """The graph for these inputs, of a model in eval that is ours."""
+    axes = checked_axes(axes, named_inputs(model, *given)) if axes else axes
+    inputs = widened(*given) if dynamic else given
+    with ExitStack() as stack:
+        left = stack.enter_context(replaced(model, leave, *inputs)) if leave else ()
+        stack.enter_context(keeping_attributes(model))
+        program = export(model, *given, dynamic, axes)
+    graph_module = _finish(program, model, left)
+    is_wide = _is_widened(graph_module, given)
+    note_origin(graph_module, is_widened=is_wide, leave=leave)
+    note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
+    if axes:
+        sizes = allowed(program, axes)
+        found = tried(model, graph_module.eval(), given, axes, sizes)  # in eval, as the model is
+        note_origin(graph_module, axes=axes, steps=sizes.steps, tried=found)
+    if dynamic:
+        _tell_of_fixed_batch(graph_module)
+    return graph_module
 
 
 def _with_state(program: ExportedProgram) -> nn.Module:
