@@ -45,7 +45,7 @@ def export(
     wide = widened(args, kwargs)
     is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, ((args, kwargs), wide)), strict=True))
     for strict, is_dynamic in RUNGS if dynamic else RUNGS[2:]:
-        if not is_dynamic and (held or (fixed and not is_wide)):
+        if held or (fixed and not is_dynamic and not is_wide):
             break
         free = free_in(axes or {}, dynamic=is_dynamic)
         try:
@@ -57,7 +57,7 @@ def export(
             continue
         check_names(program, axes or {})
         if why := why_fixed(program, axes or {}):
-            held = held or why
+            held = why
         elif not is_dynamic or not fixed_batch(program):
             return program
         else:

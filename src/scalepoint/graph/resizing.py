@@ -20,7 +20,7 @@ from scalepoint.graph.free import Axes, is_free, named_inputs, resized
 from scalepoint.graph.nodes import drawing
 from scalepoint.words import one_line
 
-LARGEST_STEP = 256
+LARGEST_STEP, STEPS = 256, 8  # 64 + 29 and 64 + 58 may do for a model of multiples of 32, 64 + 87 does not
 NEAR = 1e-4  # of the largest value: what two ways to compute the same may differ by
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,14 +54,14 @@ class Allowed:
 
     @cached_property
     def steps(self) -> Mapping[str, int]:
-        """The smallest step by which each size may grow twice, or shrink; 0 where there is none."""
+        """The smallest step by which each size may grow again and again, or shrink; 0 where there is none."""
         return {name: self._step(name, size) for name, size in self.example.items()}
 
     def _step(self, name: str, size: int) -> int:
         for sign in (1, -1):
             for step in range(1, LARGEST_STEP + 1):
-                wanted = [size + sign * step, size + 2 * sign * step]
-                if min(wanted) > 1 and all(self.holds({name: each}) for each in wanted):
+                wanted = [each for count in range(1, STEPS + 1) if (each := size + sign * count * step) > 1]
+                if wanted and all(self.holds({name: each}) for each in wanted):
                     return step
         return 0
 

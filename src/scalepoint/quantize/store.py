@@ -227,14 +227,13 @@ class Manifest(BaseModel):
 def _manifest(model: fx.GraphModule) -> dict[str, Any]:
     record = record_of(model)
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizing)}
+    axes = {name: {str(axis): each for axis, each in own.items()} for name, own in record.origin.axes.items()}
     return {
         "format": FORMAT,
         "versions": {"scalepoint": __version__, "torch": str(torch.__version__)},
         "target": None if record.target is None else record.target.name,
         "leave": list(record.origin.leave),
-        "dynamic_axes": {
-            name: {str(axis): each for axis, each in own.items()} for name, own in record.origin.axes.items()
-        },
+        **({"dynamic_axes": axes} if axes else {}),  # who knows of none can read the rest
         "plan": [list(row) for row in record.plan],
         "config": record.config.to_dict(),
         "float": dict(record.fingerprint),
