@@ -22,6 +22,10 @@ from scalepoint.words import one_line
 
 LARGEST_STEP, STEPS = 256, 8  # 64 + 29 and 64 + 58 may do for a model of multiples of 32, 64 + 87 does not
 NEAR = 1e-4  # of the largest value: what two ways to compute the same may differ by
+_OTHER_WAY = (
+    ". Or compute with x.shape[axis] in whole numbers (//, not int() of a fraction); or, where the model goes another "
+    "way at these sizes alone (a table of positions that fits as it is), give an example of others"
+)
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -160,7 +164,7 @@ def tried(model: nn.Module, graph: fx.GraphModule, inputs: Inputs, axes: Axes, s
         return other
     if first is None:
         own = at_double(model, inputs, axes)
-        way_out = "" if own else ", or compute with x.shape[axis] in whole numbers (//, not int() of a fraction)"
+        way_out = "" if own else _OTHER_WAY
         raise CaptureError(
             f"dynamic_axes: torch.export finds no other {' or '.join(fixed or sizes.example)} that {name} could take "
             f"than the example's{sizes.against((fixed or list(sizes.example))[0])}.{own} Leave that axis out{way_out}"
