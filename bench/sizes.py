@@ -243,14 +243,9 @@ OWN: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], Axes]] = {
 }
 PICTURES = (
     "fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large", "resnet18_fpn", "convnext_tiny",
-    "segformer", "rt_detr", "mobilenet_v3_small", "test_vit", "swin", "mobilevit", "vit", "dpt", "detr", "raft_small",
-    "swin_t", "efficientnet_b0", "convnextv2",
+    "convnextv2", "segformer", "rt_detr", "mobilenet_v3_small", "test_vit", "swin",
 )  # fmt: skip
-WAVEFORMS = ("wav2vec2", "wavlm")
-FURTHER: dict[str, Axes] = {
-    "audio_spectrogram": {"input_values": {1: "frames"}},
-    "whisper": {"input_features": {2: "frames"}},
-}
+WAVEFORMS = ("wav2vec2",)
 
 
 def _pictures(inputs: Any) -> Axes:
@@ -269,7 +264,7 @@ def subject(name: str) -> tuple[nn.Module, Any, Axes]:
     model, inputs = ARCHITECTURES[name].build()
     if name in WAVEFORMS:
         return model, inputs, {"input_values": {1: "samples"}}
-    axes = FURTHER.get(name) or _pictures(inputs)
+    axes = _pictures(inputs)
     parameters = list(signature(model.forward).parameters)
     return model, inputs, axes if isinstance(inputs, dict) else dict(zip(parameters, axes.values(), strict=False))
 
@@ -359,7 +354,7 @@ def main() -> None:
         return child(given.names[0], given.child)
     OUT.parent.mkdir(exist_ok=True)
     rows = known()
-    for name in given.names or (*OWN, *PICTURES, *WAVEFORMS, *FURTHER):
+    for name in given.names or (*OWN, *PICTURES, *WAVEFORMS):
         for runtime in (given.runtime,) if given.runtime else RUNTIMES:
             key = f"{name} {runtime}"
             is_done = key in rows and not (given.again and rows[key]["outcome"] != "runs")
