@@ -154,6 +154,43 @@ def coverage_table(path: Path) -> str:
     return f"Of {len(found)}: {told}; {foreign} foreign exceptions.\n\n{markdown(columns, rows)}"
 
 
+def sizes_table(path: Path) -> str:
+    """How many models take other sizes in each runtime, then each of them."""
+    found = {tuple(name.split()): row for name, row in json.loads(path.read_text()).items()}
+    runtimes = list(dict.fromkeys(runtime for _, runtime in found))
+    told = []
+    for runtime in runtimes:
+        counts = Counter(row["outcome"] for (_, where), row in found.items() if where == runtime)
+        told.append(f"{runtime}: {counts['runs']} of {sum(counts.values())} run")
+    rows: Rows = []
+    for name in dict.fromkeys(name for name, _ in found):
+        own = [found.get((name, runtime)) for runtime in runtimes]
+        shown = next(row for row in own if row)
+        cells = ["" if row is None else _sizes_cell(row) for row in own]
+        free = ", ".join(_free_cell(shown, label) for label in _labels(shown))
+        rows.append([name, free, *cells, next((reason_of(row) for row in own if row and row["reason"]), "")])
+    return f"{'; '.join(told)}.\n\n{markdown(['model', 'free', *runtimes, 'why not'], rows)}"
+
+
+def _labels(row: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(label for own in row.get("free", {}).values() for label in own.values()))
+
+
+def _free_cell(row: dict[str, Any], label: str) -> str:
+    step = row.get("steps", {}).get(label, 1)
+    return f"{label} in steps of {step}" if step > 1 else label
+
+
+def _sizes_cell(row: dict[str, Any]) -> str:
+    """Of a file that runs the agreement at the example's sizes, and the worst at others."""
+    if row["outcome"] not in ("runs", "departs"):
+        return f"**{row['outcome']}**"
+    first, *others = (
+        "exactly" if each > EXACT else f"{each:.0f}" for each in (row["agreed"][0], min(row["agreed"][1:]))
+    )
+    return f"{'' if row['outcome'] == 'runs' else '**departs** '}{first}, {others[0]}"
+
+
 def reason_of(row: dict[str, Any]) -> str:
     """Short, without paths of a machine, as a cell of a table."""
     text = re.sub(r"/\S*/(?=[\w.]+:\d+)", "", row["reason"]).replace("|", "/").replace("<", "").replace(">", "")
@@ -303,6 +340,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "tuning-cost": ("tuning-cost", table),
     "coverage-tests": ("coverage-tests", coverage_table),
     "coverage-further": ("coverage-further", coverage_table),
+    "sizes": ("sizes", sizes_table),
 }
 
 

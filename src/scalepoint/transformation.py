@@ -79,17 +79,19 @@ def transform(
     kwargs: Mapping[str, Any] | None = None,
     copy: bool = True,
     dynamic: bool = True,
+    dynamic_axes: Any = None,
     leave: Sequence[str] = (),
     trust: bool = False,
     check: bool = False,
 ) -> TransformationResult:
     """Capture a model for inputs like these and group its operations by the patterns, those of the target unless given.
 
-    check=True also runs both models on the inputs and compares.
+    `dynamic_axes`, such as {"x": {2: "height", 3: "width"}}, names axes that stay free beside the batch. check=True
+    also runs both models on the inputs and compares.
     """
     model = opened(model, trust)
     plan = get_transformation_plan(
-        model, args, patterns, target, kwargs=kwargs, copy=copy, dynamic=dynamic, leave=leave
+        model, args, patterns, target, kwargs=kwargs, copy=copy, dynamic=dynamic, dynamic_axes=dynamic_axes, leave=leave
     )
     result = apply_transformation_plan(plan)
     if check:
@@ -106,13 +108,19 @@ def get_transformation_plan(
     kwargs: Mapping[str, Any] | None = None,
     copy: bool = True,
     dynamic: bool = True,
+    dynamic_axes: Any = None,
     leave: Sequence[str] = (),
     trust: bool = False,
 ) -> TransformationPlan:
     """What transform would do; edit `match.apply`, then apply it."""
-    graph_module = capture(model, args, kwargs, copy=copy, dynamic=dynamic, leave=leave, trust=trust)
+    chosen = None if target is None else find_target(target)
+    if chosen is not None:
+        chosen.check_free_sizes(dynamic_axes)
+    graph_module = capture(
+        model, args, kwargs, copy=copy, dynamic=dynamic, dynamic_axes=dynamic_axes, leave=leave, trust=trust
+    )
     keep_description(graph_module)
-    return plan_of(graph_module, patterns, target)
+    return plan_of(graph_module, patterns, chosen)
 
 
 def plan_of(

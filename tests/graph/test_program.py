@@ -44,7 +44,7 @@ def graph():
     return capture(settled(Branches()), (x,), kwargs)
 
 
-def batch_of(value: Tensor) -> tuple[int, ...]:
+def batch_of(name: str, value: Tensor) -> tuple[int, ...]:
     return (0,) if value.ndim else ()
 
 
@@ -97,7 +97,7 @@ class Fixed(nn.Module):
 
 def test_an_axis_that_the_graph_has_as_a_number_is_fixed_and_the_others_stay_free():
     graph = capture(Fixed(), torch.randn(2, 4), dynamic=False)
-    program = program_of(graph, (torch.randn(2, 4),), {}, lambda value: range(value.ndim))
+    program = program_of(graph, (torch.randn(2, 4),), {}, lambda name, value: range(value.ndim))
     assert fixed_batch(program) == {"x": 2}
     shape = program.graph.find_nodes(op="placeholder")[0].meta["val"].shape
     assert isinstance(shape[1], torch.SymInt)
@@ -215,6 +215,6 @@ def test_a_padded_picture_keeps_its_free_batch():
 
     x = torch.randn(2, 3, 8, 8)
     model = capture(Padded().eval(), x)
-    program = program_of(model, (x,), {}, lambda leaf: (0,))
+    program = program_of(model, (x,), {}, lambda name, leaf: (0,))
     placeholder = next(node for node in program.graph.nodes if node.op == "placeholder")
     assert isinstance(placeholder.meta["val"].shape[0], torch.SymInt)

@@ -24,6 +24,7 @@ def inspect(
     config: QuantConfig | Mapping[str, object] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     leave: Sequence[str] = (),
+    dynamic_axes: Any = None,
 ) -> Coverage:
     """The coverage that insert_qdq would give. The model is captured over its own parameters, and stays as it is.
 
@@ -33,7 +34,7 @@ def inspect(
     if isinstance(model, nn.Module) and has_record(model):
         return coverage(model)
     inputs = () if example_inputs is None and kwargs else example_inputs
-    result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, copy=False)
+    result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, dynamic_axes=dynamic_axes, copy=False)
     _, _, found = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
     if found.is_empty:
         warnings.warn(ScalepointWarning(found.why_empty()), stacklevel=2)

@@ -11,7 +11,19 @@ from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import say, show, show_json
 
-NOT_HERE = ("evaluate", "max_drop", "budget", "leave", "strict", "float_dtype", "metadata", "size", "mean", "std")
+NOT_HERE = (
+    "evaluate",
+    "max_drop",
+    "budget",
+    "leave",
+    "dynamic_axes",
+    "strict",
+    "float_dtype",
+    "metadata",
+    "size",
+    "mean",
+    "std",
+)
 
 
 def is_folder(name: str | None) -> bool:

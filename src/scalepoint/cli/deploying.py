@@ -35,7 +35,7 @@ sys.exit(run(["deploy", "-c", str(here / "{file}"), "-o", output, *{trust!r}]))
 '''
 TOLD = (
     "data", "evaluate", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-    "leave", "strict", "threads",
+    "leave", "dynamic_axes", "strict", "threads",
 )  # fmt: skip
 
 
@@ -61,6 +61,7 @@ def deploy(
     max_batches: options.MaxBatches = None,
     on_nan: options.OnNan = None,
     leave: options.Leave = None,
+    dynamic_axes: options.DynamicAxes = None,
     strict: options.Strict = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
@@ -148,7 +149,7 @@ def _talk(text: str, quiet: bool) -> None:
 def keywords_of(settings: Any) -> dict[str, Any]:
     """What deploy is told of a config."""
     same = ("target", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-            "leave", "strict", "threads", "seed", "float_dtype", "metadata")  # fmt: skip
+            "leave", "dynamic_axes", "strict", "threads", "seed", "float_dtype", "metadata")  # fmt: skip
     told = {name: getattr(settings, name) for name in same}
     return {**told, "config": settings.quantization, "allow_departure": True}  # told by the exit code, after the result
 

@@ -27,6 +27,7 @@ def inspect(
     data: options.Data = None,
     config: options.Config = None,
     leave: options.Leave = None,
+    dynamic_axes: options.DynamicAxes = None,
     batch_size: options.BatchSize = None,
     size: options.Size = None,
     mean: options.Mean = None,
@@ -70,7 +71,9 @@ def covered(settings: Any, finder: Finder, example: Any = None) -> Any:
 
     model, inputs, _ = model_and_data(settings, finder, example)
     config = with_speed(settings.quantization, is_strict=settings.strict, has_budget=settings.budget is not None)
-    return public("inspect")(model, inputs, target=settings.target, config=config, leave=settings.leave)
+    return public("inspect")(
+        model, inputs, target=settings.target, config=config, leave=settings.leave, dynamic_axes=settings.dynamic_axes
+    )
 
 
 def model_and_data(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, Any, Batches | None]:

@@ -55,6 +55,13 @@ Leave = Annotated[
     list[str] | None,
     typer.Option(help="A submodule that is called as it is, without looking into it; may be repeated."),
 ]
+DynamicAxes = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Axes of an input that may have other sizes than the example's, as x:2=height,3=width or x:2,3; may be "
+        "repeated.",
+    ),
+]
 
 Weights = Annotated[
     str | None,
@@ -138,7 +145,7 @@ PANELS: dict[str, tuple[Any, ...]] = {
     ),
     "Language models": (Judge, Memory, Length, Samples, Cache),
     "Data": (BatchSize, MaxBatches, OnNan, Size, Mean, Std),
-    "Model and file": (Weights, Random, Trust, Root, Metadata),
+    "Model and file": (Weights, Random, Trust, Root, DynamicAxes, Metadata),
     "How it is run": (Threads, Seed, DryRun, Smoke, Resume, Force),
     "What is said": (Quiet, Verbose, Json, Debug),
 }  # fmt: skip

@@ -60,7 +60,7 @@ def check_settings(settings: Any, finder: Finder, *, needs_data: bool = True) ->
         raise usage("which model? Name it as package.module:name, or as `model:` in a config given with -c")
     check_name(settings.model, "model", finder)
     check_target(settings.target)
-    check_float_dtype(settings)
+    check_with_target(settings)
     if not settings.data and needs_data and settings.quantization.activation != "float":
         raise usage("which data? Give --data, or `data:` in a config given with -c")
     if settings.data:
@@ -78,11 +78,12 @@ def check_target(name: str) -> None:
         raise usage(f"no target {name!r}: {nearest(name, list_targets())}")
 
 
-def check_float_dtype(settings: Any) -> None:
-    """Of a target that is broken the run itself says so."""
+def check_with_target(settings: Any) -> None:
+    """What a target cannot have; of one that is broken the run itself says so."""
     from scalepoint.targets import find_target
 
     find_target(settings.target).check_float_dtype(settings.float_dtype)
+    find_target(settings.target).check_free_sizes(settings.dynamic_axes)
 
 
 def check_output(folder: Path, *, force: bool, resume: bool) -> None:

@@ -29,7 +29,9 @@ def widths_of(run: Run, config: QuantConfig, choices: Sequence[str] | None) -> W
         found = stage.reuse(Widths.from_dict)
         if found is None:
             with run.timed("measuring widths", is_phase=False):
-                result = transform(run.model, args, target=run.target, kwargs=kwargs, leave=run.leave)
+                result = transform(
+                    run.model, args, target=run.target, kwargs=kwargs, leave=run.leave, dynamic_axes=run.dynamic_axes
+                )
                 found = measure_widths(
                     result, config, run.target, choices, run.data if run.has_data else run.example(),
                     steps=_solver(run), max_batches=run.max_batches,

@@ -69,7 +69,18 @@ def keep(
     choices: Sequence[str],
 ) -> None:
     """config.yaml with every default written out (what Python gives as objects is empty there), and the log."""
-    same = ("accuracy", "max_batches", "on_nan", "leave", "strict", "float_dtype", "metadata", "threads", "seed")
+    same = (
+        "accuracy",
+        "max_batches",
+        "on_nan",
+        "leave",
+        "dynamic_axes",
+        "strict",
+        "float_dtype",
+        "metadata",
+        "threads",
+        "seed",
+    )
     told: dict[str, Any] = {name: getattr(run, name) for name in same}
     folder = run.journal.folder.parent
     asked = DeployConfig(

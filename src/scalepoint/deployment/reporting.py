@@ -126,6 +126,7 @@ def reproduction(run: Run, best: Trial) -> Reproduction:
         "accuracy": repr(run.accuracy) if run.accuracy else "",
         "max_batches": repr(run.max_batches) if run.max_batches else "",
         "leave": repr(run.leave) if run.leave else "",
+        "dynamic_axes": repr(run.dynamic_axes) if run.dynamic_axes else "",
         "float_dtype": repr(run.float_dtype) if run.float_dtype else "",
         "threads": repr(run.threads),
     }

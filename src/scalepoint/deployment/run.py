@@ -19,6 +19,7 @@ from scalepoint.deployment.trials import Trial
 from scalepoint.errors import UsageError
 from scalepoint.files import copy_whole, digest, remove
 from scalepoint.formats import find_format
+from scalepoint.graph.free import Axes
 from scalepoint.progress import Event, say, tell, timed
 from scalepoint.quantize import QuantConfig, save
 from scalepoint.quantize.feeding import length_of
@@ -50,6 +51,7 @@ class Run:
     journal: Journal
     evaluate: Evaluate | None
     leave: tuple[str, ...]
+    dynamic_axes: Axes
     strict: bool
     threads: int
     max_batches: int | None
@@ -107,6 +109,7 @@ class Run:
             "the target": mark_of_target(self.target),
             "the config": mark(config.to_dict()),
             "leave": mark(self.leave),
+            "dynamic_axes": mark(self.dynamic_axes),
             "strict": str(self.strict),
             "max_batches": str(self.max_batches),
             "on_nan": self.on_nan,
@@ -116,7 +119,11 @@ class Run:
     @_of_first
     def marks_of_exporting(self, quantized: Path | None) -> Marks:
         """Of the file of a quantized model, or, without one, of the float file."""
-        source: Marks = {"the model": self.model_mark, "leave": mark(self.leave)}
+        source: Marks = {
+            "the model": self.model_mark,
+            "leave": mark(self.leave),
+            "dynamic_axes": mark(self.dynamic_axes),
+        }
         return {
             **(source if quantized is None else self._marks_of_quantized(quantized)),
             "the example inputs": mark_of_values(self.inputs),

@@ -12,6 +12,7 @@ from scalepoint.deployment.allocating import CHOICES
 from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
 from scalepoint.files import replace_text
+from scalepoint.graph.free import axes_of
 from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
 
@@ -21,9 +22,17 @@ def _parts(value: Any) -> Any:
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
+def _axes(value: Any) -> Any:
+    try:
+        return axes_of(value) or None
+    except UsageError as error:
+        raise ValueError(error.args[0].removeprefix("dynamic_axes: ")) from error
+
+
 Count = Annotated[int, Field(ge=1)]
 Channels = Annotated[tuple[float, ...], BeforeValidator(_parts)]
 Choices = Annotated[tuple[str, ...], BeforeValidator(_parts), AfterValidator(check_choices)]
+FreeAxes = Annotated[dict[str, dict[int, str]] | None, BeforeValidator(_axes)]
 Budgeted = Annotated[Budget | None, BeforeValidator(lambda value: None if value is None else Budget.build(value))]
 
 
@@ -72,6 +81,7 @@ class DeployConfig(Config):
     max_batches: Count | None = None
     on_nan: Literal["error", "skip"] = "error"
     leave: tuple[str, ...] = ()
+    dynamic_axes: FreeAxes = None  # that may have other sizes: {x: {2: height, 3: width}}
     strict: bool = False
     allow_departure: bool = False
     float_dtype: Literal["float32", "float16", "bfloat16"] | None = None  # of what is not quantized

@@ -39,6 +39,7 @@ from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
 from scalepoint.formats import Writing, check_metadata, export
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs, check_model, unwrapped
+from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
 from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
@@ -75,6 +76,7 @@ def deploy(
     on_nan: Literal["error", "skip"] = "error",
     kwargs: Mapping[str, Any] | None = None,
     leave: Sequence[str] = (),
+    dynamic_axes: Mapping[str, Mapping[int, str] | Sequence[int]] | None = None,
     strict: bool = False,
     allow_departure: bool = False,
     float_dtype: str | None = None,
@@ -94,26 +96,25 @@ def deploy(
     `run` is called as the model is. With `max_drop`, more precision goes where it removes most error for its cost,
     until the score is at most that much below the float model's, then less again; of `max_trials` files at most the
     cheapest that holds is kept, or the best. With `min_speed`, layers that lose time in the runtime go to float, until
-    a file is so many times as fast as the float one. `budget` (size=0.2 of the float file, bits=4.5 a weight on
-    average, speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses
-    least. allow_departure=True takes a file that departs from the simulation, on_nan="skip" leaves batches with NaN
-    out, `float_dtype` types what stays float, `metadata` is kept in the file. smoke=True is fast, resume=True goes on,
-    force=True overwrites what the folder holds; the same `seed` makes the same bytes; `callback(event)` hears of it.
+    a file is so many times as fast as the float one. `budget` (size=0.2 of the float file, bits=4.5 a weight,
+    speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses least.
+    `dynamic_axes` names axes that take other sizes, {"x": {2: "height"}}. allow_departure=True takes a file that
+    departs, on_nan="skip" leaves batches with NaN out, `float_dtype` types what stays float, `metadata` is kept in the
+    file. smoke=True is fast, resume=True goes on, force=True overwrites; one `seed`, one file; `callback(event)` hears.
     """
     options = {"max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches}
     _check(calibration_data, evaluate, accuracy, {**options, "on_nan": on_nan, "leave": leave, "threads": threads})
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
     model, found, folder = _checked_model(model), find_target(target), Path(output or "out")
+    inputs, axes = _checked_inputs(found, model, as_inputs(example_inputs, kwargs), dynamic_axes)
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     said = _checked_file(found, float_dtype, model, metadata)
     with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
-        run = Run(
-            model=model, inputs=own_inputs(model, *as_inputs(example_inputs, kwargs)), data=calibration_data,
-            target=found, journal=journal, evaluate=evaluate, leave=tuple(leave), strict=strict, threads=threads,
-            max_batches=max_batches, on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress,
-            accuracy=accuracy, seed=seed, metadata=said,
-        )  # fmt: skip
+        run = Run(model=model, inputs=inputs, data=calibration_data, target=found, journal=journal, evaluate=evaluate,
+            leave=tuple(leave), dynamic_axes=axes, strict=strict, threads=threads, max_batches=max_batches,
+            on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress, accuracy=accuracy, seed=seed,
+            metadata=said)  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
 
@@ -137,6 +138,15 @@ def _checked_file(
     said: dict[str, Any] = plain({**known_of(model), **(metadata or {})})
     check_metadata(said)
     return said
+
+
+def _checked_inputs(
+    target: Target, model: nn.Module, given: tuple[Any, Any], dynamic_axes: object
+) -> tuple[tuple[Any, Any], Axes]:
+    """The example as the model takes it, and which of its axes are free by name."""
+    inputs, axes = own_inputs(model, *given), axes_of(dynamic_axes)
+    target.check_free_sizes(axes)
+    return inputs, checked_axes(axes, named_inputs(model, *inputs)) if axes else axes
 
 
 @contextmanager
@@ -256,7 +266,9 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
         tuned = stage.reuse(TuneReport.from_dict) if model is not None and stage.saved else None
         if model is None:
             with run.timed("capturing"):
-                result = transform(run.model, args, target=run.target, kwargs=kwargs, leave=run.leave)
+                result = transform(
+                    run.model, args, target=run.target, kwargs=kwargs, leave=run.leave, dynamic_axes=run.dynamic_axes
+                )
                 if run.format.check is not None:
                     run.format.check(result.model, Writing(run.inputs, run.target))
                 model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)

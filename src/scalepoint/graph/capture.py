@@ -19,16 +19,18 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CaptureError, ScalepointWarning, shown
+from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
+from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
 from scalepoint.graph.left import Seen, replaced, restore
 from scalepoint.graph.lift import lift
 from scalepoint.graph.modes import keeping_attributes
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.graph.origin import note_origin, origin_of
+from scalepoint.graph.resizing import allowed, tried
 from scalepoint.graph.sizes import note_sizes
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
@@ -50,6 +52,7 @@ def capture(
     *,
     copy: bool = True,
     dynamic: bool = True,
+    dynamic_axes: Any = None,
     leave: Sequence[str] = (),
     trust: bool = False,
 ) -> fx.GraphModule:
@@ -57,11 +60,15 @@ def capture(
 
     `args` is a tensor, a tuple of positional inputs, or a dict of keyword inputs; without any, torch.fx records what
     it can. The batch (axis 0) and, for integer inputs, the sequence (axis 1) stay dynamic where the model allows; where
-    it does not, `origin_of(graph).fixed_batch` says so, and a warning. copy=False shares the parameters. `leave`
-    names submodules that are not looked into: they are called as they are. trust=True lets a .pt2 file be loaded.
+    it does not, `origin_of(graph).fixed_batch` says so, and a warning. `dynamic_axes`, such as {"x": {2: "height"}},
+    names further axes that stay free: one that the model fixes is an error, and the graph is compared with the model at
+    other sizes. copy=False shares the parameters. `leave` names submodules that are not looked into: they are called as
+    they are. trust=True lets a .pt2 file be loaded.
     """
-    model = opened(model, trust)
+    model, axes = opened(model, trust), axes_of(dynamic_axes)
     if isinstance(model, ExportedProgram):
+        if axes:
+            raise UsageError("dynamic_axes: a program has its free axes: give dynamic_shapes= to torch.export.export")
         with quiet():
             graph_module = _finish(model, _with_state(model)).eval()
             return copying.deepcopy(graph_module) if copy else graph_module
@@ -74,25 +81,43 @@ def capture(
         if args is None and not kwargs:
             if leave:
                 raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
+            if axes:
+                raise CaptureError("dynamic_axes= needs example inputs: their axes are meant")
             graph_module = _checked(trace(working))
         else:
-            given = _distinct(as_inputs(args, kwargs))
-            inputs = widened(*given) if dynamic else given
-            with ExitStack() as stack:
-                left = stack.enter_context(replaced(working, leave, *inputs)) if leave else ()
-                stack.enter_context(keeping_attributes(working))
-                program = export(working, *given, dynamic)
-            graph_module = _finish(program, working, left)
-            is_wide = _is_widened(graph_module, given)
-            note_origin(graph_module, is_widened=is_wide, leave=tuple(leave))
-            note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
-            if dynamic:
-                _tell_of_fixed_batch(graph_module)
+            graph_module = _captured(working, _distinct(as_inputs(args, kwargs)), dynamic, axes, tuple(leave))
     for name, module in graph_module.named_modules():
         place = name
         while place not in modes:  # a new operation takes the mode of the module it stands in
             place = place.rpartition(".")[0]
         module.training = modes[place]
+    return graph_module
+
+
+def _captured(
+    model: nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    dynamic: bool,
+    axes: Axes,
+    leave: tuple[str, ...],
+) -> fx.GraphModule:
+    """The graph for these inputs, of a model in eval that is ours."""
+    axes = checked_axes(axes, named_inputs(model, *given)) if axes else axes
+    inputs = widened(*given) if dynamic else given
+    with ExitStack() as stack:
+        left = stack.enter_context(replaced(model, leave, *inputs)) if leave else ()
+        stack.enter_context(keeping_attributes(model))
+        program = export(model, *given, dynamic, axes)
+    graph_module = _finish(program, model, left)
+    is_wide = _is_widened(graph_module, given)
+    note_origin(graph_module, is_widened=is_wide, leave=leave)
+    note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
+    if axes:
+        sizes = allowed(program, axes)
+        found = tried(model, graph_module.eval(), given, axes, sizes)  # in eval, as the model is
+        note_origin(graph_module, axes=axes, steps=sizes.steps, tried=found)
+    if dynamic:
+        _tell_of_fixed_batch(graph_module)
     return graph_module
 
 

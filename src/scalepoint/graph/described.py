@@ -81,6 +81,9 @@ class Described(Data):
     nodes: list[NodeData]
     fixed_batch: dict[str, int] = {}
     is_widened: bool = False
+    axes: dict[str, dict[str, str]] = {}  # free ones by input, axis and name
+    steps: dict[str, int] = {}
+    tried: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,9 @@ def _described(model: fx.GraphModule, info: Any) -> Description:
         nodes=[_node(node, paths) for node in model.graph.nodes],
         fixed_batch=dict(origin.fixed_batch),
         is_widened=origin.is_widened,
+        axes={name: {str(axis): each for axis, each in own.items()} for name, own in origin.axes.items()},
+        steps=dict(origin.steps),
+        tried=dict(origin.tried),
     )
     return Description(data, constants)
 

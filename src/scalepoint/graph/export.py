@@ -1,11 +1,10 @@
 """torch.export as a ladder: non-strict before strict, a free batch before a fixed one, and its errors in our words."""
 
-import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import is_dataclass
 from io import StringIO
 from pathlib import Path
@@ -20,58 +19,79 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, shown
 from scalepoint.graph.blame import user_line, user_module
 from scalepoint.graph.dry_run import dry_run
-from scalepoint.graph.program import program_of, warn_of_tracing
+from scalepoint.graph.free import Axes, Free, by_parameter, free_in, input_name
+from scalepoint.graph.origin import origin_of
+from scalepoint.graph.program import NotNotedError, program_of, warn_of_tracing
+from scalepoint.graph.recurrent import any_length
+from scalepoint.graph.resizing import at_double, check_names, why_fixed
 
 DATA_DEPENDENT = ("data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked")
+_LEFT_OUT = (
+    "Leave that axis out; where another input has the same size, name that axis so too; or make the model independent "
+    "of the size: no layer, table or reshape for one size alone"
+)
 RUNGS = ((False, True), (True, True), (False, False), (True, False))  # (strict, dynamic)
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
-    """The program of the first rung that succeeds with every batch free, else the best that there is."""
+def export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, axes: Axes | None = None
+) -> ExportedProgram:
+    """The program of the first rung that succeeds with every batch and every named axis free, else the best that there
+    is; of named axes none may be fixed."""
     args, kwargs = pytree.tree_map(contiguous, (args, kwargs))
     first: Exception | None = None
-    fixed: list[ExportedProgram] = []  # programs in which torch.export took the batch for a constant
+    held = ""  # the named axes that torch.export took for constants
+    fixed: list[ExportedProgram] = []  # programs in which it took the batch for one
     wide = widened(args, kwargs)
     is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, ((args, kwargs), wide)), strict=True))
     for strict, is_dynamic in RUNGS if dynamic else RUNGS[2:]:
-        if fixed and not is_dynamic and not is_wide:
+        if held or (fixed and not is_dynamic and not is_wide):
             break
+        free = free_in(axes or {}, dynamic=is_dynamic)
         try:
-            program = _export_once(model, wide if is_dynamic else (args, kwargs), strict, is_dynamic)
+            program = _export_once(model, wide if is_dynamic else (args, kwargs), strict, free)
         except Exception as error:  # torch.export raises every kind; each is a rung of the ladder
             if "not a known type" in str(error):
                 _register_outputs(model, args, kwargs)
             first = first or error
             continue
-        if not is_dynamic or not fixed_batch(program):
+        check_names(program, axes or {})
+        if why := why_fixed(program, axes or {}):
+            held = why
+        elif not is_dynamic or not fixed_batch(program):
             return program
-        fixed.append(program)
+        else:
+            fixed.append(program)
     if fixed and not is_wide:
         return min(fixed, key=lambda program: len(fixed_batch(program)))
-    raise _explained(model, args, kwargs, first) from first
+    if held:
+        said = at_double(model, (args, kwargs), axes or {})
+        raise CaptureError(f"dynamic_axes: {held}.{said} {_LEFT_OUT}")
+    raise _explained(model, args, kwargs, first, axes) from first
 
 
 def export_graph(
-    model: fx.GraphModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic: bool,
-    axes: Callable[[Tensor], Iterable[int]] | None = None,
+    model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, free: Free | None = None
 ) -> ExportedProgram:
-    """The program of a graph that was captured: noted in one run, else by the ladder. `axes` tells which of an input's
-    may change, the batch and the length of token sequences unless given."""
-    free = axes or (lambda value: _dimensions(value) or ())
+    """The program of a graph that was captured: noted in one run, else by the ladder. `free` tells which axes of an
+    input may change: unless given the batch and the length of token sequences, and what was named at capture."""
+    axes = origin_of(model).axes if free is None else {}
+    wanted = free_in(axes, dynamic=dynamic) if free is None else free if dynamic else (lambda name, value: ())
     given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(contiguous, (args, kwargs))
     wide = widened(*given) if dynamic else given
     try:
         with quiet():
-            program = program_of(model, *wide, lambda value: free(value) if dynamic else ())
+            program: ExportedProgram = program_of(model, *wide, wanted)
             is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (given, wide)), strict=True))
-            return program_of(model, *given, lambda _: ()) if is_wide and fixed_batch(program) else program
+            if is_wide and fixed_batch(program):
+                program = program_of(model, *given, free_in(axes, dynamic=False))
+            if why := why_fixed(program, axes):
+                raise NotNotedError(why)
+            return program
     except Exception as error:  # a run without values raises every kind; the ladder says what is wrong, if anything is
-        why = error
-    found = export(model, args, kwargs, dynamic)
-    warn_of_tracing(why)
+        why_not = error
+    found = export(model, args, kwargs, dynamic, axes)
+    warn_of_tracing(why_not)
     return found
 
 
@@ -81,12 +101,13 @@ def contiguous(value: Any) -> Any:
 
 
 def _export_once(
-    model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], strict: bool, is_dynamic: bool
+    model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], strict: bool, free: Free
 ) -> ExportedProgram:
-    shapes = pytree.tree_map(_dimensions, inputs) if is_dynamic else None
-    if shapes is not None:
-        shapes = _by_parameter(model, shapes)
-    with quiet():
+    def dimensions(path: Any, value: Any) -> Any:
+        return dict.fromkeys(sorted(free(input_name(path), value)), torch.export.Dim.AUTO) or None
+
+    shapes = pytree.tree_map_with_path(dimensions, by_parameter(model, *inputs))
+    with quiet(), any_length():
         return torch.export.export(model, *inputs, dynamic_shapes=shapes, strict=strict)
 
 
@@ -126,7 +147,7 @@ def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _explained(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None, axes: Axes | None = None
 ) -> CaptureError:
     """What failed, at which line of the user's code, why, and the way out."""
     name = type(model).__name__
@@ -139,7 +160,24 @@ def _explained(
     said = "" if error is None else str(error)
     if "not a known type" in said:
         return CaptureError(f"{name} cannot be captured: {_unknown_output(model, said)}")
+    if axes and _is_captured(model, args, kwargs):
+        named = ", ".join(
+            f"{label} (axis {axis} of {each!r})" for each, own in axes.items() for axis, label in own.items()
+        )
+        return CaptureError(
+            f"{name} cannot be captured with dynamic_axes, without them it can{user_line(error)}. {_said(error)} Leave "
+            f"out of {named} what the model computes with, or the submodule that the line stands in as it is, "
+            "leave=['path']"
+        )
     return CaptureError(f"{name} cannot be captured{user_line(error)}. {_said(error)} {_way_out(model, error)}")
+
+
+def _is_captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Without free axes."""
+    for strict in (False, True):
+        with suppress(Exception):  # torch.export raises every kind
+            return bool(_export_once(model, (args, kwargs), strict, lambda name, value: ()))
+    return False
 
 
 def _hint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -190,24 +228,6 @@ def widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 
     wide: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(widen, (args, kwargs))
     return wide
-
-
-def _dimensions(value: Any) -> Any:
-    """Which axes of an input may change: the batch, and the length of token sequences."""
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return None
-    auto = torch.export.Dim.AUTO
-    return {0: auto, 1: auto} if not value.is_floating_point() and value.ndim == 2 else {0: auto}
-
-
-def _by_parameter(model: nn.Module, shapes: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
-    """Shapes as torch.export wants them: by the name of each parameter, those of *args as one, of **kwargs each."""
-    signature = inspect.signature(model.forward)
-    found = dict(signature.bind(*shapes[0], **shapes[1]).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind == parameter.VAR_KEYWORD:
-            found |= found.pop(name, {})
-    return found
 
 
 @contextmanager

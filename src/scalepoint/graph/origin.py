@@ -6,17 +6,24 @@ from typing import Any
 
 from torch import fx, nn
 
+from scalepoint.graph.free import Axes
+
 _KEY = "scalepoint.origin"
 
 
 @dataclass(frozen=True)
 class Origin:
     """`fixed_batch`: the inputs whose first axis the model computes with, and its size. `is_widened`: an example of one
-    was captured as two, so the recorded work is twice the example's. `leave`: modules that were not looked into."""
+    was captured as two, so the recorded work is twice the example's. `leave`: modules that were not looked into.
+    `axes`: those that are free by name; `steps` in which the sizes of that name may change, and others at which the
+    graph was seen to do what the model does, `tried`."""
 
     fixed_batch: Mapping[str, int] = field(default_factory=dict)
     is_widened: bool = False
     leave: tuple[str, ...] = ()
+    axes: Axes = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
+    tried: Mapping[str, int] = field(default_factory=dict)
 
 
 def origin_of(model: nn.Module) -> Origin:

@@ -11,7 +11,7 @@ import inspect
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.blame import user_level
+from scalepoint.graph.free import Free
+from scalepoint.graph.recurrent import any_length
 from scalepoint.graph.shapes import Shapes
 
 Table = Mapping[Any, Callable[..., Any]]
@@ -235,15 +237,14 @@ class _Run(fx.Interpreter):
         return made
 
 
-def program_of(
-    model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Callable[[Tensor], Iterable[int]]
-) -> Program:
+def program_of(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Free) -> Program:
     """The program of a graph in eval for inputs like these, of which `axes` tells the axes that may change.
 
     An axis that the graph computes with as a number is fixed in the program, and noted anew so.
     """
     inputs = _Inputs(model, args, kwargs)
-    free = [set(axes(leaf)) if isinstance(leaf, Tensor) else set() for leaf in inputs.leaves]
+    pairs = zip(inputs.names, inputs.leaves, strict=True)
+    free = [set(axes(name, leaf)) if isinstance(leaf, Tensor) else set() for name, leaf in pairs]
     while True:
         made = _Made(model, inputs, free)
         fixed = [
@@ -303,7 +304,7 @@ class _Made:
             node.meta["val"] = value
             notes.take(node, value)
         info = getattr(model.graph._codegen, "pytree_info", None)
-        with torch.inference_mode(), notes:
+        with torch.inference_mode(), notes, any_length():
             given = _Run(model, notes).run(*self.values, enable_io_processing=False)
         leaves, structure = pytree.tree_flatten(given)
         self.structure = structure if info is None else info.out_spec

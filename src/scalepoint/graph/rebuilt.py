@@ -28,8 +28,10 @@ from scalepoint.graph.described import (
     structure_of,
 )
 from scalepoint.graph.export import quiet
+from scalepoint.graph.free import axes_of
 from scalepoint.graph.modules import Computed, Operation, Step
 from scalepoint.graph.origin import note_origin
+from scalepoint.graph.recurrent import any_length
 from scalepoint.graph.values import decode, function_of
 
 MOST_ELEMENTS = 2**28  # of an example input: only its shape is used
@@ -61,7 +63,10 @@ def _rebuilt(data: Described, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
     info = _PyTreeInfo([_name(each) for each in data.arguments], structure_of(data.takes), structure_of(data.gives))
     graph.set_codegen(_PyTreeCodeGen(info))
     model.graph = graph
-    note_origin(model, fixed_batch=data.fixed_batch, is_widened=data.is_widened)
+    note_origin(
+        model, fixed_batch=data.fixed_batch, is_widened=data.is_widened, axes=axes_of(data.axes), steps=data.steps,
+        tried=data.tried,
+    )  # fmt: skip
     _note_shapes(model, data.inputs)
     check_graph(model)
     constants = {path: tensors[path] for path, kind in data.tensors.items() if kind == "constant"}
@@ -201,7 +206,7 @@ def _note_shapes(model: fx.GraphModule, inputs: list[InputData]) -> None:
 def _note(model: fx.GraphModule, inputs: list[InputData]) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     values = [_example(mode, each, f"input_{index}") for index, each in enumerate(inputs)]
-    with mode:
+    with mode, any_length():
         _Noting(model).run(*values, enable_io_processing=False)
 
 

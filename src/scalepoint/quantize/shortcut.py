@@ -27,6 +27,7 @@ def quantize(
     patterns: Sequence[Pattern] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     leave: Sequence[str] = (),
+    dynamic_axes: Any = None,
     strict: bool = False,
     max_batches: int | None = None,
     progress: bool | None = None,
@@ -34,8 +35,9 @@ def quantize(
     """Transform, insert, smooth, calibrate and freeze: the quantized model, which still trains.
 
     `forward_loop` is a function or data, as `calibrate` takes them; without quantized activations it is not needed.
+    `dynamic_axes`, such as {"x": {2: "height", 3: "width"}}, names axes that stay free beside the batch.
     """
-    result = transform(model, args, patterns, target, kwargs=kwargs, leave=leave)
+    result = transform(model, args, patterns, target, kwargs=kwargs, leave=leave, dynamic_axes=dynamic_axes)
     quantized = insert_qdq(result.model, result.matches, config, strict=strict, copy=False)
     if forward_loop is not None:
         calibrate(quantized, forward_loop, max_batches=max_batches, progress=progress, freeze_weights=freeze_weights)

@@ -155,8 +155,9 @@ def load(
         plan = plan_of(_captured(folder, manifest, tensors), known, rules)
     else:
         plan = get_transformation_plan(
-            float_model, example_inputs, known, target=rules, kwargs=kwargs, leave=manifest["leave"]
-        )
+            float_model, example_inputs, known, target=rules, kwargs=kwargs, leave=manifest["leave"],
+            dynamic_axes=manifest["dynamic_axes"],
+        )  # fmt: skip
         _check_same_float_model(manifest["float"], fingerprint(plan.model))
     _follow_plan(plan, manifest["plan"])
     result = apply_transformation_plan(plan)
@@ -207,6 +208,7 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     target: str | None
     leave: list[str]
+    dynamic_axes: dict[str, dict[str, str]] = {}
     plan: list[Annotated[list[str], Field(min_length=2, max_length=2)]]
     config: dict[str, Any]
     float: dict[str, str]
@@ -225,11 +227,13 @@ class Manifest(BaseModel):
 def _manifest(model: fx.GraphModule) -> dict[str, Any]:
     record = record_of(model)
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizing)}
+    axes = {name: {str(axis): each for axis, each in own.items()} for name, own in record.origin.axes.items()}
     return {
         "format": FORMAT,
         "versions": {"scalepoint": __version__, "torch": str(torch.__version__)},
         "target": None if record.target is None else record.target.name,
         "leave": list(record.origin.leave),
+        **({"dynamic_axes": axes} if axes else {}),  # who knows of none can read the rest
         "plan": [list(row) for row in record.plan],
         "config": record.config.to_dict(),
         "float": dict(record.fingerprint),

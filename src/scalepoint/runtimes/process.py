@@ -20,6 +20,7 @@ from scalepoint.runtimes.runtime import Runtime
 
 SECONDS = 600
 LOOP = Path(__file__).with_name("loop.py")
+TRACEBACK = "Traceback (most recent call last)"
 
 
 class Status(StrEnum):
@@ -91,8 +92,11 @@ def ended(runtime: Runtime, code: int, errors: str, memory: int) -> Answer:
 
 
 def _last_line(text: str) -> str:
+    """Of a traceback all that the error says, which may be several lines."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    return f": {lines[-1].strip()[:500]}" if lines else ""
+    frames = [at for at, line in enumerate(lines) if line.startswith("  ")] if TRACEBACK in text else []
+    said = lines[frames[-1] + 1 :] if frames else lines[-1:]
+    return f": {' '.join(map(str.strip, said))[:500]}" if said else ""
 
 
 class Exchange:

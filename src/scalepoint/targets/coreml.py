@@ -71,6 +71,7 @@ COREML = Target(
     bias="float",
     float_dtypes=(torch.float16, torch.float32),
     has_half_scales=True,
+    why_fixed="the Neural Engine runs fixed shapes, and the program is converted for the example's",
     format="coreml",
     runtime="coreml",
 )

@@ -74,6 +74,8 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
         yield "where int8 pays", f"by the table of measured kernels {target.kernels}; deploy leaves the rest float"
     if target.unpacks:
         yield "weights of what stays float for speed", "stored in int8, and made float once, as the file is loaded"
+    if not target.is_language:
+        yield "free axes", f"the batch alone: {target.why_fixed}" if target.why_fixed else "the batch, and dynamic_axes"
     yield "file format", target.format
     yield "runtime", target.runtime or "none that verify can start"
     for name, value in target.options.items():

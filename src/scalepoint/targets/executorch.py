@@ -165,6 +165,7 @@ EXECUTORCH = Target(
     shares=COPIES,
     block_scale_dtypes=(torch.bfloat16,),
     bias="int32",
+    why_fixed="memory is planned for the largest size of every axis, which only the batch has a bound for",
     format="executorch",
     runtime="executorch",
 )

@@ -49,6 +49,7 @@ LITERT = replace(
     shares=COPIES | {"avg_pool"},
     joins=frozenset(("cat",)),
     block_scale_dtypes=(torch.bfloat16, torch.float16),
+    why_fixed="shapes of a .tflite file are planned, and layouts inside are made for them",
     format="litert",
     runtime="litert",
 )

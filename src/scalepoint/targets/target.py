@@ -142,6 +142,7 @@ class Target:
     format: str = "onnx"  # of its files: a key of scalepoint.formats
     runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
     kernels: str | None = None  # its table of measured kernels, which tells where int8 pays
+    why_fixed: str = ""  # why its files have no free axes beside the batch; nothing where they have
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 
     def __post_init__(self) -> None:
@@ -194,6 +195,14 @@ class Target:
                 f"float_dtype={dtype_name(dtype)}: target {self.name!r} runs what is not quantized in {allowed}"
             )
         return dtype
+
+    def check_free_sizes(self, dynamic_axes: object) -> None:
+        """Raise TargetError where axes are asked for that its files cannot have free."""
+        if dynamic_axes and self.why_fixed:
+            raise TargetError(
+                f"dynamic_axes: target {self.name!r} has files of fixed sizes: {self.why_fixed}. Leave it out, and "
+                "deploy once for each size, with an example of it"
+            )
 
     def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:
         """Raise TargetError for what cannot run here, with the nearest choice that can."""

@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
 from scalepoint.formats import About, Writing
 from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.free import resized
 from scalepoint.graph.nodes import drawing
+from scalepoint.graph.origin import origin_of
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
@@ -24,10 +26,11 @@ from scalepoint.verification.agreement import Agreement, agreements, worst
 from scalepoint.verification.departure import departure, foreseen
 from scalepoint.verification.files import about_file, existing, format_of
 from scalepoint.verification.profiling import layer_names, profile
-from scalepoint.verification.result import BOUND_DB, Benchmark, Departure, Verification
+from scalepoint.verification.result import BOUND_DB, Benchmark, Departure, Resized, Verification
 from scalepoint.verification.simulation import feeds_of, simulate
 from scalepoint.verification.times import LayerTime
 from scalepoint.verification.timing import benchmark, blamed, plain_file
+from scalepoint.words import one_line
 
 Feeds = Mapping[str, np.ndarray]
 SEARCHED_BELOW_DB = 30.0  # to write another file for the first layer that departs takes as long as the first did
@@ -72,7 +75,8 @@ def verify(
         found = replace(found, optimized=agreements(expected, files.outputs(answer)))
         variants = [each for each in chosen.variants if each.applies(executed)]
         others: dict[str, Any] = {each.name: run.agreements(**each.options) for each in variants}
-        found = replace(found, **others, rounded=" ".join(each.why for each in variants if each.why))
+        why = " ".join(each.why for each in variants if each.why)
+        found = replace(found, **others, rounded=why, resized=_resized(run, model, given))
         if layers and codes and said is not None and isinstance(model, fx.GraphModule):
             found = replace(found, departure=_departure(run, codes, said, found, Shown(model, given)))
     if chosen.why_not_run:
@@ -136,6 +140,24 @@ class _Run:
     def agreements(self, **options: Any) -> tuple[Agreement, ...]:
         answer = self.answer(**options)
         return agreements(self.expected, self.files.outputs(answer)) if answer.status == Status.OK else ()
+
+
+def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
+    """With the sizes that capture tried, where axes are free by name."""
+    origin = origin_of(model)
+    if not origin.tried:
+        return None
+    found = Resized(dict(origin.tried), steps=dict(origin.steps))
+    others = resized(model, inputs, origin.axes, origin.tried)
+    try:
+        expected, _ = simulate(model, others)
+    except RuntimeError as error:  # the float graph ran there
+        return replace(found, message=f"the simulation fails: {one_line(str(error))}")
+    with exchange(feeds_of(model, others)) as files:
+        answer = replace(run, expected=expected, files=files).answer()
+        if answer.status != Status.OK:
+            return replace(found, message=f"{answer.status.value}: {answer.message}")
+        return replace(found, agreed=agreements(expected, files.outputs(answer)))
 
 
 def _about(path: Path, runtime: Runtime) -> About | None:

@@ -139,7 +139,7 @@ def _once(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> tuple[Walk, E
         raise ExportError(f"torch cannot export this model for LiteRT. {type(error).__name__}: {first}") from error
 
 
-def _free(value: Tensor) -> tuple[int, ...]:
+def _free(name: str, value: Tensor) -> tuple[int, ...]:
     """The batch: shapes of a .tflite file are planned, lengths of sentences are those of the example."""
     return (0,) if value.ndim > 1 else ()
 

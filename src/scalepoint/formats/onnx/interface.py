@@ -2,7 +2,7 @@
 
 inputs    arguments of forward; x_0 and x_key where one is nested
 outputs   keys and fields of what forward returns, else output_0, output_1, ..
-axes      batch; sequence for the second axis of token inputs; else input_axis
+axes      those of dynamic_axes; batch; sequence for the second axis of token inputs; else input_axis
 """
 
 import re
@@ -13,12 +13,15 @@ import onnx_ir as ir
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
-BATCH, SEQUENCE, OUTPUT = "batch", "sequence", "output"
+from scalepoint.errors import ExportError
+from scalepoint.graph.free import BATCH, SEQUENCE, Axes
+
+OUTPUT = "output"
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
-def name_interface(model: Any, program: ExportedProgram) -> None:
-    """Rename inputs, outputs and axes of the graph, in place."""
+def name_interface(model: Any, program: ExportedProgram, axes: Axes | None = None) -> None:
+    """Rename inputs, outputs and axes of the graph, in place; `axes` names those that are free by name."""
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
     inputs = input_names(program)
@@ -34,7 +37,7 @@ def name_interface(model: Any, program: ExportedProgram) -> None:
             value.name = f"interface {place}"  # two may change places
     for value, name in zip(own, wanted, strict=True):
         value.name = name
-    _name_axes(graph, values)
+    _name_axes(graph, values, axes or {})
 
 
 def input_names(program: ExportedProgram) -> list[str]:
@@ -94,9 +97,9 @@ def _free(name: str, taken: set[str]) -> str:
     return name if name not in taken else next(each for each in others if each not in taken)
 
 
-def _name_axes(graph: Any, values: Sequence[Any]) -> None:
-    """Symbols by the first axis that has them; expressions of them are rewritten."""
-    names: dict[str, str] = {}
+def _name_axes(graph: Any, values: Sequence[Any], axes: Axes) -> None:
+    """Symbols by the first axis that has them, after those that are named; expressions of them are rewritten."""
+    names = _named(graph, axes)
     for value in (*graph.inputs, *graph.outputs):
         for axis, size in enumerate(value.shape or ()):
             symbol = "" if isinstance(size, int) else str(size.value)
@@ -106,6 +109,21 @@ def _name_axes(graph: Any, values: Sequence[Any]) -> None:
     for value in values:
         if value.shape is not None:
             value.shape = ir.Shape([_renamed(size, names) for size in value.shape])
+
+
+def _named(graph: Any, axes: Axes) -> dict[str, str]:
+    """Symbols of the axes that were named, by which the file must have them; one name may have several."""
+    found: dict[str, str] = {}
+    for value in graph.inputs:
+        for axis, name in axes.get(value.name, {}).items():
+            size = value.shape[axis]
+            if isinstance(size, int):
+                raise ExportError(
+                    f"dynamic_axes: axis {axis} ({name}) of {value.name!r} is {size} in the file, though it is free in "
+                    "the graph: an operation became one of fixed sizes on its way into ONNX"
+                )
+            found.setdefault(str(size.value), name)
+    return found
 
 
 def _axis(value: Any, axis: int) -> str:

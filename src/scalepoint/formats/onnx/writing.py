@@ -22,6 +22,7 @@ from scalepoint.formats.onnx.saving import save_graph
 from scalepoint.formats.onnx.stored import Stored
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import export_graph, quiet
+from scalepoint.graph.origin import origin_of
 from scalepoint.graph.program import Program, warn_of_tracing
 from scalepoint.numerics import dtype_name
 from scalepoint.targets.target import Spelling
@@ -88,5 +89,5 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     graph.opset_imports[""] = form.opset
     respell(graph, form.spellings)
     finish(graph, IR_VERSIONS[form.opset], form.float_dtype)
-    name_interface(graph, exported)
+    name_interface(graph, exported, origin_of(model).axes)
     return graph
