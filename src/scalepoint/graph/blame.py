@@ -1,5 +1,6 @@
 """The line of the user's own code at which a capture failed, or which a warning is about."""
 
+import contextlib
 import re
 import sys
 import traceback
@@ -8,7 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
+
+
+def is_users(filename: str) -> bool:
+    """Whether code of this file is the user's, not torch's or ours."""
+    return not filename.startswith(_NOT_THE_USERS)
 
 
 def user_line(error: Exception | None) -> str:

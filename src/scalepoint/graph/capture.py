@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from scalepoint.ambient import as_called
 from scalepoint.errors import CaptureError, ScalepointWarning, shown
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
@@ -27,11 +28,12 @@ from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import Seen, replaced, restore
 from scalepoint.graph.lift import lift
 from scalepoint.graph.modes import keeping_attributes
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import name_dtypes, tensor_of
 from scalepoint.graph.origin import note_origin, origin_of
 from scalepoint.graph.sizes import note_sizes
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
+from scalepoint.graph.uncast import autocast_off, inline_blocks
 from scalepoint.graph.writes import follow_writes, join_batch_norms
 from scalepoint.turns import in_turn
 
@@ -81,11 +83,14 @@ def capture(
             with ExitStack() as stack:
                 left = stack.enter_context(replaced(working, leave, *inputs)) if leave else ()
                 stack.enter_context(keeping_attributes(working))
+                uncast = stack.enter_context(autocast_off())
+                stack.enter_context(as_called())
                 program = export(working, *given, dynamic)
             graph_module = _finish(program, working, left)
             is_wide = _is_widened(graph_module, given)
-            note_origin(graph_module, is_widened=is_wide, leave=tuple(leave))
+            note_origin(graph_module, is_widened=is_wide, leave=tuple(leave), uncast=tuple(sorted(uncast)))
             note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
+            _tell_of_autocast(graph_module)
             if dynamic:
                 _tell_of_fixed_batch(graph_module)
     for name, module in graph_module.named_modules():
@@ -111,11 +116,14 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[Seen] = (
     """The exported graph over the modules of `owner`, lifted and checked."""
     with quiet():
         unlifted = program.module(check_guards=False)
+        inline_blocks(unlifted)
         if not follow_writes(unlifted.graph):
             program = program.run_decompositions({})
             unlifted = program.module(check_guards=False)
+            inline_blocks(unlifted)
             follow_writes(unlifted.graph)
             join_batch_norms(unlifted.graph)
+    name_dtypes(unlifted.graph)
     graph_module = Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     adopt(graph_module, owner)
@@ -156,6 +164,16 @@ def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:
         message = (
             f"the first axis of {', '.join(sizes)}: the model computes with that number, so its graph takes inputs of "
             "this size only. dynamic=False asks for that and says nothing"
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+
+
+def _tell_of_autocast(graph_module: fx.GraphModule) -> None:
+    places = origin_of(graph_module).uncast
+    if places:
+        message = (
+            f"torch.autocast at {', '.join(places)} is left out: the graph computes in the types of the model's "
+            "parameters, and a file in float32 wherever it is not quantized"
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
@@ -232,7 +250,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs, however they were given; arrays of numpy as tensors."""
+    """Positional and keyword inputs, however they were given; arrays of numpy, and what inference mode made, as plain
+    tensors."""
     args, keyword = _tensors(args), _tensors(dict(kwargs or {}))
     if args is None and keyword:
         return (), keyword
@@ -249,9 +268,16 @@ def from_array(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array if is_shared else array.copy())
 
 
-def _tensors(value: Any) -> Any:
+def as_tensor(value: np.ndarray | Tensor) -> Tensor:
+    """What gradients can go through: an array's values, or those of a tensor that inference mode made."""
     if isinstance(value, np.ndarray):
         return from_array(value)
+    return value.clone() if value.is_inference() else value
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray | Tensor):
+        return as_tensor(value)
     if type(value) in (list, tuple):
         return type(value)(map(_tensors, value))
     return {key: _tensors(each) for key, each in value.items()} if type(value) is dict else value

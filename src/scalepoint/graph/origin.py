@@ -12,11 +12,13 @@ _KEY = "scalepoint.origin"
 @dataclass(frozen=True)
 class Origin:
     """`fixed_batch`: the inputs whose first axis the model computes with, and its size. `is_widened`: an example of one
-    was captured as two, so the recorded work is twice the example's. `leave`: modules that were not looked into."""
+    was captured as two, so the recorded work is twice the example's. `leave`: modules that were not looked into.
+    `uncast`: where torch.autocast would have cast, and to which type."""
 
     fixed_batch: Mapping[str, int] = field(default_factory=dict)
     is_widened: bool = False
     leave: tuple[str, ...] = ()
+    uncast: tuple[str, ...] = ()
 
 
 def origin_of(model: nn.Module) -> Origin:

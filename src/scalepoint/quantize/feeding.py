@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from scalepoint import ranks
 from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
-from scalepoint.graph.capture import from_array
+from scalepoint.graph.capture import as_tensor
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
 from scalepoint.turns import in_turn
@@ -348,9 +348,9 @@ def _is_finite(inputs: Any) -> bool:
 
 
 def _tensor(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return from_array(value)
-    if isinstance(value, Tensor | int | float | bool | type(None) | list | tuple | Mapping):
+    if isinstance(value, np.ndarray | Tensor):
+        return as_tensor(value)
+    if isinstance(value, int | float | bool | type(None) | list | tuple | Mapping):
         return value
     raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")
 

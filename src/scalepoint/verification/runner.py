@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from scalepoint.ambient import as_called
 from scalepoint.graph.modes import evaluating
 from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.runtimes.serving import Served
@@ -68,5 +69,5 @@ class RuntimeModel:
 def _structure(model: nn.Module, example: Any) -> Any:
     """How the model nests its outputs; its modes stay as they are."""
     args, kwargs = example
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), as_called():
         return pytree.tree_structure(model(*args, **kwargs))
