@@ -59,11 +59,19 @@ def _laid_out(x: Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any
     return x
 
 
+def _mean_slope(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
+    """A random leaky ReLU in eval."""
+    if training:
+        raise NotNotedError("a leaky ReLU that draws its slopes")
+    return torch.ops.aten.leaky_relu(x, (lower + upper) / 2)
+
+
 _OWN: Table = {
     torch.ops.aten.as_strided_.default: _laid_out,
     torch.ops.aten.batch_norm.default: _normalized,
     torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default,  # torch.tensor(..) in forward
     torch.ops.aten.detach_.default: lambda x: x,
+    torch.ops.aten.rrelu.default: _mean_slope,
 }
 
 

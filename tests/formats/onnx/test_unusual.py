@@ -252,3 +252,36 @@ def test_bags_of_embeddings_for_any_number_of_rows(tmp_path):
     made = quantized(Bag(), torch.randint(0, 50, (2, 6)))
     path = export(made, tmp_path / "more.onnx", torch.randint(0, 50, (2, 6)))
     assert verify(path, made, torch.randint(0, 50, (5, 6)), layers=False).holds
+
+
+class Head(nn.Module):
+    """A linear layer after one that has no form of its own in ONNX."""
+
+    def __init__(self, before: nn.Module, width: int = 8) -> None:
+        super().__init__()
+        self.before, self.head = before, nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        return self.head(y[0] if isinstance(y, tuple) else y)
+
+
+@pytest.mark.parametrize(
+    ("before", "width"),
+    [
+        (nn.RReLU(), 8),
+        (nn.LSTM(8, 8, proj_size=5, num_layers=2, batch_first=True), 5),
+        (nn.LSTM(8, 8, proj_size=5, bidirectional=True, bias=False, batch_first=True), 10),
+    ],
+    ids=["RReLU", "a projected LSTM", "a projected LSTM, both ways"],
+)
+def test_layers_without_a_form_are_written_in_parts(before, width, tmp_path):
+    torch.manual_seed(0)
+    model, x = Head(before, width).eval(), torch.randn(4, 3, 8)
+    found = run(model, x, tmp_path)
+    assert found.sqnr > 100
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_distances_of_all_pairs(p, tmp_path):
+    run(Layer(lambda x: torch.cdist(x, x[:, :2], p=p)), torch.randn(4, 3, 8), tmp_path)
