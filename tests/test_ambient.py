@@ -91,6 +91,7 @@ def test_deploy_makes_a_file_that_runs_and_leaves_the_settings_alone(state, tmp_
     assert done.verification.holds
 
 
+@pytest.mark.filterwarnings("ignore:the model computes in float64")
 def test_a_double_model_that_makes_tensors_by_default_is_captured_as_it_was_written(tmp_path: Path):
     with default_dtype(torch.float64):
         model = model_of()

@@ -219,7 +219,7 @@ class TestWeightsThatAreReadInAnotherWay:
     @pytest.mark.parametrize(
         ("model", "weight"),
         [
-            pytest.param(Reads(lambda x, w: torch.einsum("bi,oi->bo", x, w), 3, 4), "weight", id="einsum"),
+            pytest.param(Reads(lambda x, w: torch.einsum("bi,oi->b", x, w), 3, 4), "weight", id="einsum"),
             pytest.param(Reads(lambda x, w: torch.baddbmm(x[None], x[None], w), 1, 4, 4), "weight", id="baddbmm"),
             pytest.param(Reads(lambda x, w: w[(x > 0).long()], 2, 4), "weight", id="a-table-by-index"),
             pytest.param(Reads(torch.cdist, 3, 4), "weight", id="distances"),

@@ -77,7 +77,7 @@ def name_dtypes(graph: fx.Graph) -> None:
 
 def constants(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose values are the same at every call: made of parameters, buffers and numbers alone."""
-    written = {node.args[0].target for node in graph.nodes if _writes_attribute(node)}
+    written = written_attributes(graph)
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -88,6 +88,11 @@ def constants(graph: fx.Graph) -> set[fx.Node]:
         if is_constant:
             found.add(node)
     return found
+
+
+def written_attributes(graph: fx.Graph) -> list[str]:
+    """The buffers that a call changes."""
+    return sorted({str(node.args[0].target) for node in graph.nodes if _writes_attribute(node)})
 
 
 def _writes_attribute(node: fx.Node) -> bool:

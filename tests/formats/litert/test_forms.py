@@ -224,7 +224,7 @@ class Recurrent(nn.Module):
     ],
     ids=["LSTM", "projected LSTM", "GRU", "RNN of ReLU", "RNN of tanh"],
 )
-@pytest.mark.filterwarnings("ignore:the first axis of 'x' is fixed")  # that of the steps
+@pytest.mark.filterwarnings("ignore:the first axis of 'x' is fixed", "ignore:LSTM with projections is not supported")
 def test_a_recurrent_layer(kind, options, tmp_path):
     torch.manual_seed(0)
     model = Recurrent(kind, **options).eval()
