@@ -30,7 +30,7 @@ def run(model: nn.Module, inputs: Any) -> Any:
 
 def batch(inputs: Any, samples: list[int]) -> Any:
     """These samples of the inputs; what is no tensor stays."""
-    return pytree.tree_map(lambda value: value[samples] if isinstance(value, Tensor) else value, inputs)
+    return pytree.tree_map(lambda value: value[samples] if isinstance(value, Tensor) and value.ndim else value, inputs)
 
 
 def relative_difference(expected: Any, found: Any) -> float:

@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.ambient import as_called
 from scalepoint.errors import CaptureError, ScalepointWarning, shown
-from scalepoint.graph.blame import user_level
+from scalepoint.graph.blame import user_level, user_line
 from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
 from scalepoint.graph.check import check_graph
+from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.left import Seen, replaced, restore
 from scalepoint.graph.lift import lift
@@ -79,6 +80,7 @@ def capture(
             graph_module = _checked(trace(working))
         else:
             given = _distinct(as_inputs(args, kwargs))
+            _check_types(working, given)
             inputs = widened(*given) if dynamic else given
             with ExitStack() as stack:
                 left = stack.enter_context(replaced(working, leave, *inputs)) if leave else ()
@@ -131,6 +133,24 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[Seen] = (
     note_origin(graph_module, fixed_batch=fixed_batch(program))
     unflatten(lift(graph_module, owner))
     return _checked(graph_module)
+
+
+def _check_types(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Floats of a type that no parameter has may be meant; a trace does not mind where the model itself does."""
+    given = {leaf.dtype for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    own = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    if not given or not own or given & own:
+        return
+    try:
+        with quiet():
+            dry_run(model, *inputs)
+    except Exception as error:  # the user's code raises what it likes
+        kinds = [" and ".join(sorted(str(each).removeprefix("torch.") for each in some)) for some in (given, own)]
+        raise CaptureError(
+            f"{type(model).__name__} itself fails on these example inputs{user_line(error)}. {type(error).__name__}: "
+            f"{error}. The inputs are {kinds[0]}, the parameters {kinds[1]}: give inputs of the model's type, in the "
+            "data too (numpy makes float64 unless told)"
+        ) from error
 
 
 def _distinct(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -231,6 +231,8 @@ class _Run(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            raise NotNotedError(f"torch.{target.__name__} has branches")
         made = super().call_function(target, args, kwargs)
         if isinstance(made, torch.SymFloat | torch.SymBool):
             raise NotNotedError(f"{target} of sizes")

@@ -210,7 +210,14 @@ def _feed_batches(
         except ScalepointError:
             raise
         except Exception as error:
-            error.add_note(BatchNote(f"it was {_described(batch)}{_wanted(model)}"))
+            said = f"it was {_described(batch)}{_wanted(model)}"
+            if _is_unlike(model, args, kwargs):
+                why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                raise CalibrationError(
+                    f"batch {index} of the data is unlike the example: {said}. {why.rstrip('. ')}. Give batches of the "
+                    "example's sizes and types"
+                ) from error
+            error.add_note(BatchNote(said))
             raise
 
 
@@ -361,6 +368,20 @@ def _wanted(model: nn.Module) -> str:
     found = [(node.name, tensor_of(node)) for node in places]
     told = [f"{name} {_sizes(value)} {value.dtype}" for name, value in found if value is not None]
     return f"; the model was captured with {', '.join(told)}" if told else ""
+
+
+def _is_unlike(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor has another type, number of axes or fixed extent than that which the model was captured with."""
+    places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
+    wanted = {str(node.target): value for node in places if (value := tensor_of(node)) is not None}
+    named = {**dict(zip(wanted, args, strict=False)), **kwargs}
+    pairs = [(named[name], value) for name, value in wanted.items() if isinstance(named.get(name), Tensor)]
+    return any(
+        given.dtype != value.dtype
+        or given.ndim != value.ndim
+        or any(is_concrete_int(size) and size != own for own, size in zip(given.shape, value.shape, strict=True))
+        for given, value in pairs
+    )
 
 
 def _sizes(value: Tensor) -> str:
