@@ -48,7 +48,7 @@ def _one_difference(expected: Any, found: Any) -> float:
         return float("inf")
     if not expected.is_floating_point():
         return 0.0 if torch.equal(expected, found) else float("inf")
-    if expected.numel() == 0:
+    if expected.numel() == 0 or torch.equal(expected, found):
         return 0.0
     difference = float((expected - found).abs().max() / expected.abs().max())
     return float("inf") if math.isnan(difference) else difference

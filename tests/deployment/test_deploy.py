@@ -312,7 +312,7 @@ class TestRefused:
             scalepoint.deploy(model, example, data, output=tmp_path)
 
     def test_several_targets_at_once(self, model, data, tmp_path):
-        with pytest.raises(TargetError, match="a target is a name or a Target, not .*: one at a time"):
+        with pytest.raises(TargetError, match=r"a target is a name or a Target, not .*: one at a time"):
             scalepoint.deploy(model, data[0], data, target=["onnxruntime", "openvino"], output=tmp_path / "out")
 
     def test_an_example_of_another_type_than_the_models(self, data, tmp_path):
@@ -327,7 +327,7 @@ class TestRefused:
     def test_data_that_is_unlike_the_example(self, batch, tmp_path):
         model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
         with pytest.raises(
-            CalibrationError, match=r"batch 1 of the data is unlike the example: it was .*captured with"
+            CalibrationError, match=r"batch 1 of the data is unlike the example: it was .*captured"
         ):
             scalepoint.deploy(model, x, [x, batch], output=tmp_path / "out", progress=False)
 

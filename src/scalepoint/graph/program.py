@@ -380,6 +380,8 @@ def _decompose(graph: fx.Graph, table: Table) -> None:
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
     notes = _Notes(graph, mode, table)
     for node in list(graph.nodes):
+        if node._erased:  # it picked a part of one that was replaced
+            continue
         if node.op == "call_function" and node.target in table:
             notes.meta = {"written": node.target, **_kept(node)}
             _replace(node, notes)

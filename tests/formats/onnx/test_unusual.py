@@ -285,6 +285,16 @@ def test_layers_without_a_form_are_written_in_parts(before, width, tmp_path):
     assert found.sqnr > 100
 
 
+def test_tensors_that_are_broadcast_again_and_again(tmp_path):
+    def losses(x):
+        one, two = torch.broadcast_tensors(x, x[:, :1])
+        two, one = torch.broadcast_tensors(two, one)
+        three, four = torch.broadcast_tensors(one, two)
+        return nn.functional.mse_loss(three, four, reduction="none") + one * two
+
+    run(Layer(losses), torch.randn(4, 8), tmp_path)
+
+
 @pytest.mark.parametrize("p", [1, 2])
 def test_distances_of_all_pairs(p, tmp_path):
     run(Layer(lambda x: torch.cdist(x, x[:, :2], p=p)), torch.randn(4, 3, 8), tmp_path)
