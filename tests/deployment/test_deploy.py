@@ -326,9 +326,7 @@ class TestRefused:
     )
     def test_data_that_is_unlike_the_example(self, batch, tmp_path):
         model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
-        with pytest.raises(
-            CalibrationError, match=r"batch 1 of the data is unlike the example: it was .*captured"
-        ):
+        with pytest.raises(CalibrationError, match=r"batch 1 of the data is unlike the example: it was .*captured"):
             scalepoint.deploy(model, x, [x, batch], output=tmp_path / "out", progress=False)
 
     def test_a_folder_whose_name_is_no_text(self, model, data, tmp_path):
