@@ -33,7 +33,8 @@ class RuntimeModel:
         threads: int = 0,
         memory: int | None = None,
     ) -> None:
-        self.leaves, self.structure = ([], None) if like is None else _structure(like, example)
+        found: tuple[list[Any], Any] = ([], None) if like is None else _structure(like, example)
+        self.leaves, self.structure = found
         self.served = Served(find_runtime(runtime), existing(path), threads=threads, memory=memory)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

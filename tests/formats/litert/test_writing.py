@@ -210,6 +210,11 @@ class Middle(nn.Module):
         return torch.kthvalue(self.conv(x), 2).values
 
 
+class Branched(Middle):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (self.conv(x),))
+
+
 class Sized(Middle):
     def forward(self, x):
         return self.conv(x[: int((x.sum() > 0).sum()) + 1])
@@ -220,9 +225,11 @@ class Sized(Middle):
     [
         (Middle(), r"aten.kthvalue .*has no form in a \.tflite file"),
         (Sized(), "has a size that depends on the data"),
+        (Branched(), r"torch\.cond .*has branches"),
     ],
-    ids=["no form", "dynamic shape"],
+    ids=["no form", "dynamic shape", "branches"],
 )
+@pytest.mark.filterwarnings("ignore:torch traces the model once more")
 def test_what_a_file_cannot_hold_is_refused_before_any_data_is_read(model, said, tmp_path):
     def never():
         raise AssertionError("data was read")
