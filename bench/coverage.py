@@ -1,15 +1,17 @@
 """Real architectures on the whole road: captured, quantized, exported, run in ONNX Runtime, compared.
 
-`python bench/coverage.py [tests|further] [NAME ...]` takes the 111 architectures of the tests, and those of
-bench/further.py, each in a process of its own with a time limit, and adds a row for each to out/coverage-tests.json or
-out/coverage-further.json: a run that is stopped goes on where it was, and --again does those anew that do not hold.
+`python bench/coverage.py [tests|further|strangers] [NAME ...]` takes the 111 architectures of the tests, those of
+bench/further.py and those of bench/strangers.py, each in a process of its own with a time limit, and adds a row for
+each to out/coverage-tests.json and so on: a run that is stopped goes on where it was, and --again does those anew that
+do not hold. --target takes another runtime, and the rows go to out/coverage-strangers-openvino.json.
 bench/write_page.py makes the tables.
 
-An architecture runs (its file agrees with the simulation), is refused (capture says why, before any work), departs
+An architecture runs (its file agrees with the simulation), is refused (before any work, with the reason), departs
 (runs, but not as the simulation), or fails at a stage; a failure that is no ScalepointError is called foreign.
 """
 
 import argparse
+import copy
 import json
 import multiprocessing
 import os
@@ -33,14 +35,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own
 from architectures import ARCHITECTURES, Architecture, Inputs, torchvision_models
 from further import FURTHER
 from scalepoint.errors import ScalepointError
-from scalepoint.formats import export
+from scalepoint.formats import Writing, export, find_format
+from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.origin import origin_of
+from scalepoint.graph.uncast import autocast_off
+from scalepoint.processor import amx
 from scalepoint.quantize import calibrate, coverage, freeze, insert_qdq
+from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.verification import Status, verify
+from strangers import STRANGERS
 from weighted import batch, relative_difference, run
 
 OUT = Path(__file__).parent.parent / "out"
-LISTS = {"tests": ARCHITECTURES, "further": FURTHER}
+LISTS = {"tests": ARCHITECTURES, "further": FURTHER, "strangers": STRANGERS}
+EARLY = ("capture", "insert")  # stages that refuse before any work
 PARITY = 1e-4
 SECONDS = 400.0
 LONGEST = 400  # of what is kept of a message
@@ -78,14 +87,17 @@ class Journey:
         self.row.seconds[stage] = round(time.process_time() - start, 2)
 
 
-def travel(journey: Journey, architecture: Architecture, folder: Path) -> None:
+def travel(journey: Journey, architecture: Architecture, target: Target, folder: Path) -> None:
     """The road; whatever is raised ends it, at the stage that the row names."""
-    row = journey.row
+    row, form = journey.row, find_format(target.format)
+    path = folder / f"model{form.suffix}"
     with journey.at("build"):
         model, inputs = architecture.build()
     data = [batch(inputs, [0, 1]), batch(inputs, [1, 0])]
     with journey.at("capture"):
-        result = transform(model, inputs, target="onnxruntime")
+        result = transform(model, inputs, target=target)
+        if form.check is not None:
+            form.check(result.model, Writing(as_inputs(inputs, None), target))
         row.parity = parity(model, result.model, inputs)
     with journey.at("insert"):
         quantized = insert_qdq(result.model, result.matches, copy=False)
@@ -96,9 +108,9 @@ def travel(journey: Journey, architecture: Architecture, folder: Path) -> None:
         shares = coverage(quantized).share_of_macs()
         row.quantized = None if shares is None else 1 - shares.get("float", 0.0)
     with journey.at("export"):
-        export(quantized, folder / "model.onnx", inputs)
+        export(quantized, path, inputs)
     with journey.at("run"):
-        found = verify(folder / "model.onnx", quantized, inputs, layers=False)
+        found = verify(path, quantized, inputs, layers=False)
         if found.status != Status.OK:
             row.reason = f"{found.status.value}: {found.message}"
             return
@@ -110,22 +122,24 @@ def travel(journey: Journey, architecture: Architecture, folder: Path) -> None:
 
 
 def parity(model: nn.Module, graph: nn.Module, inputs: Inputs) -> float:
-    """Of the float graph with the model: the worst max |difference| / max |output| of batch 1 and batch 3."""
-    batches = [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
-    with torch.no_grad():
-        return max(relative_difference(run(model, each), run(graph.eval(), each)) for each in batches)
+    """Of the float graph with the model: the worst max |difference| / max |output| of batch 1 and batch 3, or of the
+    one that it is fixed at."""
+    is_fixed = bool(origin_of(graph).fixed_batch)
+    batches = [inputs] if is_fixed else [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
+    with torch.no_grad(), autocast_off():  # as it was captured
+        return max(relative_difference(run(fresh(model), each), run(fresh(graph).eval(), each)) for each in batches)
 
 
-def measure(architecture: Architecture, row: Row, listener: Connection) -> None:
+def measure(architecture: Architecture, target: Target, row: Row, listener: Connection) -> None:
     """In a process of its own: the row, sent whole at the end."""
     os.setsid()  # so that what it started ends with it
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the models' libraries, at import and in forward
     try:
         with TemporaryDirectory() as folder:
-            travel(Journey(row, listener), architecture, Path(folder))
+            travel(Journey(row, listener), architecture, target, Path(folder))
     except ScalepointError as error:
-        row.outcome = "refused" if row.stage == "capture" else "fails"
+        row.outcome = "refused" if row.stage in EARLY else "fails"
         row.reason = str(error)
     except Exception as error:  # each kind is a row of the table
         row.foreign, row.reason = True, f"{type(error).__name__}: {error}"
@@ -133,12 +147,12 @@ def measure(architecture: Architecture, row: Row, listener: Connection) -> None:
     listener.send(row)
 
 
-def in_child(architecture: Architecture, limit: float) -> Row:
+def in_child(architecture: Architecture, target: Target, limit: float) -> Row:
     """The row of one architecture, whatever becomes of the process that makes it."""
     context = multiprocessing.get_context("fork")  # the libraries are imported once
     receiver, sender = context.Pipe(duplex=False)
     row = Row(architecture.name)
-    child = context.Process(target=measure, args=(architecture, row, sender))
+    child = context.Process(target=measure, args=(architecture, target, row, sender))
     child.start()
     sender.close()
     deadline = time.monotonic() + limit
@@ -157,6 +171,14 @@ def in_child(architecture: Architecture, limit: float) -> Row:
     return row
 
 
+def fresh(model: nn.Module) -> nn.Module:
+    """A copy, as some write to themselves; those that cannot be copied, themselves."""
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError:
+        return model
+
+
 def import_libraries() -> None:
     """Before the children fork."""
     torchvision_models()
@@ -164,14 +186,14 @@ def import_libraries() -> None:
         import_module(name)
 
 
-def survey(kind: str, names: list[str], again: bool, limit: float) -> list[Row]:
+def survey(kind: str, target: Target, names: list[str], again: bool, limit: float) -> list[Row]:
     """The rows of one list, those that are there and those that are made now."""
-    path = OUT / f"coverage-{kind}.json"
+    path = OUT / (f"coverage-{kind}.json" if target.name == "onnxruntime" else f"coverage-{kind}-{target.name}.json")
     rows = {name: Row(**row) for name, row in (json.loads(path.read_text()) if path.exists() else {}).items()}
     done = {name for name, row in rows.items() if not (again and row.outcome in ("fails", "departs"))}
     for name, architecture in LISTS[kind].items():
         if name in names or (not names and name not in done):
-            rows[name] = row = in_child(architecture, limit)
+            rows[name] = row = in_child(architecture, target, limit)
             path.write_text(json.dumps({name: asdict(rows[name]) for name in LISTS[kind] if name in rows}, indent=1))
             print(f"{name}: {row.outcome} at {row.stage}, {sum(row.seconds.values()):.0f} s {row.reason}", flush=True)
     return list(rows.values())
@@ -181,16 +203,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("list", nargs="?", choices=list(LISTS), help="only this list")
     parser.add_argument("names", nargs="*", help="only these of it")
+    parser.add_argument("--target", default="onnxruntime", help="the runtime")
     parser.add_argument("--again", action="store_true", help="also those that are there already but do not hold")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the time limit of each")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import_libraries()
+    amx()  # where it does not run, the children are told
     OUT.mkdir(exist_ok=True)
     has_foreign = False
     for kind in [given.list] if given.list else LISTS:
-        rows = survey(kind, given.names, given.again, given.seconds)
+        rows = survey(kind, find_target(given.target), given.names, given.again, given.seconds)
         print(kind, dict(Counter(row.outcome for row in rows)))
         has_foreign |= any(row.foreign for row in rows)
     return 1 if has_foreign else 0

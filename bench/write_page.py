@@ -191,6 +191,12 @@ def _sizes_cell(row: dict[str, Any]) -> str:
     return f"{'' if row['outcome'] == 'runs' else '**departs** '}{first}, {others[0]}"
 
 
+def coverage_count(path: Path) -> str:
+    """How many architectures come out how, and what does not run, with the reason."""
+    whole = coverage_table(path).splitlines()
+    return "\n".join([*whole[:4], *(line for line in whole[4:] if "| runs |" not in line)])
+
+
 def reason_of(row: dict[str, Any]) -> str:
     """Short, without paths of a machine, as a cell of a table."""
     text = re.sub(r"/\S*/(?=[\w.]+:\d+)", "", row["reason"]).replace("|", "/").replace("<", "").replace(">", "")
@@ -341,6 +347,9 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "coverage-tests": ("coverage-tests", coverage_table),
     "coverage-further": ("coverage-further", coverage_table),
     "sizes": ("sizes", sizes_table),
+    "coverage-strangers": ("coverage-strangers", coverage_table),
+    "coverage-openvino": ("coverage-strangers-openvino", coverage_count),
+    "coverage-litert": ("coverage-strangers-litert", coverage_count),
 }
 
 

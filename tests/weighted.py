@@ -30,7 +30,7 @@ def run(model: nn.Module, inputs: Any) -> Any:
 
 def batch(inputs: Any, samples: list[int]) -> Any:
     """These samples of the inputs; what is no tensor stays."""
-    return pytree.tree_map(lambda value: value[samples] if isinstance(value, Tensor) else value, inputs)
+    return pytree.tree_map(lambda value: value[samples] if isinstance(value, Tensor) and value.ndim else value, inputs)
 
 
 def relative_difference(expected: Any, found: Any) -> float:
@@ -48,7 +48,7 @@ def _one_difference(expected: Any, found: Any) -> float:
         return float("inf")
     if not expected.is_floating_point():
         return 0.0 if torch.equal(expected, found) else float("inf")
-    if expected.numel() == 0:
+    if expected.numel() == 0 or torch.equal(expected, found):
         return 0.0
     difference = float((expected - found).abs().max() / expected.abs().max())
     return float("inf") if math.isnan(difference) else difference

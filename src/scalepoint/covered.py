@@ -88,8 +88,12 @@ class Coverage:
         return not self.in_state(State.QUANTIZED) and not any(row.stored for row in self.operations)
 
     def why_empty(self) -> str:
-        reasons = "; ".join(f"{row.name}: {row.reason}" for row in self.operations[:4]) or "it has no weights"
-        return f"nothing of this model would be quantized: {reasons}"
+        told = dict.fromkeys(f"{row.name}: {row.reason}" for row in self.operations)
+        reasons = "; ".join(list(told)[:4]) or "it has no weights"
+        if len(told) > 4:
+            reasons += f"; and {len(told) - 4} more"
+        other = "take a target that has kernels for it (scalepoint targets), or " if told else ""
+        return f"nothing of this model would be quantized: {reasons}. The way out: {other}ship it in float"
 
     def check(self) -> None:
         """strict=True: an error that names what stays float unasked."""

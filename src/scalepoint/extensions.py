@@ -41,8 +41,11 @@ class Extensions(Generic[T]):
         """A value from itself or from its name."""
         if isinstance(given, self.kind):
             return given
+        if not isinstance(given, str):
+            several = ": one at a time" if isinstance(given, list | tuple | set) else ""
+            raise self.error(f"a {self.word} is a name or a {self.kind.__name__}, not {shown(given)}{several}")
         if given in self.own:
-            return self.own[str(given)]
+            return self.own[given]
         for point in entry_points(group=self.group):
             if point.name == given:
                 return self._loaded(point)

@@ -22,6 +22,7 @@ from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
 from scalepoint.patterns.plan import TransformationPlan, make_plan
 from scalepoint.targets import Target, find_target
+from scalepoint.turns import in_turn
 from scalepoint.words import one_line
 
 _KEY = "scalepoint.transformed"
@@ -70,6 +71,7 @@ class TransformationResult:
     report: TransformationReport
 
 
+@in_turn
 def transform(
     model: Model,
     args: Any = None,

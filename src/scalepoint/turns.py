@@ -1,7 +1,8 @@
 """One at a time: threads of one process that capture, run or write models wait for each other.
 
 torch traces a model by patching what all threads share (the call of every module, warnings, the random state), so two
-at once would write into each other's graphs. The lock is one for the process; who holds it may take it again.
+at once would write into each other's graphs. The lock is one for the process; who holds it may take it again. Whoever
+has the turn works under torch's own settings (ambient.py).
 """
 
 import os
@@ -9,6 +10,8 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
+
+from scalepoint.ambient import settled
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 
@@ -32,7 +35,7 @@ def in_turn(function: Called) -> Called:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with _TURN.lock:
+        with _TURN.lock, settled():
             return function(*args, **kwargs)
 
     return called  # type: ignore[return-value]  # as it was

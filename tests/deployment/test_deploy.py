@@ -15,6 +15,7 @@ from scalepoint import DeployConfig
 from scalepoint.deployment import story
 from scalepoint.deployment.settings import with_speed
 from scalepoint.errors import (
+    CalibrationError,
     CaptureError,
     ConfigError,
     DocumentError,
@@ -156,6 +157,30 @@ def test_a_smoke_run_leaves_away_what_only_measures(model, data, tmp_path, monke
     assert "a full run: the same without smoke" in str(done)
 
 
+class Nested(nn.Module):
+    """Gives what no file holds beside what it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return {"y": self.layer(x), "none": None, "text": "a word", "more": [self.layer(x).sum(1), None]}
+
+
+def test_a_metric_sees_the_models_own_structure_with_its_nones(tmp_path):
+    x = torch.randn(2, 8)
+
+    def metric(run):
+        given = run(x)
+        assert list(given) == ["y", "none", "text", "more"]
+        assert (given["none"], given["text"], given["more"][1]) == (None, "a word", None)
+        return float(given["y"].mean() + given["more"][0].mean())
+
+    done = scalepoint.deploy(Nested(), x, [x], output=tmp_path / "out", evaluate=metric, smoke=True, progress=False)
+    assert done.report.accuracy[0].runtime_value is not None
+
+
 def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
     def evaluate(run):
         return 0.5 if run is model else math.nan
@@ -285,6 +310,28 @@ class TestRefused:
         example = DataLoader(data) if given == "a loader" else tuple(data[0].shape)
         with pytest.raises(CaptureError, match=r"no tensor among them .* next\(iter\(loader\)\)"):
             scalepoint.deploy(model, example, data, output=tmp_path)
+
+    def test_several_targets_at_once(self, model, data, tmp_path):
+        with pytest.raises(TargetError, match=r"a target is a name or a Target, not .*: one at a time"):
+            scalepoint.deploy(model, data[0], data, target=["onnxruntime", "openvino"], output=tmp_path / "out")
+
+    def test_an_example_of_another_type_than_the_models(self, data, tmp_path):
+        model = nn.Sequential(nn.Linear(8, 8))
+        x = torch.randn(2, 8).double().numpy()
+        with pytest.raises(CaptureError, match="The inputs are float64, the parameters float32: give inputs of the"):
+            scalepoint.deploy(model, x, [x], output=tmp_path / "out", progress=False)
+
+    @pytest.mark.parametrize(
+        "batch", [torch.randn(2, 9), torch.ones(2, 8, dtype=torch.long)], ids=["another size", "another type"]
+    )
+    def test_data_that_is_unlike_the_example(self, batch, tmp_path):
+        model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+        with pytest.raises(CalibrationError, match=r"batch 1 of the data is unlike the example: it was .*captured"):
+            scalepoint.deploy(model, x, [x, batch], output=tmp_path / "out", progress=False)
+
+    def test_a_folder_whose_name_is_no_text(self, model, data, tmp_path):
+        with pytest.raises(UsageError, match="is no text in this locale's encoding"):
+            scalepoint.deploy(model, data[0], data, output=tmp_path / "out\udcff", progress=False)
 
     def test_an_unknown_target(self, model, data, tmp_path):
         with pytest.raises(TargetError, match="onnxruntime"):

@@ -57,6 +57,33 @@ class TestAdvice:
             capture(Remembers(), torch.randn(2, 8))
 
 
+def test_a_cell_of_a_notebook_is_a_place_too():
+    scope = {"torch": torch, "nn": nn}
+    code = """
+class Typed(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+"""
+    exec(compile(code, "<ipython-input-3-abc>", "exec"), scope)  # noqa: S102  # as a notebook does
+    with pytest.raises(CaptureError, match="at <ipython-input-3-abc>:4"):
+        capture(scope["Typed"](), torch.randn(2, 8))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+
+def test_packed_sequences_are_named_with_the_way_out():
+    with pytest.raises(CaptureError, match="run the recurrent layer on the padded tensor"):
+        capture(Packed(), (torch.randn(2, 5, 8), torch.tensor([5, 3])))
+
+
 class Rest(nn.Module):
     def __init__(self) -> None:
         super().__init__()

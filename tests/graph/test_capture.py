@@ -1036,7 +1036,7 @@ class TestHardModules:
         targets = [node.target for node in graph_module.graph.nodes if node.op == "call_module"]
         assert targets == ["blocks.0", "blocks.1", "heads.a", "heads.b"]
 
-    def test_autocast_and_no_grad_blocks_inside_a_forward(self):
+    def test_no_grad_blocks_inside_a_forward(self):
         def forward(x, w):
             with torch.no_grad():
                 scale = w.abs().max()

@@ -219,7 +219,7 @@ class TestWeightsThatAreReadInAnotherWay:
     @pytest.mark.parametrize(
         ("model", "weight"),
         [
-            pytest.param(Reads(lambda x, w: torch.einsum("bi,oi->bo", x, w), 3, 4), "weight", id="einsum"),
+            pytest.param(Reads(lambda x, w: torch.einsum("bi,oi->b", x, w), 3, 4), "weight", id="einsum"),
             pytest.param(Reads(lambda x, w: torch.baddbmm(x[None], x[None], w), 1, 4, 4), "weight", id="baddbmm"),
             pytest.param(Reads(lambda x, w: w[(x > 0).long()], 2, 4), "weight", id="a-table-by-index"),
             pytest.param(Reads(torch.cdist, 3, 4), "weight", id="distances"),
@@ -234,6 +234,34 @@ class TestWeightsThatAreReadInAnotherWay:
             f"reads the weight {weight} in a way that is not known: it stays float"
         ]
         parity(model, result, torch.randn(3, 4))
+
+    def test_those_of_several_that_stand_in_one_place_are_all_named(self):
+        class Sums(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one, self.two = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+
+            def forward(self, x):
+                return torch.einsum("bi,oi->b", x, self.one) + torch.einsum("bi,oi->b", x, self.two)
+
+        found = named_as_left(transform(Sums(), torch.randn(2, 4)))
+        assert {reason for _, reason in found} == {
+            "reads the weights one, two in a way that is not known: it stays float"
+        }
+
+    def test_those_in_branches_are_told_by_the_branch(self):
+        class Branches(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x):
+                return torch.cond(x.sum() > 0, lambda x: self.yes(x) + 0, lambda x: self.no(x) * 2, (x,))
+
+        found = named_as_left(transform(Branches(), torch.randn(2, 4)))
+        assert {reason for _, reason in found} == {
+            "stands in a branch of torch.cond, which is not looked into: it stays float"
+        }
 
     def test_a_module_that_is_not_looked_into_is_named_without_inputs_too(self):
         assert named_as_left(transform(Pair())) == [

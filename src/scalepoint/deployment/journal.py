@@ -159,7 +159,13 @@ class Journal:
 
 
 def check_output(folder: Path, *, force: bool, resume: bool) -> None:
-    """Refuse a folder that holds something, unless it may be overwritten, or an unfinished run there goes on."""
+    """Refuse a folder that holds something, unless it may be overwritten, or an unfinished run there goes on; and one
+    whose name no runtime can be told."""
+    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):
+        raise UsageError(
+            f"output={str(folder)!r} is no text in this locale's encoding, and runtimes open files by text: choose "
+            "another name, or run with PYTHONUTF8=1"
+        )
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"output={str(folder)!r} is a file: give a folder")
     if force or resume or not folder.exists():

@@ -15,6 +15,7 @@ from scalepoint.deployment.marks import mark, mark_of_values
 from scalepoint.deployment.placed import placement
 from scalepoint.deployment.run import SMOKE_BATCHES, Run, package_version
 from scalepoint.deployment.trials import Bar, Trial
+from scalepoint.formats.otherwise import otherwise, uncast
 from scalepoint.processor import amx
 from scalepoint.quantize import coverage, record_of
 from scalepoint.report import (
@@ -60,7 +61,7 @@ def make_report(
         verification=best.verification,
         findings=_findings(run, best),
         timings=dict(run.timings),
-        warnings=(SMOKE,) if run.smoke else (),
+        warnings=(*((SMOKE,) if run.smoke else ()), *otherwise(best.model, run.inputs), *uncast(best.model)),
         graph=placement(best.model),
         attempts=tuple(Attempt(each.score, each.raised, each.start, each is best, each.speed) for each in trials),
         max_drop=bar.max_drop,

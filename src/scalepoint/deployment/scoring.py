@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from scalepoint import ranks
+from scalepoint.ambient import as_called
 from scalepoint.deployment.run import Run
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, shown
 from scalepoint.graph.modes import evaluating
@@ -58,7 +59,7 @@ def judged(run: Run, model: nn.Module, path: Path | None = None, *, in_runtime: 
 
 def _score(run: Run, model: nn.Module, path: Path | None, *, in_runtime: bool) -> float:
     assert run.evaluate is not None  # noqa: S101  # asked before
-    with _runner(run, model, path if in_runtime else None) as runner, evaluating(runner), torch.no_grad():
+    with _runner(run, model, path if in_runtime else None) as runner, evaluating(runner), torch.no_grad(), as_called():
         return judged_as(run.evaluate(runner), is_float=path is None)
 
 

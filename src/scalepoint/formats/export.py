@@ -1,5 +1,6 @@
 """export: a quantized model as the file that its target runs."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from scalepoint.errors import ExportError
+from scalepoint.errors import ExportError, ScalepointWarning
 from scalepoint.formats.format import FileFormat, Writing
 from scalepoint.formats.metadata import metadata_of
+from scalepoint.formats.otherwise import otherwise
 from scalepoint.formats.registry import find_format
+from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.record import has_record, record_of
@@ -55,6 +58,8 @@ def export(
     kind, said = _float_type(float_dtype, chosen), metadata_of(model, chosen, metadata)
     beside = None if float_path is None else Path(float_path)
     inputs = as_inputs(example_inputs, kwargs)
+    for each in otherwise(model, inputs):
+        warnings.warn(ScalepointWarning(each), stacklevel=user_level())
     form.write(model, path, Writing(inputs, chosen, beside, kind, dynamic, metadata=said))
     return path
 

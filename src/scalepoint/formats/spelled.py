@@ -1,6 +1,8 @@
-"""Attention in words that a format takes: what torch says of heads, scales and causal masks, around a core of its own.
+"""Operations in words that formats take.
 
-core(query, key, value, mask, c)  ->  softmax(c q k^T + mask) v
+attention   what torch says of heads, scales and causal masks, around a core:
+            core(query, key, value, mask, c)  ->  softmax(c q k^T + mask) v
+distances   |x_i - y_j| of all pairs
 """
 
 from collections.abc import Callable
@@ -33,6 +35,14 @@ def spelled_out(core: Core) -> Callable[..., Tensor]:
         return core(query, key, value, attn_mask, 1 / sqrt(query.size(-1)) if scale is None else scale)
 
     return attention
+
+
+def distances(x: Tensor, y: Tensor, p: float = 2.0, *_: object) -> Tensor:
+    """torch.cdist by sums of squares or of differences, of which it takes those that round least."""
+    apart = x.unsqueeze(-2) - y.unsqueeze(-3)
+    if p == 1:
+        return apart.abs().sum(-1)
+    return NotImplemented if p != 2 else apart.square().sum(-1).sqrt()
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:

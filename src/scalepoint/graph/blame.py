@@ -1,5 +1,6 @@
 """The line of the user's own code at which a capture failed, or which a warning is about."""
 
+import contextlib
 import re
 import sys
 import traceback
@@ -8,14 +9,26 @@ from pathlib import Path
 import torch
 from torch import nn
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
+_TYPED = ("<ipython-input", "<stdin>")  # code without a file that is the user's all the same
+
+
+def is_users(filename: str) -> bool:
+    """Whether code of this file is the user's, not torch's or ours."""
+    return filename.startswith(_TYPED) or not filename.startswith(_NOT_THE_USERS)
 
 
 def user_line(error: Exception | None) -> str:
     """ " at file:line: code", or nothing when only torch and scalepoint were running."""
     frames = traceback.extract_tb(error.__traceback__ if error else None)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    own = [frame for frame in frames if is_users(frame.filename)]
     return f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def has_passed(error: Exception | None, *functions: str) -> bool:
+    """Whether an error was raised below a line that calls one of these functions."""
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    return any(f"{each}(" in (frame.line or "") for frame in frames for each in functions)
 
 
 def user_module(error: Exception | None, model: nn.Module) -> str:
@@ -24,7 +37,7 @@ def user_module(error: Exception | None, model: nn.Module) -> str:
     found, frame = "", error.__traceback__ if error else None
     while frame is not None:
         code, own = frame.tb_frame.f_code, frame.tb_frame.f_locals.get("self")
-        if isinstance(own, nn.Module) and not code.co_filename.startswith(_NOT_THE_USERS):
+        if isinstance(own, nn.Module) and is_users(code.co_filename):
             found = paths.get(id(own), found)
         frame = frame.tb_next
     return found
@@ -33,13 +46,13 @@ def user_module(error: Exception | None, model: nn.Module) -> str:
 def recorded_line(trace: str | None) -> str:
     """The same of the stack trace that a node of a graph carries."""
     found = re.findall(r'File "(.+?)", line (\d+), in .*\n +(.+)', trace or "")
-    own = [frame for frame in found if not frame[0].startswith(_NOT_THE_USERS)]
+    own = [frame for frame in found if is_users(frame[0])]
     return " at {}:{}: {}".format(*own[-1]) if own else ""
 
 
 def user_level() -> int:
     """The stacklevel by which the caller's warning names the user's line."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level

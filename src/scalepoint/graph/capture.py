@@ -19,21 +19,24 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from scalepoint.ambient import as_called
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
-from scalepoint.graph.blame import user_level
+from scalepoint.graph.blame import user_level, user_line
 from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
 from scalepoint.graph.check import check_graph
+from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
 from scalepoint.graph.left import Seen, replaced, restore
 from scalepoint.graph.lift import lift
 from scalepoint.graph.modes import keeping_attributes
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import name_dtypes, tensor_of
 from scalepoint.graph.origin import note_origin, origin_of
 from scalepoint.graph.resizing import allowed, tried
 from scalepoint.graph.sizes import note_sizes
 from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
+from scalepoint.graph.uncast import autocast_off, inline_blocks
 from scalepoint.graph.writes import follow_writes, join_batch_norms
 from scalepoint.turns import in_turn
 
@@ -103,15 +106,19 @@ def _captured(
 ) -> fx.GraphModule:
     """The graph for these inputs, of a model in eval that is ours."""
     axes = checked_axes(axes, named_inputs(model, *given)) if axes else axes
+    _check_types(model, given)
     inputs = widened(*given) if dynamic else given
     with ExitStack() as stack:
         left = stack.enter_context(replaced(model, leave, *inputs)) if leave else ()
         stack.enter_context(keeping_attributes(model))
+        uncast = stack.enter_context(autocast_off())
+        stack.enter_context(as_called())
         program = export(model, *given, dynamic, axes)
     graph_module = _finish(program, model, left)
     is_wide = _is_widened(graph_module, given)
-    note_origin(graph_module, is_widened=is_wide, leave=leave)
+    note_origin(graph_module, is_widened=is_wide, leave=leave, uncast=tuple(sorted(uncast)))
     note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
+    _tell_of_autocast(graph_module)
     if axes:
         sizes = allowed(program, axes)
         found = tried(model, graph_module.eval(), given, axes, sizes)  # in eval, as the model is
@@ -136,11 +143,14 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[Seen] = (
     """The exported graph over the modules of `owner`, lifted and checked."""
     with quiet():
         unlifted = program.module(check_guards=False)
+        inline_blocks(unlifted)
         if not follow_writes(unlifted.graph):
             program = program.run_decompositions({})
             unlifted = program.module(check_guards=False)
+            inline_blocks(unlifted)
             follow_writes(unlifted.graph)
             join_batch_norms(unlifted.graph)
+    name_dtypes(unlifted.graph)
     graph_module = Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
     adopt(graph_module, owner)
@@ -148,6 +158,24 @@ def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[Seen] = (
     note_origin(graph_module, fixed_batch=fixed_batch(program))
     unflatten(lift(graph_module, owner))
     return _checked(graph_module)
+
+
+def _check_types(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Floats of a type that no parameter has may be meant; a trace does not mind where the model itself does."""
+    given = {leaf.dtype for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    own = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    if not given or not own or given & own:
+        return
+    try:
+        with quiet():
+            dry_run(model, *inputs)
+    except Exception as error:  # the user's code raises what it likes
+        kinds = [" and ".join(sorted(str(each).removeprefix("torch.") for each in some)) for some in (given, own)]
+        raise CaptureError(
+            f"{type(model).__name__} itself fails on these example inputs{user_line(error)}. {type(error).__name__}: "
+            f"{error}. The inputs are {kinds[0]}, the parameters {kinds[1]}: give inputs of the model's type, in the "
+            "data too (numpy makes float64 unless told)"
+        ) from error
 
 
 def _distinct(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -181,6 +209,16 @@ def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:
         message = (
             f"the first axis of {', '.join(sizes)}: the model computes with that number, so its graph takes inputs of "
             "this size only. dynamic=False asks for that and says nothing"
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+
+
+def _tell_of_autocast(graph_module: fx.GraphModule) -> None:
+    places = origin_of(graph_module).uncast
+    if places:
+        message = (
+            f"torch.autocast at {', '.join(places)} is left out: the graph computes in the types of the model's "
+            "parameters, and a file in float32 wherever it is not quantized"
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
@@ -257,7 +295,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs, however they were given; arrays of numpy as tensors."""
+    """Positional and keyword inputs, however they were given; arrays of numpy, and what inference mode made, as plain
+    tensors."""
     args, keyword = _tensors(args), _tensors(dict(kwargs or {}))
     if args is None and keyword:
         return (), keyword
@@ -274,9 +313,16 @@ def from_array(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array if is_shared else array.copy())
 
 
-def _tensors(value: Any) -> Any:
+def as_tensor(value: np.ndarray | Tensor) -> Tensor:
+    """What gradients can go through: an array's values, or those of a tensor that inference mode made."""
     if isinstance(value, np.ndarray):
         return from_array(value)
+    return value.clone() if value.is_inference() else value
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray | Tensor):
+        return as_tensor(value)
     if type(value) in (list, tuple):
         return type(value)(map(_tensors, value))
     return {key: _tensors(each) for key, each in value.items()} if type(value) is dict else value

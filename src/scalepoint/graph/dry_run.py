@@ -7,11 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from scalepoint.ambient import as_called
+
 
 def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the model gives for these inputs."""
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
-    with spared(model):
+    with spared(model), as_called():
         return model(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, shown
-from scalepoint.graph.blame import user_line, user_module
+from scalepoint.graph.blame import has_passed, user_line, user_module
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.free import Axes, Free, by_parameter, free_in, input_name
 from scalepoint.graph.origin import origin_of
@@ -199,6 +199,11 @@ def _unknown_output(model: nn.Module, said: str) -> str:
 
 def _way_out(model: nn.Module, error: Exception | None) -> str:
     """By what went wrong: a value that a trace does not have, or code that goes another way without values."""
+    if has_passed(error, "pack_padded_sequence", "pad_packed_sequence", "pack_sequence"):
+        return (
+            "Packed sequences have as many rows as the lengths say, which no file can hold: run the recurrent layer on "
+            "the padded tensor, and mask or pick its outputs by the lengths"
+        )
     path = user_module(error, model)
     left = f"leave=[{path!r}]" if path else "leave=['path.of.submodule']"
     if any(word in f"{type(error).__name__} {error}".lower() for word in DATA_DEPENDENT):

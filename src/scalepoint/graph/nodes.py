@@ -61,9 +61,23 @@ def is_matrix(value: object) -> bool:
     return tensor is not None and tensor.ndim == 2
 
 
+def name_dtypes(graph: fx.Graph) -> None:
+    """Tensors that a forward makes have the type that was torch's default then, whatever it is when the graph runs."""
+    for node in graph.nodes:
+        value = tensor_of(node)
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or value is None:
+            continue
+        takes = {argument.name for argument in node.target._schema.arguments}
+        is_made = {"dtype", "device", "layout"} <= takes and all(
+            tensor_of(each) is None for each in node.all_input_nodes
+        )
+        if is_made and value.dtype not in (torch.float32, node.kwargs.get("dtype")):
+            node.kwargs = {**node.kwargs, "dtype": value.dtype}
+
+
 def constants(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose values are the same at every call: made of parameters, buffers and numbers alone."""
-    written = {node.args[0].target for node in graph.nodes if _writes_attribute(node)}
+    written = written_attributes(graph)
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -74,6 +88,11 @@ def constants(graph: fx.Graph) -> set[fx.Node]:
         if is_constant:
             found.add(node)
     return found
+
+
+def written_attributes(graph: fx.Graph) -> list[str]:
+    """The buffers that a call changes."""
+    return sorted({str(node.args[0].target) for node in graph.nodes if _writes_attribute(node)})
 
 
 def _writes_attribute(node: fx.Node) -> bool:

@@ -16,7 +16,8 @@ class Origin:
     """`fixed_batch`: the inputs whose first axis the model computes with, and its size. `is_widened`: an example of one
     was captured as two, so the recorded work is twice the example's. `leave`: modules that were not looked into.
     `axes`: those that are free by name; `steps` in which the sizes of that name may change, and others at which the
-    graph was seen to do what the model does, `tried`."""
+    graph was seen to do what the model does, `tried`.
+    `uncast`: where torch.autocast would have cast, and to which type."""
 
     fixed_batch: Mapping[str, int] = field(default_factory=dict)
     is_widened: bool = False
@@ -24,6 +25,7 @@ class Origin:
     axes: Axes = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
     tried: Mapping[str, int] = field(default_factory=dict)
+    uncast: tuple[str, ...] = ()
 
 
 def origin_of(model: nn.Module) -> Origin:

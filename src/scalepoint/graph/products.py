@@ -1,7 +1,7 @@
 """One spelling for products with a weight, before they become modules.
 
-x @ w.T, addmm(b, x, w.T) and linear(x, w) + b are linear(x, w, b); w @ x is linear(x.T, w).T; a bias that the data make
-is added after the product.
+x @ w.T, addmm(b, x, w.T) and linear(x, w) + b are linear(x, w, b); w @ x is linear(x.T, w).T; an einsum with a weight
+is a linear layer where one computes it (contractions.py); a bias that the data make is added after the product.
 """
 
 import operator
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from scalepoint.graph.contractions import spell_contraction
 from scalepoint.graph.kinds import base_name
 from scalepoint.graph.nodes import arguments_of, constants, tensor_of
 
@@ -24,7 +25,7 @@ def affine(input: Tensor, mat2: Tensor, bias: Tensor | None = None) -> Tensor:  
 
 
 def spell_alike(graph: fx.Graph) -> None:
-    for rewrite in (_part_bias, _turn, _untranspose, _absorb_bias):
+    for rewrite in (spell_contraction, _part_bias, _turn, _untranspose, _absorb_bias):
         fixed = constants(graph)
         for node in list(graph.nodes):
             if node.op == "call_function":

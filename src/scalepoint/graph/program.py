@@ -61,11 +61,19 @@ def _laid_out(x: Tensor, size: Sequence[Any], stride: Sequence[Any], offset: Any
     return x
 
 
+def _mean_slope(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
+    """A random leaky ReLU in eval."""
+    if training:
+        raise NotNotedError("a leaky ReLU that draws its slopes")
+    return torch.ops.aten.leaky_relu(x, (lower + upper) / 2)
+
+
 _OWN: Table = {
     torch.ops.aten.as_strided_.default: _laid_out,
     torch.ops.aten.batch_norm.default: _normalized,
     torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default,  # torch.tensor(..) in forward
     torch.ops.aten.detach_.default: lambda x: x,
+    torch.ops.aten.rrelu.default: _mean_slope,
 }
 
 
@@ -225,6 +233,8 @@ class _Run(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            raise NotNotedError(f"torch.{target.__name__} has branches")
         made = super().call_function(target, args, kwargs)
         if isinstance(made, torch.SymFloat | torch.SymBool):
             raise NotNotedError(f"{target} of sizes")
@@ -371,6 +381,8 @@ def _decompose(graph: fx.Graph, table: Table) -> None:
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
     notes = _Notes(graph, mode, table)
     for node in list(graph.nodes):
+        if node._erased:  # it picked a part of one that was replaced
+            continue
         if node.op == "call_function" and node.target in table:
             notes.meta = {"written": node.target, **_kept(node)}
             _replace(node, notes)

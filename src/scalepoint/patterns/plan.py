@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from rich.table import Table
 from rich.text import Text
 from torch import fx
@@ -119,13 +120,22 @@ def _unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[Refusa
     told = {refusal.name for refusal in refusals}
     weighted = [node for node in model.graph.nodes if kind_of(node) in (*WEIGHTED, "attention", "left")]
     reasons = {node: f"no pattern takes a {kind_of(node)}: it stays as it is" for node in weighted}
-    for node, weight in unknown_readers(model):
-        reasons[node] = f"reads the weight {weight} in a way that is not known: it stays float"
+    unknown = list(unknown_readers(model))
+    for node, _ in unknown:
+        alike = dict.fromkeys(weight for other, weight in unknown if place_of(other) == place_of(node))
+        reasons[node] = _why_unknown(node, list(alike))
     return [
         Refusal("", place_of(node), reason)
         for node, reason in reasons.items()
         if node not in taken and place_of(node) not in told
     ]
+
+
+def _why_unknown(node: fx.Node, weights: list[str]) -> str:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"stands in a branch of torch.{node.target.__name__}, which is not looked into: it stays float"
+    named = f"weight {weights[0]}" if len(weights) == 1 else f"weights {', '.join(weights)}"
+    return f"reads the {named} in a way that is not known: it stays float"
 
 
 def _attempt(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None:

@@ -27,10 +27,12 @@ from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.turns import in_turn
 
 OnNan = Literal["error", "skip"]
 
 
+@in_turn
 @ranks.together()
 def calibrate(
     model: nn.Module,
@@ -100,6 +102,7 @@ def _switch_on(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]
         weight.enabled = True
 
 
+@in_turn
 def freeze(model: nn.Module) -> None:
     """Make the scales of all weights constants."""
     for module in model.modules():

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from scalepoint import ranks
 from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
-from scalepoint.graph.capture import from_array
+from scalepoint.graph.capture import as_tensor
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
 from scalepoint.turns import in_turn
@@ -210,7 +210,14 @@ def _feed_batches(
         except ScalepointError:
             raise
         except Exception as error:
-            error.add_note(BatchNote(f"it was {_described(batch)}{_wanted(model)}"))
+            said = f"it was {_described(batch)}{_wanted(model)}"
+            if _is_unlike(model, args, kwargs):
+                why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                raise CalibrationError(
+                    f"batch {index} of the data is unlike the example: {said}. {why.rstrip('. ')}. Give batches of the "
+                    "example's sizes and types"
+                ) from error
+            error.add_note(BatchNote(said))
             raise
 
 
@@ -348,9 +355,9 @@ def _is_finite(inputs: Any) -> bool:
 
 
 def _tensor(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return from_array(value)
-    if isinstance(value, Tensor | int | float | bool | type(None) | list | tuple | Mapping):
+    if isinstance(value, np.ndarray | Tensor):
+        return as_tensor(value)
+    if isinstance(value, int | float | bool | type(None) | list | tuple | Mapping):
         return value
     raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")
 
@@ -361,6 +368,20 @@ def _wanted(model: nn.Module) -> str:
     found = [(node.name, tensor_of(node)) for node in places]
     told = [f"{name} {_sizes(value)} {value.dtype}" for name, value in found if value is not None]
     return f"; the model was captured with {', '.join(told)}" if told else ""
+
+
+def _is_unlike(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor has another type, number of axes or fixed extent than that which the model was captured with."""
+    places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
+    wanted = {str(node.target): value for node in places if (value := tensor_of(node)) is not None}
+    named = {**dict(zip(wanted, args, strict=False)), **kwargs}
+    pairs = [(named[name], value) for name, value in wanted.items() if isinstance(named.get(name), Tensor)]
+    return any(
+        given.dtype != value.dtype
+        or given.ndim != value.ndim
+        or any(is_concrete_int(size) and size != own for own, size in zip(given.shape, value.shape, strict=True))
+        for given, value in pairs
+    )
 
 
 def _sizes(value: Tensor) -> str:

@@ -38,8 +38,10 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transformed_of
+from scalepoint.turns import in_turn
 
 
+@in_turn
 def insert_qdq(
     model: fx.GraphModule,
     matches: Sequence[PatternMatch],

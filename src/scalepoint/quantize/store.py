@@ -40,6 +40,7 @@ from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.targets import Target
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_of
+from scalepoint.turns import in_turn
 from scalepoint.version import __version__
 
 MANIFEST = "scalepoint.json"
@@ -49,6 +50,7 @@ CONSTANT = "constant:"  # before the names of tensors that only the graph has
 FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 
 
+@in_turn
 def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = False) -> Path:
     """Write a quantized model; returns the folder. The folder then holds this model, or, when something fails, what it
     held before. with_graph=True also writes the captured graph as data, so that `load(folder)` needs neither the float
@@ -132,6 +134,7 @@ def _named_by(folder: Path) -> str | None:
         return None
 
 
+@in_turn
 def load(
     folder: str | Path,
     float_model: nn.Module | None = None,

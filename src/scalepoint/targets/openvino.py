@@ -22,6 +22,10 @@ POOLED = Spelling(
     "quantizers_before_pools",
     "a quantizer behind a pool leaves the layer before it and the pool in float; before the pool, both give integers",
 )
+JOINED = Spelling(
+    "joins_before_products",
+    "it takes a quantizer behind a join of tokens into the joined, and then fails to compile the product",
+)
 CONVOLVED = Spelling(
     "linears_as_convolutions",
     "without VNNI its integer kernel for linear layers is slower than the float one; that for convolutions of one tap "
@@ -50,7 +54,7 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
         bias="float",
-        spellings=(WIDENED, POOLED) if base.options["cpu"] == "vnni" else (WIDENED, POOLED, CONVOLVED),
+        spellings=(WIDENED, POOLED, JOINED) if base.options["cpu"] == "vnni" else (WIDENED, POOLED, CONVOLVED),
         unpacks=False,
         runtime="openvino",
         kernels=None,

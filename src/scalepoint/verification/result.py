@@ -1,6 +1,7 @@
 """What verification finds, as data."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ BOUND_DB = 20.0
 SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
 SURE_DB = 40.0
 NAMED = 3  # differences
+SHOWN = 12  # layers in float
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class Verification:
         rows += [("optimisations off", str(each)) for each in self.unoptimized]
         if self.executed:
             rows.append(("in low precision", plural(self.low_precision, "weighted operation")))
-            rows.append(("left in float", ", ".join(self.fallbacks) or "none"))
+            rows.append(("left in float", _listed(self.fallbacks) or "none"))
         if self.departure:
             rows.append(("first departs", f"{self.departure.where}: {self.departure.cause}"))
             rows.append(("way out", self.departure.way_out))
@@ -212,3 +214,11 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         return {**plain(self), **plain({"sqnr": self.sqnr, "holds": self.holds})}
+
+
+def _listed(fallbacks: Sequence[str]) -> str:
+    """Each once, as a step of a recurrent layer is there many times; the first of many."""
+    counts = Counter(fallbacks)
+    shown = [each if count == 1 else f"{each}, {count} times" for each, count in counts.items()]
+    more = len(shown) - SHOWN
+    return ", ".join(shown) if more <= 0 else f"{', '.join(shown[:SHOWN])} and {more} more"

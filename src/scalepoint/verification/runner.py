@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from scalepoint.ambient import as_called
 from scalepoint.graph.modes import evaluating
 from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.runtimes.serving import Served
@@ -32,7 +33,8 @@ class RuntimeModel:
         threads: int = 0,
         memory: int | None = None,
     ) -> None:
-        self.structure = None if like is None else _structure(like, example)
+        found: tuple[list[Any], Any] = ([], None) if like is None else _structure(like, example)
+        self.leaves, self.structure = found
         self.served = Served(find_runtime(runtime), existing(path), threads=threads, memory=memory)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,8 +45,10 @@ class RuntimeModel:
             for index, name in enumerate(self.served.inputs)
         }
         outputs = [torch.from_numpy(np.array(value)) for value in self.served(feeds)]
-        if self.structure is not None and self.structure.num_leaves == len(outputs):
-            return pytree.tree_unflatten(outputs, self.structure)
+        given = iter(outputs)
+        if self.structure is not None and sum(map(_is_written, self.leaves)) == len(outputs):
+            whole = [next(given) if _is_written(leaf) else leaf for leaf in self.leaves]
+            return pytree.tree_unflatten(whole, self.structure)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def close(self) -> None:
@@ -65,8 +69,13 @@ class RuntimeModel:
     eval = _itself  # as a model has it; a file has no other mode
 
 
-def _structure(model: nn.Module, example: Any) -> Any:
-    """How the model nests its outputs; its modes stay as they are."""
+def _is_written(leaf: Any) -> bool:
+    """Whether a file has it among its outputs: tensors and numbers, no None and no text."""
+    return isinstance(leaf, Tensor | bool | int | float)
+
+
+def _structure(model: nn.Module, example: Any) -> tuple[list[Any], Any]:
+    """What the model gives, and how it nests it; its modes stay as they are."""
     args, kwargs = example
-    with evaluating(model), torch.no_grad():
-        return pytree.tree_structure(model(*args, **kwargs))
+    with evaluating(model), torch.no_grad(), as_called():
+        return pytree.tree_flatten(model(*args, **kwargs))

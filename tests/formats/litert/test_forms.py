@@ -172,19 +172,82 @@ def test_what_is_told_its_size_has_the_batch_of_the_example(tmp_path):
     assert "x: the file takes [2, 4, 5, 5], [3, 4, 5, 5] was given" in answer.message
 
 
-class Sorted(nn.Module):
+class Ranked(nn.Module):
     def forward(self, x):
-        return torch.sort(x, -1).values
+        best, at = x.topk(3, 1)
+        least = x.topk(2, -1, largest=False)
+        down, up = x.sort(-1, descending=True), x.sort(1)
+        return {
+            "best": best, "at": at, "least": least.values, "least at": least.indices, "down": down.values,
+            "up": up.values, "up at": up.indices,
+        }  # fmt: skip
+
+
+class Assigned(nn.Module):
+    def forward(self, x):
+        x = x.clone()
+        x[:, 0] = 1.0
+        x[:, 2:4, -3:] *= 2
+        x[..., 1] = x[..., 0] - 1
+        x[x > 0.5] = 0.5
+        return {"x": x, "apart": torch.cdist(x, x), "steps": torch.cdist(x, x[:, :2], p=1)}
+
+
+@pytest.mark.parametrize("model", [Ranked(), Assigned()], ids=["ranked", "assigned"])
+def test_what_is_ranked_or_written_in_place(model, tmp_path):
+    torch.manual_seed(0)
+    path = written(model, (torch.randn(2, 5, 6),), tmp_path / "model.tflite")
+    for batch in (2, 3):
+        feeds = {"x": torch.randn(batch, 5, 6)}
+        compare(model, feeds, run(path, feeds))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options) -> None:
+        super().__init__()
+        self.layer = kind(6, 8, **options)
+        self.is_lstm = kind is nn.LSTM
+
+    def forward(self, x):
+        y, state = self.layer(x)
+        return {"y": y, "h": state[0], "c": state[1]} if self.is_lstm else {"y": y, "h": state}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+        (nn.LSTM, {"proj_size": 5, "bias": False}),
+        (nn.GRU, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+        (nn.RNN, {"nonlinearity": "relu", "batch_first": True}),
+        (nn.RNN, {}),
+    ],
+    ids=["LSTM", "projected LSTM", "GRU", "RNN of ReLU", "RNN of tanh"],
+)
+@pytest.mark.filterwarnings("ignore:the first axis of 'x' is fixed", "ignore:LSTM with projections is not supported")
+def test_a_recurrent_layer(kind, options, tmp_path):
+    torch.manual_seed(0)
+    model = Recurrent(kind, **options).eval()
+    is_first = options.get("batch_first", False)
+    path = written(model, (torch.randn(2, 4, 6),), tmp_path / "model.tflite")
+    for count in (2, 3) if is_first else (2,):
+        feeds = {"x": torch.randn(count, 4, 6)}
+        compare(model, feeds, run(path, feeds))
+
+
+class Middle(nn.Module):
+    def forward(self, x):
+        return torch.kthvalue(x, 2).values
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Sorted(), "aten.sort .*return torch.sort"),
+        (Middle(), "aten.kthvalue .*return torch.kthvalue"),
         (nn.MaxPool2d(2, dilation=2), "aten.max_pool2d .*is a pool with dilated windows"),
         (nn.ELU(0.5), "aten.elu .*alpha other than 1"),
     ],
-    ids=["sort", "dilated pool", "ELU"],
+    ids=["kthvalue", "dilated pool", "ELU"],
 )
 def test_an_operation_without_a_form_is_named_with_its_line(model, said, tmp_path):
     with pytest.raises(TargetError, match=said) as caught:

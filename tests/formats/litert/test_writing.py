@@ -201,16 +201,21 @@ def test_linear_layers_of_a_transformer_run_in_integers(config, operator, least,
     assert found.size < 100_000  # of 262,144 in float: the table in int8 too
 
 
-class Sorted(nn.Module):
+class Middle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
 
     def forward(self, x):
-        return torch.sort(self.conv(x), -1).values
+        return torch.kthvalue(self.conv(x), 2).values
 
 
-class Sized(Sorted):
+class Branched(Middle):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (self.conv(x),))
+
+
+class Sized(Middle):
     def forward(self, x):
         return self.conv(x[: int((x.sum() > 0).sum()) + 1])
 
@@ -218,11 +223,13 @@ class Sized(Sorted):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Sorted(), r"aten.sort .*has no form in a \.tflite file"),
+        (Middle(), r"aten.kthvalue .*has no form in a \.tflite file"),
         (Sized(), "has a size that depends on the data"),
+        (Branched(), r"torch\.cond .*has branches"),
     ],
-    ids=["no form", "dynamic shape"],
+    ids=["no form", "dynamic shape", "branches"],
 )
+@pytest.mark.filterwarnings("ignore:torch traces the model once more")
 def test_what_a_file_cannot_hold_is_refused_before_any_data_is_read(model, said, tmp_path):
     def never():
         raise AssertionError("data was read")

@@ -3,11 +3,13 @@
 import importlib.util
 
 import pytest
+import torch
+from torch import nn
 
 from scalepoint import export, verify
 from scalepoint.patterns import Point
 from scalepoint.quantize import coverage, quantize
-from scalepoint.targets import find_target
+from scalepoint.targets import find_target, openvino_target
 from tests.architectures import ARCHITECTURES
 
 pytestmark = [
@@ -40,3 +42,21 @@ def test_outputs_have_no_points_of_their_own():
     """Before a Concat with a float tensor OpenVINO would round that one too: a class token, to 15 dB of a whole ViT."""
     with_output = [each.name for each in find_target("openvino").patterns if Point.OUTPUT in each.qdq_points]
     assert with_output == ["ConcatPattern"]
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(torch.stack([x[:, 0], x[:, 2]], 1))
+
+
+def test_a_linear_layer_behind_a_join_of_tokens_runs_in_int8(tmp_path):
+    x = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
+    target = openvino_target("vnni")  # without VNNI the layer is written as a convolution
+    quantized = quantize(Joined().eval(), x, forward_loop=[x], target=target)
+    found = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
+    assert found.holds, found
+    assert (found.low_precision, found.fallbacks) == (1, ())

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.errors import ExportError
+from scalepoint.deployment import deploy
+from scalepoint.errors import ExportError, ScalepointWarning
 from scalepoint.formats import export
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import quantize
@@ -225,7 +226,9 @@ def test_models_of_other_float_types_are_written_in_float32(tmp_path, dtype):
     model, x = Half().to(dtype), torch.randn(4, 3, 8, 8, dtype=dtype)
     made = quantized(model, x)
     state = {name: value.clone() for name, value in made.state_dict().items()}
-    path = export(made, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
+    said = f"the model computes in {str(dtype).removeprefix('torch.')}, the file in float32 .*: feed x as float32"
+    with pytest.warns(ScalepointWarning, match=said):
+        path = export(made, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
     found = verify(path, made, x, layers=False)
     assert found.holds, found
     assert found.low_precision == 2
@@ -252,3 +255,69 @@ def test_bags_of_embeddings_for_any_number_of_rows(tmp_path):
     made = quantized(Bag(), torch.randint(0, 50, (2, 6)))
     path = export(made, tmp_path / "more.onnx", torch.randint(0, 50, (2, 6)))
     assert verify(path, made, torch.randint(0, 50, (5, 6)), layers=False).holds
+
+
+class Head(nn.Module):
+    """A linear layer after one that has no form of its own in ONNX."""
+
+    def __init__(self, before: nn.Module, width: int = 8) -> None:
+        super().__init__()
+        self.before, self.head = before, nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        return self.head(y[0] if isinstance(y, tuple) else y)
+
+
+@pytest.mark.parametrize(
+    ("before", "width"),
+    [
+        (nn.RReLU(), 8),
+        (nn.LSTM(8, 8, proj_size=5, num_layers=2, batch_first=True), 5),
+        (nn.LSTM(8, 8, proj_size=5, bidirectional=True, bias=False, batch_first=True), 10),
+    ],
+    ids=["RReLU", "a projected LSTM", "a projected LSTM, both ways"],
+)
+def test_layers_without_a_form_are_written_in_parts(before, width, tmp_path):
+    torch.manual_seed(0)
+    model, x = Head(before, width).eval(), torch.randn(4, 3, 8)
+    found = run(model, x, tmp_path)
+    assert found.sqnr > 100
+
+
+def test_tensors_that_are_broadcast_again_and_again(tmp_path):
+    def losses(x):
+        one, two = torch.broadcast_tensors(x, x[:, :1])
+        two, one = torch.broadcast_tensors(two, one)
+        three, four = torch.broadcast_tensors(one, two)
+        return nn.functional.mse_loss(three, four, reduction="none") + one * two
+
+    run(Layer(losses), torch.randn(4, 8), tmp_path)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_distances_of_all_pairs(p, tmp_path):
+    run(Layer(lambda x: torch.cdist(x, x[:, :2], p=p)), torch.randn(4, 3, 8), tmp_path)
+
+
+class Remembering(nn.Module):
+    """Writes its buffers in eval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.filterwarnings("ignore:torch traces the model once more")
+def test_a_state_that_a_file_does_not_keep_is_told_in_a_warning_and_in_the_report(tmp_path):
+    with pytest.warns(ScalepointWarning, match="the model's forward writes calls, mean, and a file keeps nothing"):
+        done = deploy(Remembering().eval(), torch.randn(4, 8), [torch.randn(4, 8)], output=tmp_path, smoke=True)
+    assert any("writes calls, mean" in each for each in done.report.warnings)
+    assert "writes calls, mean" in " ".join(str(done).split())

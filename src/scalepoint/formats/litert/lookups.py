@@ -1,4 +1,4 @@
-"""Rows and elements that are picked by numbers: embeddings, indices."""
+"""Rows and elements that are picked: by numbers (embeddings, indices), or because they are the largest."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from scalepoint.formats.litert.values import Free, Held, Value, kind_of_dtype
+from scalepoint.formats.litert.values import Free, Held, NotFreeError, Value, kind_of_dtype, plain
 from scalepoint.formats.litert.walk import UnfitError, Walk, form
 
 aten = torch.ops.aten
@@ -56,6 +56,43 @@ def index(walk: Walk, node: fx.Node) -> Value:
     rows = [torch.where(each < 0, each + x.shape[axis], each) for axis, each in wanted]
     places = torch.stack(_together(rows), -1).to(torch.int32)
     return walk.emit("GATHER_ND", [walk.take(x), walk.constant(places, "places")], shape, kind, name=node.name)
+
+
+@form(aten.topk.default)
+def largest(walk: Walk, node: fx.Node) -> list[Value]:
+    given = walk.arguments(node)
+    return _ordered(walk, node, int(given["dim"]), int(given["k"]), first=bool(given["largest"]))
+
+
+@form(aten.sort.default, aten.sort.stable)
+def sort(walk: Walk, node: fx.Node) -> list[Value]:
+    given = walk.arguments(node)
+    axis = int(given["dim"])
+    shape = walk.first(node).shape
+    if isinstance(shape[axis], Free):
+        raise NotFreeError("the batch is sorted")
+    return _ordered(walk, node, axis, int(shape[axis]), first=bool(given["descending"]))
+
+
+def _ordered(walk: Walk, node: fx.Node, axis: int, count: int, *, first: bool) -> list[Value]:
+    """The largest along an axis, from the largest on, and their numbers; the smallest by the largest of -x."""
+    x: Value = walk.float_of(walk.first(node))
+    if x.kind != "float32":
+        raise UnfitError(f"orders {x.kind} numbers")
+    axes = [each for each in range(x.rank) if each != axis % x.rank] + [axis % x.rank]
+    back = [axes.index(each) for each in range(x.rank)]
+    x = walk.same("NEG", x) if not first else x
+    turned = x.permuted(axes)
+    shape = (*turned.shape[:-1], count)
+    places = [walk.file.tensor(f"{node.name}_{what}", shape, kind) for what, kind in (("", x.kind), ("at", "int32"))]
+    walk.file.operation(
+        "TOPK_V2", [walk.take(turned), walk.constant(np.array(count, np.int32), "count")], places, False, {}
+    )
+    values, at = (
+        Value(shape, kind, {plain(x.rank): place}) for kind, place in zip((x.kind, "int32"), places, strict=True)
+    )
+    values = values if first else walk.same("NEG", values)
+    return [values.permuted(back), walk.cast(at, "int64").permuted(back)]
 
 
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from scalepoint.formats import recurrent
 from scalepoint.formats.litert.walk import FORMS
-from scalepoint.formats.spelled import added, spelled_out
+from scalepoint.formats.spelled import added, distances, spelled_out
 
 aten = torch.ops.aten
+LAST = 2**62  # an end beyond all that there is
 
 
 def taken_apart(program: ExportedProgram) -> ExportedProgram:
@@ -120,7 +122,41 @@ def _shares(whole: int, part: int) -> Tensor:
     return ((place >= start) & (place < end)).to(torch.float32) / (end - start).to(torch.float32)
 
 
+def slice_scatter(x: Tensor, piece: Tensor, axis: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """A slice that is written: what stands before it, it, and what stands behind it."""
+    size = x.shape[axis]
+    if step == 1 and not start and (end is None or end >= LAST):
+        return piece
+    if step != 1 or not isinstance(size, int):
+        return NotImplemented
+    first, last, _ = slice(start, end).indices(size)
+    kept = [x.narrow(axis, 0, first), piece, x.narrow(axis, last, size - last)]
+    parts = [each for each in kept if each.shape[axis] != 0]
+    return x if not piece.shape[axis] else parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def select_scatter(x: Tensor, piece: Tensor, axis: int, index: int) -> Any:
+    index = index % x.shape[axis] if isinstance(x.shape[axis], int) else index
+    return slice_scatter(x, piece.unsqueeze(axis), axis, index, index + 1)
+
+
+def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False, *_: Any) -> Any:
+    """Where a mask of the whole tensor says so, one value."""
+    is_mask = len(indices) == 1 and indices[0].dtype == torch.bool and indices[0].ndim == x.ndim
+    if accumulate or not is_mask or values.numel() != 1:
+        return NotImplemented
+    return torch.where(indices[0], values.to(x.dtype).reshape(()), x)
+
+
 PARTS: dict[Any, Callable[..., Any]] = {
+    **recurrent.PARTS,
+    aten.slice_scatter.default: slice_scatter,
+    aten.copy.default: lambda x, values, *_: values.to(x.dtype).expand(x.shape),
+    aten.select_scatter.default: select_scatter,
+    aten.index_put.default: index_put,
+    aten._unsafe_index_put.default: index_put,
+    aten.cdist.default: distances,
+    aten._cdist_forward.default: distances,
     aten.layer_norm.default: layer_norm,
     aten._native_batch_norm_legit_no_training.default: batch_norm,
     aten.group_norm.default: group_norm,

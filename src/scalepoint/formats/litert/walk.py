@@ -94,6 +94,8 @@ class Walk(Tensors):
                 self.known[node] = self._placeholder(node, held.get(node.name))
             elif node.op == "output":
                 self.outputs = [self.known[each] if isinstance(each, fx.Node) else each for each in node.args[0]]
+            elif node.op == "get_attr":
+                self.known[node] = None  # the graph of a branch
             elif node not in self.known:
                 self.known[node] = self._written(node)
             if node.target is own.quantize.default:
@@ -115,6 +117,8 @@ class Walk(Tensors):
 
     def _written(self, node: fx.Node) -> Any:
         try:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise UnfitError("has branches")
             found = self._folded(node)
             if found is not None:
                 return found

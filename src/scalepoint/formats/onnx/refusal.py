@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
@@ -59,6 +60,8 @@ def _node(said: str, graph: fx.Graph) -> fx.Node | None:
 
 def operation_of(node: fx.Node | None) -> str:
     """As it was written, before it was taken apart."""
+    if node is not None and isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"torch.{node.target.__name__}"
     return "" if node is None else str(node.meta.get("written", node.target)).rpartition(".")[0]
 
 

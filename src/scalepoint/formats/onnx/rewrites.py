@@ -3,6 +3,8 @@
 attention of three axes          softmax(c q k^T + mask) v, written out
 number - integers                integers cast first:  number + (-x)
 chunks of a free axis            slices
+an LSTM with a projection        step by step
+distances of all pairs           the root of the sum of squares, or the sum of differences
 a number among the outputs       a tensor of the file; another constant (None, text) is left out
 """
 
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from scalepoint.formats.spelled import spelled_out
+from scalepoint.formats.recurrent import has_projection, lstm
+from scalepoint.formats.spelled import distances, spelled_out
 from scalepoint.graph import Operation
 
 aten = torch.ops.aten
@@ -70,6 +73,15 @@ def pieces(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
     return [*(x.narrow(dim, each * size, size) for each in range(last)), x.narrow(dim, last * size, rest)]
 
 
+def _is_projected(node: fx.Node) -> bool:
+    params, has_biases, layers, is_both = (node.args[place] for place in (2, 3, 4, 7))
+    return has_projection(params, bool(has_biases), int(layers), bool(is_both))  # type: ignore[arg-type]
+
+
+def _is_known_distance(node: fx.Node) -> bool:
+    return len(node.args) < 3 or node.args[2] in (1, 2)
+
+
 # operation -> whether it has to be rewritten, and how; torch makes a split of a chunk before anybody is asked
 RULES: dict[Any, tuple[Callable[[fx.Node], bool], Any, Callable[..., Any]]] = {
     aten.scaled_dot_product_attention.default: (
@@ -80,6 +92,9 @@ RULES: dict[Any, tuple[Callable[[fx.Node], bool], Any, Callable[..., Any]]] = {
     aten.rsub.Scalar: (_is_promoted, aten.rsub.Scalar, subtracted),
     aten.split.Tensor: (_is_free, aten.split.Tensor, pieces),
     aten.chunk.default: (_is_free, aten.split.Tensor, pieces),
+    aten.lstm.input: (_is_projected, aten.lstm.input, lstm),
+    aten.cdist.default: (_is_known_distance, aten.cdist.default, distances),
+    aten._cdist_forward.default: (_is_known_distance, aten._cdist_forward.default, distances),
 }
 
 

@@ -7,6 +7,7 @@ unpack_when_loaded       DequantizeLinear of codes without zero      becomes  Ca
 float_weights_stay       DequantizeLinear -> product by floats       becomes  the same with a scale a channel
 pools_before_quantizers  MaxPool of floats -> QuantizeLinear         becomes  MaxPool -> Max of one -> QuantizeLinear
 quantizers_before_pools  MaxPool -> QuantizeLinear, alone            becomes  the pair of quantizers -> MaxPool
+joins_before_products    Concat of tokens -> QuantizeLinear -> MatMul becomes  Concat -> Max of it and itself -> ...
 linears_as_convolutions  MatMul of codes                             becomes  Conv of one tap (convolved.py)
 
 A target names the rules that it wants, each with its reason; the values are the same bit for bit, of convolutions up to
@@ -189,15 +190,33 @@ def pools_before_quantizers(model: Any) -> None:
         is_of_codes = source is not None and source.op_type == "DequantizeLinear"
         if node.op_type != "MaxPool" or is_of_codes or all(each.op_type != "QuantizeLinear" for each in _through(node)):
             continue
-        pooled = node.outputs[0]
-        readers = list(pooled.uses())
-        held = ir.node("Max", [pooled])
-        made = held.outputs[0]
-        made.name, made.shape, made.type = f"{pooled.name}.held", pooled.shape, pooled.type
-        held.metadata_props.update(node.metadata_props)
-        model.graph.insert_after(node, held)
-        for reader in readers:
-            reader.node.replace_input_with(reader.idx, made)
+        _hold(model.graph, node, "Max", 1)
+
+
+def joins_before_products(model: Any) -> None:
+    """Tensors that are joined along other than their last axis and quantized for a product: a maximum that changes
+    nothing keeps the quantizer behind the join."""
+    for node in list(model.graph):
+        if node.op_type != "Concat" or node.outputs[0].shape is None:
+            continue
+        axis, rank = node.attributes["axis"].as_int(), len(node.outputs[0].shape)
+        pairs = [each.outputs[0].uses() for each in _through(node) if each.op_type == "QuantizeLinear"]
+        behind = [found for uses in pairs for use in uses for found in _through(use.node)]
+        if axis not in (-1, rank - 1) and any(each.op_type == "MatMul" for each in behind):
+            _hold(model.graph, node, "Max", 2)
+
+
+def _hold(graph: Any, node: Any, operator: str, count: int) -> None:
+    """Its value goes through an operator that keeps it, `count` times its operand, to all that read it."""
+    given = node.outputs[0]
+    readers = list(given.uses())
+    held = ir.node(operator, [given] * count)
+    made = held.outputs[0]
+    made.name, made.shape, made.type = f"{given.name}.held", given.shape, given.type
+    held.metadata_props.update(node.metadata_props)
+    graph.insert_after(node, held)
+    for reader in readers:
+        reader.node.replace_input_with(reader.idx, made)
 
 
 def quantizers_before_pools(model: Any) -> None:
@@ -236,5 +255,6 @@ RULES: dict[str, Callable[[Any], None]] = {
     "float_weights_stay": float_weights_stay,
     "pools_before_quantizers": pools_before_quantizers,
     "quantizers_before_pools": quantizers_before_pools,
+    "joins_before_products": joins_before_products,
     "linears_as_convolutions": linears_as_convolutions,
 }

@@ -1,0 +1,63 @@
+"""einsum and tensordot with a weight are linear layers, where one computes the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from scalepoint.graph import capture
+
+
+class Product(nn.Module):
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+def einsum(terms, *, turned=False):
+    return lambda x, w: torch.einsum(terms, w, x) if turned else torch.einsum(terms, x, w)
+
+
+X = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        pytest.param(einsum("blhd,od->blho"), (6, 4), id="a linear layer"),
+        pytest.param(einsum("blhd,do->blho"), (4, 6), id="transposed"),
+        pytest.param(einsum("blhd,hdge->blge"), (3, 4, 2, 6), id="heads to heads"),
+        pytest.param(einsum("blhd,dhe->ble"), (4, 3, 6), id="heads to a row, turned"),
+        pytest.param(einsum("blhd,edf->belhf"), (7, 4, 6), id="an output before tokens"),
+        pytest.param(einsum("blhd,ol->bohd"), (6, 5), id="over the tokens"),
+        pytest.param(einsum("oh,blhd->blod", turned=True), (6, 3), id="the weight first"),
+        pytest.param(einsum("...d,do->...o"), (4, 6), id="an ellipsis"),
+        pytest.param(lambda x, w: torch.tensordot(x, w, dims=2), (3, 4, 6), id="tensordot"),
+        pytest.param(lambda x, w: torch.tensordot(x, w, dims=([1], [1])), (6, 5), id="tensordot of axes"),
+    ],
+)
+def test_it_is_a_linear_layer_with_the_same_result(function, shape):
+    model = Product(function, *shape).eval()
+    found = capture(model, X)
+    assert [node.meta.get("kind") for node in found.graph.nodes].count("linear") == 1
+    for x in (X, X[:1], torch.cat([X, X[:1]])):
+        torch.testing.assert_close(found(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        pytest.param(einsum("blhd,hde->blhe"), (3, 4, 6), id="a weight a head"),
+        pytest.param(einsum("blhd,d->blh"), (4,), id="a vector"),
+        pytest.param(einsum("blhd,od->blh"), (6, 4), id="outputs that are added up"),
+        pytest.param(einsum("blhd,dd->blh"), (4, 4), id="a diagonal"),
+    ],
+)
+def test_what_no_linear_layer_computes_stays(function, shape):
+    model = Product(function, *shape).eval()
+    found = capture(model, X)
+    assert "linear" not in [node.meta.get("kind") for node in found.graph.nodes]
+    torch.testing.assert_close(found(X), model(X))
