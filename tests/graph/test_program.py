@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats.export import export
 from scalepoint.graph import capture
 from scalepoint.graph import export as ladder
 from scalepoint.graph.export import export_graph, fixed_batch
-from scalepoint.graph.program import Program, program_of
+from scalepoint.graph.program import Known, Program, program_of
 from scalepoint.quantize import quantize
 from tests.models import settled
 
@@ -101,6 +102,35 @@ def test_an_axis_that_the_graph_has_as_a_number_is_fixed_and_the_others_stay_fre
     assert fixed_batch(program) == {"x": 2}
     shape = program.graph.find_nodes(op="placeholder")[0].meta["val"].shape
     assert isinstance(shape[1], torch.SymInt)
+
+
+def shapes_of(program):
+    return [(node.name, str(getattr(node.meta.get("val"), "shape", None))) for node in program.graph.nodes]
+
+
+def test_a_second_graph_of_the_same_inputs_finds_its_sizes_known(graph, monkeypatch):
+    known, given, counts = Known(), ((inputs()[0],), inputs()[1], batch_of), []
+    original = FakeTensorMode.__torch_dispatch__
+    monkeypatch.setattr(
+        FakeTensorMode, "__torch_dispatch__", lambda *words, **more: counts.append(1) or original(*words, **more)
+    )
+    program_of(graph, *given, known)
+    first = len(counts)
+    again = program_of(graph, *given, known)
+    assert len(counts) - first < first / 2  # composite operations are taken apart anew, their parts are known
+    assert shapes_of(again) == shapes_of(program_of(graph, *given))
+    x, kwargs = inputs(5)
+    assert torch.equal(again.module(check_guards=False)(x, **kwargs)["logits"], graph(x, **kwargs)["logits"])
+
+
+def test_other_inputs_and_a_size_that_became_a_number_are_begun_anew(graph):
+    known = Known()
+    program_of(capture(Fixed(), torch.randn(2, 4), dynamic=False), (torch.randn(2, 4),), {}, lambda _: (0, 1), known)
+    alone, after = (program_of(graph, (inputs()[0],), inputs()[1], batch_of, each) for each in (None, known))
+    assert shapes_of(after) == shapes_of(alone)
+    x, kwargs = inputs(3)
+    alone, after = (program_of(graph, (x,), kwargs, batch_of, each) for each in (None, known))
+    assert shapes_of(after) == shapes_of(alone)
 
 
 class Made(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, shown
 from scalepoint.graph.blame import user_line, user_module
 from scalepoint.graph.dry_run import dry_run
-from scalepoint.graph.program import program_of, warn_of_tracing
+from scalepoint.graph.program import Known, program_of, warn_of_tracing
 
 DATA_DEPENDENT = ("data-dependent", "datadependent", "data dependent", "dynamicoutputshape", ".item()", "unbacked")
 RUNGS = ((False, True), (True, True), (False, False), (True, False))  # (strict, dynamic)
@@ -57,15 +57,16 @@ def export_graph(
     kwargs: dict[str, Any],
     dynamic: bool,
     axes: Callable[[Tensor], Iterable[int]] | None = None,
+    known: Known | None = None,
 ) -> ExportedProgram:
     """The program of a graph that was captured: noted in one run, else by the ladder. `axes` tells which of an input's
-    may change, the batch and the length of token sequences unless given."""
+    may change, the batch and the length of token sequences unless given; `known` is shared by graphs of one capture."""
     free = axes or (lambda value: _dimensions(value) or ())
     given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(contiguous, (args, kwargs))
     wide = widened(*given) if dynamic else given
     try:
         with quiet():
-            program = program_of(model, *wide, lambda value: free(value) if dynamic else ())
+            program = program_of(model, *wide, lambda value: free(value) if dynamic else (), known)
             is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (given, wide)), strict=True))
             return program_of(model, *given, lambda _: ()) if is_wide and fixed_batch(program) else program
     except Exception as error:  # a run without values raises every kind; the ladder says what is wrong, if anything is
