@@ -259,9 +259,10 @@ def program_of(
             {axis for axis in own if is_concrete_int(value.shape[axis])}
             for own, value in zip(free, made.values, strict=True)
         ]
+        if any(fixed) or made.sizes.replacements:
+            known.forget()
         if not any(fixed):
             return made.program()
-        known.forget()
         free = [own - gone for own, gone in zip(free, fixed, strict=True)]
 
 
@@ -296,7 +297,7 @@ class Known:
         return self._sizes
 
     def forget(self) -> None:
-        """A size became a number: other graphs begin anew."""
+        """A size became a number, or that of another input: other graphs begin as this one did."""
         self._sizes = None
 
 
