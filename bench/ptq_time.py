@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # torch.export does in its first call; importing is not counted
 from rich.console import Console
 from rich.table import Table
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats.export import export
 from scalepoint.graph import capture
 from scalepoint.graph import export as ladder
 from scalepoint.graph.export import export_graph, fixed_batch
-from scalepoint.graph.program import Program, program_of
+from scalepoint.graph.program import Known, Program, program_of
 from scalepoint.quantize import quantize
 from tests.models import settled
 
@@ -101,6 +102,41 @@ def test_an_axis_that_the_graph_has_as_a_number_is_fixed_and_the_others_stay_fre
     assert fixed_batch(program) == {"x": 2}
     shape = program.graph.find_nodes(op="placeholder")[0].meta["val"].shape
     assert isinstance(shape[1], torch.SymInt)
+
+
+def shapes_of(program):
+    return [(node.name, str(getattr(node.meta.get("val"), "shape", None))) for node in program.graph.nodes]
+
+
+def test_a_second_graph_of_the_same_inputs_finds_its_sizes_known(monkeypatch):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 2), nn.Softmax(1))
+    graph, known, counts = capture(net.eval(), torch.randn(2, 3, 8, 8)), Known(), []
+    given = ((torch.randn(2, 3, 8, 8),), {}, batch_of)
+    original = FakeTensorMode.__torch_dispatch__
+    monkeypatch.setattr(
+        FakeTensorMode, "__torch_dispatch__", lambda *words, **more: counts.append(1) or original(*words, **more)
+    )
+    program_of(graph, *given, known)
+    first = len(counts)
+    again = program_of(graph, *given, known)
+    assert len(counts) == first > 0
+    assert shapes_of(again) == shapes_of(program_of(graph, *given))
+
+
+def test_sizes_that_a_graph_found_to_be_equal_are_begun_anew(graph):
+    known, given = Known(), ((inputs()[0],), inputs()[1], batch_of)
+    programs = [program_of(graph, *given, each) for each in (known, known, None)]
+    assert shapes_of(programs[0]) == shapes_of(programs[1]) == shapes_of(programs[2])
+
+
+def test_other_inputs_and_a_size_that_became_a_number_are_begun_anew(graph):
+    known = Known()
+    program_of(capture(Fixed(), torch.randn(2, 4), dynamic=False), (torch.randn(2, 4),), {}, lambda _: (0, 1), known)
+    alone, after = (program_of(graph, (inputs()[0],), inputs()[1], batch_of, each) for each in (None, known))
+    assert shapes_of(after) == shapes_of(alone)
+    x, kwargs = inputs(3)
+    alone, after = (program_of(graph, (x,), kwargs, batch_of, each) for each in (None, known))
+    assert shapes_of(after) == shapes_of(alone)
 
 
 class Made(nn.Module):

@@ -1,12 +1,14 @@
 """Sizes and types of operations, worked out once a case."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from scalepoint.graph.shapes import Shapes
+from scalepoint.graph.shapes import _ALIKE, Shapes
 
 aten = torch.ops.aten
 
@@ -53,6 +55,30 @@ def test_the_second_of_a_case_is_as_the_first_and_as_torch_has_it(shapes, case):
     assert all(same(*pair) for pair in pairs)
 
 
+LAYOUTS = {
+    "plain": lambda x: x,
+    "one axis": lambda x: x[0, 0, 0],
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "a slice": lambda x: x[:, 1:3],
+    "a slice of the batch": lambda x: x[1:3],
+    "every other": lambda x: x[::2],
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1, -1),
+    "extents of one": lambda x: x[:, :1, :, :1],
+    "whole numbers": lambda x: x.to(torch.int32),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("func", sorted(_ALIKE, key=str), ids=str)
+def test_an_activation_gives_what_torch_gives_in_every_layout(shapes, layout, func):
+    x = layout(torch.randn(4, 6, 3, 5))
+    try:
+        wanted = func(x)
+    except (RuntimeError, NotImplementedError):
+        pytest.skip("not for these numbers")
+    assert same(shapes.of(func, (x,), {}), wanted)
+
+
 def test_every_result_is_a_tensor_of_its_own(shapes):
     x = shapes.fake(torch.randn(4, 6))
     assert shapes.of(aten.relu.default, (x,), {}) is not shapes.of(aten.relu.default, (x,), {})
@@ -67,3 +93,14 @@ def test_a_tensor_is_faked_once(shapes):
     x = torch.randn(2)
     assert shapes.fake(x) is shapes.fake(x)
     assert shapes.fake(3) == 3
+
+
+def test_tensors_with_values_are_let_go_and_cases_stay(shapes):
+    x = torch.randn(4, 6)
+    shapes.of(aten.sum.dim_IntList, (x, [1]), {})
+    kept, before = weakref.ref(x), shapes.mode.count
+    del x
+    shapes.let_go()
+    assert kept() is None
+    shapes.of(aten.sum.dim_IntList, (torch.randn(4, 6), [1]), {})
+    assert shapes.mode.count == before

@@ -11,6 +11,7 @@ from scalepoint.numerics import (
     choose_qparams,
     fake_quantize,
     fold_and_back,
+    is_clamped,
     min_max,
     round_trip_folded,
     row_extremes,
@@ -54,6 +55,55 @@ def test_values_and_gradients_are_those_of_the_formulas(shape):
     assert 0 < int((ours == 0).sum()) <= shape[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     assert torch.equal(round_trip_folded(weight.detach(), factor, steps, GRID.format), found)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("one", [False, True], ids=["a row", "one"])
+def test_a_learned_scale_has_the_gradient_of_the_formulas(shape, one):
+    weight, factor, qparams, _ = made(shape)
+    first, second = (
+        (qparams.scale.amax() if one else qparams.scale).mul(0.7).clone().requires_grad_() for _ in range(2)
+    )
+    steps = Steps(first, None, -128.0, 127.0)
+    grad = torch.randn(shape)
+    y = fold_and_back(weight, factor, steps, GRID.format)
+    wanted = plain(weight, factor, qparams._replace(scale=second))
+    torch.testing.assert_close(y, wanted, rtol=1e-6, atol=0)
+    ours, theirs = (torch.autograd.grad(each, (weight, scale), grad) for each, scale in ((y, first), (wanted, second)))
+    assert torch.equal(ours[0] == 0, theirs[0] == 0)
+    assert int((ours[0] == 0).sum()) > 0
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=0)
+    added = grad.abs().flatten(1).sum(1).div(factor.abs())
+    bound = 1e-5 * (added.sum() if one else across(added, weight))
+    assert bool(((ours[1] - theirs[1]).abs() <= bound).all())
+
+
+def test_the_gradient_of_a_learned_scale_can_be_differentiated_again():
+    weight, factor, qparams, _ = made((6, 4, 3, 3))
+    grad = torch.randn(6, 4, 3, 3)
+    found = []
+    for run in (True, False):
+        scale = qparams.scale.mul(0.7).clone().requires_grad_()
+        y = (
+            fold_and_back(weight, factor, Steps(scale, None, -128.0, 127.0), GRID.format)
+            if run
+            else plain(weight, factor, qparams._replace(scale=scale))
+        )
+        (once,) = torch.autograd.grad(y, scale, grad, create_graph=True)
+        found.append((once, *torch.autograd.grad(once.square().sum(), (scale, weight))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_known_to_be_inside_costs_no_pass():
+    weight, factor, qparams, steps = made((6, 4, 3, 3))
+    extremes = row_extremes(weight.detach(), factor)
+    assert is_clamped(extremes, steps)  # the largest of a row, by the formula of the scheme
+    wide = steps._replace(scale=qparams.scale * 1.01)
+    assert not is_clamped(extremes, wide)
+    grad = torch.randn(6, 4, 3, 3)
+    y = fold_and_back(weight, factor, wide, GRID.format, may_clamp=False)
+    assert torch.autograd.grad(y, weight, grad)[0].data_ptr() == grad.data_ptr()
 
 
 def test_it_can_be_differentiated_twice():

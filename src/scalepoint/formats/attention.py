@@ -38,7 +38,9 @@ def lay_out(model: fx.GraphModule) -> None:
             copied = model.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
         copied.meta = dict(node.meta) | {"kind": "clone"}
         node.replace_all_uses_with(copied, lambda user, copied=copied: user is not copied)
-    for node in model.graph.nodes if masked else ():
+    if not masked:
+        return
+    for node in model.graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
     model.recompile()
@@ -69,7 +71,8 @@ def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:
         assert isinstance(fused, Fused)  # noqa: S101  # only those have a factor
         fused.parts = {role: PlainAttention() for role in fused.parts}
         factors[str(stub.target)] = factor
-    model.recompile()
+    if factors:
+        model.recompile()
     return factors
 
 

@@ -21,7 +21,7 @@ from scalepoint.graph.blame import has_passed, user_line, user_module
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.free import Axes, Free, by_parameter, free_in, input_name
 from scalepoint.graph.origin import origin_of
-from scalepoint.graph.program import NotNotedError, program_of, warn_of_tracing
+from scalepoint.graph.program import Known, NotNotedError, program_of, warn_of_tracing
 from scalepoint.graph.recurrent import any_length
 from scalepoint.graph.resizing import at_double, check_names, why_fixed
 
@@ -71,17 +71,23 @@ def export(
 
 
 def export_graph(
-    model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, free: Free | None = None
+    model: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic: bool,
+    free: Free | None = None,
+    known: Known | None = None,
 ) -> ExportedProgram:
     """The program of a graph that was captured: noted in one run, else by the ladder. `free` tells which axes of an
-    input may change: unless given the batch and the length of token sequences, and what was named at capture."""
+    input may change: unless given the batch and the length of token sequences, and what was named at capture; `known`
+    is shared by graphs of one capture."""
     axes = origin_of(model).axes if free is None else {}
     wanted = free_in(axes, dynamic=dynamic) if free is None else free if dynamic else (lambda name, value: ())
     given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(contiguous, (args, kwargs))
     wide = widened(*given) if dynamic else given
     try:
         with quiet():
-            program: ExportedProgram = program_of(model, *wide, wanted)
+            program: ExportedProgram = program_of(model, *wide, wanted, known)
             is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (given, wide)), strict=True))
             if is_wide and fixed_batch(program):
                 program = program_of(model, *given, free_in(axes, dynamic=False))

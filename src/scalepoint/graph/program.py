@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -101,10 +101,15 @@ class Program(ExportedProgram):
     ) -> ExportedProgram:
         """This program itself, the operations of the table in their parts; `written` in their meta is the whole."""
         table = dict((torch.export.default_decompositions() if decomp_table is None else decomp_table).items())
-        return self if self.take_apart(table) else super().run_decompositions(table, decompose_custom_triton_ops)
+        if not self.take_apart(table):
+            traced: ExportedProgram = super().run_decompositions(table, decompose_custom_triton_ops)
+            return traced
+        self.graph_module.recompile()
+        return self
 
     def take_apart(self, table: Table) -> bool:
-        """Decompose in place; False with a reason in `why_traced` where only a trace of the whole could."""
+        """Decompose in place, the graph and not its code; False with a reason in `why_traced` where only a trace of the
+        whole could."""
         try:
             _decompose(self.graph, table)
         except Exception as error:  # what a run without values cannot note, the whole trace may
@@ -113,7 +118,6 @@ class Program(ExportedProgram):
         gives: Any = next(node for node in self.graph.nodes if node.op == "output").args[0]
         for spec, node in zip(self.graph_signature.output_specs, gives, strict=True):
             spec.arg = _argument(node)
-        self.graph_module.recompile()
         return self.why_traced is None
 
 
@@ -123,9 +127,9 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Autograd is out of the way, so that operations arrive as they were written (conv2d, linear), not in their parts.
     """
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, table: Table) -> None:
+    def __init__(self, graph: fx.Graph, shapes: Shapes, table: Table) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graph, self.table, self.shapes = graph, table, Shapes(mode)
+        self.graph, self.table, self.shapes = graph, table, shapes
         self.meta: dict[str, Any] = {}
         self.constant: Callable[[Tensor], fx.Node] | None = None  # the node of a tensor that has values
         self.known: dict[int, fx.Node] = {}
@@ -247,23 +251,67 @@ class _Run(fx.Interpreter):
         return made
 
 
-def program_of(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Free) -> Program:
+def program_of(
+    model: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axes: Free,
+    known: "Known | None" = None,
+) -> Program:
     """The program of a graph in eval for inputs like these, of which `axes` tells the axes that may change.
 
-    An axis that the graph computes with as a number is fixed in the program, and noted anew so.
+    An axis that the graph computes with as a number is fixed in the program, and noted anew so. What is found of sizes
+    goes into `known`, for another graph of the same capture.
     """
-    inputs = _Inputs(model, args, kwargs)
+    inputs, known = _Inputs(model, args, kwargs), known or Known()
     pairs = zip(inputs.names, inputs.leaves, strict=True)
     free = [set(axes(name, leaf)) if isinstance(leaf, Tensor) else set() for name, leaf in pairs]
     while True:
-        made = _Made(model, inputs, free)
+        made = _Made(model, inputs, known.sizes(inputs, free))
         fixed = [
             {axis for axis in own if is_concrete_int(value.shape[axis])}
             for own, value in zip(free, made.values, strict=True)
         ]
+        if any(fixed) or made.sizes.replacements:
+            known.forget()
         if not any(fixed):
             return made.program()
         free = [own - gone for own, gone in zip(free, fixed, strict=True)]
+
+
+class _Sizes(NamedTuple):
+    """Inputs without values, and what operations have made of their sizes."""
+
+    env: ShapeEnv
+    values: list[Any]
+    shapes: Shapes
+
+
+class Known:
+    """What runs over the same inputs have found of sizes: the float graph has those of the quantized one."""
+
+    def __init__(self) -> None:
+        self._case: Any = None
+        self._sizes: _Sizes | None = None
+
+    def sizes(self, inputs: "_Inputs", free: Sequence[set[int]]) -> _Sizes:
+        """Those of an earlier run with the same inputs and free axes, else new ones."""
+        shown = [
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+            for leaf in inputs.leaves
+        ]
+        case = (inputs.names, shown, [sorted(each) for each in free])
+        if self._sizes is None or self._case != case:
+            env = ShapeEnv(duck_shape=False)
+            mode = FakeTensorMode(shape_env=env)
+            values = [_fake_input(mode, *each) for each in zip(inputs.names, inputs.leaves, free, strict=True)]
+            self._case, self._sizes = case, _Sizes(env, values, Shapes(mode))
+        self._sizes.shapes.let_go()
+        return self._sizes
+
+    def forget(self) -> None:
+        """A size became a number, or that of another input: other graphs begin as this one did."""
+        self._sizes = None
 
 
 def leaves_of(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -298,15 +346,13 @@ class _Inputs:
 class _Made:
     """One run, and what there is to say of it."""
 
-    def __init__(self, model: fx.GraphModule, inputs: _Inputs, free: Sequence[set[int]]) -> None:
-        graph, sizes = fx.Graph(), ShapeEnv(duck_shape=False)
-        mode = FakeTensorMode(shape_env=sizes)
-        self.inputs, self.graph, self.sizes = inputs, graph, sizes
+    def __init__(self, model: fx.GraphModule, inputs: _Inputs, sizes: _Sizes) -> None:
+        graph = fx.Graph()
+        self.inputs, self.graph, self.sizes, self.values = inputs, graph, sizes.env, sizes.values
         self.names = {id(value): (name, True) for name, value in reversed(list(model.named_buffers()))}
         self.names |= {id(value): (name, False) for name, value in reversed(list(model.named_parameters()))}
         self.held: list[tuple[fx.Node, Tensor]] = []
-        self.values = [_fake_input(mode, *each) for each in zip(inputs.names, inputs.leaves, free, strict=True)]
-        self.notes = notes = _Notes(graph, mode, {})
+        self.notes = notes = _Notes(graph, sizes.shapes, {})
         notes.constant = self._hold
         self.places = [graph.placeholder(name) for name in inputs.names]
         for node, name, value in zip(self.places, inputs.names, self.values, strict=True):
@@ -379,7 +425,7 @@ def _decompose(graph: fx.Graph, table: Table) -> None:
     """In place: every operation of the table in its parts, with the shapes that its operands have."""
     values = [node.meta.get("val") for node in graph.nodes]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-    notes = _Notes(graph, mode, table)
+    notes = _Notes(graph, Shapes(mode), table)
     for node in list(graph.nodes):
         if node._erased:  # it picked a part of one that was replaced
             continue

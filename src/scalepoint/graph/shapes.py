@@ -14,6 +14,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 _UNSURE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded)
+_ALIKE = {  # one value of each, of the same type; torch works them out by the parts that they have in Python
+    torch.ops.aten.relu.default,
+    torch.ops.aten.hardtanh.default,
+    torch.ops.aten.silu.default,
+    torch.ops.aten.gelu.default,
+    torch.ops.aten.hardswish.default,
+}
 
 
 class Shapes:
@@ -25,15 +32,21 @@ class Shapes:
         self.kinds: dict[int, Any] = {}  # of tensors, by id
         self.fakes: dict[int, Tensor] = {}  # of tensors that have values, by id
         self.alive: list[Any] = []  # an id is that of one tensor as long as it lives
+        self.held: list[Tensor] = []  # those that have values
 
     def fake(self, value: Any) -> Any:
         """A tensor without its values; anything else as it is."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if id(value) not in self.fakes:
-            self.alive.append(value)
+            self.held.append(value)
             self.fakes[id(value)] = self._like(value)
         return self.fakes[id(value)]
+
+    def let_go(self) -> None:
+        """Of tensors that have values; cases stay."""
+        self.fakes.clear()
+        self.held.clear()
 
     def _like(self, value: Tensor) -> Tensor:
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
@@ -54,8 +67,14 @@ class Shapes:
         case = self._case(func, args, kwargs)
         if case is not None and case in self.cases:
             return pytree.tree_map_only(Tensor, lambda made: self._alias(made, made.device), self.cases[case])
-        with self.mode, enable_python_dispatcher():  # torch's own kernels of some (pad) fix the sizes that they read
-            made = func(*args, **kwargs)
+        if func in _ALIKE and _is_dense(args[0]):
+            made = self._alias(args[0], args[0].device)
+        else:
+            with (
+                self.mode,
+                enable_python_dispatcher(),
+            ):  # torch's own kernels of some (pad) fix the sizes that they read
+                made = func(*args, **kwargs)
         if case is not None and _is_plain(made):
             self.cases[case] = made
             self.alive.append(made)
@@ -103,3 +122,14 @@ def _is_plain(made: Any) -> bool:
 def _has_sizes(value: FakeTensor) -> bool:
     symbols: list[Any] = [each for each in value.shape if isinstance(each, torch.SymInt)]
     return value.constant is None and all(each.node.has_hint() for each in symbols)
+
+
+def _is_dense(value: FakeTensor) -> bool:
+    """Whether floats lie one after the other in the order of the axes, as numbers tell: all but the first are fixed."""
+    expected = 1
+    for extent, stride in zip(value.shape[:0:-1], value.stride()[:0:-1], strict=True):
+        if not isinstance(extent, int) or not isinstance(stride, int) or (extent != 1 and stride != expected):
+            return False
+        expected *= extent
+    is_plain = value.is_floating_point() and not value.is_conj() and not value.is_neg() and value.ndim > 1
+    return is_plain and type(value.stride(0)) is int and value.stride(0) == expected

@@ -24,7 +24,9 @@ from scalepoint.numerics.rounding import round_to_float
 
 SMALL = 1024
 HALF_MAX = torch.finfo(torch.float16).max
-PIECE = 65536  # float32 elements: a piece, its result and one scratch stay in a core's L2 cache
+PIECE = 131072  # float32 elements: a piece, its result and one scratch stay in a core's L2 cache, calls weigh little
+MANY = 4096  # elements, below which a mask costs nothing
+LINE = 256  # elements that are looked at together for a clamped one
 
 
 class Steps(NamedTuple):
@@ -42,6 +44,20 @@ class Steps(NamedTuple):
     @property
     def is_uniform(self) -> bool:
         return all(value.numel() == 1 for value in self if isinstance(value, Tensor))
+
+
+class Scratch:
+    """Memory that pieces share: what one has used, the next finds in cache."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def __call__(self, piece: Tensor, number: int = 0) -> Tensor:
+        """A float32 tensor of the shape of a piece; each number has memory of its own."""
+        found = self._kept.get(number)
+        if found is None or found.numel() < piece.numel():
+            found = self._kept[number] = torch.empty(piece.numel(), dtype=torch.float32, device=piece.device)
+        return found[: piece.numel()].view(piece.shape)
 
 
 def steps_of(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps:
@@ -117,65 +133,104 @@ def round_trip_traced(x: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Ten
     return restore(c, steps), inside
 
 
+class Clamped:
+    """Which values were clamped (or are NaN), as the pieces of a tensor pass: nothing where there is none, their places
+    where they are few, else a mask of the others."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._shape, self._device = x.shape, x.device
+        self._seen = 0
+        self._places: list[Tensor] = []
+        self.inside: Tensor | None = None
+
+    def look(self, t: Tensor, c: Tensor, steps: Steps) -> None:
+        """At the next piece, with t and c of the steps."""
+        start, self._seen = self._seen, self._seen + t.numel()
+        found = self._outside(t, steps)
+        if found is not None and 64 * found.numel() <= max(t.numel(), MANY):
+            self._places.append(found.add_(start))
+            return
+        if self.inside is None:
+            self.inside = torch.ones(self._shape, dtype=torch.bool, device=self._device)
+        torch.eq(t, c, out=self.inside.view(-1)[start : self._seen].view(t.shape))
+
+    def _outside(self, t: Tensor, steps: Steps) -> Tensor | None:
+        """Places in a piece, None for too many. The extremes of lines say where to look; a mask takes far longer."""
+        if isinstance(steps.low, Tensor) and not steps.is_uniform:
+            return None
+        flat, low, high = t.view(-1), float(steps.low), float(steps.high)
+        end = len(flat) - len(flat) % LINE
+        lines = flat[:end].view(-1, LINE)
+        rows = ((lines.amin(1) >= low) & (lines.amax(1) <= high)).logical_not_().nonzero().view(-1)
+        if 4 * len(rows) > len(lines):
+            return None
+        row, column = _beyond(lines[rows], low, high).unbind(1)
+        found = rows[row].mul_(LINE).add_(column)
+        return found if end == len(flat) else torch.cat((found, _beyond(flat[end:], low, high).view(-1).add_(end)))
+
+    @property
+    def places(self) -> Tensor | None:
+        """Of the flat tensor; None where the mask tells, or nothing was clamped."""
+        places = [found for found in self._places if found.numel()]
+        if not places:
+            return None
+        together = torch.cat(places)
+        if self.inside is None:
+            return together
+        self.inside.view(-1)[together] = False
+        return None
+
+
+def _beyond(t: Tensor, low: float, high: float) -> Tensor:
+    return ((t >= low) & (t <= high)).logical_not_().nonzero()
+
+
 def round_trip(
-    x: Tensor, steps: Steps, fmt: Format, *, out: Tensor | None = None, want_inside: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """(y in the dtype of x, inside); `inside` is None where nothing was clamped or nobody asked.
+    x: Tensor, steps: Steps, fmt: Format, *, out: Tensor | None = None, clamped: Clamped | None = None
+) -> Tensor:
+    """y in the dtype of x; `clamped` is told what was.
 
     One output, in-place vector operations on it, in pieces that stay in cache when the tensor is large.
     """
     if x.numel() >= 2 * PIECE and x.device.type == "cpu" and x.is_contiguous():
         out = torch.empty_like(x) if out is None else out
-        return out, _in_pieces(x, steps, fmt, out, want_inside)
-    y, inside = _whole(x, steps, fmt, out, want_inside)
-    return narrow(y, x.dtype), inside
+        _in_pieces(x, steps, fmt, out, clamped)
+        return out
+    return narrow(_whole(x, steps, fmt, out, clamped), x.dtype)
 
 
-def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, want_inside: bool) -> tuple[Tensor, Tensor | None]:
+def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, clamped: Clamped | None) -> Tensor:
     """All at once; the first step makes the output, in the memory format of x, and the others reuse it."""
     if out is None and not x.is_contiguous():
         out = torch.empty_like(x, dtype=torch.float32)
     work = out if out is None or out.dtype == torch.float32 else None
     t = divide(_as_float32(x), steps, fmt, work)
-    c = clamp(t, steps, None if want_inside else t)
-    inside = torch.eq(t, c) if want_inside else None
+    c = clamp(t, steps, None if clamped is not None else t)
+    if clamped is not None and (x.numel() < MANY or x.device.type != "cpu" or not t.is_contiguous()):
+        clamped.inside = torch.eq(t, c)
+    elif clamped is not None:
+        clamped.look(t, c, steps)
     if fmt.is_float:
         # For a few elements the cast's one slow kernel is still quicker than six fast ones; the values are the same.
         c = c.to(fmt.cast).to(torch.float32) if fmt.cast and c.numel() <= SMALL else round_to_float(c, fmt, out=c)
     y = restore(c, steps, in_place=True)
-    return y if out is None or y is out else out.copy_(narrow(y, out.dtype)), inside
+    return y if out is None or y is out else out.copy_(narrow(y, out.dtype))
 
 
-def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, want_inside: bool) -> Tensor | None:
-    """The same into `out`, piece by piece; gives the mask, which is only made once a piece holds a clamped value."""
-    inside: Tensor | None = None
-    spare = [torch.empty(0, dtype=torch.float32, device=x.device) for _ in range(2)]
-    start = 0
+def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, clamped: Clamped | None) -> None:
+    """The same into `out`, piece by piece."""
+    like = Scratch()
     for part, target, own in _pieces(x, out, steps):
-        spare = [_at_least(buffer, part) for buffer in spare]
-        first, second = (buffer[: part.numel()].view(part.shape) for buffer in spare)
-        work = target if target.dtype == torch.float32 else second
-        t = divide(_as_float32(part), own, fmt, first if want_inside else work)
+        work = target if target.dtype == torch.float32 else like(part, 1)
+        t = divide(_as_float32(part), own, fmt, work if clamped is None else like(part))
         c = clamp(t, own, work)
-        if want_inside and _clipped(t, own):
-            if inside is None:
-                inside = torch.ones(x.numel(), dtype=torch.bool, device=x.device)
-            torch.eq(t, c, out=inside[start : start + part.numel()].view(part.shape))
+        if clamped is not None:
+            clamped.look(t, c, own)
         if fmt.is_float:
-            round_to_float(c, fmt, out=c, scratch=first)
+            round_to_float(c, fmt, out=c, scratch=like(part))
         restore(c, own, in_place=True)
         if c is not target:
             target.copy_(narrow(c, target.dtype))
-        start += part.numel()
-    return None if inside is None else inside.view(x.shape)
-
-
-def _clipped(t: Tensor, steps: Steps) -> bool:
-    """Whether a piece on the CPU holds a clamped value (or NaN); cheaper than its mask by a factor of five."""
-    if not steps.is_uniform and isinstance(steps.low, Tensor):
-        return True
-    extremes = torch.aminmax(t)
-    return not (float(extremes.min) >= float(steps.low) and float(extremes.max) <= float(steps.high))
 
 
 def _pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Steps]]:
@@ -195,7 +250,3 @@ def _pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tens
 
 def _as_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.to(torch.float32)
-
-
-def _at_least(buffer: Tensor, like: Tensor) -> Tensor:
-    return buffer if buffer.numel() >= like.numel() else buffer.new_empty(like.numel())

@@ -15,9 +15,10 @@ from torch.autograd import forward_ad
 
 from scalepoint.numerics.affine import (
     PIECE,
+    Clamped,
+    Scratch,
     Steps,
     centred_code,
-    clamp,
     narrow,
     round_trip,
     round_trip_traced,
@@ -28,9 +29,8 @@ from scalepoint.numerics.format import Format, Grid
 from scalepoint.numerics.kept import mark
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.quantize import Block, by_block
-from scalepoint.numerics.rounding import round_to_float
+from scalepoint.numerics.slopes import ends_of, pass_inside, slope, slopes
 
-MANY = 4096  # elements, below which a mask costs nothing
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -66,7 +66,7 @@ def straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = 
     if is_traced(x):
         return _traced(x, steps, fmt, learns=learns, needs_grad=needs_grad or is_transformed())
     if not needs_grad:
-        return round_trip(x, steps, fmt, out=out)[0]
+        return round_trip(x, steps, fmt, out=out)
     x = x.clone() if x.is_inference() else x
     node, inputs = (_LearnedScale, (x, steps.scale)) if learns else (_StraightThrough, (x,))
     y: Tensor = node.apply(*inputs, steps, fmt)  # type: ignore[no-untyped-call]
@@ -96,9 +96,10 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, steps: Steps, fmt: Format) -> Tensor:
-        y, inside = round_trip(x, steps, fmt, want_inside=True)
-        places = None if inside is None or x.numel() < MANY else _few(inside)
-        ctx.save_for_backward(inside if places is None else None, places)
+        clamped = Clamped(x)
+        y = round_trip(x, steps, fmt, clamped=clamped)
+        places = clamped.places
+        ctx.save_for_backward(clamped.inside, places)
         return y
 
     @staticmethod
@@ -111,15 +112,6 @@ class _StraightThrough(torch.autograd.Function):
         return grad if inside is None else torch.where(inside, grad, 0.0), None, None
 
 
-def _few(inside: Tensor) -> Tensor | None:
-    """The places outside, when they take less than a mask by far; they are looked for only on a CPU."""
-    if inside.device.type != "cpu" or not inside.is_contiguous():
-        return None
-    outside = inside.view(-1).logical_not()
-    count = int(torch.count_nonzero(outside))
-    return outside.nonzero().view(-1) if 64 * count <= inside.numel() else None
-
-
 class _LearnedScale(torch.autograd.Function):
     """The same with a gradient for the scale; x is kept instead of a mask, and the steps run again in backward."""
 
@@ -127,22 +119,27 @@ class _LearnedScale(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, steps: Steps, fmt: Format) -> Tensor:
         ctx.save_for_backward(x, scale)
         ctx.steps, ctx.fmt = steps.map(Tensor.detach), fmt
-        return round_trip(x, steps, fmt)[0]
+        return round_trip(x, steps, fmt)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         steps, fmt = ctx.steps, ctx.fmt
-        if torch.is_grad_enabled():  # to be differentiated again: the formula as a whole
-            of_x, slope = _slopes(x, grad, scale, steps, fmt)
-            return of_x, slope.sum_to_size(scale.shape), None, None
-        of_x, slopes = torch.empty_like(grad), []
+        ends = ends_of(steps, fmt)
+        is_plain = x.dtype == grad.dtype == torch.float32 and x.device.type == "cpu"
+        if (
+            torch.is_grad_enabled() or ends is None or not is_plain
+        ):  # to be differentiated again: the formula as a whole
+            of_x, by_element = slopes(x, grad, scale, steps, fmt)
+            return of_x, by_element.sum_to_size(scale.shape), None, None
+        of_x, sums, like = torch.empty_like(grad), [], Scratch()
         for own, part, target, by in _rows(x, grad, of_x, steps):  # in cache, and nothing as large as x is made
-            found, slope = _slopes(own, part, by.scale, by, fmt)
-            target.copy_(found)
-            slopes.append(slope.sum_to_size(by.scale.shape))
-        total = torch.stack(slopes).sum(0) if steps.is_uniform else torch.cat(slopes)
-        return of_x, total.to(scale.dtype).reshape(scale.shape), None, None
+            t = torch.div(own if by.shift is None else own - by.shift, by.scale, out=like(own))
+            rounded = like(own, 1).copy_(t) if fmt.is_float else torch.round(t, out=like(own, 1))
+            pass_inside(part, rounded, ends, target)
+            sums.append(slope(t, rounded, ends, fmt).mul_(part).sum_to_size(by.scale.shape))
+        total = torch.stack(sums).sum(0) if steps.is_uniform else torch.cat(sums)
+        return of_x, total.reshape(scale.shape), None, None
 
 
 def _rows(x: Tensor, grad: Tensor, of_x: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Tensor, Steps]]:
@@ -164,17 +161,6 @@ def _rows(x: Tensor, grad: Tensor, of_x: Tensor, steps: Steps) -> Iterator[tuple
             value[part] if isinstance(value, Tensor) and value.shape == steps.scale.shape else value for value in steps
         ]
         yield x[part], grad[part], of_x[part], Steps(*own)  # type: ignore[arg-type]
-
-
-def _slopes(x: Tensor, grad: Tensor, scale: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and of the scale by element: c - t inside the range, c where clamped."""
-    t = torch.div(x if steps.shift is None else x - steps.shift, scale).to(torch.float32)
-    rounded = t if fmt.is_float else t.round()
-    c = clamp(rounded, steps)
-    inside = c == rounded
-    if fmt.is_float:
-        c = round_to_float(c, fmt)
-    return torch.where(inside, grad, 0.0), c.sub_(t.mul_(inside)).mul_(grad)
 
 
 def _learned(x: Tensor, steps: Steps, fmt: Format) -> Tensor:

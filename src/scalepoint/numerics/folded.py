@@ -1,9 +1,10 @@
 """A weight as it is deployed with its batch norm folded in, and unfolded again: one pass over it in training.
 
     y = quantize-dequantize(w s) / s,  s one value a row        dy/dw = 1 inside the range, 0 where w s was clamped
+    dy/dscale = (c - t) / s inside the range, c / s where clamped, for a scale that is learned (t, c: see `affine`)
 
 The steps are those of `affine`, with the products by s and 1/s in the same cache-sized pieces; nothing is kept for
-backward but the weight itself, from which the range is found again.
+backward but the weight itself, from which the steps run again.
 """
 
 from collections.abc import Iterator
@@ -12,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.affine import PIECE, Steps, clamp, divide
+from scalepoint.numerics.affine import PIECE, Scratch, Steps, clamp, divide
 from scalepoint.numerics.fake import is_traced
 from scalepoint.numerics.format import Format
-
-NEAR = 0.49  # of a step beyond the last code: less is rounded to it
+from scalepoint.numerics.slopes import ends_of, pass_inside, slope, slopes
 
 
 def can_fold(weight: Tensor, steps: Steps) -> bool:
     """Whether the pass knows this weight and these steps: rows of float32 on a CPU, limits that are numbers."""
     is_plain = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
-    is_known = steps.shift is None and not isinstance(steps.low, Tensor) and not steps.scale.requires_grad
+    is_known = steps.shift is None and not isinstance(steps.low, Tensor)
     return is_plain and is_known and not is_traced(weight) and steps.scale.numel() in (1, len(weight))
 
 
@@ -37,9 +37,10 @@ def row_extremes(weight: Tensor, factor: Tensor) -> Tensor:
     return found.view(len(weight), 2, *(1 for _ in weight.shape[2:]))
 
 
-def fold_and_back(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> Tensor:
-    """y, with its gradient. The factor is a constant, and steps are not written to afterwards."""
-    y: Tensor = _Folded.apply(weight, factor, steps, fmt)  # type: ignore[no-untyped-call]
+def fold_and_back(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format, *, may_clamp: bool = True) -> Tensor:
+    """y, with its gradient, and that of a scale that asks for one. The factor is a constant, and steps are not written
+    to afterwards; without `may_clamp` all is inside the range."""
+    y: Tensor = _Folded.apply(weight, steps.scale, factor, steps.map(Tensor.detach), fmt, may_clamp)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -47,10 +48,9 @@ def fold_and_back(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> 
 def round_trip_folded(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """y alone."""
     y = torch.empty_like(weight)
-    scratch = torch.empty(PIECE, dtype=torch.float32)
+    like = Scratch()
     for part, target, times, own in _rows(weight, y, factor, steps):
-        buffer = scratch[: part.numel()].view(part.shape) if part.numel() <= PIECE else torch.empty_like(part)
-        t = divide(torch.mul(part, times, out=buffer), own, fmt, buffer)
+        t = divide(torch.mul(part, times, out=like(part)), own, fmt, like(part))
         torch.mul(clamp(t, own, t), own.scale / times, out=target)
     return y
 
@@ -69,45 +69,53 @@ def _rows(
 
 
 class _Folded(torch.autograd.Function):
-    """Keeps the weight, which is there anyway, and the places of what was clamped."""
+    """Keeps the weight, which is there anyway."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> Tensor:
-        ctx.save_for_backward(weight, factor, clamped(weight, factor, steps, fmt))
-        ctx.steps, ctx.fmt = steps, fmt
+    def forward(
+        ctx: Any, weight: Tensor, scale: Tensor, factor: Tensor, steps: Steps, fmt: Format, may_clamp: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale, factor)
+        ctx.steps, ctx.fmt, ctx.may_clamp = steps, fmt, may_clamp
         return round_trip_folded(weight, factor, steps, fmt)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, factor, places = ctx.saved_tensors
+        weight, scale, factor = ctx.saved_tensors
+        steps, fmt = ctx.steps, ctx.fmt
         if torch.is_grad_enabled():  # to be differentiated again: the formula as a whole
-            steps = ctx.steps
-            wide = weight.detach() * factor.view(-1, *(1 for _ in weight.shape[1:]))
-            scale = steps.scale.reshape(-1, *(1 for _ in weight.shape[1:]))
-            t = divide(wide, steps._replace(scale=scale), ctx.fmt)
-            return torch.where((t >= steps.low) & (t <= steps.high), grad, 0.0), None, None, None
-        if places is not None:
-            grad = grad.clone(memory_format=torch.contiguous_format)
-            grad.view(-1)[places] = 0.0
-        return grad, None, None, None
+            shape = (-1, *(1 for _ in weight.shape[1:]))
+            s, own = factor.view(shape), scale.reshape(shape)
+            of_weight, by_element = slopes(weight * s, grad, own, steps._replace(scale=own), fmt)
+            return of_weight, (by_element / s).sum_to_size(own.shape).view(scale.shape), None, None, None, None
+        learns = ctx.needs_input_grad[1]
+        if not (learns or ctx.may_clamp):
+            return grad, None, None, None, None, None
+        of_weight, sums = _back(weight, grad.contiguous(), factor, steps, fmt, learns=learns)
+        of_scale = sums.sum_to_size((scale.numel(),)).view(scale.shape) if learns else None
+        return of_weight, of_scale, None, None, None, None
 
 
-@torch.no_grad()
-def clamped(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> Tensor | None:
-    """Where w s was clamped, as places in the flat weight; None where nothing was.
+def _back(
+    weight: Tensor, grad: Tensor, factor: Tensor, steps: Steps, fmt: Format, *, learns: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the weight, and of the scale by row where it `learns`."""
+    of_weight, sums, like = torch.empty_like(grad), [], Scratch()
+    ends = ends_of(steps, fmt)
+    assert ends is not None  # noqa: S101  # limits are numbers: can_fold
+    flat, start = grad.view(len(grad), -1), 0
+    for part, target, times, own in _rows(weight, of_weight, factor, steps):
+        upstream = flat[start : start + len(part)]
+        start += len(part)
+        t = torch.mul(part, times, out=like(part)).div_(own.scale)
+        rounded = torch.round(t, out=like(part, 1))
+        pass_inside(upstream, rounded, ends, target)
+        if learns:
+            sums.append(slope(t, rounded, ends, fmt).mul_(upstream).sum(1).div_(times.view(-1)))
+    return of_weight, torch.cat(sums) if learns else factor
 
-    Only rows whose extremes reach the ends of the range are looked at, and only what is near an end is divided.
-    """
-    rows, times, scale = weight.view(len(weight), -1), factor.view(-1), steps.scale.reshape(-1)
-    ends = torch.stack([(end * scale / times).expand(len(rows)) for end in (steps.low - NEAR, steps.high + NEAR)])
-    low, high = ends.amin(0), ends.amax(0)  # of the weight: a factor may be negative
-    found = ((rows.amin(1) < low) | (rows.amax(1) > high)).nonzero().view(-1)
-    if not len(found):
-        return None
-    picked = rows[found]
-    at, column = ((picked < low[found, None]) | (picked > high[found, None])).nonzero().unbind(1)
-    row = found[at]
-    own = steps._replace(scale=scale if len(scale) == 1 else scale[row])
-    t = divide(picked[at, column] * times[row], own, fmt)
-    outside = (t < steps.low) | (t > steps.high)
-    return (row * rows.shape[1] + column)[outside] if bool(outside.any()) else None
+
+def is_clamped(extremes: Tensor, steps: Steps) -> bool:
+    """Whether anything is clamped: the extremes of rows are the first that are."""
+    t = (extremes.view(len(extremes), -1) / steps.scale.reshape(-1, 1)).round_()
+    return not bool(((t >= steps.low) & (t <= steps.high)).all())

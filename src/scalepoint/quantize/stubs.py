@@ -134,13 +134,16 @@ class Quantizing(Stateful):
 
     def simulate(self, tensor: Tensor) -> Tensor:
         """The tensor as its codes keep it."""
-        if self.calculator.always_called:
-            qparams = self.calculator.anew(tensor)
-            if self.is_learned and not torch.compiler.is_compiling():
-                self.take(qparams)
-        else:
-            qparams = self.qparams_for(tensor)
-        return self.quantizer.simulate(tensor, qparams)
+        return self.quantizer.simulate(tensor, self.qparams_of(tensor))
+
+    def qparams_of(self, tensor: Tensor) -> QParams:
+        """The same as `qparams_for`, made anew where they are learned or belong to each tensor."""
+        if not self.calculator.always_called:
+            return self.qparams_for(tensor)
+        qparams = self.calculator.anew(tensor)
+        if self.is_learned and not torch.compiler.is_compiling():
+            self.take(qparams)
+        return qparams
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         take_shapes(self, QParams._fields, state_dict, prefix)
@@ -357,8 +360,9 @@ class WeightFakeQuantize(Quantizing):
         return isinstance(self.calculator.granularity, PerTensorGranularity | PerChannelGranularity)
 
     @property
-    def follows_extremes(self) -> bool:
-        """Whether its parameters depend on the least and the largest of each channel alone, and codes are whole."""
+    def goes_by_rows(self) -> bool:
+        """Whether its parameters are learned or depend on the least and the largest of each channel alone, and codes
+        are whole."""
         calculator, quantizer, grid = self.calculator, self.quantizer, self.quantizer.grid
         kinds = (type(self), type(quantizer), type(calculator.range_calculator))
         is_plain = kinds == (WeightFakeQuantize, DefaultFakeQuantize, MinMaxRangeCalculator)
@@ -367,7 +371,8 @@ class WeightFakeQuantize(Quantizing):
         is_by_row = isinstance(granularity, PerTensorGranularity) or (
             isinstance(granularity, PerChannelGranularity) and granularity.axis == 0
         )
-        return is_plain and is_whole and is_by_row and not calculator.always_called and self.sparsity is None
+        is_known = self.is_learned or not calculator.always_called
+        return is_plain and is_whole and is_by_row and is_known and self.sparsity is None
 
     def follow(self, weight: Tensor) -> None:
         """Take the parameters of the live weight; the quantizer is disabled when its blocks do not fit."""

@@ -22,6 +22,7 @@ from scalepoint.numerics import (
     Steps,
     can_fold,
     fold_and_back,
+    is_clamped,
     is_traced,
     keeping,
     round_trip_folded,
@@ -137,30 +138,37 @@ class QuantizedWeighted(Stateful):
 
     def _trained(self, s: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """fq(w s) / s with its gradient, and what makes it again for backward; in one pass where that is known."""
-        steps = self._simple_steps(s)
-        if steps is not None:
-            fmt = self.weight_quant.quantizer.grid.format
-            made = fold_and_back(self.weight, s, steps, fmt)
-            return made, self._maker(lambda weight: round_trip_folded(weight, s, steps, fmt))
+        found = self._simple_steps(s)
+        if found is not None:
+            steps, may_clamp = found
+            fmt, held = self.weight_quant.quantizer.grid.format, steps.map(Tensor.detach)
+            made = fold_and_back(self.weight, s, steps, fmt, may_clamp=may_clamp)
+            return made, self._maker(lambda weight: round_trip_folded(weight, s, held, fmt))
         wide = self._times(self.weight, s)
         with keeping(None, wide, self._maker(lambda weight: self._times(weight, s))):
             weight = self.quantized(wide)
         del wide
         return self._times(weight, 1 / s), self._quantized_maker(s)
 
-    def _simple_steps(self, s: Tensor) -> Steps | None:
-        """The steps of w s, where its extremes are all that they depend on and rows are its channels; else None."""
+    def _simple_steps(self, s: Tensor) -> tuple[Steps, bool] | None:
+        """The steps of w s and whether they may clamp, where they are learned or its extremes are all that they depend
+        on, and rows are its channels; else None."""
         quant = self.weight_quant
         if is_traced(self.weight) or self.is_input_first or self.kind == "conv_transpose":
             return None
-        if not self._is_quantizing or quant.chosen is not None or not quant.follows_extremes:
+        if not self._is_quantizing or quant.chosen is not None or not quant.goes_by_rows:
             return None
         steps = steps_of(quant.qparams_for(self.weight), quant.quantizer.grid, fixed_zero=True)
         if not self.weight.numel() or not can_fold(self.weight, steps._replace(scale=s)):
             return None
-        if not quant.frozen:
-            quant.follow(row_extremes(self.weight.detach(), s))
-        return steps._replace(scale=quant.scale.detach().clone())
+        if quant.is_learned and not quant.frozen:
+            return steps._replace(scale=quant.qparams_of(self.weight).scale), True
+        if quant.frozen:
+            return steps._replace(scale=quant.scale.detach().clone()), True
+        extremes = row_extremes(self.weight.detach(), s)
+        quant.follow(extremes)
+        steps = steps._replace(scale=quant.scale.detach().clone())
+        return steps, is_clamped(extremes, steps)
 
     def _maker(self, made: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
         """Makes a value of the weight again, for backward."""

@@ -6,6 +6,7 @@ The data file is named after what it holds, so that an old model keeps its own u
 import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,7 @@ def _save_whole(graph: Any, path: Path) -> None:
     proto.graph.value_info.extend(typed)
     for value in large:
         initializers.add(value)
-        stored = proto.graph.initializer.add()
-        ir.serde.serialize_tensor_into(stored, value.const_value)
-        stored.name = value.name
-    data = proto.SerializeToString(deterministic=True)
-    replace_file(path, lambda temporary: _put(temporary, data))
+    replace_file(path, lambda temporary: _put(temporary, proto, large))
 
 
 def _save_in_two(graph: Any, path: Path) -> str:
@@ -105,5 +102,74 @@ def _save_in_two(graph: Any, path: Path) -> str:
     return name
 
 
-def _put(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+def _put(path: Path, proto: Any, large: Sequence[Any]) -> None:
+    """The bytes of the model, large weights last of its initializers. They are written from where they lie: a protobuf
+    message of hundreds of MB copies them three times."""
+    weights = [_Weight(value) for value in large]
+    graph = type(proto.graph)()
+    graph.CopyFrom(proto.graph)
+    proto.ClearField("graph")
+    before, after = _around(proto, "graph")
+    start, end = _around(graph, "initializer")
+    size = len(start) + sum(len(weight.head) + weight.size for weight in weights) + len(end)
+    with path.open("wb") as file:
+        file.write(before + _head(proto, "graph", size) + start)
+        for weight in weights:
+            file.write(weight.head)
+            at = file.tell()
+            weight.write(file)
+            if file.tell() != at + weight.size:
+                raise ExportError(f"{weight.name} has {file.tell() - at} bytes, its type and shape say {weight.size}")
+        file.write(end + after)
+
+
+class _Weight:
+    """An initializer as bytes: what stands before its values, and the values."""
+
+    def __init__(self, value: Any) -> None:
+        import onnx  # noqa: PLC0415
+        import onnx_ir as ir  # noqa: PLC0415
+
+        tensor, self.name = value.const_value, value.name
+        self.write: Callable[[Any], object]
+        if not _is_plain(tensor):
+            proto = ir.serde.serialize_tensor(tensor)
+            proto.name = value.name
+            data = proto.SerializeToString(deterministic=True)
+            own, self.write, self.size = b"", lambda file: file.write(data), len(data)
+        else:
+            proto = onnx.TensorProto(name=value.name, data_type=tensor.dtype.value, dims=tensor.shape.numpy())
+            self.write, self.size = tensor.tofile, tensor.nbytes
+            own = proto.SerializeToString(deterministic=True) + _head(proto, "raw_data", self.size)
+        self.head = _head(onnx.GraphProto, "initializer", len(own) + self.size) + own
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether a tensor is its name, type, shape and values, and can write these."""
+    import onnx_ir as ir  # noqa: PLC0415
+
+    return isinstance(tensor, ir.Tensor | ir.PackedTensor) and not (tensor.doc_string or tensor.metadata_props)
+
+
+def _around(message: Any, name: str) -> tuple[bytes, bytes]:
+    """A message up to the end of a field, and what follows: fields are written in the order of their numbers."""
+    rest = type(message)()
+    rest.CopyFrom(message)
+    number = message.DESCRIPTOR.fields_by_name[name].number
+    for field in message.DESCRIPTOR.fields:
+        (rest if field.number <= number else message).ClearField(field.name)
+    return message.SerializeToString(deterministic=True), rest.SerializeToString(deterministic=True)
+
+
+def _head(message: Any, name: str, size: int) -> bytes:
+    """What stands before the bytes of a field: its number with its kind, and how many there are."""
+    return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2) + _varint(size)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    made = bytearray()
+    while number > 127:
+        made.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*made, number))

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import rewriter
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
+from onnxscript.rewriter._pattern_ir import NodeOutputPattern
 
 STEPS = 2  # what a rule has made may be folded once more
 LARGEST_READ, LARGEST_MADE = 8192, 512 * 512  # elements of constants that are folded
@@ -39,13 +40,19 @@ def simplify(model: Any) -> None:
 
 
 class _Rule:
-    """A rule of onnxscript that looks at the operator of a node before anything else."""
+    """A rule of onnxscript that looks at the operator of a node, and of those that make its inputs, before anything
+    else."""
 
     def __init__(self, rule: Any) -> None:
         self.rule = rule
-        ends = getattr(getattr(rule, "_target_pattern", None), "output_nodes", ())
-        identifier = ends[0].op_identifier() if ends else None
-        self.operator = None if identifier is None else identifier[1]
+        ends: Any = getattr(getattr(rule, "_target_pattern", None), "output_nodes", ())
+        self.operator = _operator(ends[0]) if ends else None
+        inputs: Any = () if self.operator is None else ends[0].inputs
+        self.makers = [
+            (at, maker)
+            for at, value in enumerate(inputs)
+            if isinstance(value, NodeOutputPattern) and (maker := _operator(value.producer())) is not None
+        ]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rule, name)
@@ -53,7 +60,19 @@ class _Rule:
     def try_rewrite(self, model: Any, graph: Any, node: Any, **said: Any) -> Any:
         if self.operator is not None and node.op_type != self.operator:
             return None
+        for at, operator in self.makers:
+            value = node.inputs[at] if at < len(node.inputs) else None
+            maker = None if value is None else value.producer()
+            if maker is None or maker.op_type != operator:
+                return None
         return self.rule.try_rewrite(model, graph, node, **said)
+
+
+def _operator(pattern: Any) -> str | None:
+    """The one operator that a node of a pattern has, if there is one; a pattern with its operands swapped keeps it."""
+    identifier = pattern.op_identifier()
+    name = getattr(pattern.op, "_value", None) if identifier is None else identifier[1]
+    return name if isinstance(name, str) else None
 
 
 class _Fold(FoldConstantsPass):

@@ -194,8 +194,8 @@ class FloatWeight(nn.Module):
         self.is_linear = source.kind == "linear"
         if self.is_linear and not source.is_input_first:
             weight = weight.transpose(0, 1)
-        self.register_buffer("weight", weight.detach().contiguous().clone())
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("weight", weight.detach().contiguous())  # it is only read: no copy where there is one
+        self.register_buffer("bias", None if bias is None else bias.detach())
 
     weight: Tensor
     bias: Tensor | None

@@ -1,11 +1,13 @@
 """An exported program as an ONNX graph: torch's translation of each operation, without what the program says already.
 
-torch.onnx.export rebuilds its table of 500 operations in every call, runs the whole program once more to find operands
-of mixed types, and asks every rule of its optimizer about every node. Here the table is kept, the types are read from
-the program, and a rule is asked about the nodes that it can end in; the graph that comes out is the same.
+torch.onnx.export rebuilds its table of 500 operations in every call, reads what ONNX says of an operator anew for every
+node, runs the whole program once more to find operands of mixed types, and asks every rule of its optimizer about every
+node. Here tables are kept, the types are read from the program, and a rule is asked about the nodes that it can end in;
+the graph that comes out is the same.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,7 @@ from scalepoint.formats.onnx.simplify import simplify
 from scalepoint.graph.program import Program
 
 Table = Mapping[Any, Any]
+_OPERATORS: dict[tuple[str, str, int], Any] = {}
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -47,7 +50,29 @@ def _by_parts(program: Program, opset: int, own: Table) -> Any:
         return None
     if not program.take_apart(table) or any(map(_is_mixed, program.graph.nodes)):
         return None
-    return _exported_program_to_onnx_program(program, registry=registry).model
+    with _known_operators():
+        return _exported_program_to_onnx_program(program, registry=registry).model
+
+
+@contextmanager
+def _known_operators() -> Iterator[None]:
+    """Inside, what ONNX says of an operator is read once."""
+    from onnx_ir.schemas import OpSignature  # noqa: PLC0415
+
+    original = vars(OpSignature)["from_op_schema"]
+    read = original.__get__(None, OpSignature)
+
+    def known(_: Any, schema: Any) -> Any:
+        key = (schema.domain, schema.name, schema.since_version)
+        if key not in _OPERATORS:
+            _OPERATORS[key] = read(schema)
+        return _OPERATORS[key]
+
+    setattr(OpSignature, "from_op_schema", classmethod(known))  # noqa: B010  # mypy knows it as a method
+    try:
+        yield
+    finally:
+        setattr(OpSignature, "from_op_schema", original)  # noqa: B010
 
 
 @cache

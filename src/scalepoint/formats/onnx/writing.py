@@ -23,7 +23,7 @@ from scalepoint.formats.onnx.stored import Stored
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import export_graph, quiet
 from scalepoint.graph.origin import origin_of
-from scalepoint.graph.program import Program, warn_of_tracing
+from scalepoint.graph.program import Known, Program, warn_of_tracing
 from scalepoint.numerics import dtype_name
 from scalepoint.targets.target import Spelling
 
@@ -38,7 +38,7 @@ def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     parts = onnx_parts(() if target is None else target.domains)
     stored = stored_form(model, parts, kind)
     opset = max([OPSETS[kind], *(module.opset for module in stored.modules() if isinstance(module, Stored))])
-    form = _Form(single_inputs(writing.inputs), opset, dtype_name(kind), writing.dynamic)
+    form = _Form(single_inputs(writing.inputs), opset, dtype_name(kind), writing.dynamic, Known())
     own = form if target is None else form._replace(spellings=target.spellings)
     _write(stored, path, own, writing.metadata)
     if writing.float_path is not None:
@@ -52,6 +52,7 @@ class _Form(NamedTuple):
     opset: int
     float_dtype: str
     dynamic: bool
+    known: Known  # of sizes: the float graph has those of the quantized one
     spellings: tuple[Spelling, ...] = ()  # of what a target is given: the float file is as anybody writes it
 
 
@@ -77,7 +78,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     exported: ExportedProgram | None = None
     try:
         with torch.no_grad():
-            exported = export_graph(prepared(model), *form.inputs, form.dynamic)
+            exported = export_graph(prepared(model), *form.inputs, form.dynamic, known=form.known)
         with quiet():
             graph = translated(rewritten(exported), opset, {**translations(opset), **grouped_products(opset)})
     except ScalepointError:
