@@ -58,6 +58,7 @@ Leave = Annotated[
 DynamicAxes = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="<axes>",
         help="Axes of an input that may have other sizes than the example's, as x:2=height,3=width or x:2,3; may be "
         "repeated.",
     ),
