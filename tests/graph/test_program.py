@@ -131,7 +131,7 @@ def test_sizes_that_a_graph_found_to_be_equal_are_begun_anew(graph):
 
 def test_other_inputs_and_a_size_that_became_a_number_are_begun_anew(graph):
     known = Known()
-    program_of(capture(Fixed(), torch.randn(2, 4), dynamic=False), (torch.randn(2, 4),), {}, lambda _: (0, 1), known)
+    program_of(capture(Fixed(), torch.randn(2, 4), dynamic=False), (torch.randn(2, 4),), {}, lambda *_: (0, 1), known)
     alone, after = (program_of(graph, (inputs()[0],), inputs()[1], batch_of, each) for each in (None, known))
     assert shapes_of(after) == shapes_of(alone)
     x, kwargs = inputs(3)

@@ -68,7 +68,7 @@ def test_two_ranks_share_every_kind_of_data_as_one_would_read_it(two: Results, c
         ("shuffled", "UsageError", "this loader shuffles.*DistributedSampler"),
         ("split", "UsageError", "migrations.*look at the same data on every rank"),
         ("nan", "NonFiniteError", "batch 2 of the data: "),
-        ("raises", "RuntimeError", "to have 3 channels, but got 4"),
+        ("raises", "CalibrationError", "to have 3 channels, but got 4"),
     ],
 )
 def test_an_error_of_one_rank_is_the_same_error_on_all(two: Results, case: str, kind: str, says: str) -> None:
