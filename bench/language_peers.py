@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
 from measure import publish
+from scalepoint.processor import child_environment
 from smollm import folder as smollm
 from tuned import language
 from tuned.rows import BALANCED, NEAREST, Kept, Row, shown
@@ -37,7 +38,7 @@ def theirs(subject: Subject, how: str, python: str) -> float | None:
     save_file({"calibration": torch.cat(list(subject.calibration))}, data)
     if not output.exists():
         command = [python, str(CHILD), how, str(smollm()), str(data), "4", str(output)]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        run = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
         if run.returncode:
             print(f"{how}: {(run.stderr.strip().splitlines() or ['it ended'])[-1][-300:]}", flush=True)
             return None

@@ -1,8 +1,9 @@
 """Whether what a target writes in other words still pays: the runtime's time with the rule against without.
 
 A float transformer block (post-norm and pre-norm, two sizes) as two files that differ in one operator: the residual add
-before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. A float stem and its pool
-before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
+before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. The same block in
+int8, its GELUs with the half last, which ONNX Runtime fuses into one kernel, and as torch writes them. A float stem and
+its pool before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
 quantizer before the pool. A stem, a pool and a convolution for OpenVINO, quantized before the pool and behind it. An
 int8 block for OpenVINO on a CPU without VNNI, with linear layers as convolutions and as products. Both run in turn in
 one process, one thread, CPU time, medians. A ratio of 1 or more says that the runtime has become better, and that the
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from measure import Row, interleave, report
 from scalepoint.formats import export
 from scalepoint.quantize import Override, QuantConfig, quantize
-from scalepoint.targets import openvino_target
+from scalepoint.targets import onnxruntime_target, openvino_target
 from scalepoint.targets.cpu import instruction_set
 
 OUT = Path(__file__).parent.parent / "out"
@@ -59,6 +60,16 @@ def files(folder: Path, tokens: int, width: int, is_first: bool) -> dict[str, on
         node.op_type = "Add" if node.op_type == "Sum" else node.op_type
     onnx.save(proto, folder / "add.onnx")
     return {name: session(folder / f"{name}.onnx") for name in ("sum", "add")}
+
+
+def gelus(folder: Path, tokens: int, width: int) -> dict[str, onnxruntime.InferenceSession]:
+    """An int8 block with the half of its GELUs last, and as torch writes them."""
+    model, x = Block(width, is_first=False).eval(), torch.randn(1, tokens, width)
+    own = onnxruntime_target()
+    plain = replace(own, spellings=tuple(each for each in own.spellings if each.name != "gelu_halved_last"))
+    for name, target in {"last": own, "first": plain}.items():
+        export(quantize(model, x, forward_loop=[x], target=target, freeze_weights=True), folder / f"{name}.onnx", x)
+    return {name: session(folder / f"{name}.onnx") for name in ("last", "first")}
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
@@ -131,6 +142,11 @@ def main() -> int:
             taken = timed(sessions, (1, tokens, width))
             name = f"Sum before {'pre' if is_first else 'post'}-norm, {title}"
             rows.append(Row(name, taken["sum"] / taken["add"], 1.0, "Add, fused", onnxruntime.__version__))
+    for title, (tokens, width) in SIZES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            taken = timed(gelus(Path(folder), tokens, width), (1, tokens, width))
+        ratio = taken["last"] / taken["first"]
+        rows.append(Row(f"GELU halved last, {title}", ratio, 1.0, "as exported", onnxruntime.__version__))
     for pixels in (32, 96, 224):
         with tempfile.TemporaryDirectory() as folder:
             taken = timed(pooled(Path(folder), pixels), (1, 3, pixels, pixels))

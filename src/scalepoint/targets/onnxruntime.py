@@ -118,6 +118,11 @@ SPELLINGS = (
         "an Add before a layer norm is fused into SkipLayerNormalization, whose CPU kernel is slower than both; a Sum "
         "of two is not",
     ),
+    Spelling(
+        "gelu_halved_last",
+        "a GELU is fused into one kernel, with the bias before it, where the half comes last; as torch writes it, it "
+        "runs in five",
+    ),
     WIDENED,
     Spelling(
         "unpack_when_loaded",

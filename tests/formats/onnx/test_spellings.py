@@ -75,6 +75,39 @@ def test_adds_that_a_layer_norm_reads_are_sums_for_onnx_runtime_and_others_stay(
     assert found["Add"] >= 1  # the last one, and biases
 
 
+class Gelus(nn.Module):
+    """One behind a layer, one of a sum, one that is read twice, and halves that belong to none."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        y = F.gelu(self.one(x)) + F.gelu(self.two(x) + x)
+        z = F.gelu(y)
+        return z * 0.5 * y, z * (0.5 * (1 + torch.erf(y)))
+
+
+def test_gelus_are_one_kernel_in_onnx_runtime(tmp_path):
+    torch.manual_seed(0)
+    model, x = Gelus().eval(), torch.randn(4, 8, 32)
+    target = onnxruntime_target()
+    plain = replace(target, spellings=tuple(each for each in target.spellings if each.name != "gelu_halved_last"))
+    outputs = {}
+    for name, each in {"own": target, "plain": plain}.items():
+        quantized = quantize(model, x, forward_loop=[x], target=each, freeze_weights=True)
+        path = export(quantized, tmp_path / f"{name}.onnx", x, float_path=tmp_path / f"{name}-float.onnx")
+        found = compiled(path, tmp_path)
+        assert (found["BiasGelu"], found["Gelu"], found["Erf"]) == ((1, 2, 1) if name == "own" else (0, 0, 4))
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        outputs[name] = onnxruntime.InferenceSession(path, options).run(None, {"x": x.numpy()})
+        onnx.checker.check_model(str(path), full_check=True)
+    assert all(np.array_equal(*pair) for pair in zip(*outputs.values(), strict=True))
+    assert (tmp_path / "own-float.onnx").read_bytes() == (tmp_path / "plain-float.onnx").read_bytes()
+    assert verify(tmp_path / "own.onnx", quantized, x).holds
+
+
 def test_what_is_compared_with_and_other_targets_keep_their_adds(files):
     assert all(not kinds(files[name])["Sum"] for name in ("onnxruntime float", "openvino", "openvino float"))
 

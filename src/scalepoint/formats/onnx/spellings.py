@@ -1,6 +1,7 @@
 """Other words for the same operation, where a target's compiler does better with them.
 
 sum_before_layer_norm    Add -> LayerNormalization                   becomes  Sum -> LayerNormalization
+gelu_halved_last         x * (0.5 * (1 + erf(..)))                   becomes  (x * (1 + erf(..))) * 0.5
 narrow_weights_as_int8   int4 codes -> DequantizeLinear              becomes  int4 codes -> Cast -> DequantizeLinear
 unpack_when_loaded       DequantizeLinear of codes without zero      becomes  Cast -> Mul, constants that a runtime
                          point or blocks, as StoredUnpacked has it            works out as it loads the file
@@ -39,6 +40,42 @@ def sum_before_layer_norm(model: Any) -> None:
         source = norm.inputs[0].producer() if norm.op_type == "LayerNormalization" and norm.inputs[0] else None
         if source is not None and source.op_type == "Add" and source.domain == "":
             source.op_type = "Sum"
+
+
+def gelu_halved_last(model: Any) -> None:
+    """A half is a power of two: when it comes last, no bit changes."""
+    for inner in model.graph:
+        half, total = _operands(inner, _is_half)
+        uses = inner.outputs[0].uses() if half is not None else ()
+        x = None if len(uses) != 1 else _beside_gelu(uses[0].node, inner.outputs[0], total)
+        if x is not None:
+            outer = uses[0].node
+            for node, pair in ((inner, (x, total)), (outer, (inner.outputs[0], half))):
+                for place, value in enumerate(pair):
+                    node.replace_input_with(place, value)
+
+
+def _operands(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """The operand of a product that is so, and the other; nothing of other operators."""
+    if node.op_type != "Mul" or None in node.inputs:
+        return None, None
+    one, other = node.inputs
+    return (one, other) if is_first(one) else (other, one) if is_first(other) else (None, None)
+
+
+def _is_half(value: Any) -> bool:
+    tensor = value.const_value
+    return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 0.5
+
+
+def _beside_gelu(outer: Any, inner: Any, total: Any) -> Any:
+    """What is multiplied by inner, where total is 1 + erf of a multiple of it."""
+    _, x = _operands(outer, lambda value: value is inner)
+    add = total.producer()
+    makers = [each.producer() for each in add.inputs] if add is not None and add.op_type == "Add" else []
+    erf = next((each for each in makers if each is not None and each.op_type == "Erf"), None)
+    scaled = None if erf is None else erf.inputs[0].producer()
+    return x if scaled is not None and scaled.op_type in ("Div", "Mul") and x in scaled.inputs else None
 
 
 def narrow_weights_as_int8(model: Any) -> None:
@@ -250,6 +287,7 @@ NARROW = (ir.DataType.INT4, ir.DataType.INT2)
 MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 RULES: dict[str, Callable[[Any], None]] = {
     "sum_before_layer_norm": sum_before_layer_norm,
+    "gelu_halved_last": gelu_halved_last,
     "narrow_weights_as_int8": narrow_weights_as_int8,
     "unpack_when_loaded": unpack_when_loaded,
     "float_weights_stay": float_weights_stay,
