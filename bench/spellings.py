@@ -1,9 +1,9 @@
 """Whether what a target writes in other words still pays: the runtime's time with the rule against without.
 
 A float transformer block (post-norm and pre-norm, two sizes) as two files that differ in one operator: the residual add
-before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. The same block in
-int8, its GELUs with the half last, which ONNX Runtime fuses into one kernel, and as torch writes them. A float stem and
-its pool before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
+before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. That block in int8, its
+GELUs with the half last, which ONNX Runtime fuses into one kernel, and as torch writes them. A float stem and its pool
+before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
 quantizer before the pool. A stem, a pool and a convolution for OpenVINO, quantized before the pool and behind it. An
 int8 block for OpenVINO on a CPU without VNNI, with linear layers as convolutions and as products. Both run in turn in
 one process, one thread, CPU time, medians. A ratio of 1 or more says that the runtime has become better, and that the

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import VerificationError
 from scalepoint.verification import Status, Verification, verify
-from scalepoint.verification.agreement import agreements, worst
+from scalepoint.verification.agreement import Agreement, agreements, worst
 
 
 def agreement(expected, found):
@@ -93,3 +93,17 @@ def test_nan_in_a_second_output_fails_the_verification(tmp_path):
 
 def test_a_verification_without_outputs_does_not_hold():
     assert not Verification("m.onnx", "onnxruntime", Status.OK).holds
+
+
+@pytest.mark.parametrize(
+    ("default", "left_float", "holds"),
+    [(17.0, 26.0, True), (8.0, 26.0, False), (17.0, 19.0, False), (17.0, None, False)],
+)
+def test_floats_that_the_runtime_rounds_by_itself_cost_agreement_but_not_the_file(default, left_float, holds):
+    """OpenVINO computes floats in bfloat16 where the CPU has it: the file is judged by its agreement without that."""
+    agreed, exact = ((Agreement("y", each, 0.1, None),) if each else () for each in (default, left_float))
+    found = Verification("m.onnx", "openvino", Status.OK, optimized=agreed, exact=exact, rounded="16 bits")
+    assert found.holds == holds
+    if not holds:
+        with pytest.raises(VerificationError, match="16 bits" if exact else "17.0 dB"):
+            found.check()
