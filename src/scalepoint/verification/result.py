@@ -169,8 +169,8 @@ class Verification:
             said = self.resized.message or f"it agrees with the simulation to {decibel(self.resized.sqnr)} dB"
             raise VerificationError(
                 f"{self.path} in {self.runtime} is not free in the sizes of dynamic_axes: at {self.resized.at} {said}; "
-                f"at the example's to {decibel(self.sqnr)} dB, and {self.rounded_bound:.0f} are asked for. Leave out the axes "
-                "that it fails for"
+                f"at the example's to {decibel(self.sqnr)} dB, and {self.rounded_bound:.0f} are asked for. Leave out "
+                "the axes that it fails for"
             )
         cause = (
             ""

@@ -46,10 +46,10 @@ def gelu_halved_last(model: Any) -> None:
     """A half is a power of two: when it comes last, no bit changes."""
     for inner in model.graph:
         half, total = _operands(inner, _is_half)
-        uses = inner.outputs[0].uses() if half is not None else ()
-        x = None if len(uses) != 1 else _beside_gelu(uses[0].node, inner.outputs[0], total)
+        readers = [] if half is None else [use.node for use in inner.outputs[0].uses()]
+        outer = readers[0] if len(readers) == 1 else None
+        x = None if outer is None else _beside_gelu(outer, inner.outputs[0], total)
         if x is not None:
-            outer = uses[0].node
             for node, pair in ((inner, (x, total)), (outer, (inner.outputs[0], half))):
                 for place, value in enumerate(pair):
                     node.replace_input_with(place, value)
