@@ -49,7 +49,7 @@ def gelu_halved_last(model: Any) -> None:
         readers = [] if half is None else [use.node for use in inner.outputs[0].uses()]
         outer = readers[0] if len(readers) == 1 else None
         x = None if outer is None else _beside_gelu(outer, inner.outputs[0], total)
-        if x is not None:
+        if outer is not None and x is not None:
             for node, pair in ((inner, (x, total)), (outer, (inner.outputs[0], half))):
                 for place, value in enumerate(pair):
                     node.replace_input_with(place, value)
