@@ -1,5 +1,6 @@
 """A file in OpenVINO, on the CPU; started by `scalepoint.runtimes`, of which nothing is imported."""
 
+import os
 import statistics
 from typing import Any
 
@@ -9,6 +10,7 @@ import openvino
 MULTIPLY = ("Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul")
 MOVES = ("Transpose", "Reorder", "Reshape", "Convert")  # between a weight and its product
 INT8 = ("_i8", "_u8")
+CAPPED = "AVX512_CORE_BF16"  # AMX is announced, and dies: bfloat16, which OpenVINO chooses for it, is slower without
 
 
 class File:
@@ -16,6 +18,8 @@ class File:
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         settings = {"INFERENCE_NUM_THREADS": options["threads"]} if options.get("threads") else {}
+        if os.environ.get("ONEDNN_MAX_CPU_ISA") == CAPPED:
+            settings |= {"INFERENCE_PRECISION_HINT": "f32"}
         settings |= {"PERF_COUNT": "YES"} if options.get("profile") else {}
         settings |= {"EXECUTION_MODE_HINT": "ACCURACY"} if options.get("accurate") else {}
         self.compiled = openvino.Core().compile_model(path, "CPU", settings)
