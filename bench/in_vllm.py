@@ -1,4 +1,4 @@
-"""SmolLM2-135M in vLLM on a CPU: folders of compressed-tensors, gptq and awq, perplexity and greedy text.
+"""SmolLM2-135M in vLLM on a CPU: folders of compressed-tensors, perplexity and greedy text.
 
     python bench/in_vllm.py --python ENVIRONMENT/bin/python [--only w4a16]
 
@@ -21,6 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scalepoint.processor import amx, cap, child_environment
+
+cap()  # before torch is loaded
+
+# ruff: noqa: E402
 import torch
 import transformers
 from rich.table import Table
@@ -32,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
 from measure import publish
 from scalepoint import deploy_checkpoint, tensorrt
-from scalepoint.processor import amx, child_environment
 from scalepoint.quantize import QuantConfig
 from scalepoint.spec import PerChannelGranularity, PerTokenGranularity, QuantizationSpec
 from smollm import folder as smollm
@@ -51,8 +55,6 @@ FOLDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "w8a8, a scale a token": ("compressed-tensors", {"weight": INT8, "activation": INT8.replace(**BY_TOKEN)}),
     "fp8, a scale a token": ("compressed-tensors", {"weight": FP8, "activation": FP8.replace(**BY_TOKEN)}),
     "nvfp4, weights": ("compressed-tensors", {"weight": tensorrt.NVFP4.weight, "activation": "float"}),
-    "gptq, groups of 64": ("gptq", FOUR),
-    "awq, groups of 64": ("awq", {"weight": {"n_bits": 4, "block_size": 64, "symmetric": False}}),
 }
 CHILD = """
 import json, sys
