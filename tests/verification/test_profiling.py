@@ -42,6 +42,18 @@ def test_every_layer_has_its_time_and_kernel_in_both_files(made):
     assert rows["input_quant"].float_seconds is None
 
 
+def test_a_kernel_that_an_optimisation_made_is_told_of_its_layer(tmp_path):
+    """ONNX Runtime fuses a bias and a GELU into a node with a name of its own."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval(), torch.randn(4, 16, 64)
+    quantized = quantize(model, x, forward_loop=[x], target="onnxruntime", freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x, float_path=tmp_path / "float.onnx")
+    rows = profile(tmp_path / "float.onnx", tmp_path / "m.onnx", names=layer_names(quantized))
+    (fused,) = [row for row in rows if "BiasGelu" in row.kernels]
+    assert fused.name == "0"  # a GELU goes with the layer before it
+    assert "Erf" in fused.float_kernels
+
+
 def test_the_slowest_come_first(made):
     folder, _, _ = made
     times = [row.seconds or 0.0 for row in profile(folder / "float.onnx", folder / "m.onnx")]

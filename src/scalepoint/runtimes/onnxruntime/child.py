@@ -3,6 +3,8 @@
 import json
 import statistics
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +45,20 @@ class File:
         return list(zip(self.outputs, self.session.run(None, feeds), strict=True))
 
     def executed(self) -> list[dict[str, Any]]:
+        with self._compiled() as path:
+            return _nodes(path)
+
+    @contextmanager
+    def _compiled(self) -> Iterator[str]:
         """The graph after all optimisations that do not depend on the machine, which it writes as a file."""
         entries = {
             "session.optimized_model_external_initializers_file_name": "weights",
             "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
         }
         with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-            compiled = f"{folder}/compiled.onnx"
-            self._session(self.path, LEVELS.ORT_ENABLE_EXTENDED, entries, compiled)
-            return _nodes(compiled)
+            path = f"{folder}/compiled.onnx"
+            self._session(self.path, LEVELS.ORT_ENABLE_EXTENDED, entries, path)
+            yield path
 
     def profiled(self) -> list[dict[str, Any]]:
         """What its profiler wrote: the time of every kernel in every run."""
@@ -66,10 +73,20 @@ class File:
                 )
                 taken.setdefault(key, []).append(event["dur"] / 1e6)
         made = _made_by(self.path)
+        named = {name: _named(name, made) for _, name, _ in taken}
+        named |= self._fused({name for name, own in named.items() if own not in made.values()}, made)
         return [
-            {"name": _named(name, made), "op": op, "seconds": statistics.median(times[1:] or times)}
+            {"name": named[name], "op": op, "seconds": statistics.median(times[1:] or times)}
             for (_, name, op), times in taken.items()
         ]
+
+    def _fused(self, names: set[str], made: dict[str, str]) -> dict[str, str]:
+        """Nodes that an optimisation made, by the nodes of the file whose tensors they give."""
+        if not names:
+            return {}
+        with self._compiled() as path:
+            given = {own: name for name, own in _made_by(path).items() if own in names}
+        return {own: made[name] for own, name in given.items() if name in made}
 
     def _session(self, model: str | bytes, level: Any, entries: dict[str, str] | None = None, written: str = "") -> Any:
         options = ort.SessionOptions()
