@@ -70,10 +70,7 @@ class Shapes:
         if func in _ALIKE and _is_dense(args[0]):
             made = self._alias(args[0], args[0].device)
         else:
-            with (
-                self.mode,
-                enable_python_dispatcher(),
-            ):  # torch's own kernels of some (pad) fix the sizes that they read
+            with self.mode, enable_python_dispatcher():  # kernels of some (pad) fix the sizes that they read
                 made = func(*args, **kwargs)
         if case is not None and _is_plain(made):
             self.cases[case] = made

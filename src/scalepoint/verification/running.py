@@ -21,6 +21,7 @@ from scalepoint.graph.origin import origin_of
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
+from scalepoint.runtimes.runtime import Executed
 from scalepoint.turns import in_turn
 from scalepoint.verification.agreement import Agreement, agreements, worst
 from scalepoint.verification.departure import departure, foreseen
@@ -73,10 +74,7 @@ def verify(
             return replace(found, status=answer.status, message=answer.message)
         executed = list((answer.data or {})["executed"])
         found = replace(found, optimized=agreements(expected, files.outputs(answer)))
-        variants = [each for each in chosen.variants if each.applies(executed)]
-        others: dict[str, Any] = {each.name: run.agreements(**each.options) for each in variants}
-        why = " ".join(each.why for each in variants if each.why)
-        found = replace(found, **others, rounded=why, resized=_resized(run, model, given))
+        found = replace(found, **run.otherwise(executed), resized=_resized(run, model, given))
         if layers and codes and said is not None and isinstance(model, fx.GraphModule):
             found = replace(found, departure=_departure(run, codes, said, found, Shown(model, given)))
     if chosen.why_not_run:
@@ -136,6 +134,12 @@ class _Run:
         request = {"task": "run", "path": str(self.path), "options": {"threads": self.threads, **options}}
         asked = {**request, **self.files.files, "executed": executed}
         return ask(self.runtime, asked, seconds=self.seconds, memory=self.memory)
+
+    def otherwise(self, executed: Executed) -> dict[str, Any]:
+        """How near the file is in the other ways to run it, and what the runtime does unless it is run so."""
+        variants = [each for each in self.runtime.variants if each.applies(executed)]
+        found: dict[str, Any] = {each.name: self.agreements(**each.options) for each in variants}
+        return found | {"rounded": " ".join(each.why for each in variants if each.why)}
 
     def agreements(self, **options: Any) -> tuple[Agreement, ...]:
         answer = self.answer(**options)
