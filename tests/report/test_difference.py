@@ -54,6 +54,7 @@ def test_numbers_say_whether_they_are_better(found):
         (Number("a", "share", 0.9, 1.0), ("90.0%", "100%", "+10 points")),
         (Number("a", "share", 0.0, 1.0), ("0%", "100%", "+100 points")),
         (Number("a", "dB", math.inf, math.inf), ("exact", "exact", "same")),
+        (Number("a", "bytes", 23_051_000, 23_050_000), ("23.05 MB", "23.05 MB", "same")),
         (Number("a", "dB", math.nan, 3.0), ("not a number", "3.0 dB", "")),
         (Number("a", "times", None, 2.0), ("-", "2.00x", "")),
     ],

@@ -35,6 +35,9 @@ WRITTEN: Mapping[str, Callable[[float], str]] = {
 }
 
 
+LEAST_SHARE = 0.0005  # what is told as 0.0 % is no change
+
+
 @dataclass(frozen=True)
 class Number:
     """One thing that was measured of both runs; None where it was not."""
@@ -50,10 +53,18 @@ class Number:
         return None if self.first is None or self.second is None else self.second - self.first
 
     @property
+    def _share(self) -> float | None:
+        """The change as a part of the first, of what people compare so."""
+        if self.unit not in ("bytes", "seconds", "times") or not self.first or self.second is None:
+            return None
+        return self.second / self.first - 1
+
+    @property
     def mood(self) -> str:
         """better, worse, same; empty where one is not known, or where neither is better."""
         change = self.change
-        if self.first == self.second:
+        is_zero = self._share is not None and abs(self._share) < LEAST_SHARE
+        if self.first == self.second or is_zero:
             return "same"
         if change is None or math.isnan(change) or self.is_better_high is None:
             return ""
@@ -65,8 +76,8 @@ class Number:
         if self.change is None or self.mood == "same" or not math.isfinite(self.change):
             turned = f"{first} -> {second}" if self.mood in ("better", "worse") else ""
             return first, second, "same" if self.mood == "same" else turned
-        if self.unit in ("bytes", "seconds", "times") and self.first:
-            return first, second, f"{(self.second or 0.0) / self.first - 1:+.1%}"
+        if self._share is not None:
+            return first, second, f"{self._share:+.1%}"
         if self.unit == "share":
             return first, second, f"{100 * self.change:+.3g} points"
         return first, second, f"{self.change:+.1f} dB" if self.unit == "dB" else f"{self.change:+.4g}"
