@@ -5,6 +5,7 @@
     python bench/tuning.py --photographs FOLDER           also EfficientNet-Lite0: labels.csv, the first 128 calibrate
     python bench/tuning.py --cifar FOLDER                 also cifar_resnet20 / 56.safetensors of that folder
     python bench/tuning.py --only MiniLM --again          these rows anew; without --again those that are there stay
+    python bench/tuning.py --only SmolLM2 --rows int3 --how best      of a network the rows at some precisions, one way
 
 Weights per channel or in blocks, activations asymmetric: 8 bits by min-max, 4 bits by least squared error. What
 calibrates is never judged. Seconds are of the CPU, one thread. +- is the standard error of the difference to float.
@@ -47,6 +48,8 @@ def main() -> None:
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--only", default="", help="a part of the network's name")
     parser.add_argument("--again", action="store_true", help="measure rows that are there already, too")
+    parser.add_argument("--rows", default="", help="a part of the precision's name")
+    parser.add_argument("--how", action="append", default=[], help="a way, as often as wanted; without one all")
     given = parser.parse_args()
     torch.set_num_threads(1)
     kept = Kept(OUT)
@@ -54,7 +57,7 @@ def main() -> None:
         if given.only in name:
             if given.again:
                 kept.forget(name)
-            for row in rows(make(), kept):
+            for row in rows(make(), kept, given.rows, given.how):
                 print(row, flush=True)
     found = kept.ordered()
     sys.exit(not publish(shown(found), found, OUT))

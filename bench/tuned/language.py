@@ -62,9 +62,9 @@ def small() -> Subject:
     text = parts()
     calibrating = sequences(tokenizer.encode(text["calibrate"]).ids, CONTEXT, 96)
     judged = sequences(tokenizer.encode(text["judge"]).ids, CONTEXT, 128)
-    widths = ("4 per channel", "3 per channel", "3 blocks of 128", "2 blocks of 32")
+    widths = ("8 per channel", "4 per channel", "3 per channel", "3 blocks of 128", "2 blocks of 32")
     precisions = tuple(f"int{width}" for width in widths)
-    return language("Llama, 3 M, trained here", model, (calibrating, judged), 16, precisions, precisions[1:])
+    return language("Llama, 3 M, trained here", model, (calibrating, judged), 16, precisions, precisions)
 
 
 def trained() -> tuple[Llama, Tokenizer]:
@@ -125,10 +125,9 @@ def smollm() -> Subject:
     text = parts()
     calibrating = sequences(tokenizer.encode(text["calibrate"]).ids, 512, 16)
     judged = sequences(tokenizer.encode(text["judge"]).ids, 512, 12)
-    precisions = (  # 576 inputs are no blocks of 128
-        "int4 blocks of 64", "int3 blocks of 64", "int2 blocks of 64", "int4 per channel", "int3 per channel",
-    )  # fmt: skip
-    return language("SmolLM2-135M", model.eval(), (calibrating, judged), 1, precisions, precisions[:2])
+    widths = ("8 per channel", "4 blocks of 64", "3 blocks of 64", "2 blocks of 32", "4 per channel", "3 per channel")
+    precisions = tuple(f"int{width}" for width in widths)  # 576 inputs are no blocks of 128
+    return language("SmolLM2-135M", model.eval(), (calibrating, judged), 1, precisions, precisions[:4])
 
 
 def state(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:

@@ -19,13 +19,14 @@ GROUP = 64
 
 
 def auto_round(model: nn.Module, tokens: Tensor, bits: int, tokenizer: object) -> nn.Module:
-    """Fifty iterations, as its light recipe has them; groups around zero."""
+    """Fifty iterations, as its light recipe has them; groups around zero; in float32, as not every CPU is quick in
+    bfloat16."""
     from auto_round import AutoRound  # noqa: PLC0415
 
     tool = AutoRound(
         model, tokenizer, scheme=f"W{bits}A16", bits=bits, group_size=GROUP, sym=True, iters=50, lr=5e-3,
         seqlen=tokens.shape[1], nsamples=len(tokens), batch_size=8, enable_torch_compile=False, device_map="cpu",
-        dataset=[{"input_ids": row[None]} for row in tokens],
+        dataset=[{"input_ids": row[None]} for row in tokens], amp=False,
     )  # fmt: skip
     made, _ = tool.quantize()
     return made

@@ -76,16 +76,12 @@ class Kept:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: dict[tuple[str, str, str], Row] = {}
-        if path.exists():
-            for saved in json.loads(path.read_text()):
-                row = Row(**{key: value for key, value in saved.items() if key != "holds"})
-                self.rows[row.model, row.precision, row.how] = row
+        self.rows = self._saved()
 
     def add(self, row: Row) -> None:
-        self.rows[row.model, row.precision, row.how] = row
-        self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps([{**asdict(each), "holds": each.holds} for each in self.ordered()], indent=2))
+        """Another run may have added rows since."""
+        self.rows = self._saved() | self.rows | {(row.model, row.precision, row.how): row}
+        self._write()
 
     def ordered(self) -> list[Row]:
         """By network and precision as they came, float first, and ways in the order of `WAYS`."""
@@ -100,6 +96,16 @@ class Kept:
 
     def forget(self, part: str) -> None:
         self.rows = {key: row for key, row in self.rows.items() if part not in " ".join(key)}
+        self._write()
+
+    def _saved(self) -> dict[tuple[str, str, str], Row]:
+        found = json.loads(self.path.read_text()) if self.path.exists() else []
+        rows = [Row(**{key: value for key, value in each.items() if key != "holds"}) for each in found]
+        return {(row.model, row.precision, row.how): row for row in rows}
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps([{**asdict(each), "holds": each.holds} for each in self.ordered()], indent=2))
 
 
 def shown(rows: Sequence[Row]) -> Table:

@@ -110,10 +110,11 @@ def error(subject: Subject, marks: Tensor, plain: Tensor) -> float:
     return spread * score(subject, marks) if subject.is_perplexity else 100 * spread
 
 
-def rows(subject: Subject, kept: Kept) -> Iterator[Row]:
-    """All rows of a network that are not there yet; then the limits of all are judged."""
+def rows(subject: Subject, kept: Kept, part: str = "", only: Sequence[str] = ()) -> Iterator[Row]:
+    """All rows of a network that are not there yet, or those of some precisions and ways."""
     wanted = [(precision, how) for precision in subject.limits for how in subject.ways]
     wanted += [(precision, BEST) for precision in subject.best]
+    wanted = [(precision, how) for precision, how in wanted if part in precision and (not only or how in only)]
     if all((subject.name, *each) in kept.rows for each in wanted):
         return
     plain, _ = judged(subject, subject.model)

@@ -10,6 +10,7 @@ from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning.collect import Collector, other_side
 from scalepoint.tuning.problem import Shape
 from scalepoint.tuning.rows import geometry_of
+from scalepoint.tuning.solve import takes_bias
 from scalepoint.tuning.walk import Walk
 from tests.tuning.test_pieces import Encoder, Residual
 
@@ -64,6 +65,44 @@ def test_the_other_side_of_the_add_is_in_what_the_outputs_should_be():
 def test_a_layer_that_feeds_no_add_has_no_other_side():
     walk, collector = walked(Residual(), batches(), "two.first", target="onnxruntime")
     assert other_side(walk, use_of(collector, "two.first")) is None
+
+
+class Gated(nn.Module):
+    """y = D(silu(G x) * U x): the product is in the group of one of the two layers that read x."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((16, 32), (16, 32), (32, 16)))
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def gated():
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(16, 16, generator=generator) for _ in range(4)]
+    weights = QuantConfig(activation="float", weight=TensorQuantConfig(n_bits=4, block_size=16))
+    return walked(Gated(), data, "gate", config=weights)
+
+
+def test_a_layer_with_a_product_in_its_group_shares_the_pass(monkeypatch):
+    walk, collector = gated()
+    uses = collector.uses[:2]
+    assert max(len(use.node.all_input_nodes) for use in uses) == 2
+    passes = []
+    original = Collector._parts
+    monkeypatch.setattr(Collector, "_parts", lambda *given: passes.append(1) or original(*given))
+    for use in uses:
+        fit, judge = collector.moments(use, shape_of(use))
+        mean = (fit.count * fit.mean_wanted + judge.count * judge.mean_wanted) / (fit.count + judge.count)
+        exact = torch.cat([each for each, _ in walk.inputs(use.node, use.place)]) @ use.layer.weight.T
+        torch.testing.assert_close(mean[0].float(), exact.mean(0).detach(), rtol=1e-4, atol=1e-5)
+    assert len(passes) == 1
+
+
+def test_a_layer_of_floats_with_a_product_in_its_group_is_left_without_a_bias():
+    walk, collector = gated()
+    assert [takes_bias(walk, use) for use in collector.uses] == [False] * 3
 
 
 def test_readers_of_one_value_share_one_pass(monkeypatch):

@@ -131,9 +131,10 @@ class Collector:
         found = [(use, shape)]
         if self._is_alone(use) or self._is_added(use):
             return found
+        source = self.walk.source(use.node, use.layer)
         for other in self.uses[self.uses.index(use) + 1 :]:
             geometry = geometry_of(other.layer)
-            is_like = geometry == shape.geometry and other.node.all_input_nodes == use.node.all_input_nodes
+            is_like = geometry == shape.geometry and self.walk.source(other.node, other.layer) is source
             is_solved = is_like and not self._is_alone(other) and not self._is_added(other)
             if geometry is not None and is_solved and not why_not(other, geometry):
                 found.append((other, Shape(other.layer, geometry)))
@@ -144,7 +145,7 @@ class Collector:
         return other_side(self.walk, use) is not None or normed_side(self.walk, use) is not None
 
     def _is_alone(self, use: Use) -> bool:
-        return len(self.uses_of(use.layer)) > 1 or not self.walk.is_first_part(use.node, use.layer)
+        return len(self.uses_of(use.layer)) > 1 or self.walk.source(use.node, use.layer) is None
 
     def _parts(
         self, use: Use, shape: Shape, weight: Tensor | None

@@ -159,7 +159,8 @@ class Sums:
         if self.around is None:
             self._begin(noisy.mean(0), wanted.mean(0))
         assert self.around is not None  # noqa: S101  # just made
-        z, y = noisy - self.around[0], wanted - self.around[1]
+        self.count += noisy.shape[0] - int(noisy[noisy[:, 0, 0] == 0].flatten(1).eq(0).all(1).sum())
+        z, y = noisy.sub_(self.around[0]), wanted.sub_(self.around[1])  # theirs alone: just put together
         weighted = z if weight is None else z * weight[:, None, None]
         self.sums[0].add_(weighted.sum(0))
         wanted = y if weight is None else y * weight[:, None, None]
@@ -171,7 +172,6 @@ class Sums:
             self.energy.add_((y * wanted).sum(0))
         else:
             _add_square(self.energy, y.transpose(0, 1), wanted.transpose(0, 1))
-        self.count += noisy.shape[0] - int(noisy[noisy[:, 0, 0] == 0].flatten(1).eq(0).all(1).sum())
         self.total += noisy.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
 
     def _begin(self, noisy: Tensor, wanted: Tensor) -> None:

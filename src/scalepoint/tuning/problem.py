@@ -18,7 +18,8 @@ from scalepoint.tuning.rows import Geometry
 
 Ridge = float | str  # a share of the mean diagonal, or "auto": chosen on held-out rows
 SOME = 128  # outputs
-WHOLE = {torch.float32: 1.5 * 2**23, torch.float64: 1.5 * 2**52}  # beside it a number keeps no fraction
+# Beside it a number keeps no fraction; as tensors, which need no conversion at every call.
+WHOLE = {kind: torch.tensor(1.5 * 2.0**bits, dtype=kind) for kind, bits in ((torch.float32, 23), (torch.float64, 52))}
 Ends = tuple[Any, Any]  # the least and the largest that a code may be
 
 
@@ -64,7 +65,8 @@ class Codes:
         """In place the nearest of the grid to values within its limits. Whole numbers, half to even, by a sum that has
         no more digits: torch's round wakes all threads for some thousand values, and every column calls this."""
         if self.floats is None:
-            return x.add_(WHOLE[x.dtype]).sub_(WHOLE[x.dtype])
+            whole = WHOLE[x.dtype]
+            return x.add_(whole).sub_(whole)
         return x.copy_(round_to_float(x.to(torch.float32), self.floats))
 
     def nearest(self, x: Tensor) -> Tensor:

@@ -168,9 +168,9 @@ def _whole(found: Solution, first: Solution) -> Solution:
 def takes_bias(walk: Walk, use: Use) -> bool:
     """Whether a shift of the bias costs nothing: it has one, or its kernel adds one to its integers anyway. A layer of
     floats without a bias is left without."""
-    layer, source = use.layer, use.node.all_input_nodes[0]
+    layer, source = use.layer, walk.source(use.node, use.layer)
     has_own = layer.bias is not None or layer.norm is not None
-    return has_own or not walk.is_first_part(use.node, layer) or walk.stub(source) is not None
+    return has_own or source is None or walk.stub(source) is not None
 
 
 def _shift(fit: Moments, judge: Moments, best: Solution) -> Tensor:

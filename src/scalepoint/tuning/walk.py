@@ -106,9 +106,13 @@ class Walk:
         """The parts of a group in their order."""
         return list(getattr(self.module(node), "parts", {}).values())
 
-    def is_first_part(self, node: fx.Node, layer: QuantizedWeighted) -> bool:
-        """Whether the layer reads what its node reads."""
-        return len(node.all_input_nodes) == 1 and self.parts(node)[0] is layer
+    def source(self, node: fx.Node, layer: QuantizedWeighted) -> fx.Node | None:
+        """The node whose value the layer of a node reads; None where it is what another part of its group gives."""
+        if self.parts(node)[0] is not layer:
+            return None
+        place = getattr(self.module(node), "wiring", [[0]])[0][0]
+        found = None if place is None else node.args[place]
+        return found if isinstance(found, fx.Node) else None
 
     def inputs(self, node: fx.Node, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """What reaches the layer of a node, batch by batch, in both streams; nothing is advanced."""

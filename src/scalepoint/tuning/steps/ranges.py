@@ -66,7 +66,7 @@ def _importance(walk: Walk, node: fx.Node) -> tuple[Tensor | None, int]:
     total, axis = None, -1
     for user in node.users:
         found = walk.layer(user)
-        if found is None or not walk.is_first_part(user, found[1]):
+        if found is None or walk.source(user, found[1]) is None or len(user.all_input_nodes) > 1:
             continue
         layer = found[1]
         geometry = geometry_of(layer)
