@@ -44,6 +44,25 @@ def nncf(model: nn.Module, tokens: Tensor, bits: int, tokenizer: object) -> nn.M
     return made
 
 
+def stands_for(made: nn.Module, name: str) -> Tensor:
+    """The weight of a layer as floats: NNCF keeps packed codes, and a module that unpacks them."""
+    weight, place = made.get_submodule(name).weight, f"{name.replace('.', ':')}:weight"
+    for found, each in made.named_modules():
+        if place in found and type(each).__name__.endswith("Decompressor"):
+            weight = each(weight)
+    return weight.detach().float().contiguous()
+
+
+def is_all(made: nn.Module, weights: dict[str, Tensor], folder: str, tokens: Tensor) -> bool:
+    """Whether the weights are all that the tool changed: with them the model computes what the tool's does."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, weight in weights.items():
+        plain.get_submodule(name).weight.data.copy_(weight)
+    with torch.no_grad():
+        found, wanted = (model(tokens[:1]).logits.float() for model in (plain, made))
+    return bool((found - wanted).norm() <= 1e-3 * wanted.norm())
+
+
 WAYS: dict[str, Callable[[nn.Module, Tensor, int, object], nn.Module]] = {"auto-round": auto_round, "nncf": nncf}
 
 
@@ -55,10 +74,11 @@ def main() -> None:
     names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and "head" not in name]
     tokens, start = load_file(data)["calibration"], time.process_time()
     made = WAYS[how](model, tokens, int(bits), tokenizer)
-    found = {"seconds": torch.tensor(time.process_time() - start)}
-    for name in names:
-        found[name] = made.get_submodule(name).weight.detach().float().contiguous()
-    save_file(found, output)
+    seconds = torch.tensor(time.process_time() - start)
+    found = {name: stands_for(made, name) for name in names}
+    if not is_all(made, found, folder, tokens):
+        sys.exit(f"{how} changed more than the weights of the linear layers")
+    save_file({"seconds": seconds, **found}, output)
 
 
 if __name__ == "__main__":
