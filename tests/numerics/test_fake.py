@@ -1,6 +1,7 @@
 """Fake quantization: forward and backward, every path to them, every layout, every input dtype."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -248,6 +249,16 @@ def test_a_large_tensor_of_which_nothing_is_clamped_keeps_nothing():
         fake_quantize(x, qparams, grid_of("int8"), fixed_zero=True).sum().backward()
     assert kept == []
     assert (x.grad == 1).all()
+
+
+def test_threads_do_not_write_into_each_others_scratch():
+    grid = grid_of("float8_e4m3fn")
+    tensors = [randn(3 * PIECE) * (1 + number) for number in range(4)]
+    qparams = [QParams(torch.tensor([0.01 * (1 + number)])) for number in range(4)]
+    wanted = [fake_quantize(x, own, grid) for x, own in zip(tensors, qparams, strict=True)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda given: fake_quantize(*given, grid), 5 * list(zip(tensors, qparams, strict=True))))
+    assert all(torch.equal(one, other) for one, other in zip(found, 5 * wanted, strict=True))
 
 
 # ---- the three paths: whole, in pieces, traced ---------------------------------------------------------------

@@ -5,16 +5,15 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics import (
+    Lines,
     QParams,
     Steps,
     can_fold,
     choose_qparams,
     fake_quantize,
     fold_and_back,
-    is_clamped,
     min_max,
     round_trip_folded,
-    row_extremes,
     steps_of,
 )
 from scalepoint.numerics.format import Grid, QuantizationScheme, format_of
@@ -95,14 +94,55 @@ def test_the_gradient_of_a_learned_scale_can_be_differentiated_again():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (40, 262), (12, 2304), (9, 3, 5, 7)], ids=str)
+@pytest.mark.parametrize("one", [False, True], ids=["a row", "one"])
+@pytest.mark.parametrize("share", [1.01, 1.0, 0.999, 0.9])
+def test_what_is_clamped_is_found_from_the_extremes_of_lines(shape, one, share):
+    weight, factor, qparams, _ = made(shape)
+    scale = (qparams.scale.amax() if one else qparams.scale) * share
+    steps = Steps(scale, None, -128.0, 127.0)
+    found = Lines.of(weight.detach(), factor).clamped(steps)
+    t = (weight.detach() * across(factor, weight) / scale).round().flatten()
+    wanted = ((t < -128) | (t > 127)).nonzero().view(-1)
+    assert len(wanted) == 0 if share > 1 else len(wanted) > 0 or one
+    if found is None:
+        assert len(wanted) > weight.numel() / 1000
+    else:
+        assert torch.equal(found.unique(), wanted)
+
+
+@pytest.mark.parametrize("owns_grad", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_gradient_is_the_same_where_the_clamped_places_are_known_and_where_it_is_written_to(
+    shape, is_known, owns_grad
+):
+    weight, factor, _, steps = made(shape)
+    places = Lines.of(weight.detach(), factor).clamped(steps)
+    places = (torch.arange(weight.numel())[wanted_mask(weight, factor, steps)]) if places is None else places
+    grad = torch.randn(shape)
+    (wanted,) = torch.autograd.grad(fold_and_back(weight, factor, steps, GRID.format), weight, grad.clone())
+    given = grad.clone()
+    y = fold_and_back(weight, factor, steps, GRID.format, places=places if is_known else None, owns_grad=owns_grad)
+    (found,) = torch.autograd.grad(y, weight, given)
+    assert torch.equal(found, wanted)
+    assert (found.data_ptr() == given.data_ptr()) == owns_grad
+    assert owns_grad or torch.equal(given, grad)
+
+
+def wanted_mask(weight: Tensor, factor: Tensor, steps: Steps) -> Tensor:
+    t = (weight.detach() * across(factor, weight) / steps.scale).round().flatten()
+    return (t < steps.low) | (t > steps.high)
+
+
 def test_what_is_known_to_be_inside_costs_no_pass():
     weight, factor, qparams, steps = made((6, 4, 3, 3))
-    extremes = row_extremes(weight.detach(), factor)
-    assert is_clamped(extremes, steps)  # the largest of a row, by the formula of the scheme
     wide = steps._replace(scale=qparams.scale * 1.01)
-    assert not is_clamped(extremes, wide)
+    places = Lines.of(weight.detach(), factor).clamped(wide)
+    assert places is not None
+    assert places.numel() == 0
     grad = torch.randn(6, 4, 3, 3)
-    y = fold_and_back(weight, factor, wide, GRID.format, may_clamp=False)
+    y = fold_and_back(weight, factor, wide, GRID.format, places=places)
     assert torch.autograd.grad(y, weight, grad)[0].data_ptr() == grad.data_ptr()
 
 
@@ -136,7 +176,7 @@ def test_a_weight_that_was_written_to_before_backward_is_noticed():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_extremes_of_rows_are_exactly_those_of_the_product(shape):
     weight, factor, _, _ = made(shape)
-    wide, found = weight.detach() * across(factor, weight), row_extremes(weight.detach(), factor)
+    wide, found = weight.detach() * across(factor, weight), Lines.of(weight.detach(), factor).extremes()
     block = (1, *shape[1:])
     assert found.ndim == len(shape)
     for one, other in zip(min_max(found, (1, *found.shape[1:])), min_max(wide, block), strict=True):

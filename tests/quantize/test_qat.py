@@ -27,6 +27,7 @@ from scalepoint.quantize import (
     prepare_qat,
     quantize,
 )
+from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.transformation import transform
 from tests.models import settled
 from tests.pace import fast
@@ -151,6 +152,23 @@ def reference_step(model, x, bits=8):
     s = gain(norm).detach().view(-1, 1, 1, 1)
     model.train()
     return norm(F.conv2d(x, quantized_weight(conv.weight * s, bits) / s, conv.bias, padding=1))
+
+
+def test_the_head_of_a_network_trains_as_the_linear_layer_that_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)).eval()
+    quantized = prepare_qat(quantize(model, image(), config(), forward_loop=[image()]))
+    (head,) = [each for each in quantized.modules() if isinstance(each, QuantizedWeighted) and each.kind == "head"]
+    x = torch.randn(5, 6, 1, 1, requires_grad=True)
+    with torch.no_grad():
+        expected = F.conv2d(x, head.quantized(head.weight), head.bias)
+    found = head(x)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(found)
+    (slope,) = torch.autograd.grad(found, x, grad)
+    torch.testing.assert_close(slope, torch.einsum("nohw,oihw->nihw", grad, head.quantized(head.weight).detach()))
+    names = {type(found.grad_fn).__name__, *(type(each).__name__ for each, _ in found.grad_fn.next_functions if each)}
+    assert not any("Convolution" in name for name in names)
 
 
 class TestConvolutionAndBatchNorm:

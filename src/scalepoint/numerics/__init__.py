@@ -3,7 +3,7 @@
 from scalepoint.numerics.affine import Steps, steps_of
 from scalepoint.numerics.blocks import as_blocks, block_counts, block_view, check_divides
 from scalepoint.numerics.fake import fake_quantize, is_traced, straight_through
-from scalepoint.numerics.folded import can_fold, fold_and_back, is_clamped, round_trip_folded, row_extremes
+from scalepoint.numerics.folded import Lines, can_fold, fold_and_back, round_trip_folded
 from scalepoint.numerics.format import (
     ALIASES,
     E4M3,
@@ -46,6 +46,7 @@ __all__ = [
     "Float6",
     "Format",
     "Grid",
+    "Lines",
     "QParams",
     "QuantizationFormulation",
     "QuantizationScheme",
@@ -63,7 +64,6 @@ __all__ = [
     "fake_quantize",
     "fold_and_back",
     "format_of",
-    "is_clamped",
     "is_traced",
     "keeping",
     "min_max",
@@ -71,7 +71,6 @@ __all__ = [
     "quantize",
     "round_to_float",
     "round_trip_folded",
-    "row_extremes",
     "steps_of",
     "straight_through",
     "tensor_scale",

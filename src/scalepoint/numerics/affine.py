@@ -12,6 +12,7 @@ A true division and a zero point added after rounding give ONNX Runtime's Quanti
 multiplying by 1/scale does not. NaN stays NaN, so that a broken activation shows.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ SMALL = 1024
 HALF_MAX = torch.finfo(torch.float16).max
 PIECE = 131072  # float32 elements: a piece, its result and one scratch stay in a core's L2 cache, calls weigh little
 MANY = 4096  # elements, below which a mask costs nothing
-LINE = 256  # elements that are looked at together for a clamped one
+LINE = 16  # elements that are looked at together for a clamped one
 
 
 class Steps(NamedTuple):
@@ -47,17 +48,33 @@ class Steps(NamedTuple):
 
 
 class Scratch:
-    """Memory that pieces share: what one has used, the next finds in cache."""
+    """Memory that pieces share: what one has used, the next finds in cache.
+
+    A piece on a CPU has it from its thread, which keeps it: new memory is slow where the system must clear it first. So
+    one loop at a time uses it.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
 
     def __call__(self, piece: Tensor, number: int = 0) -> Tensor:
         """A float32 tensor of the shape of a piece; each number has memory of its own."""
-        found = self._kept.get(number)
+        is_usual = piece.device.type == "cpu" and piece.numel() <= PIECE
+        kept = _OF_THREAD.kept if is_usual else self._kept
+        found = kept.get(number)
         if found is None or found.numel() < piece.numel():
-            found = self._kept[number] = torch.empty(piece.numel(), dtype=torch.float32, device=piece.device)
+            with torch.inference_mode(False):
+                size = PIECE if is_usual else piece.numel()
+                found = kept[number] = torch.empty(size, dtype=torch.float32, device=piece.device)
         return found[: piece.numel()].view(piece.shape)
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+
+
+_OF_THREAD = _OfThread()
 
 
 def steps_of(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps:
@@ -143,30 +160,17 @@ class Clamped:
         self._places: list[Tensor] = []
         self.inside: Tensor | None = None
 
-    def look(self, t: Tensor, c: Tensor, steps: Steps) -> None:
-        """At the next piece, with t and c of the steps."""
+    def look(self, t: Tensor, steps: Steps) -> None:
+        """At the next piece, with t of the steps as it is before the clamp."""
         start, self._seen = self._seen, self._seen + t.numel()
-        found = self._outside(t, steps)
+        has_limits = not isinstance(steps.low, Tensor) or steps.is_uniform
+        found = _outside(t.view(-1), float(steps.low), float(steps.high)) if has_limits else None
         if found is not None and 64 * found.numel() <= max(t.numel(), MANY):
             self._places.append(found.add_(start))
             return
         if self.inside is None:
             self.inside = torch.ones(self._shape, dtype=torch.bool, device=self._device)
-        torch.eq(t, c, out=self.inside.view(-1)[start : self._seen].view(t.shape))
-
-    def _outside(self, t: Tensor, steps: Steps) -> Tensor | None:
-        """Places in a piece, None for too many. The extremes of lines say where to look; a mask takes far longer."""
-        if isinstance(steps.low, Tensor) and not steps.is_uniform:
-            return None
-        flat, low, high = t.view(-1), float(steps.low), float(steps.high)
-        end = len(flat) - len(flat) % LINE
-        lines = flat[:end].view(-1, LINE)
-        rows = ((lines.amin(1) >= low) & (lines.amax(1) <= high)).logical_not_().nonzero().view(-1)
-        if 4 * len(rows) > len(lines):
-            return None
-        row, column = _beyond(lines[rows], low, high).unbind(1)
-        found = rows[row].mul_(LINE).add_(column)
-        return found if end == len(flat) else torch.cat((found, _beyond(flat[end:], low, high).view(-1).add_(end)))
+        torch.eq(t, clamp(t, steps), out=self.inside.view(-1)[start : self._seen].view(t.shape))
 
     @property
     def places(self) -> Tensor | None:
@@ -181,8 +185,23 @@ class Clamped:
         return None
 
 
-def _beyond(t: Tensor, low: float, high: float) -> Tensor:
-    return ((t >= low) & (t <= high)).logical_not_().nonzero()
+def _outside(t: Tensor, low: float, high: float) -> Tensor | None:
+    """Places in a piece, None for too many. The extremes say where to look; a mask of all takes far longer."""
+    if float(t.amin()) >= low and float(t.amax()) <= high:
+        return t.new_empty(0, dtype=torch.int64)
+    end = len(t) - len(t) % LINE if len(t) >= MANY else 0
+    lines = t[:end].view(LINE, -1)
+    columns = outside(lines.amin(0), low, high).logical_or_(outside(lines.amax(0), low, high)).nonzero().view(-1)
+    if 4 * len(columns) > lines.shape[1]:
+        return None
+    row, column = outside(lines[:, columns], low, high).nonzero().unbind(1)
+    found = row.mul_(lines.shape[1]).add_(columns[column])
+    return found if end == len(t) else torch.cat((found, outside(t[end:], low, high).nonzero().view(-1).add_(end)))
+
+
+def outside(t: Tensor, low: float, high: float) -> Tensor:
+    """Where t is not within these limits."""
+    return t.clamp(low, high).ne(t)
 
 
 def round_trip(
@@ -205,11 +224,11 @@ def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, clamped: Cl
         out = torch.empty_like(x, dtype=torch.float32)
     work = out if out is None or out.dtype == torch.float32 else None
     t = divide(_as_float32(x), steps, fmt, work)
-    c = clamp(t, steps, None if clamped is not None else t)
     if clamped is not None and (x.numel() < MANY or x.device.type != "cpu" or not t.is_contiguous()):
-        clamped.inside = torch.eq(t, c)
+        clamped.inside = torch.eq(t, clamp(t, steps))
     elif clamped is not None:
-        clamped.look(t, c, steps)
+        clamped.look(t, steps)
+    c = clamp(t, steps, t)
     if fmt.is_float:
         # For a few elements the cast's one slow kernel is still quicker than six fast ones; the values are the same.
         c = c.to(fmt.cast).to(torch.float32) if fmt.cast and c.numel() <= SMALL else round_to_float(c, fmt, out=c)
@@ -222,10 +241,10 @@ def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, clamped: Clamp
     like = Scratch()
     for part, target, own in _pieces(x, out, steps):
         work = target if target.dtype == torch.float32 else like(part, 1)
-        t = divide(_as_float32(part), own, fmt, work if clamped is None else like(part))
-        c = clamp(t, own, work)
+        t = divide(_as_float32(part), own, fmt, work)
         if clamped is not None:
-            clamped.look(t, c, own)
+            clamped.look(t, own)
+        c = clamp(t, own, work)
         if fmt.is_float:
             round_to_float(c, fmt, out=c, scratch=like(part))
         restore(c, own, in_place=True)

@@ -144,7 +144,7 @@ class _LearnedScale(torch.autograd.Function):
 
 def _rows(x: Tensor, grad: Tensor, of_x: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Tensor, Steps]]:
     """All three and the steps in pieces, where one scale serves all or each of the first axis; else whole."""
-    is_plain = x.numel() >= 2 * PIECE and all(each.is_contiguous() for each in (x, grad, of_x))
+    is_plain = x.numel() > PIECE and all(each.is_contiguous() for each in (x, grad, of_x))
     if is_plain and steps.is_uniform:
         flat = steps.map(lambda value: value.reshape(1))
         for parts in zip(*(torch.split(each.view(-1), PIECE) for each in (x, grad, of_x)), strict=True):

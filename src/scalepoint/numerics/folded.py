@@ -3,44 +3,98 @@
     y = quantize-dequantize(w s) / s,  s one value a row        dy/dw = 1 inside the range, 0 where w s was clamped
     dy/dscale = (c - t) / s inside the range, c / s where clamped, for a scale that is learned (t, c: see `affine`)
 
-The steps are those of `affine`, with the products by s and 1/s in the same cache-sized pieces; nothing is kept for
-backward but the weight itself, from which the steps run again.
+The steps are those of `affine`, with the products by s and 1/s in the same cache-sized pieces. Kept for backward is the
+weight, from which the steps run again where it is not known what they clamped. A scale that follows the weight clamps
+next to nothing but the largest of a row, and the extremes that it is made from tell where.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.affine import PIECE, Scratch, Steps, clamp, divide
+from scalepoint.numerics.affine import PIECE, Scratch, Steps, clamp, divide, outside
 from scalepoint.numerics.fake import is_traced
 from scalepoint.numerics.format import Format
-from scalepoint.numerics.slopes import ends_of, pass_inside, slope, slopes
+from scalepoint.numerics.slopes import ends_of, pass_inside, slopes
+
+LONGEST_LINE, SHORTEST_LINE = 128, 32  # elements of a row that are looked at together
 
 
 def can_fold(weight: Tensor, steps: Steps) -> bool:
-    """Whether the pass knows this weight and these steps: rows of float32 on a CPU, limits that are numbers."""
+    """Whether the pass knows this weight and these steps: rows of float32 on a CPU, limits that are numbers on both
+    sides of zero."""
     is_plain = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
-    is_known = steps.shift is None and not isinstance(steps.low, Tensor)
+    is_known = steps.shift is None and not isinstance(steps.low, Tensor) and steps.low <= -1 <= 1 <= float(steps.high)
     return is_plain and is_known and not is_traced(weight) and steps.scale.numel() in (1, len(weight))
 
 
-def row_extremes(weight: Tensor, factor: Tensor) -> Tensor:
-    """Least and largest of each row times its factor, of the rank of the weight: the same range as the product has.
+class Lines(NamedTuple):
+    """A weight, one factor a row, and the least and the largest of each line of its rows: (2, rows, lines of a row).
 
-    Exactly so: rounding is monotone, so that the extremes of rounded products are the rounded products of extremes.
+    Rounding is monotone, so that the extremes of rounded products are the rounded products of extremes, exactly.
     """
-    rows = weight.view(len(weight), -1)
-    low, high = rows.amin(1), rows.amax(1)  # each vectorized, as aminmax along an axis is not
-    found = torch.stack((low, high), 1) * factor.view(-1, 1)
-    return found.view(len(weight), 2, *(1 for _ in weight.shape[2:]))
+
+    weight: Tensor
+    factor: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, factor: Tensor) -> Self:
+        line = _line(weight[0].numel())
+        lines, found = weight.view(-1, line), weight.new_empty(2, weight.numel() // line)
+        cut = [torch.split(each, max(1, PIECE // line)) for each in (lines, *found)]
+        for part, low, high in zip(*cut, strict=True):
+            torch.amin(part, 1, out=low)  # each vectorized, as aminmax along an axis is not
+            torch.amax(part, 1, out=high)
+        return cls(weight, factor, found.view(2, len(weight), -1))
+
+    def extremes(self) -> Tensor:
+        """Least and largest of each row of the product, of the rank of the weight: they have the range that it has."""
+        low, high = self.ends
+        found = torch.stack((low.amin(1), high.amax(1)), 1).mul_(self.factor.view(-1, 1))
+        return found.view(len(self.weight), 2, *(1 for _ in self.weight.shape[2:]))
+
+    def clamped(self, steps: Steps) -> Tensor | None:
+        """Places of the flat weight where the steps clamp the product, perhaps twice; None for too many."""
+        factor, scale = self.factor.view(-1, 1), steps.scale.reshape(-1, 1).expand(len(self.weight), 1)
+        low, high = float(steps.low), float(steps.high)
+        lines = outside((self.ends * factor).div_(scale).round_(), low, high).view(-1).nonzero().view(-1)
+        count, each = self.ends[0].numel(), self.ends.shape[2]
+        if 2 * len(lines) > count:
+            return None
+        lines = lines.remainder_(count)  # one that is beyond both ends comes twice, which does no harm
+        rows, line = lines // each, self.weight.numel() // count
+        t = self.weight.view(-1, line)[lines].mul_(factor[rows]).div_(scale[rows]).round_()
+        found, column = outside(t, low, high).nonzero().unbind(1)
+        return lines[found].mul_(line).add_(column)
 
 
-def fold_and_back(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format, *, may_clamp: bool = True) -> Tensor:
-    """y, with its gradient, and that of a scale that asks for one. The factor is a constant, and steps are not written
-    to afterwards; without `may_clamp` all is inside the range."""
-    y: Tensor = _Folded.apply(weight, steps.scale, factor, steps.map(Tensor.detach), fmt, may_clamp)  # type: ignore[no-untyped-call]
+@lru_cache
+def _line(width: int) -> int:
+    """How many elements of a row are a line: one that divides it."""
+    longest = max((size for size in range(1, min(width, LONGEST_LINE) + 1) if width % size == 0), default=width)
+    return longest if longest >= SHORTEST_LINE else width
+
+
+def fold_and_back(
+    weight: Tensor,
+    factor: Tensor,
+    steps: Steps,
+    fmt: Format,
+    *,
+    places: Tensor | None = None,
+    owns_grad: bool = False,
+) -> Tensor:
+    """y, with its gradient, and that of a scale that asks for one.
+
+    The factor is a constant, and steps are not written to afterwards. `places` of the flat weight are all that is
+    clamped, where that is known. With `owns_grad` the gradient that comes back is nobody else's, and is written to.
+    """
+    how = _How(steps.map(Tensor.detach), fmt, owns_grad)
+    y: Tensor = _Folded.apply(weight, steps.scale, factor, places, how)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -48,74 +102,82 @@ def fold_and_back(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format, *, 
 def round_trip_folded(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """y alone."""
     y = torch.empty_like(weight)
-    like = Scratch()
-    for part, target, times, own in _rows(weight, y, factor, steps):
-        t = divide(torch.mul(part, times, out=like(part)), own, fmt, like(part))
-        torch.mul(clamp(t, own, t), own.scale / times, out=target)
+    for (part, t), times, own in _rows(
+        (weight, y), factor, steps
+    ):  # in y from the first step on: less to keep in cache
+        clamp(divide(torch.mul(part, times, out=t), own, fmt, t), own, t).mul_(own.scale / times)
     return y
 
 
 def _rows(
-    weight: Tensor, other: Tensor, factor: Tensor, steps: Steps
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Steps]]:
-    """Rows of both with their factors and steps, about PIECE elements at a time."""
-    flat, second, column = weight.view(len(weight), -1), other.view(len(weight), -1), factor.view(-1, 1)
+    tensors: tuple[Tensor, ...], factor: Tensor, steps: Steps
+) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Steps]]:
+    """Rows of all with their factors and steps, about PIECE elements at a time."""
+    flat = [each.view(len(each), -1) for each in tensors]
+    count = max(1, PIECE // flat[0].shape[1])
     scale = steps.scale.reshape(-1, 1)
-    count = max(1, PIECE // flat.shape[1])
-    for start in range(0, len(flat), count):
-        part = slice(start, start + count)
-        own = steps._replace(scale=scale if len(scale) == 1 else scale[part])
-        yield flat[part], second[part], column[part], own
+    scales = torch.split(scale, count) if len(scale) > 1 else [scale] * len(factor)
+    cut = [torch.split(each, count) for each in (*flat, factor.view(-1, 1))]
+    for *parts, times, own in zip(*cut, scales, strict=False):
+        yield tuple(parts), times, steps._replace(scale=own)
+
+
+class _How(NamedTuple):
+    steps: Steps
+    fmt: Format
+    owns_grad: bool
 
 
 class _Folded(torch.autograd.Function):
-    """Keeps the weight, which is there anyway."""
+    """Keeps the weight, which is there anyway, and the places of what was clamped."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, scale: Tensor, factor: Tensor, steps: Steps, fmt: Format, may_clamp: bool
-    ) -> Tensor:
-        ctx.save_for_backward(weight, scale, factor)
-        ctx.steps, ctx.fmt, ctx.may_clamp = steps, fmt, may_clamp
-        return round_trip_folded(weight, factor, steps, fmt)
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, factor: Tensor, places: Tensor | None, how: _How) -> Tensor:
+        ctx.save_for_backward(weight, scale, factor, places)
+        ctx.how = how
+        return round_trip_folded(weight, factor, how.steps, how.fmt)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, factor = ctx.saved_tensors
-        steps, fmt = ctx.steps, ctx.fmt
+        weight, scale, factor, places = ctx.saved_tensors
+        steps, fmt, owns_grad = ctx.how
         if torch.is_grad_enabled():  # to be differentiated again: the formula as a whole
             shape = (-1, *(1 for _ in weight.shape[1:]))
             s, own = factor.view(shape), scale.reshape(shape)
             of_weight, by_element = slopes(weight * s, grad, own, steps._replace(scale=own), fmt)
-            return of_weight, (by_element / s).sum_to_size(own.shape).view(scale.shape), None, None, None, None
+            return of_weight, (by_element / s).sum_to_size(own.shape).view(scale.shape), None, None, None
         learns = ctx.needs_input_grad[1]
-        if not (learns or ctx.may_clamp):
-            return grad, None, None, None, None, None
-        of_weight, sums = _back(weight, grad.contiguous(), factor, steps, fmt, learns=learns)
-        of_scale = sums.sum_to_size((scale.numel(),)).view(scale.shape) if learns else None
-        return of_weight, of_scale, None, None, None, None
+        if places is not None and not learns:
+            return _without(grad, places, is_own=owns_grad), None, None, None, None
+        grad = grad.contiguous()
+        of_weight, sums = _back(weight, grad, factor, steps, fmt, learns=learns, out=grad if owns_grad else None)
+        of_scale = None if sums is None else sums.sum_to_size((scale.numel(),)).view(scale.shape)
+        return of_weight, of_scale, None, None, None
+
+
+def _without(grad: Tensor, places: Tensor, *, is_own: bool) -> Tensor:
+    """The gradient with 0 in these places."""
+    if not places.numel():
+        return grad
+    if not (is_own and grad.is_contiguous()):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+    grad.view(-1)[places] = 0.0
+    return grad
 
 
 def _back(
-    weight: Tensor, grad: Tensor, factor: Tensor, steps: Steps, fmt: Format, *, learns: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradient of the weight, and of the scale by row where it `learns`."""
-    of_weight, sums, like = torch.empty_like(grad), [], Scratch()
+    weight: Tensor, grad: Tensor, factor: Tensor, steps: Steps, fmt: Format, *, learns: bool, out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the weight, into `out`, and of the scale by row where it `learns`: the steps run again."""
+    of_weight, sums, like = torch.empty_like(grad) if out is None else out, [], Scratch()
     ends = ends_of(steps, fmt)
     assert ends is not None  # noqa: S101  # limits are numbers: can_fold
-    flat, start = grad.view(len(grad), -1), 0
-    for part, target, times, own in _rows(weight, of_weight, factor, steps):
-        upstream = flat[start : start + len(part)]
-        start += len(part)
+    for (part, upstream, target), times, own in _rows((weight, grad, of_weight), factor, steps):
         t = torch.mul(part, times, out=like(part)).div_(own.scale)
         rounded = torch.round(t, out=like(part, 1))
-        pass_inside(upstream, rounded, ends, target)
         if learns:
-            sums.append(slope(t, rounded, ends, fmt).mul_(upstream).sum(1).div_(times.view(-1)))
-    return of_weight, torch.cat(sums) if learns else factor
-
-
-def is_clamped(extremes: Tensor, steps: Steps) -> bool:
-    """Whether anything is clamped: the extremes of rows are the first that are."""
-    t = (extremes.view(len(extremes), -1) / steps.scale.reshape(-1, 1)).round_()
-    return not bool(((t >= steps.low) & (t <= steps.high)).all())
+            inner = pass_inside(t, rounded, ends, t)  # inside, c - t is half a code at most, and no limit: can_fold
+            by_element = torch.sub(rounded, inner, out=t).clamp_(ends.low, ends.high)
+            sums.append(by_element.mul_(upstream).sum(1).div_(times.view(-1)))
+        pass_inside(upstream, rounded, ends, target)
+    return of_weight, torch.cat(sums) if learns else None

@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from scalepoint.graph import Operation, Reference
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.modules import BIASES, WEIGHTS, Slot
+from scalepoint.numerics import is_traced
 from scalepoint.patterns.conversions import HeadConvolution
 
 TABLE = "embedding"  # looks rows of its weight up
@@ -67,9 +68,16 @@ def run_with(operation: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | Non
     if isinstance(operation, _ConvNd):
         return operation._conv_forward(x, weight, bias)
     if isinstance(operation, HeadConvolution):
-        return F.conv2d(x, weight, bias)
+        return _run_head(x, weight, bias)
     assert isinstance(operation, Operation)  # noqa: S101  # what multiplies is one of these
     return _run_operation(operation, x, weight, bias)
+
+
+def _run_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In training as the linear layer that it was: a convolution on one pixel goes a slow way back."""
+    if x.shape[2:] == (1, 1) and x.requires_grad and not is_traced(x):
+        return F.linear(x.flatten(1), weight.flatten(1), bias)[:, :, None, None]
+    return F.conv2d(x, weight, bias)
 
 
 def _run_operation(operation: Operation, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

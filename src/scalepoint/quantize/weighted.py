@@ -18,15 +18,14 @@ from scalepoint.errors import UsageError
 from scalepoint.graph import Operation
 from scalepoint.graph.modules import tensors_of
 from scalepoint.numerics import (
+    Lines,
     QParams,
     Steps,
     can_fold,
     fold_and_back,
-    is_clamped,
     is_traced,
     keeping,
     round_trip_folded,
-    row_extremes,
     steps_of,
 )
 from scalepoint.quantize.parts import kind_of_part, norm_settings, run_with
@@ -140,9 +139,9 @@ class QuantizedWeighted(Stateful):
         """fq(w s) / s with its gradient, and what makes it again for backward; in one pass where that is known."""
         found = self._simple_steps(s)
         if found is not None:
-            steps, may_clamp = found
+            steps, places = found
             fmt, held = self.weight_quant.quantizer.grid.format, steps.map(Tensor.detach)
-            made = fold_and_back(self.weight, s, steps, fmt, may_clamp=may_clamp)
+            made = fold_and_back(self.weight, s, steps, fmt, places=places, owns_grad=True)
             return made, self._maker(lambda weight: round_trip_folded(weight, s, held, fmt))
         wide = self._times(self.weight, s)
         with keeping(None, wide, self._maker(lambda weight: self._times(weight, s))):
@@ -150,9 +149,9 @@ class QuantizedWeighted(Stateful):
         del wide
         return self._times(weight, 1 / s), self._quantized_maker(s)
 
-    def _simple_steps(self, s: Tensor) -> tuple[Steps, bool] | None:
-        """The steps of w s and whether they may clamp, where they are learned or its extremes are all that they depend
-        on, and rows are its channels; else None."""
+    def _simple_steps(self, s: Tensor) -> tuple[Steps, Tensor | None] | None:
+        """The steps of w s and the places that they clamp, as far as known, where they are learned or its extremes are
+        all that they depend on, and rows are its channels; else None."""
         quant = self.weight_quant
         if is_traced(self.weight) or self.is_input_first or self.kind == "conv_transpose":
             return None
@@ -162,13 +161,13 @@ class QuantizedWeighted(Stateful):
         if not self.weight.numel() or not can_fold(self.weight, steps._replace(scale=s)):
             return None
         if quant.is_learned and not quant.frozen:
-            return steps._replace(scale=quant.qparams_of(self.weight).scale), True
+            return steps._replace(scale=quant.qparams_of(self.weight).scale), None
         if quant.frozen:
-            return steps._replace(scale=quant.scale.detach().clone()), True
-        extremes = row_extremes(self.weight.detach(), s)
-        quant.follow(extremes)
+            return steps._replace(scale=quant.scale.detach().clone()), None
+        lines = Lines.of(self.weight.detach(), s)
+        quant.follow(lines.extremes())
         steps = steps._replace(scale=quant.scale.detach().clone())
-        return steps, is_clamped(extremes, steps)
+        return steps, lines.clamped(steps)
 
     def _maker(self, made: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
         """Makes a value of the weight again, for backward."""

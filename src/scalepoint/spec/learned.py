@@ -10,9 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import SpecError
-from scalepoint.numerics import E8M0, EPS, QParams
+from scalepoint.numerics import E8M0, EPS, QParams, is_traced
 from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
+
+
+class _Positive(torch.autograd.Function):
+    """A scale, at least the smallest one, and its gradient times a factor.
+
+    One that a step took below zero counts as the smallest, and its gradient still reaches it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return scale.clamp(min=EPS)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
 
 
 @QParamsCalculatorBase.register("learned")
@@ -50,14 +66,14 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         """The scale, kept positive, with its gradient made small as the paper says."""
         self.check_shape(torch.Size(block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))))
         _, zero_point, minval = self.stored
-        # A scale that a step took below zero counts as the smallest one, and its gradient still reaches it.
-        scale = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()
-        if torch.is_grad_enabled() and self.scale.requires_grad and not self.is_on("export_mode"):
-            elements = tensor.numel() * self.replicas / self.scale.numel()
-            factor = (elements * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5
-            scale = (scale - scale * factor).detach() + scale * factor
-        else:
-            scale = scale.detach()
+        if not torch.is_grad_enabled() or not self.scale.requires_grad or self.is_on("export_mode"):
+            return QParams(self.scale.detach().clamp(min=EPS), zero_point, minval)
+        elements = tensor.numel() * self.replicas / self.scale.numel()
+        factor = (elements * max(abs(self.grid.low), abs(self.grid.high))) ** -0.5
+        if is_traced(tensor):
+            wide = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()
+            return QParams((wide - wide * factor).detach() + wide * factor, zero_point, minval)
+        scale: Tensor = _Positive.apply(self.scale, factor)  # type: ignore[no-untyped-call]
         return QParams(scale, zero_point, minval)
 
     @property

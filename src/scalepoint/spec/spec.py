@@ -17,7 +17,6 @@ from pydantic import (
 )
 from pydantic.json_schema import GenerateJsonSchema
 
-from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import DocumentError, SpecError, nearest, shown
 from scalepoint.numerics import (
     ALIASES,
@@ -306,13 +305,19 @@ class QuantizationSpec(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        from scalepoint.documents import parse_json  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+
         return cls.from_dict(parse_json(text))
 
     def to_yaml(self) -> str:
+        from scalepoint.documents import dump_yaml  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+
         return dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
+        from scalepoint.documents import parse_yaml  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+
         return cls.from_dict(parse_yaml(text))
 
 
