@@ -72,6 +72,8 @@ def _defaults(target: Target) -> Iterator[tuple[str, str]]:
         yield "operators beyond ONNX's", ", ".join(target.domains)
     if target.kernels:
         yield "where int8 pays", f"by the table of measured kernels {target.kernels}; deploy leaves the rest float"
+    if target.scales_inputs:
+        yield "channels that stand out", "scaled before the quantizer of a linear layer's input, which takes that in"
     if target.unpacks:
         yield "weights of what stays float for speed", "stored in int8, and made float once, as the file is loaded"
     if not target.is_language:

@@ -123,6 +123,7 @@ class Target:
     refuses: tuple[CostRule, ...] = ()  # what it cannot run in any precision
     shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
     joins: frozenset[str] = frozenset()  # kinds whose output's parameters their inputs have too, if nothing else reads
+    scales_inputs: bool = False  # whether a factor a channel before a quantizer is free: the quantizer takes it in
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
     follows_readers: bool = False  # whether what has no weights stays float when all that read it do

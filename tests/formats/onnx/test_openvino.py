@@ -60,3 +60,27 @@ def test_a_linear_layer_behind_a_join_of_tokens_runs_in_int8(tmp_path):
     found = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
     assert found.holds, found
     assert (found.low_precision, found.fallbacks) == (1, ())
+
+
+class Branches(nn.Module):
+    """One branch gives values ten times those of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.last = nn.Conv2d(3, 16, 1), nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(32, 8, 1)
+        with torch.no_grad():
+            self.two.weight *= 10
+
+    def forward(self, x):
+        return self.last(torch.cat([torch.relu(self.one(x)), torch.relu(self.two(x))], 1))
+
+
+def test_what_a_concat_joins_has_one_scale_so_that_no_kernel_rounds_twice(tmp_path):
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    quantized = quantize(Branches().eval(), x, forward_loop=[x], target=openvino_target("vnni"))
+    stubs = [str(node.target) for node in quantized.graph.nodes if str(node.target).endswith("_quant")]
+    assert len(stubs) == 4  # of x, of both branches and of what joins them
+    assert len(set(stubs)) == 2
+    found = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
+    assert found.holds
+    assert found.fallbacks == ()
