@@ -1,5 +1,6 @@
-"""Channels that stand out are scaled before their quantizer, where other data than they were found with says it helps."""
+"""Channels that stand out are scaled before their quantizer, where data that they were not found with says it helps."""
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -148,8 +149,6 @@ def test_a_state_from_before_there_were_factors_is_taken():
 
 @pytest.mark.parametrize(("largest", "count"), [(40.0, 1), (1.0, 0)])
 def test_files_hold_the_factors_that_do_something(largest, count, tmp_path):
-    import onnx  # noqa: PLC0415
-
     torch.manual_seed(0)
     data = batches()
     path = scalepoint.export(made(Block(largest), data), tmp_path / "m.onnx", data[0])
