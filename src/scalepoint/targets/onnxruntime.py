@@ -141,6 +141,8 @@ SPELLINGS = (
     ),
 )
 
+MEASURED = {"vnni": ("onnxruntime-vnni-amd", "onnxruntime-vnni-intel"), "avx2": ("onnxruntime-avx2",)}
+
 
 @cache
 def onnxruntime_target(cpu: str = "auto") -> Target:
@@ -179,6 +181,6 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         spellings=SPELLINGS,
         unpacks=True,
         runtime="onnxruntime",
-        kernels=f"onnxruntime-{chosen}",
+        kernels=MEASURED[chosen],
         options={"cpu": chosen},
     )

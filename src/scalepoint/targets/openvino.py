@@ -60,5 +60,5 @@ def openvino_target(cpu: str = "auto") -> Target:
         spellings=(WIDENED, POOLED, JOINED) if base.options["cpu"] == "vnni" else (WIDENED, POOLED, CONVOLVED),
         unpacks=False,
         runtime="openvino",
-        kernels=None,
+        kernels=(),
     )

@@ -142,7 +142,7 @@ class Target:
     unpacks: bool = False  # whether a weight of a float product may be stored in int8: made float as a file is loaded
     format: str = "onnx"  # of its files: a key of scalepoint.formats
     runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
-    kernels: str | None = None  # its table of measured kernels, which tells where int8 pays
+    kernels: tuple[str, ...] = ()  # its tables of measured kernels, one a CPU: they tell where int8 pays
     why_fixed: str = ""  # why its files have no free axes beside the batch; nothing where they have
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 
