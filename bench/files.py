@@ -64,11 +64,11 @@ def ran(path: Path, feeds: Mapping[str, np.ndarray], runtime: str) -> tuple[Tens
     return torch.from_numpy(output), share(*precision(executed))
 
 
-def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str) -> list[float]:
+def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str, repeats: int = 60) -> list[float]:
     """How many times faster than the first file each one is: medians of interleaved runs in one process."""
     with exchange(feeds) as files:
         request = {"task": "benchmark", "paths": [str(path) for path in paths], "options": {"threads": 1}}
-        answer = ask(find_runtime(runtime), {**request, **files.files, "repeats": 60, "seconds": 60}, seconds=1200)
+        answer = ask(find_runtime(runtime), {**request, **files.files, "repeats": repeats, "seconds": 60}, seconds=1200)
     medians = [each[1] for each in answered(answer, runtime)["quartiles"]]
     return [medians[0] / each for each in medians]
 

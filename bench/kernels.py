@@ -4,20 +4,27 @@ Layers of many shapes stand side by side in one network a picture size, each bet
 the int8 file are profiled in turns by ONNX Runtime itself, one thread, batch 1, medians. It makes the table of the
 kernels that this runtime takes, which one product tells: those without VNNI add in pairs that saturate.
 
-    python bench/kernels.py
+    python bench/kernels.py [--cpu amd | intel] [part ..]
+
+`--cpu` says whose CPU with VNNI this is: each has a table. Parts (`2d 32`, `1d 200`, `linear 16`, ..; all unless named)
+are kept in out/, and the table is written when all are there.
 
 ONNX Runtime has no switch for its instruction set. Where no CPU without VNNI was at hand, a copy of it whose test for
 AVX-512 always fails took the AVX2 kernels on one with VNNI.
 
 Convolutions over one axis and three were measured on a busy CPU with AVX2 alone, for 4 to 5 seconds a network, and one
-row was left out (five taps, 128 channels, 1,000 positions: three times what its neighbours say). The table for VNNI has
-the same rows, marked as of avx2: which of two kernels wins there is taken over, not measured.
+row was left out (five taps, 128 channels, 1,000 positions: three times what its neighbours say). The table of the AMD
+with VNNI has the same rows, marked as of avx2: which of two kernels wins there is taken over, not measured. That of the
+Intel CPU is measured whole.
 """
 
+import argparse
 import json
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +41,7 @@ from scalepoint.verification import profile
 from scalepoint.verification.profiling import layer_names
 
 TABLES = Path(__file__).parent.parent / "src" / "scalepoint" / "targets" / "measured"
+KEPT = Path(__file__).parent.parent / "out" / "kernels"
 PIXELS = (4, 8, 16, 32, 64, 112)
 BETWEEN = 8  # channels around a layer
 SECONDS = 12.0
@@ -146,52 +154,75 @@ def of_all(model: Layers | FurtherLayers, pixels: int, rows: dict[str, Any]) -> 
     return [of_convolution(layer, pixels, rows[name]) for name, layer in layers.items() if name in rows]
 
 
-def further(target: Target) -> list[dict[str, Any]]:
-    """Convolutions over one axis and three."""
-    found = []
-    for rank, extents in FURTHER.items():
-        for pixels in extents:
-            model, axes = FurtherLayers(rank, pixels).eval(), [pixels] * rank
-            rows = profiled(model, (torch.randn(1, BETWEEN, *axes), torch.randn(1, 3, *axes)), target)
-            found += of_all(model, pixels, rows)
-            print(f"{rank} axes of {pixels}: {len(found)} rows", file=sys.stderr)
-    return found
+def of_pictures(pixels: int, target: Target) -> list[dict[str, Any]]:
+    """Layers of one picture size, and what conversions and an add take there."""
+    model = Layers(pixels).eval()
+    inputs = (torch.randn(1, BETWEEN, pixels, pixels), torch.randn(1, 3, pixels, pixels))
+    rows = profiled(model, inputs, target)
+    table = of_all(model, pixels, rows)
+    for name, row in rows.items():
+        kind = {("QuantizeLinear",): "quantize", ("DequantizeLinear",): "dequantize"}.get(row.kernels)
+        channels = {"x_quant": BETWEEN, "picture_quant": 3}.get(name, BETWEEN)
+        if kind and (name in ("x_quant", "picture_quant") or name.endswith(".after_quant")):
+            table.append({"kind": kind, "elements": channels * pixels * pixels, "int8": micro(row.seconds)})
+    add = next((row for row in rows.values() if "QLinearAdd" in row.kernels), None)
+    if add is not None:
+        table.append({"kind": "add", "elements": 64 * pixels * pixels, "int8": micro(add.seconds)})
+    return table
+
+
+def of_further(rank: int, pixels: int, target: Target) -> list[dict[str, Any]]:
+    """Convolutions over one axis, or three."""
+    model, axes = FurtherLayers(rank, pixels).eval(), [pixels] * rank
+    return of_all(model, pixels, profiled(model, (torch.randn(1, BETWEEN, *axes), torch.randn(1, 3, *axes)), target))
+
+
+def of_linears(rows_in: int, target: Target) -> list[dict[str, Any]]:
+    linears, table = Linears().eval(), []
+    found = profiled(linears, (torch.randn(rows_in, 1024),), target)
+    for index, layer in enumerate(linears.layers):
+        row = found.get(f"layers.{index}")
+        if row is not None:
+            shape = {"in": layer.in_features, "out": layer.out_features, "pixels": rows_in}
+            table.append({"kind": "linear", **shape, "float": micro(row.float_seconds), "int8": micro(row.seconds)})
+    return table
+
+
+PARTS: dict[str, Callable[[Target], list[dict[str, Any]]]] = {
+    **{f"2d {pixels}": partial(of_pictures, pixels) for pixels in PIXELS},
+    **{f"{rank}d {pixels}": partial(of_further, rank, pixels) for rank, each in FURTHER.items() for pixels in each},
+    **{f"linear {rows}": partial(of_linears, rows) for rows in (1, 16, 128)},
+}
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; all unless named")
+    parser.add_argument("--cpu", choices=("amd", "intel"), help="whose CPU with VNNI this is")
+    given = parser.parse_args()
+    if unknown := [part for part in given.part if part not in PARTS]:
+        parser.error(f"{', '.join(unknown)}: one of {', '.join(PARTS)}")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    cpu = kernels_here()
-    target, path = onnxruntime_target(cpu), TABLES / f"onnxruntime-{cpu}.json"
-    table: list[dict[str, Any]] = []
-    for pixels in PIXELS:
-        model = Layers(pixels).eval()
-        inputs = (torch.randn(1, BETWEEN, pixels, pixels), torch.randn(1, 3, pixels, pixels))
-        rows = profiled(model, inputs, target)
-        table += of_all(model, pixels, rows)
-        for name, row in rows.items():
-            kind = {("QuantizeLinear",): "quantize", ("DequantizeLinear",): "dequantize"}.get(row.kernels)
-            channels = {"x_quant": BETWEEN, "picture_quant": 3}.get(name, BETWEEN)
-            if kind and (name in ("x_quant", "picture_quant") or name.endswith(".after_quant")):
-                table.append({"kind": kind, "elements": channels * pixels * pixels, "int8": micro(row.seconds)})
-        add = next((row for row in rows.values() if "QLinearAdd" in row.kernels), None)
-        if add is not None:
-            table.append({"kind": "add", "elements": 64 * pixels * pixels, "int8": micro(add.seconds)})
-        print(f"{pixels} pixels: {len(table)} rows", file=sys.stderr)
-    table += further(target)
-    for rows_in in (1, 16, 128):
-        linears = Linears().eval()
-        found = profiled(linears, (torch.randn(rows_in, 1024),), target)
-        for index, layer in enumerate(linears.layers):
-            row = found.get(f"layers.{index}")
-            if row is not None:
-                shape = {"in": layer.in_features, "out": layer.out_features, "pixels": rows_in}
-                table.append({"kind": "linear", **shape, "float": micro(row.float_seconds), "int8": micro(row.seconds)})
-    path.parent.mkdir(exist_ok=True)
+    kind = kernels_here()
+    if kind == "vnni" and not given.cpu:
+        parser.error("of a CPU with VNNI the maker is told: --cpu amd or --cpu intel")
+    name = f"onnxruntime-{kind}" + (f"-{given.cpu}" if kind == "vnni" else "")
+    folder, target = KEPT / name, onnxruntime_target(kind)
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in given.part or PARTS:
+        rows = PARTS[part](target)
+        (folder / f"{part}.json").write_text(json.dumps(rows))
+        print(f"{part}: {len(rows)} rows", file=sys.stderr)
+    missing = [part for part in PARTS if not (folder / f"{part}.json").exists()]
+    if missing:
+        print(f"the table is written when there are also: {', '.join(missing)}")
+        return 0
+    table = [row for part in PARTS for row in json.loads((folder / f"{part}.json").read_text())]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
-    path.write_text(f"[\n{lines}\n]\n")
-    print(f"{len(table)} rows written to {path}")
+    (TABLES / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+    print(f"{len(table)} rows written to {TABLES / name}.json")
     return 0
 
 

@@ -2,7 +2,8 @@
 
 A float transformer block (post-norm and pre-norm, two sizes) as two files that differ in one operator: the residual add
 before a layer norm as Sum, and as Add, which ONNX Runtime fuses into SkipLayerNormalization. That block in int8, its
-GELUs with the half last, which ONNX Runtime fuses into one kernel, and as torch writes them. A float stem and its pool
+GELUs with the half last, which ONNX Runtime fuses into one kernel, and as torch writes them. Attention with masked keys
+without the check for NaN behind its softmax, and with it. A float stem and its pool
 before integer convolutions, with a Max of one tensor behind the pool, and without, where ONNX Runtime moves the
 quantizer before the pool. A stem, a pool and a convolution for OpenVINO, quantized before the pool and behind it. An
 int8 block for OpenVINO on a CPU without VNNI, with linear layers as convolutions and as products. Both run in turn in
@@ -70,6 +71,31 @@ def gelus(folder: Path, tokens: int, width: int) -> dict[str, onnxruntime.Infere
     for name, target in {"last": own, "first": plain}.items():
         export(quantize(model, x, forward_loop=[x], target=target, freeze_weights=True), folder / f"{name}.onnx", x)
     return {name: session(folder / f"{name}.onnx") for name in ("last", "first")}
+
+
+class Attention(nn.Module):
+    """Attention of heads of 32 in which padded keys are masked, between linear layers; the last token is padding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.given, self.made = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 32)).transpose(1, 2) for each in self.given(x).chunk(3, -1))
+        seen = x[:, None, None, :, 0] < x[:, None, None, :, 0].amax(-1, keepdim=True)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        made: Tensor = self.made(y.transpose(1, 2).flatten(2))
+        return made
+
+
+def masked(folder: Path, tokens: int, width: int) -> dict[str, onnxruntime.InferenceSession]:
+    """Attention whose probabilities are not looked through for NaN, and as torch writes it."""
+    model, x = Attention(width).eval(), torch.randn(8, tokens, width)
+    own = onnxruntime_target()
+    plain = replace(own, spellings=tuple(each for each in own.spellings if each.name != "softmax_of_finite"))
+    for name, target in {"unchecked": own, "checked": plain}.items():
+        export(quantize(model, x, forward_loop=[x], target=target, freeze_weights=True), folder / f"{name}.onnx", x)
+    return {name: session(folder / f"{name}.onnx") for name in ("unchecked", "checked")}
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
@@ -147,6 +173,11 @@ def main() -> int:
             taken = timed(gelus(Path(folder), tokens, width), (1, tokens, width))
         ratio = taken["last"] / taken["first"]
         rows.append(Row(f"GELU halved last, {title}", ratio, 1.0, "as exported", onnxruntime.__version__))
+    for title, (tokens, width) in SIZES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            taken = timed(masked(Path(folder), tokens, width), (8, tokens, width))
+        ratio = taken["unchecked"] / taken["checked"]
+        rows.append(Row(f"attention without a check, {title}", ratio, 1.0, "as exported", onnxruntime.__version__))
     for pixels in (32, 96, 224):
         with tempfile.TemporaryDirectory() as folder:
             taken = timed(pooled(Path(folder), pixels), (1, 3, pixels, pixels))

@@ -90,7 +90,7 @@ def test_saved_and_loaded_the_same_layers_are_float(tmp_path):
 def test_prices_do_not_depend_on_how_a_batch_of_one_is_captured():
     one, two = (inserted(Net(), torch.randn(n, 3, 64, 64)) for n in (1, 2))
     assert one[0].saves == pytest.approx(
-        two[0].saves / 2, rel=0.35
+        two[0].saves / 2, rel=0.45
     )  # the rate of a kernel varies a little with its size
 
 
@@ -231,9 +231,9 @@ def test_moving_values_costs_by_their_number_and_a_call():
     assert TABLE.move("quantize", 10) == pytest.approx(2e-6)
 
 
-@pytest.mark.parametrize("cpu", ["vnni", "avx2"])
-def test_the_table_of_the_target_is_whole_and_says_what_was_measured(cpu):
-    table = kernels(onnxruntime_target(cpu).kernels)
+@pytest.mark.parametrize("name", [*VNNI.kernels, *onnxruntime_target("avx2").kernels])
+def test_each_table_of_the_target_is_whole_and_says_what_was_measured(name):
+    table = kernels(name)
     convolutions = {"dense", "pointwise", "depthwise", "stem"}
     ranks = ("", " 1d", " 3d")
     assert {kind + rank for kind in convolutions for rank in ranks} | {"linear"} == set(table.products)
@@ -259,7 +259,7 @@ def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_sa
     body = nn.Sequential(nn.Conv2d(16, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1), nn.ReLU())
     model = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.ReLU(), *body, nn.Flatten(2), nn.Conv1d(128, 2, 1))
     unknown = Kernels([])
-    known = kernels(VNNI.kernels)
+    known = kernels(VNNI.kernels[0])
     unknown.products = {family: rows for family, rows in known.products.items() if not family.endswith("1d")}
     unknown.moves = known.moves
     monkeypatch.setattr(pays, "kernels", lambda _: unknown)
@@ -268,8 +268,39 @@ def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_sa
     assert rows[-1].state == State.QUANTIZED
 
 
+def table_of(dense, depthwise):
+    """A CPU whose int8 takes these shares of the float time of its layers."""
+    sizes = {"in": 64, "out": 64, "kernel": 3, "pixels": 1024}
+    rows = [
+        {"kind": "conv", **sizes, "groups": 1, "float": 1000.0, "int8": 1000.0 * dense},
+        {"kind": "conv", **sizes, "groups": 64, "float": 500.0, "int8": 500.0 * depthwise},
+        {"kind": "quantize", "elements": 65536, "int8": 5.0},
+    ]
+    return Kernels(rows)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "left"),
+    [
+        ((0.5, 0.5), (0.5, 0.5), []),
+        ((0.5, 0.5), (0.5, 3.0), ["2"]),
+        ((0.2, 0.9), (0.9, 0.9), []),
+        ((0.5, 0.5), (3.0, 3.0), ["0", "2", "4"]),
+    ],
+    ids=["both win", "one loses much on depthwise", "one wins more", "one loses on all"],
+)
+def test_the_file_is_slower_than_float_on_no_cpu_that_was_measured(one, other, left, monkeypatch):
+    tables = {"one": table_of(*one), "other": table_of(*other)}
+    monkeypatch.setattr(pays, "kernels", tables.__getitem__)
+    layers = [nn.Conv2d(64, 64, 3, 1, 1, groups=groups) for groups in (1, 64, 1)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+    for names in (("one", "other"), ("other", "one")):
+        rows = inserted(model, torch.randn(2, 64, 32, 32), target=replace(VNNI, kernels=names))
+        assert [row.name.split("_")[0] for row in rows if row.is_for_speed] == left
+
+
 def test_a_target_without_a_table_leaves_nothing_out():
-    none = replace(VNNI, kernels=None)
+    none = replace(VNNI, kernels=())
     assert all(row.state == State.QUANTIZED for row in inserted(Net(), X, target=none))
 
 

@@ -15,6 +15,7 @@ from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
 from scalepoint.patterns.language import place_of
+from scalepoint.quantize.outliers import Factors
 from scalepoint.quantize.stubs import Quantizing, QuantStub, held_as
 from scalepoint.quantize.weighted import QuantizedWeighted
 
@@ -36,7 +37,7 @@ def stored_form(model: fx.GraphModule, parts: Parts, float_dtype: torch.dtype = 
     twin = _twin(model, has_own_scales=is_rounded)
     if is_rounded:
         _round_scales(twin, float_dtype)
-    stored = _replaced(twin, parts.weight, parts.plain)
+    stored = _without_idle_factors(_replaced(twin, parts.weight, parts.plain))
     factors = scale_before_quantizing(stored)
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
@@ -47,13 +48,24 @@ def stored_form(model: fx.GraphModule, parts: Parts, float_dtype: torch.dtype = 
 
 def float_form(model: fx.GraphModule, parts: Parts) -> fx.GraphModule:
     """A copy without quantizers."""
-    plain = _replaced(_twin(model), parts.plain, parts.plain)
+    plain = _without_idle_factors(_replaced(_twin(model), parts.plain, parts.plain))
     for node in list(plain.graph.nodes):
         if node.op == "call_module" and isinstance(plain.get_submodule(str(node.target)), QuantStub):
             node.replace_all_uses_with(node.args[0])
             plain.graph.erase_node(node)
     plain.recompile()
     return use_single(plain) if needs_single(model) else plain
+
+
+def _without_idle_factors(model: fx.GraphModule) -> fx.GraphModule:
+    """Factors that calibration left at one are no operation."""
+    for node in list(model.graph.nodes):
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, Factors) and bool((module.weight == 1).all()):
+            node.replace_all_uses_with(node.args[0])
+            model.graph.erase_node(node)
+    model.recompile()
+    return model
 
 
 def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:

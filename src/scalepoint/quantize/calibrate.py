@@ -22,6 +22,7 @@ from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split
 from scalepoint.quantize.means import Means, take_back
 from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
+from scalepoint.quantize.outliers import Factors, even_out, open_factors
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
@@ -72,9 +73,10 @@ def calibrate(
             "its own: pass a list, or a loader without a DistributedSampler"
         )
     run = partial(feed, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
+    factors = _factors(model, forward_loop)
     with evaluating(model), _quantizers_off(stubs, weights):
-        if names or smoothing:
-            _rewrite(model, run, max_batches, names, smoothing, on_nan)
+        if names or smoothing or factors:
+            _rewrite(model, run, max_batches, names, smoothing, factors, on_nan)
             for weight in weights:
                 weight.unfreeze()  # it is another weight now
         means = Means(model) if stubs and corrects else None
@@ -124,14 +126,23 @@ def _migrations(model: nn.Module) -> Sequence[str]:
     return record.config.migrations if record is not None and record.config.migrate and not record.migrated else ()
 
 
+def _factors(model: nn.Module, data: Data) -> Sequence[Factors]:
+    """Factors to be found; data that is read once has no pass for them, and ranks do not share rows."""
+    return [] if isinstance(data, Iterator) or ranks.size() > 1 else open_factors(model)
+
+
 def _rewrite(
     model: nn.Module,
     run: Callable[..., Fed],
     max_batches: int | None,
     names: Sequence[str],
     smoothing: Sequence[SmoothQuantObserver],
+    factors: Sequence[Factors],
     on_nan: OnNan,
 ) -> None:
+    if factors:  # then nothing else was asked for
+        amend_record(model, migrated=even_out(factors, run))
+        return
     if not names:
         _smooth(run, smoothing, on_nan)
         return

@@ -18,6 +18,7 @@ from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import coverage_rows, other_rows
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.joined import joined
+from scalepoint.quantize.outliers import Factors, add_factors
 from scalepoint.quantize.parts import can_fold, kind_of_part
 from scalepoint.quantize.pays import leave_what_loses
 from scalepoint.quantize.placement import (
@@ -75,10 +76,12 @@ def insert_qdq(
         _round_biases(quantized, decisions)
     if chosen is not None:
         _hold_scales(quantized, chosen)
+        if chosen.scales_inputs and config.outliers and not config.migrations:
+            add_factors(quantized, tree, decisions)
     sites_here = [decision.site for decision in decisions] if "smooth" in config.migrations else None
     unsmoothed = {} if sites_here is None else add_smoothing(quantized, sites_here, config.smooth_quant)
     for module in quantized.modules():
-        if isinstance(module, Fused | QuantizedWeighted | Quantizing | SmoothQuantObserver):
+        if isinstance(module, Fused | QuantizedWeighted | Quantizing | SmoothQuantObserver | Factors):
             for each in module.modules():
                 each.training = quantized.training
     quantized.recompile()

@@ -3,13 +3,15 @@
     least  sum of price(layer, how) + sum of price(tensor): to quantize what is read as int8, to dequantize what is not
 
 Two labels with prices on borders are a minimum cut: exact, in one pass over the graph. Prices are predicted from the
-target's table of measured kernels, for the shapes of the example inputs. A layer that has no price, because its shape
-is not known or the table has nothing like it, stays as it was asked for.
+target's tables of measured kernels, for the shapes of the example inputs. CPUs with the same instructions differ: where
+a target has tables of several, the choice is slower than float on none of them. A layer that has no price, because its
+shape is not known or a table has nothing like it, stays as it was asked for.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, prod
 
 from torch import fx
@@ -29,37 +31,92 @@ SMALLEST = 15e-6  # seconds of all products: below, the call itself weighs more 
 LEAST_GAIN = 0.03  # of the predicted time: less is within what a prediction can tell
 INT8, FLOAT = 0, 1  # the two ends of the cut
 NOTHING = 1e-12  # seconds
+ROUNDING = 1e-6
 DEQUANTIZED = 2e-9  # seconds a weight, at each run, where a runtime fuses float over stored codes
 LAYOUT = 2.0  # passes over a tensor at a border: integer kernels have channels last, float ones in blocks
 
 
 def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], config: QuantConfig, target: Target) -> None:
-    """Make float of what the target's table says is faster so, borders counted; in place.
+    """Make float of what the target's tables say is faster so, borders counted; in place.
 
     Its weight is stored in int8 all the same where the target makes it float as it loads a file: no slower than float.
     """
-    if target.kernels is None:
+    tables = [kernels(name) for name in target.kernels]
+    kept = [each for each in decisions if each.weight is not None and each.weight.n_bits < 8]  # asked for, to be small
+    kept += [each for table in tables for each in _priced(model, decisions, table, target).unknown]
+    views = [_View(model, decisions, table, target, kept) for table in tables]
+    if not views or max(view.all_float for view in views) < SMALLEST:
         return
-    table = kernels(target.kernels)
-    narrow = [
-        each for each in decisions if each.weight is not None and each.weight.n_bits < 8
-    ]  # asked for, to be small
-    free = _priced(model, decisions, table, target, kept=narrow)
-    forced = _priced(model, decisions, table, target, kept=decisions)
-    if sum(before for before, _ in free.prices.values()) < SMALLEST:
-        return
-    (least, left), (most, _) = free.solved(), forced.solved()
-    if len(left) == len(free.decisions) and not target.unpacks:  # nothing wins: then at least one weight is made small
+    left = _least_regret(views)
+    if len(left) == len(views[0].free) and not target.unpacks:  # nothing wins: then at least one weight is made small
         heaviest = max(left, key=lambda each: prod(weight_shape(each.site.part)) if each.site.role else 0)
-        least, left = _priced(model, decisions, table, target, kept=[heaviest]).solved()
-    if most - least < LEAST_GAIN * most:
+        left = _least_regret([_View(model, decisions, table, target, [*kept, heaviest]) for table in tables])
+    if max(1 - view.seconds(left) / view.seconds([]) for view in views) < LEAST_GAIN:
         return
     for decision in left:
-        before, after = free.prices[id(decision)]
+        before, after = max((view.prices[id(decision)] for view in views), key=lambda price: price[1] - price[0])
         decision.points, decision.state = [], State.FLOAT
         decision.weight = unpacked(decision.site, config, target) if target.unpacks else None
         decision.is_meant, decision.saves = True, after - before
         decision.reason = _why(before, after)
+
+
+class _View:
+    """The prices of one CPU."""
+
+    def __init__(
+        self,
+        model: fx.GraphModule,
+        decisions: Sequence[Decision],
+        table: Kernels,
+        target: Target,
+        kept: Sequence[Decision],
+    ) -> None:
+        self.priced = partial(_priced, model, decisions, table, target)
+        self.kept = kept
+        first = self.priced(kept)
+        self.prices, self.free = first.prices, list(first.decisions.values())
+        self.all_float = sum(before for before, _ in first.prices.values())
+        self.least, self.best = first.solved()
+
+    def beside(self, left: Sequence[Decision]) -> list[Decision]:
+        """What is float for the least sum when all of these are."""
+        return self.priced(self.kept, left).solved()[1]
+
+    def seconds(self, left: Sequence[Decision]) -> float:
+        """The sum when these are float and nothing else."""
+        held = set(map(id, left))
+        return self.priced([each for each in self.free if id(each) not in held], left).solved()[0]
+
+
+def _least_regret(views: Sequence[_View]) -> list[Decision]:
+    """What is float: on no CPU slower than all in float, and nowhere much slower than the best of that CPU.
+
+    Candidates are the best of each, none, all that may be, and what is float on any: with its neighbours, until no CPU
+    wants more.
+    """
+    free = views[0].free
+    joint = _together(free, [view.best for view in views])
+    while len(more := _together(free, [view.beside(joint) for view in views])) > len(joint):
+        joint = more
+    kept = set(map(id, views[0].kept))
+    every = [each for each in free if id(each) not in kept]
+    candidates = [view.best for view in views] + [joint, [], every]
+    floors = [max(view.least, NOTHING) for view in views]
+    plain = [view.seconds(every) for view in views]
+
+    def cost(left: Sequence[Decision]) -> tuple[bool, float, int]:
+        taken = [view.seconds(left) for view in views]
+        is_slower = any(own > limit * (1 + ROUNDING) for own, limit in zip(taken, plain, strict=True))
+        return is_slower, max(own / floor for own, floor in zip(taken, floors, strict=True)), len(left)
+
+    return min(candidates, key=cost)
+
+
+def _together(free: Sequence[Decision], lists: Sequence[Sequence[Decision]]) -> list[Decision]:
+    """All of these, in the order of the graph."""
+    named = {id(each) for each_list in lists for each in each_list}
+    return [each for each in free if id(each) in named]
 
 
 def _why(before: float, after: float) -> str:
@@ -127,6 +184,7 @@ class _Priced:
     variables: dict[int, int]  # id of a decision -> its node in the cut
     prices: dict[int, tuple[float, float]]  # id of a decision -> seconds in float, in int8
     decisions: dict[int, Decision]
+    unknown: list[Decision] = field(default_factory=list)  # without a price
 
     def solved(self) -> tuple[float, list[Decision]]:
         """The least sum, and what is float then."""
@@ -140,9 +198,10 @@ def _priced(
     table: Kernels,
     target: Target,
     kept: Sequence[Decision] = (),
+    left: Sequence[Decision] = (),
 ) -> _Priced:
-    """The prices of all that is to be quantized, of which some is kept in int8."""
-    held = set(map(id, kept))
+    """The prices of all that is to be quantized, of which some is kept in int8, and some left in float."""
+    held, unheld = set(map(id, kept)), set(map(id, left))
     cut, share = _Cut(), batch_share(model)
     priced = _Priced(cut, {}, {}, {})
     gives: dict[fx.Node, int] = {}  # what a tensor is on
@@ -155,10 +214,11 @@ def _priced(
             continue
         known = _price(decision, table, share)
         price = known or (0.0, 0.0)
+        priced.unknown += [decision] if known is None else []
         node = priced.variables[id(decision)] = takes[decision.site.node] = cut.node()
         priced.prices[id(decision)], priced.decisions[id(decision)] = price, decision
         cut.edge(INT8, node, inf if known is None or id(decision) in held else price[0])
-        cut.edge(node, FLOAT, price[1])
+        cut.edge(node, FLOAT, inf if id(decision) in unheld else price[1])
         if any(point == Point.OUTPUT for point, _, _ in decision.points):
             gives[decision.site.node] = node
         elif "relu" in map(kind_of_part, decision.site.fused.parts.values()):

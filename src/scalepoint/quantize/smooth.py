@@ -210,7 +210,7 @@ def scale_norm(norm: nn.Module, s: Tensor) -> None:
 def add_smoothing(model: fx.GraphModule, sites: Sequence[Site], config: SmoothQuantConfig) -> dict[str, str]:
     """An observer for each norm that is read by linears alone; the others are returned with the reason."""
     by_node = {site.node: site for site in sites}
-    shared = _shared_parameters(sites)
+    shared = shared_parameters(sites)
     refusals: dict[str, str] = {}
     count = 0
     for site in sites:
@@ -255,7 +255,7 @@ def _linear_readers(site: Site, by_node: dict[fx.Node, Site], shared: set[int]) 
         reader = by_node.get(user)
         if reader is None or reader.kind != "linear" or reader.role is None or _input_of(reader) is not site.node:
             return [], f"also read by {user.target}, which cannot take the scales back"
-        if _is_computed(_part(reader)):
+        if is_computed(_part(reader)):
             return [], f"the weight of {reader.name} is computed and cannot take the scales back"
         if weight_of(_part(reader)).data_ptr() in shared:
             return [], f"the weight of {reader.name} is used elsewhere too"
@@ -303,7 +303,7 @@ def _ints(argument: Any) -> list[int]:
     return [argument] if isinstance(argument, int) else [each for each in argument if isinstance(each, int)]
 
 
-def _shared_parameters(sites: Sequence[Site]) -> set[int]:
+def shared_parameters(sites: Sequence[Site]) -> set[int]:
     """Weights (by address) and norms (by id) that more than one group uses; an embedding may be tied to a linear."""
     seen: set[int] = set()
     twice: set[int] = set()
@@ -321,7 +321,7 @@ def _addresses(part: nn.Module) -> set[int]:
     return {tensor.data_ptr() for tensor in tensors_of(part)}
 
 
-def _is_computed(part: nn.Module) -> bool:
+def is_computed(part: nn.Module) -> bool:
     part = part.operation if isinstance(part, QuantizedWeighted) else part
     return isinstance(part, Operation) and part.is_computed
 

@@ -2,9 +2,11 @@
 
 The placement is that of ONNX Runtime without the outputs: a kernel takes an output's Q/DQ when the next one asks for
 it, and where nothing does, as before a join with float tensors (the class token of a vision transformer), OpenVINO
-would round the others to the same integers. A concat of quantized tensors keeps its output's: without, its inputs
-have scales of their own, and a pool after it rounds twice. Its kernels add u8 x s8 products in pairs
-too. Biases stay float.
+would round the others to the same integers. A concat of quantized tensors keeps its output's, and its inputs have the
+same: with scales of their own the kernels before it round twice, which takes longer. A factor a channel before a
+quantizer becomes part of it, so that channels that stand out are scaled there; not without VNNI, where linear layers
+are convolutions and it would stand in the way of their layout. Its kernels add u8 x s8 products in pairs too. Biases
+stay float.
 """
 
 from dataclasses import replace
@@ -53,9 +55,11 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", (to_dtype("int4"),), SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
+        joins=frozenset(("cat",)),
+        scales_inputs=base.options["cpu"] == "vnni",
         bias="float",
         spellings=(WIDENED, POOLED, JOINED) if base.options["cpu"] == "vnni" else (WIDENED, POOLED, CONVOLVED),
         unpacks=False,
         runtime="openvino",
-        kernels=None,
+        kernels=(),
     )

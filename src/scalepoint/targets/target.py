@@ -123,6 +123,7 @@ class Target:
     refuses: tuple[CostRule, ...] = ()  # what it cannot run in any precision
     shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
     joins: frozenset[str] = frozenset()  # kinds whose output's parameters their inputs have too, if nothing else reads
+    scales_inputs: bool = False  # whether a factor a channel before a quantizer is free: the quantizer takes it in
     conversions: tuple[Conversion, ...] = CONVERSIONS
     adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
     follows_readers: bool = False  # whether what has no weights stays float when all that read it do
@@ -141,7 +142,7 @@ class Target:
     unpacks: bool = False  # whether a weight of a float product may be stored in int8: made float as a file is loaded
     format: str = "onnx"  # of its files: a key of scalepoint.formats
     runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
-    kernels: str | None = None  # its table of measured kernels, which tells where int8 pays
+    kernels: tuple[str, ...] = ()  # its tables of measured kernels, one a CPU: they tell where int8 pays
     why_fixed: str = ""  # why its files have no free axes beside the batch; nothing where they have
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what it was made with, for the report
 

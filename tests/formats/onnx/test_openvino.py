@@ -9,6 +9,7 @@ from torch import nn
 from scalepoint import export, verify
 from scalepoint.patterns import Point
 from scalepoint.quantize import coverage, quantize
+from scalepoint.quantize.record import record_of
 from scalepoint.targets import find_target, openvino_target
 from tests.architectures import ARCHITECTURES
 
@@ -60,3 +61,53 @@ def test_a_linear_layer_behind_a_join_of_tokens_runs_in_int8(tmp_path):
     found = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
     assert found.holds, found
     assert (found.low_precision, found.fallbacks) == (1, ())
+
+
+class Branches(nn.Module):
+    """One branch gives values ten times those of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.last = nn.Conv2d(3, 16, 1), nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(32, 8, 1)
+        with torch.no_grad():
+            self.two.weight *= 10
+
+    def forward(self, x):
+        return self.last(torch.cat([torch.relu(self.one(x)), torch.relu(self.two(x))], 1))
+
+
+def test_what_a_concat_joins_has_one_scale_so_that_no_kernel_rounds_twice(tmp_path):
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    quantized = quantize(Branches().eval(), x, forward_loop=[x], target=openvino_target("vnni"))
+    stubs = [str(node.target) for node in quantized.graph.nodes if str(node.target).endswith("_quant")]
+    assert len(stubs) == 4  # of x, of both branches and of what joins them
+    assert len(set(stubs)) == 2
+    found = verify(export(quantized, tmp_path / "m.onnx", x), quantized, x, runtime="openvino", layers=False)
+    assert found.holds
+    assert found.fallbacks == ()
+
+
+class Last(nn.Module):
+    """Channels last, one of them large, and a residual that reads them too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+        with torch.no_grad():
+            self.norm.weight[3] = 40.0
+            self.linear.weight[:, 3] /= 40.0
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.linear(x)
+
+
+@pytest.mark.parametrize(("shape", "count"), [((4, 30, 16), 1), ((4, 5, 6, 16), 0)], ids=["tokens", "picture"])
+def test_scaled_channels_run_as_simulated(shape, count, tmp_path):
+    """With four axes OpenVINO computes other values where they are scaled."""
+    torch.manual_seed(0)
+    data = [torch.randn(shape) for _ in range(2)]
+    quantized = quantize(Last().eval(), data[0], forward_loop=data, target=openvino_target("vnni"))
+    assert len(record_of(quantized).migrated.done if record_of(quantized).migrated else ()) == count
+    path = export(quantized, tmp_path / "m.onnx", data[0])
+    assert verify(path, quantized, data[0], runtime="openvino", layers=False).exact_sqnr > 60

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
 from scalepoint.formats import export
-from scalepoint.formats.onnx.spellings import float_weights_stay
+from scalepoint.formats.onnx.spellings import float_weights_stay, softmax_of_finite
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.targets import find_target, onnxruntime_target
 from scalepoint.targets.target import Spelling
@@ -352,3 +352,89 @@ def _before(path, kind):
     graph = onnx.load(path).graph
     makers = {name: node.op_type for node in graph.node for name in node.output}
     return Counter(makers.get(node.input[0]) for node in graph.node if node.op_type == kind)
+
+
+class Masked(nn.Module):
+    """Attention with a mask of padded keys, which the exporter guards against rows without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = nn.Linear(32, 96)
+
+    def forward(self, x, mask):
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.given(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_probabilities_are_not_looked_through_for_nan_where_there_is_none(tmp_path):
+    torch.manual_seed(0)
+    target = onnxruntime_target("vnni")
+    plain = replace(target, spellings=tuple(each for each in target.spellings if each.name != "softmax_of_finite"))
+    model, x, mask = Masked().eval(), torch.randn(3, 6, 32), torch.ones(3, 6, dtype=torch.bool)
+    mask[1, 4:] = False
+    outputs = {}
+    for name, each in {"checked": plain, "unchecked": target}.items():
+        quantized = quantize(model, (x, mask), forward_loop=[(x, mask)], target=each)
+        path = export(quantized, tmp_path / f"{name}.onnx", (x, mask))
+        assert kinds(path)["IsNaN"] == (name == "checked")
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        names = [given.name for given in session.get_inputs()]
+        outputs[name] = [
+            session.run(None, dict(zip(names, (x.numpy(), each.numpy()), strict=True)))[0]
+            for each in (mask, torch.ones_like(mask), torch.zeros_like(mask))
+        ]
+    for one, other in zip(outputs["checked"], outputs["unchecked"], strict=True):
+        assert np.array_equal(one, other)
+
+
+LOWEST = np.finfo(np.float32).min
+CAUSAL = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
+
+
+def of_scores(*masks):
+    """A checked softmax of a product with these added: names are inputs, pairs choices, arrays constants."""
+    nodes, constants, inputs = [helper.make_node("MatMul", ["q", "k"], ["scores_0"])], {"zero": np.float32(0)}, []
+    for index, mask in enumerate(masks):
+        name = f"mask_{index}"
+        if isinstance(mask, str):
+            inputs.append(helper.make_tensor_value_info(name, 1, [4, 4]))
+        elif isinstance(mask, tuple):
+            constants |= {f"{name}_yes": np.float32(mask[0]), f"{name}_no": np.float32(mask[1])}
+            inputs.append(helper.make_tensor_value_info(f"{name}_if", 9, [4, 4]))
+            nodes.append(helper.make_node("Where", [f"{name}_if", f"{name}_yes", f"{name}_no"], [name]))
+        else:
+            constants[name] = mask
+        nodes.append(helper.make_node("Add", [f"scores_{index}", name], [f"scores_{index + 1}"]))
+    nodes += [
+        helper.make_node("Softmax", [f"scores_{len(masks)}"], ["p"], axis=-1),
+        helper.make_node("IsNaN", ["p"], ["is_nan"]),
+        helper.make_node("Where", ["is_nan", "zero", "p"], ["chosen"]),
+        helper.make_node("MatMul", ["chosen", "k"], ["y"]),
+    ]
+    given = [*(helper.make_tensor_value_info(name, 1, [4, 4]) for name in "qk"), *inputs]
+    stored = [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", given, [helper.make_tensor_value_info("y", 1, [4, 4])], stored)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
+    softmax_of_finite(model)
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    return Counter(node.op_type for node in model.graph)["IsNaN"]
+
+
+@pytest.mark.parametrize(
+    ("masks", "is_checked"),
+    [
+        ((), False),
+        (((0, LOWEST),), False),
+        ((CAUSAL,), False),
+        (((0, LOWEST), np.zeros((4, 4), np.float32)), False),
+        (((0, -np.inf),), True),
+        (("an input",), True),
+        ((np.full((4, 4), -np.inf, np.float32),), True),
+        (((0, LOWEST), (0, LOWEST)), True),
+        (((0, LOWEST), CAUSAL), True),
+    ],
+    ids=["none", "finite", "causal", "and a bias", "infinite", "input", "all", "two that overflow", "two that meet"],
+)
+def test_the_check_for_nan_goes_only_where_no_row_can_be_masked_whole(masks, is_checked):
+    assert of_scores(*masks) == is_checked

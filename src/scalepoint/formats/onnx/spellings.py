@@ -10,6 +10,7 @@ pools_before_quantizers  MaxPool of floats -> QuantizeLinear         becomes  Ma
 quantizers_before_pools  MaxPool -> QuantizeLinear, alone            becomes  the pair of quantizers -> MaxPool
 joins_before_products    Concat of tokens -> QuantizeLinear -> MatMul becomes  Concat -> Max of it and itself -> ...
 linears_as_convolutions  MatMul of codes                             becomes  Conv of one tap (convolved.py)
+softmax_of_finite        Softmax -> IsNaN -> Where(.., 0, ..)        becomes  Softmax, where no mask has infinities
 
 A target names the rules that it wants, each with its reason; the values are the same bit for bit, of convolutions up to
 the last rounding of float32.
@@ -282,6 +283,69 @@ def _moves_before(graph: Any, pool: Any, quantize: Any) -> bool:
     return True
 
 
+def softmax_of_finite(model: Any) -> None:
+    """The check for rows without any key, whose softmax is 0 / 0: with numbers for infinities in the mask there are
+    none. exp() of them is zero all the same, and a row that is masked whole has equal probabilities in both forms."""
+    for choice in list(model.graph):
+        softmax = _checked(choice)
+        if softmax is None or not _is_finite(softmax.inputs[0]):
+            continue
+        check = choice.inputs[0].producer()
+        ir.convenience.replace_all_uses_with(choice.outputs[0], softmax.outputs[0])
+        model.graph.remove([choice, check], safe=True)
+
+
+def _checked(choice: Any) -> Any:
+    """The softmax whose NaN a Where makes zeros of; None of another node."""
+    if choice.op_type != "Where" or not _has_only(choice.inputs[1], lambda values: values == 0):
+        return None
+    check, softmax = choice.inputs[0].producer(), choice.inputs[2].producer()
+    if check is None or check.op_type != "IsNaN" or check.inputs[0] is not choice.inputs[2]:
+        return None
+    is_alone = len(check.outputs[0].uses()) == 1 and not choice.outputs[0].is_graph_output()
+    return softmax if is_alone and softmax is not None and softmax.op_type == "Softmax" else None
+
+
+def _is_finite(scores: Any) -> bool:
+    """Products of activations, scaled down at most, with small masks and one of any numbers: two of the lowest number
+    make an infinity."""
+    source, large = scores.producer(), 0
+    while source is not None and source.op_type in ("Add", "Mul", "Div"):
+        known = [(place, size) for place, value in enumerate(source.inputs) if (size := _largest(value)) is not None]
+        if len(known) != 1:
+            return False
+        place, size = known[0]
+        if source.op_type == "Mul" and size > 1:
+            return False
+        if source.op_type == "Div" and (place == 0 or not _has_only(source.inputs[1], lambda each: np.abs(each) >= 1)):
+            return False
+        large += source.op_type == "Add" and size > SMALL
+        source = source.inputs[1 - place].producer()
+    return source is not None and source.op_type == "MatMul" and large <= 1
+
+
+def _largest(mask: Any) -> float | None:
+    """The largest magnitude of a constant, or of a choice between numbers; infinity of a constant that has such and
+    leaves every row a number; None of what is not known, or leaves a row nothing."""
+    if mask.const_value is not None:
+        values = mask.const_value.numpy()
+        rows = np.isfinite(values).reshape(-1, values.shape[-1] if values.ndim else 1).any(-1)
+        return float(np.abs(values).max()) if values.size and bool(rows.all()) and not (values > SMALL).any() else None
+    source = mask.producer()
+    if (
+        source is None
+        or source.op_type != "Where"
+        or not all(_has_only(each, np.isfinite) for each in source.inputs[1:])
+    ):
+        return None
+    return max(float(np.abs(each.const_value.numpy()).max()) for each in source.inputs[1:])
+
+
+def _has_only(value: Any, are_so: Callable[[Any], Any]) -> bool:
+    return value is not None and value.const_value is not None and bool(np.all(are_so(value.const_value.numpy())))
+
+
+SMALL = 1e30
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 NARROW = (ir.DataType.INT4, ir.DataType.INT2)
 MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
@@ -295,4 +359,5 @@ RULES: dict[str, Callable[[Any], None]] = {
     "quantizers_before_pools": quantizers_before_pools,
     "joins_before_products": joins_before_products,
     "linears_as_convolutions": linears_as_convolutions,
+    "softmax_of_finite": softmax_of_finite,
 }

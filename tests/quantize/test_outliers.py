@@ -1,0 +1,156 @@
+"""Channels that stand out are scaled before their quantizer, where data that they were not found with says it helps."""
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, quantize, save
+from scalepoint.quantize.outliers import Factors, Half, chosen, factors_of
+from scalepoint.quantize.record import record_of
+from scalepoint.targets import onnxruntime_target, openvino_target
+
+VNNI = openvino_target("vnni")
+WITHOUT = QuantConfig(outliers=False)
+
+
+class Block(nn.Module):
+    """The first norm gives one channel 40 times the others, and a residual reads it too: it cannot be smoothed."""
+
+    def __init__(self, largest=40.0):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        with torch.no_grad():
+            self.norm.weight[3] = largest
+            self.up.weight[:, 3] /= largest  # as in trained networks: what is large counts no more than the others
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def batches(rows=64, count=4):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, rows, 32, generator=generator) for _ in range(count)]
+
+
+def level(expected, found):
+    return float(10 * torch.log10(expected.square().sum() / (expected - found).square().sum()))
+
+
+def made(model, data, config=None, target=VNNI):
+    return quantize(model.eval(), data[0], config, forward_loop=data, target=target)
+
+
+def factors_in(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, Factors)}
+
+
+@torch.no_grad()
+def test_a_channel_that_stands_out_is_scaled_and_the_error_falls():
+    torch.manual_seed(0)
+    model, (held_out, *data) = Block().eval(), batches()
+    expected = model(held_out) - model.norm(held_out)
+    quantized, before = made(model, data), made(model, data, WITHOUT)
+    found, unscaled = (each(held_out) - model.norm(held_out) for each in (quantized, before))
+    assert level(expected, found) > level(expected, unscaled) + 6
+    rows = record_of(quantized).migrated.done
+    assert [(row.migration, row.name) for row in rows] == [("outliers", "norm_fused_quant")]
+    assert rows[0].note.startswith("1 of 32 channels divided by up to ")
+
+
+@torch.no_grad()
+def test_the_float_model_is_the_same_bit_by_bit():
+    torch.manual_seed(0)
+    model, data = Block().eval(), batches()
+    expected = model(data[0])
+    quantized = made(model, data)
+    assert any(bool((each.weight != 1).any()) for each in factors_in(quantized).values())
+    scalepoint.quantize.disable_fake_quant(quantized)
+    assert torch.equal(quantized(data[0]), expected)
+
+
+@torch.no_grad()
+def test_where_nothing_stands_out_nothing_is_changed():
+    torch.manual_seed(0)
+    model, data = Block(largest=1.0).eval(), batches()
+    assert torch.equal(made(model, data)(data[0]), made(model, data, WITHOUT)(data[0]))
+    assert not record_of(made(model, data)).migrated.rows
+
+
+def half(rows):
+    found = Half()
+    found.take(rows)
+    return found
+
+
+def test_what_only_one_half_of_the_data_shows_is_not_taken():
+    """Four rows each: the largest of a channel says little of the next rows, of all channels together it says much."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(256, generator=generator) * 1.5 + 0.5
+    few = [half(torch.randn(4, 256, generator=generator) * spread) for _ in range(2)]
+    many = [half(torch.randn(512, 256, generator=generator) * spread**4) for _ in range(2)]
+    weight = torch.randn(64, 256, generator=generator)
+    assert chosen(tuple(few), [weight]) is None
+    found = chosen(tuple(many), [weight / spread**4])
+    assert found is not None
+    assert found[1] < 0.7
+
+
+def test_factors_are_powers_of_two_that_bring_all_below_the_threshold():
+    largest = torch.tensor([0.1, 1.0, 3.0, 16.0])
+    assert factors_of(largest, 0.0).tolist() == [1, 1, 1, 1]
+    assert factors_of(largest, 4.0).tolist() == [1, 1, 4, 16]
+
+
+def test_data_that_is_read_once_is_left_as_it_is():
+    model, data = Block().eval(), batches()
+    result = scalepoint.transform(model, data[0], target=VNNI)
+    quantized = calibrate(insert_qdq(result.model, result.matches), iter(data))
+    assert all(bool((each.weight == 1).all()) for each in factors_in(quantized).values())
+
+
+@pytest.mark.parametrize(
+    ("config", "target"),
+    [(QuantConfig(migrate=["smooth"]), VNNI), (WITHOUT, VNNI), (None, onnxruntime_target("vnni"))],
+    ids=["smoothed", "not asked for", "a target that pays for it"],
+)
+def test_there_are_no_factors(config, target):
+    result = scalepoint.transform(Block().eval(), batches()[0], target=target)
+    assert not factors_in(insert_qdq(result.model, result.matches, config))
+
+
+def test_a_second_calibration_changes_no_weight():
+    data = batches()
+    quantized = made(Block(), data)
+    weights = {name: value.clone() for name, value in quantized.named_parameters()}
+    calibrate(quantized, data, freeze_weights=True)
+    assert all(torch.equal(value, weights[name]) for name, value in quantized.named_parameters())
+
+
+@torch.no_grad()
+def test_saved_and_loaded_it_computes_the_same(tmp_path):
+    torch.manual_seed(0)
+    model, data = Block().eval(), batches()
+    quantized = made(model, data)
+    save(quantized, tmp_path / "m")
+    loaded = load(tmp_path / "m", model, data[0], target=VNNI)
+    assert torch.equal(loaded(data[0]), quantized(data[0]))
+    assert record_of(loaded).migrated == record_of(quantized).migrated
+
+
+def test_a_state_from_before_there_were_factors_is_taken():
+    quantized = made(Block(), batches())
+    state = {name: value for name, value in quantized.state_dict().items() if "_factors." not in name}
+    assert state.keys() != quantized.state_dict().keys()
+    quantized.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("largest", "count"), [(40.0, 1), (1.0, 0)])
+def test_files_hold_the_factors_that_do_something(largest, count, tmp_path):
+    torch.manual_seed(0)
+    data = batches()
+    path = scalepoint.export(made(Block(largest), data), tmp_path / "m.onnx", data[0])
+    nodes = [node.name for node in onnx.load(path).graph.node if "_factors" in node.name]
+    assert len(nodes) == count
