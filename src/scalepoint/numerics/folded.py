@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics.affine import PIECE, Scratch, Steps, clamp, divide
-from scalepoint.numerics.fake import is_traced
 from scalepoint.numerics.format import Format
 from scalepoint.numerics.slopes import ends_of, pass_inside, slope, slopes
+from scalepoint.numerics.traced import is_traced
 
 
 def can_fold(weight: Tensor, steps: Steps) -> bool:
