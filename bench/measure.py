@@ -30,12 +30,14 @@ class Row:
 
 
 def interleave(runs: dict[str, Callable[[], object]], repeats: int = 9, inner: int = 1) -> dict[str, float]:
-    """Median CPU seconds of each run, all of them taken in turn so that noise hits them alike."""
+    """Median CPU seconds of each run, all of them taken in turn so that noise hits them alike; none has to clear away
+    what another left."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for _ in range(repeats):
         for name, run in runs.items():
+            gc.collect()
             start = time.process_time()
             for _ in range(inner):
                 run()

@@ -5,9 +5,11 @@ at once would write into each other's graphs. The lock is one for the process; w
 has the turn works under torch's own settings (ambient.py).
 """
 
+import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -39,3 +41,16 @@ def in_turn(function: Called) -> Called:
             return function(*args, **kwargs)
 
     return called  # type: ignore[return-value]  # as it was
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python does not look for garbage in circles: while a graph is built there is little, and to find that
+    little it walks over all that torch has loaded, again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

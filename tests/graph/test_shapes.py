@@ -72,11 +72,20 @@ LAYOUTS = {
 @pytest.mark.parametrize("func", sorted(_ALIKE, key=str), ids=str)
 def test_an_activation_gives_what_torch_gives_in_every_layout(shapes, layout, func):
     x = layout(torch.randn(4, 6, 3, 5))
+    args = (x, x.shape[-1:]) if func is aten.layer_norm.default else (x,)
     try:
-        wanted = func(x)
+        wanted = func(*args)
     except (RuntimeError, NotImplementedError):
         pytest.skip("not for these numbers")
-    assert same(shapes.of(func, (x,), {}), wanted)
+    assert same(shapes.of(func, args, {}), wanted)
+
+
+@pytest.mark.parametrize("layout", ["plain", "channels last", "a slice of the batch"])
+def test_batch_norm_gives_what_torch_gives_in_every_layout(shapes, layout):
+    x = LAYOUTS[layout](torch.randn(4, 6, 3, 5))
+    args = (x, *(torch.rand(6) for _ in range(4)), 0.1, 1e-5)
+    func = aten._native_batch_norm_legit_no_training.default
+    assert all(map(same, shapes.of(func, args, {}), func(*args)))
 
 
 def test_every_result_is_a_tensor_of_its_own(shapes):
@@ -87,6 +96,14 @@ def test_every_result_is_a_tensor_of_its_own(shapes):
 def test_what_has_other_sizes_is_another_case(shapes):
     found = [shapes.of(aten.relu.default, (torch.randn(batch, 3),), {}).shape for batch in (2, 5, 2)]
     assert found == [(2, 3), (5, 3), (2, 3)]
+
+
+def test_what_draws_numbers_has_its_sizes_once(shapes):
+    q = torch.randn(2, 3, 5, 4)
+    for _ in range(2):
+        before = shapes.mode.count
+        assert shapes.of(aten.scaled_dot_product_attention.default, (q, q, q), {}).shape == q.shape
+    assert shapes.mode.count == before
 
 
 def test_a_tensor_is_faked_once(shapes):

@@ -81,6 +81,31 @@ def test_codes_of_another_input_dtype_are_those_of_its_float32_values(dtype):
     assert torch.equal(quantize(x, qparams, grid), quantize(x.to(torch.float32), qparams, grid))
 
 
+LARGE = {
+    "a scale": ("int8", "symmetric", torch.tensor([0.02]), None),
+    "a scale a row": ("int8", "symmetric", torch.rand(600, 1) * 0.02 + 0.01, torch.zeros(600, 1, dtype=torch.int32)),
+    "a zero point": ("uint8", "asymmetric", torch.tensor([0.02]), torch.tensor([117], dtype=torch.int32)),
+    "zero points": ("uint8", "asymmetric", torch.rand(600, 1) + 0.01, torch.randint(0, 255, (600, 1)).int()),
+}
+
+
+@pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
+def test_codes_of_a_large_tensor_are_those_of_its_rows(case, dtype):
+    fmt, scheme, scale, zero = case
+    x = torch.randn(600, 500, generator=torch.Generator().manual_seed(0))
+    x[3, 4], x[5, 6], x[7, 8] = float("nan"), float("inf"), -1e-9
+    grid = grid_of(fmt, scheme)
+
+    def codes(rows):
+        own = [None if each is None else each[rows] if len(each) > 1 else each for each in (scale, zero)]
+        return quantize(x[rows], QParams(*own, None), grid, dtype=dtype)
+
+    found = codes(slice(None))
+    assert found.dtype == dtype
+    assert torch.equal(found, torch.cat([codes(slice(row, row + 1)) for row in range(600)]))
+
+
 @pytest.mark.parametrize("layout", [name for name in reference.LAYOUTS if name not in reference.RAGGED])
 def test_blocks_as_rows_stand_in_the_order_of_their_parameters(layout):
     shape, block = reference.LAYOUTS[layout]

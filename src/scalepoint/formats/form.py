@@ -11,6 +11,7 @@ from torch import fx, nn
 from scalepoint.errors import ExportError
 from scalepoint.formats.attention import lay_out, scale_before_quantizing
 from scalepoint.formats.single import needs_single, use_single
+from scalepoint.graph.captured import without_code
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
@@ -43,6 +44,7 @@ def stored_form(model: fx.GraphModule, parts: Parts, float_dtype: torch.dtype = 
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
             parent, _, leaf = name.rpartition(".")
             setattr(stored.get_submodule(parent), leaf, parts.stub(module, factors.get(name, 1.0)))
+    stored.recompile()
     return use_single(stored) if needs_single(model) else stored
 
 
@@ -102,9 +104,11 @@ def _replaced(
 def _twin(model: fx.GraphModule, has_own_scales: bool = False) -> fx.GraphModule:
     """A copy on the CPU in eval mode; what is there already and is only read is shared."""
     is_elsewhere = any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers()))
-    shared = {} if is_elsewhere or needs_single(model) else _shared(model, has_own_scales)
+    shared = [] if is_elsewhere or needs_single(model) else _shared(model, has_own_scales)
+    shared += model.meta.values()  # what is known of the model
     try:
-        twin: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in shared})
+        with without_code():  # the forms change the graph
+            twin: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in shared})
     except RuntimeError as error:
         if "data pointer" not in str(error):
             raise

@@ -2,6 +2,8 @@
 
 import warnings
 from ast import literal_eval
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from keyword import iskeyword
 from typing import Any
@@ -13,10 +15,25 @@ from torch import fx, nn
 class Captured(fx.GraphModule):
     """A graph whose deepcopy is silent: torch's own warns of torch's own class."""
 
+    writes_code = True
+
+    def recompile(self) -> Any:
+        return super().recompile() if Captured.writes_code else None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
             return super().__deepcopy__(memo)
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """Inside, graphs are copied and changed without writing their code anew; `recompile` does it afterwards."""
+    before, Captured.writes_code = Captured.writes_code, False
+    try:
+        yield
+    finally:
+        Captured.writes_code = before
 
 
 def adopt(graph_module: fx.GraphModule, owner: nn.Module) -> None:

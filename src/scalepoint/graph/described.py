@@ -95,6 +95,9 @@ class Description:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     why_not: str = ""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Description":
+        return self  # nobody changes it, and a large graph has thousands of parts
+
 
 def description_of(model: nn.Module) -> Description:
     found = getattr(model, "meta", {}).get(_KEY)

@@ -77,25 +77,28 @@ def export_graph(
     dynamic: bool,
     free: Free | None = None,
     known: Known | None = None,
+    *,
+    has_code: bool = True,
 ) -> ExportedProgram:
     """The program of a graph that was captured: noted in one run, else by the ladder. `free` tells which axes of an
     input may change: unless given the batch and the length of token sequences, and what was named at capture; `known`
-    is shared by graphs of one capture."""
+    is shared by graphs of one capture. Who reads the operations only needs no code of the program."""
     axes = origin_of(model).axes if free is None else {}
     wanted = free_in(axes, dynamic=dynamic) if free is None else free if dynamic else (lambda name, value: ())
     given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(contiguous, (args, kwargs))
     wide = widened(*given) if dynamic else given
     try:
         with quiet():
-            program: ExportedProgram = program_of(model, *wide, wanted, known)
+            program: ExportedProgram = program_of(model, *wide, wanted, known, has_code=has_code)
             is_wide = any(one is not other for one, other in zip(*map(pytree.tree_leaves, (given, wide)), strict=True))
             if is_wide and fixed_batch(program):
-                program = program_of(model, *given, free_in(axes, dynamic=False))
+                program = program_of(model, *given, free_in(axes, dynamic=False), has_code=has_code)
             if why := why_fixed(program, axes):
                 raise NotNotedError(why)
             return program
     except Exception as error:  # a run without values raises every kind; the ladder says what is wrong, if anything is
         why_not = error
+    model.recompile()  # what was changed in the graph, torch.export sees in its code
     found = export(model, args, kwargs, dynamic, axes)
     warn_of_tracing(why_not)
     return found

@@ -32,6 +32,7 @@ from torch.export.graph_signature import (
 )
 from torch.fx import _pytree as fx_pytree
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, is_concrete_int
+from torch.fx.graph import PythonCode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,6 +101,8 @@ class Program(ExportedProgram):
         self, decomp_table: Any = None, decompose_custom_triton_ops: bool = False
     ) -> ExportedProgram:
         """This program itself, the operations of the table in their parts; `written` in their meta is the whole."""
+        if isinstance(self.graph, _Operations):
+            self.graph.has_code = True
         table = dict((torch.export.default_decompositions() if decomp_table is None else decomp_table).items())
         if not self.take_apart(table):
             traced: ExportedProgram = super().run_decompositions(table, decompose_custom_triton_ops)
@@ -121,6 +124,16 @@ class Program(ExportedProgram):
         return self.why_traced is None
 
 
+class _Operations(fx.Graph):
+    """A graph of operations, which torch writes as code in making a program of it: a tenth of the time that it takes to
+    note them, for nothing where nobody runs it."""
+
+    has_code = True
+
+    def python_code(self, root_module: str, **options: Any) -> PythonCode:
+        return super().python_code(root_module, **options) if self.has_code else fx.Graph().python_code(root_module)
+
+
 class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every operation that runs on tensors it knows, as a node of `graph`.
 
@@ -139,6 +152,8 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if func in _VALUES and not isinstance(args[0], FakeTensor):
             return func(*args)  # the value of a constant
         parts = self.table.get(func) or _OWN.get(func) or (func.decompose if _must_decompose(func) else None)
@@ -257,6 +272,8 @@ def program_of(
     kwargs: dict[str, Any],
     axes: Free,
     known: "Known | None" = None,
+    *,
+    has_code: bool = True,
 ) -> Program:
     """The program of a graph in eval for inputs like these, of which `axes` tells the axes that may change.
 
@@ -275,7 +292,7 @@ def program_of(
         if any(fixed) or made.sizes.replacements:
             known.forget()
         if not any(fixed):
-            return made.program()
+            return made.program(has_code)
         free = [own - gone for own, gone in zip(free, fixed, strict=True)]
 
 
@@ -304,6 +321,7 @@ class Known:
         if self._sizes is None or self._case != case:
             env = ShapeEnv(duck_shape=False)
             mode = FakeTensorMode(shape_env=env)
+            mode.cache_enabled = False  # `Shapes` has one; keeping torch's takes as long as working a case out
             values = [_fake_input(mode, *each) for each in zip(inputs.names, inputs.leaves, free, strict=True)]
             self._case, self._sizes = case, _Sizes(env, values, Shapes(mode))
         self._sizes.shapes.let_go()
@@ -347,7 +365,7 @@ class _Made:
     """One run, and what there is to say of it."""
 
     def __init__(self, model: fx.GraphModule, inputs: _Inputs, sizes: _Sizes) -> None:
-        graph = fx.Graph()
+        graph = _Operations()
         self.inputs, self.graph, self.sizes, self.values = inputs, graph, sizes.env, sizes.values
         self.names = {id(value): (name, True) for name, value in reversed(list(model.named_buffers()))}
         self.names |= {id(value): (name, False) for name, value in reversed(list(model.named_parameters()))}
@@ -378,7 +396,8 @@ class _Made:
         self.held.append((node, value))
         return node
 
-    def program(self) -> Program:
+    def program(self, has_code: bool) -> Program:
+        self.graph.has_code = has_code
         held = [(node, *self.names[id(value)], value) for node, value in self.held]
         given = [*(self._held_spec(node, name, is_buffer) for node, name, is_buffer, _ in held)]
         given += [InputSpec(InputKind.USER_INPUT, _argument(node), None) for node in self.places]

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-_UNSURE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded)
+_UNSURE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _ALIKE = {  # one value of each, of the same type; torch works them out by the parts that they have in Python
     torch.ops.aten.relu.default,
     torch.ops.aten.hardtanh.default,
     torch.ops.aten.silu.default,
     torch.ops.aten.gelu.default,
     torch.ops.aten.hardswish.default,
+    torch.ops.aten.layer_norm.default,
 }
+_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default  # what it saves for a gradient is empty
+_NOTHING = torch.empty(0)
 
 
 class Shapes:
@@ -63,12 +65,15 @@ class Shapes:
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation gives for operands like these."""
-        args, kwargs = pytree.tree_map(self.fake, (tuple(args), dict(kwargs)))
+        args, kwargs = tuple(map(self._faked, args)), {name: self._faked(each) for name, each in kwargs.items()}
         case = self._case(func, args, kwargs)
         if case is not None and case in self.cases:
-            return pytree.tree_map_only(Tensor, lambda made: self._alias(made, made.device), self.cases[case])
+            return self._again(self.cases[case])
+        made: Any
         if func in _ALIKE and _is_dense(args[0]):
             made = self._alias(args[0], args[0].device)
+        elif func is _NORM and _is_dense(args[0]):
+            made = (self._alias(args[0], args[0].device), *(self._like(_NOTHING) for _ in range(2)))
         else:
             with self.mode, enable_python_dispatcher():  # kernels of some (pad) fix the sizes that they read
                 made = func(*args, **kwargs)
@@ -76,6 +81,18 @@ class Shapes:
             self.cases[case] = made
             self.alive.append(made)
         return made
+
+    def _faked(self, value: Any) -> Any:
+        """Operands without their values; torch nests them in lists alone."""
+        if isinstance(value, Tensor):
+            return self.fake(value)
+        return type(value)(map(self._faked, value)) if type(value) in (list, tuple) else value
+
+    def _again(self, made: Any) -> Any:
+        """What a case gave, as new tensors."""
+        if isinstance(made, Tensor):
+            return self._alias(made, made.device)
+        return type(made)(map(self._again, made)) if type(made) in (list, tuple) else made
 
     def _case(self, func: Any, args: Any, kwargs: Any) -> Any:
         if any(tag in func.tags for tag in _UNSURE):

@@ -2,7 +2,7 @@
 
 from scalepoint.numerics.affine import Steps, steps_of
 from scalepoint.numerics.blocks import as_blocks, block_counts, block_view, check_divides
-from scalepoint.numerics.fake import fake_quantize, is_traced, straight_through
+from scalepoint.numerics.fake import fake_quantize, straight_through
 from scalepoint.numerics.folded import Lines, can_fold, fold_and_back, round_trip_folded
 from scalepoint.numerics.format import (
     ALIASES,
@@ -33,6 +33,7 @@ from scalepoint.numerics.qparams import (
 )
 from scalepoint.numerics.quantize import dequantize, quantize
 from scalepoint.numerics.rounding import round_to_float
+from scalepoint.numerics.traced import is_traced
 
 __all__ = [
     "ALIASES",

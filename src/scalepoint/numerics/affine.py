@@ -252,6 +252,20 @@ def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, clamped: Clamp
             target.copy_(narrow(c, target.dtype))
 
 
+def codes_in_pieces(x: Tensor, qparams: QParams, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The codes of integers with one zero point for all, in `dtype`, piece by piece."""
+    zero = None if qparams.zero_point is None else qparams.zero_point.reshape(-1)[:1]
+    single = qparams._replace(zero_point=zero)
+    steps, base = steps_of(single, grid), float(code_base(single, grid))
+    steps = steps._replace(low=float(steps.low), high=float(steps.high))
+    out, like = torch.empty(x.shape, dtype=dtype, device=x.device), Scratch()
+    for part, target, own in _pieces(x, out, steps):
+        c = divide(_as_float32(part), own, grid.format, like(part))
+        clamp(c, own, c).add_(base)
+        target.copy_(torch.nan_to_num(c, nan=grid.low, out=c))
+    return out
+
+
 def _pieces(x: Tensor, out: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Steps]]:
     """Matching rows of the input, the output and the parameters, about PIECE elements a thread."""
     if steps.is_uniform:

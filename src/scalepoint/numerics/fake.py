@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from scalepoint.numerics.affine import (
     PIECE,
@@ -30,8 +29,7 @@ from scalepoint.numerics.kept import mark
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.quantize import Block, by_block
 from scalepoint.numerics.slopes import ends_of, pass_inside, slope, slopes
-
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+from scalepoint.numerics.traced import is_traced, is_transformed
 
 
 def fake_quantize(
@@ -71,16 +69,6 @@ def straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = 
     node, inputs = (_LearnedScale, (x, steps.scale)) if learns else (_StraightThrough, (x,))
     y: Tensor = node.apply(*inputs, steps, fmt)  # type: ignore[no-untyped-call]
     return mark(y, steps, fmt)
-
-
-def is_traced(x: Tensor) -> bool:
-    """Whether somebody records or transforms the operations instead of just running them."""
-    return torch.compiler.is_compiling() or type(x) not in _PLAIN or is_transformed()
-
-
-def is_transformed() -> bool:
-    """Whether vmap, func.grad or forward-mode differentiation is at work."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _traced(x: Tensor, steps: Steps, fmt: Format, *, learns: bool, needs_grad: bool) -> Tensor:

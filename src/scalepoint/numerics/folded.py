@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics.affine import PIECE, Scratch, Steps, clamp, divide, outside
-from scalepoint.numerics.fake import is_traced
 from scalepoint.numerics.format import Format
 from scalepoint.numerics.slopes import ends_of, pass_inside, slopes
+from scalepoint.numerics.traced import is_traced
 
 LONGEST_LINE, SHORTEST_LINE = 128, 32  # elements of a row that are looked at together
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from scalepoint.numerics.affine import PIECE
 from scalepoint.numerics.blocks import as_blocks, as_stored, block_counts, is_ragged, segments
-from scalepoint.numerics.fake import is_traced
 from scalepoint.numerics.rounding import exponent, power_of_two
+from scalepoint.numerics.traced import is_traced
 
 LARGEST_INDEX = 2**31
 LOWEST = -126  # the exponent of a histogram that has seen nothing but zeros

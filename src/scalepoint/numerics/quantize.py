@@ -10,25 +10,43 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.affine import centred_code, code_base, restore, steps_of
+from scalepoint.numerics.affine import PIECE, centred_code, code_base, codes_in_pieces, restore, steps_of
 from scalepoint.numerics.blocks import block_view, is_ragged, segments
 from scalepoint.numerics.format import Grid
 from scalepoint.numerics.qparams import QParams
+from scalepoint.numerics.traced import is_traced
 
 Block = tuple[int, ...] | None
 
 
-def quantize(x: Tensor, qparams: QParams, grid: Grid, block: Block = None) -> Tensor:
-    """The codes as float32: clamp(round(x / scale) + zero_point, low, high), or the values of a float format.
+def quantize(
+    x: Tensor, qparams: QParams, grid: Grid, block: Block = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The codes in `dtype`: clamp(round(x / scale) + zero_point, low, high), or the values of a float format.
 
     NaN becomes the lowest code of an integer format, as in ONNX Runtime.
     """
 
     def codes(part: Tensor, params: QParams) -> Tensor:
+        if _goes_in_pieces(part, params, grid):
+            return codes_in_pieces(part, params, grid, dtype)
         c = centred_code(part.to(torch.float32), steps_of(params, grid), grid.format)
-        return c if grid.format.is_float else torch.nan_to_num(c + code_base(params, grid), nan=grid.low)
+        whole = c if grid.format.is_float else torch.nan_to_num(c + code_base(params, grid), nan=grid.low)
+        return whole.to(dtype)
 
     return by_block(codes, x, qparams, block)
+
+
+def _goes_in_pieces(x: Tensor, qparams: QParams, grid: Grid) -> bool:
+    """Large and plain, integers, and one whole zero point for all: then the limits are two numbers."""
+    if grid.format.is_float or x.numel() < 2 * PIECE or x.device.type != "cpu" or not x.is_contiguous():
+        return False
+    if is_traced(x) or (
+        torch.is_grad_enabled() and any(each.requires_grad for each in (x, *qparams) if each is not None)
+    ):
+        return False
+    zero = qparams.zero_point
+    return zero is None or bool((zero == zero.reshape(-1)[0].round()).all())
 
 
 def dequantize(codes: Tensor, qparams: QParams, grid: Grid, block: Block = None) -> Tensor:

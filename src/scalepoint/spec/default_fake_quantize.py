@@ -108,8 +108,8 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         minval: Tensor | None,
         cast_to_target_dtype: bool = True,
     ) -> Tensor:
-        codes = quantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor))
-        return codes.to(self.target_dtype) if cast_to_target_dtype else codes
+        dtype = self.target_dtype if cast_to_target_dtype else torch.float32
+        return quantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor), dtype)
 
     def dequantize(
         self,

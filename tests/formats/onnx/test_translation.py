@@ -75,3 +75,10 @@ def test_a_torch_without_these_parts_is_asked_as_a_whole(monkeypatch):
         monkeypatch.setattr(translation, "_registry", gone)
         found = translated(program(model, x), OPSET, {})
     assert nodes(found) == nodes(wanted)
+
+
+def test_the_code_of_a_program_is_written_when_it_is_asked_for():
+    model, x = settled(Blocks()), torch.randn(2, 3, 6, 6)
+    made = export_graph(capture(model, x), (x,), {}, dynamic=True, has_code=False)
+    assert "conv" not in made.graph_module.code
+    assert "conv" in made.run_decompositions({}).graph_module.code

@@ -160,5 +160,5 @@ def onnx_parts(domains: Collection[str] = ()) -> Parts:
     return Parts(
         weight=lambda source: stored_weight(source, domains),
         stub=lambda stub, factor: stored_stub(stub, factor, domains),
-        plain=FloatWeight,
+        plain=lambda source: FloatWeight(source, as_view=True),
     )

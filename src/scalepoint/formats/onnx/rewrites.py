@@ -102,7 +102,8 @@ _RESHAPED: dict[Any, Any] = {aten.view.default: aten.reshape.default}
 
 
 def prepared(model: fx.GraphModule) -> fx.GraphModule:
-    """In place: views become reshapes, numbers that the model gives tensors, other constants None."""
+    """In place: views become reshapes, numbers that the model gives tensors, other constants None. The graph alone, not
+    its code."""
     for node in model.graph.nodes:
         node.target = _RESHAPED.get(node.target, node.target)
     for module in model.modules():
@@ -119,5 +120,4 @@ def prepared(model: fx.GraphModule) -> fx.GraphModule:
             return model.graph.call_function(torch.full, ((), value))
 
     output.args = fx.node.map_aggregate(output.args, as_tensor)
-    model.recompile()
     return model

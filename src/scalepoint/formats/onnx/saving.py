@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from scalepoint.errors import ExportError, StoreError
 from scalepoint.files import TEMPORARY, digest, replace_file
 
@@ -105,7 +108,8 @@ def _save_in_two(graph: Any, path: Path) -> str:
 def _put(path: Path, proto: Any, large: Sequence[Any]) -> None:
     """The bytes of the model, large weights last of its initializers. They are written from where they lie: a protobuf
     message of hundreds of MB copies them three times."""
-    weights = [_Weight(value) for value in large]
+    room = _Room()
+    weights = [_Weight(value, room) for value in large]
     graph = type(proto.graph)()
     graph.CopyFrom(proto.graph)
     proto.ClearField("graph")
@@ -123,10 +127,24 @@ def _put(path: Path, proto: Any, large: Sequence[Any]) -> None:
         file.write(end + after)
 
 
+class _Room:
+    """Memory in which one weight after the other is laid out that lies turned in the model."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, weight: Tensor) -> Any:
+        if weight.nbytes > self._memory.nbytes:
+            self._memory = torch.empty(weight.nbytes, dtype=torch.uint8)
+        own = self._memory[: weight.nbytes]
+        own.view(weight.dtype).view(weight.shape).copy_(weight)
+        return own.numpy()
+
+
 class _Weight:
     """An initializer as bytes: what stands before its values, and the values."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, room: _Room) -> None:
         import onnx  # noqa: PLC0415
         import onnx_ir as ir  # noqa: PLC0415
 
@@ -139,7 +157,11 @@ class _Weight:
             own, self.write, self.size = b"", lambda file: file.write(data), len(data)
         else:
             proto = onnx.TensorProto(name=value.name, data_type=tensor.dtype.value, dims=tensor.shape.numpy())
+            raw: Any = getattr(tensor, "raw", None)
+            is_turned = isinstance(raw, Tensor) and raw.device.type == "cpu" and not raw.is_contiguous()
             self.write, self.size = tensor.tofile, tensor.nbytes
+            if is_turned and raw.nbytes == self.size:
+                self.write = lambda file: file.write(room(raw.detach()))
             own = proto.SerializeToString(deterministic=True) + _head(proto, "raw_data", self.size)
         self.head = _head(onnx.GraphProto, "initializer", len(own) + self.size) + own
 

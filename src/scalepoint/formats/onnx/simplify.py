@@ -1,9 +1,12 @@
 """The translated graph without what a translation leaves behind: constants worked out, nodes that do nothing gone.
 
 The passes are those of onnxscript.optimizer.optimize, in its order. Two of them do only what can matter: a rule is
-asked about a node if its pattern ends in that operator, and shapes are inferred where the translation gave none.
+asked about a node if its pattern ends in that operator, and shapes are inferred where the translation gave none, once
+for all nodes with the same operator, settings and inputs: blocks of a network repeat.
 """
 
+from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import onnx_ir as ir
@@ -14,11 +17,22 @@ from onnxscript.rewriter._pattern_ir import NodeOutputPattern
 
 STEPS = 2  # what a rule has made may be folded once more
 LARGEST_READ, LARGEST_MADE = 8192, 512 * 512  # elements of constants that are folded
+LARGEST_VALUE = 20  # elements of a constant that sizes may depend on, as onnxscript has it
+MOST_CASES = 10_000
+_CASES: dict[Any, list[tuple[Any, Any]]] = {}  # of nodes: types and sizes of their outputs
+_COMPARED = (
+    ir.AttributeType.INT,
+    ir.AttributeType.INTS,
+    ir.AttributeType.FLOAT,
+    ir.AttributeType.FLOATS,
+    ir.AttributeType.STRING,
+    ir.AttributeType.STRINGS,
+)
 
 
 def simplify(model: Any) -> None:
     """In place."""
-    rules: Any = [_Rule(rule) for rule in rewriter._DEFAULT_REWRITE_RULES]
+    rules: Any = [_Rules(rewriter._DEFAULT_REWRITE_RULES)]
     repeated = (
         _Fold(shape_inference=True, input_size_limit=LARGEST_READ, output_size_limit=LARGEST_MADE),
         rewriter.RewritePass(rules),
@@ -39,9 +53,43 @@ def simplify(model: Any) -> None:
     )(model)
 
 
-class _Rule:
-    """A rule of onnxscript that looks at the operator of a node, and of those that make its inputs, before anything
-    else."""
+class _Rules:
+    """Rules of onnxscript as one: a node is shown, in their order, to those that can end in it. What is asked after a
+    rewrite (a name, whether nodes are to be removed) is answered by the rule that made it; before the first one, by a
+    rule that may leave nodes behind."""
+
+    def __init__(self, rules: Sequence[Any]) -> None:
+        self.rules = rules
+        self.last = next((rule for rule in rules if not rule.remove_nodes), rules[0])
+        ends = [_End(rule) for rule in rules]
+        self.others = [end for end in ends if end.operator is None]
+        self.ending = {each.operator: [end for end in ends if end.operator in (each.operator, None)] for each in ends}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.last, name)
+
+    def graph_pre_visitor(self) -> None:
+        for rule in self.rules:
+            if rule.graph_pre_visitor:
+                rule.graph_pre_visitor()
+
+    def graph_post_visitor(self) -> None:
+        for rule in self.rules:
+            if rule.graph_post_visitor:
+                rule.graph_post_visitor()
+
+    def try_rewrite(self, model: Any, graph: Any, node: Any, **said: Any) -> Any:
+        for end in self.ending.get(node.op_type, self.others):
+            made = end.rule.try_rewrite(model, graph, node, **said) if end.may_be(node) else None
+            if made is not None:
+                self.last = end.rule
+                return made
+        return None
+
+
+class _End:
+    """What the pattern of a rule says of the node that it ends in: its operator, and those that make its inputs, by
+    place."""
 
     def __init__(self, rule: Any) -> None:
         self.rule = rule
@@ -53,19 +101,26 @@ class _Rule:
             for at, value in enumerate(inputs)
             if isinstance(value, NodeOutputPattern) and (maker := _operator(value.producer())) is not None
         ]
+        self.is_half = rule.name == "SlicesSplit"
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rule, name)
-
-    def try_rewrite(self, model: Any, graph: Any, node: Any, **said: Any) -> Any:
-        if self.operator is not None and node.op_type != self.operator:
-            return None
+    def may_be(self, node: Any) -> bool:
         for at, operator in self.makers:
             value = node.inputs[at] if at < len(node.inputs) else None
             maker = None if value is None else value.producer()
             if maker is None or maker.op_type != operator:
-                return None
-        return self.rule.try_rewrite(model, graph, node, **said)
+                return False
+        return not self.is_half or _is_first_of_last_axis(node)
+
+
+def _is_first_of_last_axis(node: Any) -> bool:
+    """Whether a Slice can be the first half of a Split, which its rule looks for among all nodes of the graph before it
+    asks this."""
+    if len(node.inputs) < 4 or any(value is None for value in node.inputs[:4]) or node.inputs[0].shape is None:
+        return False
+    start, axes = node.inputs[1].const_value, node.inputs[3].const_value
+    if start is None or axes is None or start.numpy().tolist() != [0]:
+        return False
+    return axes.numpy().tolist() in ([-1], [len(node.inputs[0].shape) - 1])
 
 
 def _operator(pattern: Any) -> str | None:
@@ -76,8 +131,48 @@ def _operator(pattern: Any) -> str | None:
 
 
 class _Fold(FoldConstantsPass):
-    """Folding that infers no shape which is there already."""
+    """Folding that infers no shape which is there already, and none twice."""
 
     def _do_inference(self, node: Any) -> None:
-        if any(value.type is None or value.shape is None for value in node.outputs):
+        if not any(value.type is None or value.shape is None for value in node.outputs):
+            return
+        case = _case(node, self._opset_imports.get(node.domain))
+        if case is None:
             super()._do_inference(node)
+            return
+        if case not in _CASES:
+            super()._do_inference(node)
+            if len(_CASES) >= MOST_CASES:
+                _CASES.clear()
+            _CASES[case] = [_kind(value) for value in node.outputs]
+            return
+        for value, (kind, shape) in zip(node.outputs, _CASES[case], strict=True):
+            value.type = None if kind is None else ir.TensorType(kind)
+            value.shape = None if shape is None else ir.Shape(shape)
+
+
+def _case(node: Any, version: int | None) -> Any:
+    """All that the types and sizes of a node's outputs depend on; None where that is more than can be compared."""
+    settings, values = node.attributes.values(), (*node.inputs, *node.outputs)
+    if any(each.is_ref() or each.type not in _COMPARED for each in settings):
+        return None
+    if any(value is not None and type(value.type) not in (NoneType, ir.TensorType) for value in values):
+        return None
+    said = tuple((each.name, each.type, _hashed(each.value)) for each in settings)
+    inputs = tuple(None if value is None else (*_kind(value), _few(value)) for value in node.inputs)
+    return (node.domain, node.op_type, version, said, inputs, tuple(map(_kind, node.outputs)))
+
+
+def _hashed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _kind(value: Any) -> tuple[Any, tuple[Any, ...] | None]:
+    """Type and sizes, as they are compared."""
+    return value.dtype, None if value.shape is None else value.shape.dims
+
+
+def _few(value: Any) -> bytes | None:
+    """The values of a small constant."""
+    tensor = value.const_value
+    return None if tensor is None or tensor.size > LARGEST_VALUE else tensor.tobytes()

@@ -68,7 +68,8 @@ class StoredWeight(Stored):
                 scale, zero = scale.transpose(0, 1), zero.transpose(0, 1)
         if self.kind == "head":
             codes = codes.flatten(2)[:, :, :, None]
-        self.register_buffer("codes", codes.contiguous())
+        is_turned_when_written = self.kind == "linear" and self.fmt == "int8"
+        self.register_buffer("codes", codes if is_turned_when_written else codes.contiguous())
         self.register_buffer("scale", scale.detach().to(torch.float32).contiguous().clone())
         is_integer = not codes.is_floating_point()
         zero = zero.to(codes.dtype if is_integer else torch.float32)
@@ -185,16 +186,20 @@ class StoredStub(Stored):
 
 
 class FloatWeight(nn.Module):
-    """The same operation in float, with the batch norm folded in: what the quantized file is compared with."""
+    """The same operation in float, with the batch norm folded in: what the quantized file is compared with.
 
-    def __init__(self, source: QuantizedWeighted) -> None:
+    With `as_view` a matrix stays where it lies, turned only when it is written.
+    """
+
+    def __init__(self, source: QuantizedWeighted, *, as_view: bool = False) -> None:
         super().__init__()
         weight, bias = source.folded()
         self.refers = {"operation": source.operation}
         self.is_linear = source.kind == "linear"
         if self.is_linear and not source.is_input_first:
             weight = weight.transpose(0, 1)
-        self.register_buffer("weight", weight.detach().contiguous())  # it is only read: no copy where there is one
+        weight = weight.detach()  # it is only read: no copy where there is one
+        self.register_buffer("weight", weight if as_view and self.is_linear else weight.contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     weight: Tensor

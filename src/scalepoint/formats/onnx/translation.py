@@ -7,7 +7,7 @@ the graph that comes out is the same.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from scalepoint.errors import ExportError
+from scalepoint.formats.onnx.passes import KEPT_METADATA
 from scalepoint.formats.onnx.simplify import simplify
 from scalepoint.graph.program import Program
 
@@ -50,17 +51,26 @@ def _by_parts(program: Program, opset: int, own: Table) -> Any:
         return None
     if not program.take_apart(table) or any(map(_is_mixed, program.graph.nodes)):
         return None
-    with _known_operators():
+    with _known_operators(), _plain_attributes(), _scopes_alone():
         return _exported_program_to_onnx_program(program, registry=registry).model
 
 
 @contextmanager
-def _known_operators() -> Iterator[None]:
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of a module or a class has another value."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _known_operators() -> Any:
     """Inside, what ONNX says of an operator is read once."""
     from onnx_ir.schemas import OpSignature  # noqa: PLC0415
 
-    original = vars(OpSignature)["from_op_schema"]
-    read = original.__get__(None, OpSignature)
+    read = vars(OpSignature)["from_op_schema"].__get__(None, OpSignature)
 
     def known(_: Any, schema: Any) -> Any:
         key = (schema.domain, schema.name, schema.since_version)
@@ -68,11 +78,42 @@ def _known_operators() -> Iterator[None]:
             _OPERATORS[key] = read(schema)
         return _OPERATORS[key]
 
-    setattr(OpSignature, "from_op_schema", classmethod(known))  # noqa: B010  # mypy knows it as a method
-    try:
-        yield
-    finally:
-        setattr(OpSignature, "from_op_schema", original)  # noqa: B010
+    return _set(OpSignature, "from_op_schema", classmethod(known))
+
+
+def _plain_attributes() -> Any:
+    """Inside, tensors and lists of numbers are known by their type: onnx_ir asks of each first whether it could be a
+    graph, by all the methods that one has."""
+    import onnx_ir as ir  # noqa: PLC0415
+    from onnx_ir import _convenience  # noqa: PLC0415
+
+    read = getattr(_convenience, "_infer_attribute_type", None)
+    if read is None:
+        return nullcontext()
+    lists = {frozenset([int]): ir.AttributeType.INTS, frozenset([float]): ir.AttributeType.FLOATS}
+
+    def inferred(value: Any) -> Any:
+        if isinstance(value, ir.Tensor):
+            return ir.AttributeType.TENSOR
+        kind = lists.get(frozenset(map(type, value))) if type(value) in (list, tuple) else None
+        return read(value) if kind is None else kind
+
+    return _set(_convenience, "_infer_attribute_type", inferred)
+
+
+def _scopes_alone() -> Any:
+    """Inside, of what torch notes on a node (its code, its stack trace) only the modules that made it are: all else is
+    dropped before the file is written."""
+    from torch.onnx._internal.exporter import _core  # noqa: PLC0415
+
+    if not hasattr(_core, "_set_node_metadata"):
+        return nullcontext()
+
+    def note(source: fx.Node, node: Any) -> None:
+        stack = source.meta.get("nn_module_stack") or {}
+        node.metadata_props[KEPT_METADATA] = repr([*(name for name, _ in stack.values()), source.name])
+
+    return _set(_core, "_set_node_metadata", note)
 
 
 @cache

@@ -26,6 +26,7 @@ from scalepoint.graph.origin import origin_of
 from scalepoint.graph.program import Known, Program, warn_of_tracing
 from scalepoint.numerics import dtype_name
 from scalepoint.targets.target import Spelling
+from scalepoint.turns import uncollected
 
 IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
 OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
@@ -34,6 +35,11 @@ PLAIN_OPSET = 22  # from 23 on torch writes attention as one operator, which few
 
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
+    with uncollected():
+        _write_all(model, path, writing)
+
+
+def _write_all(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     target, kind = writing.target, writing.float_dtype
     parts = onnx_parts(() if target is None else target.domains)
     stored = stored_form(model, parts, kind)
@@ -78,7 +84,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     exported: ExportedProgram | None = None
     try:
         with torch.no_grad():
-            exported = export_graph(prepared(model), *form.inputs, form.dynamic, known=form.known)
+            exported = export_graph(prepared(model), *form.inputs, form.dynamic, known=form.known, has_code=False)
         with quiet():
             graph = translated(rewritten(exported), opset, {**translations(opset), **grouped_products(opset)})
     except ScalepointError:
