@@ -22,7 +22,12 @@ import torch
 from tests.docs.blocks import PageFile
 from tests.warm import warm
 
-COLD = ("tests/runtimes/test_process.py", "tests/verification/test_verify.py")
+COLD = (
+    "tests/language/test_cold_start.py",
+    "tests/runtimes/test_cold_start.py",
+    "tests/runtimes/test_process.py",
+    "tests/verification/test_verify.py",
+)
 torch.set_num_threads(1)  # small tensors gain nothing from more, and a shared machine loses much
 
 

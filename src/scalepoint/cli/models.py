@@ -131,7 +131,7 @@ def load_weights(model: Any, path: Path) -> None:
         if path.suffix == ".safetensors":
             state = load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  # weights_only=True reads tensors alone
     except (SafetensorError, OSError, EOFError, RuntimeError) as error:
         raise usage(f"{path} cannot be read: {one_line(error)[:300]}") from error
     except Exception as error:  # whatever weights_only refuses with
