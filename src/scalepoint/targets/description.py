@@ -140,12 +140,16 @@ def _element(element: Element, many: dict[str, list[str]]) -> str:
     return f"[{text}]" if element.is_optional else text
 
 
+def _also_minval(row: Accepted) -> str:
+    return "; also minval" if QuantizationFormulation.MINVAL in row.formulations else ""
+
+
 def _accepted(rows: Iterable[Accepted]) -> Section:
     cells = tuple(
         (
             row.role,
             ", ".join(map(dtype_name, row.dtypes)),
-            ", ".join(scheme.value for scheme in row.schemes) or "any",
+            (", ".join(scheme.value for scheme in row.schemes) or "any") + _also_minval(row),
             ", ".join(row.granularities) or "any",
             ", ".join(map(str, row.block_sizes)) or ("any" if "per_block" in row.granularities else ""),
             ", ".join(row.kinds) or "all",
