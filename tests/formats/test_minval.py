@@ -4,12 +4,14 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from scalepoint import deploy, deploy_checkpoint, export, transform
 from scalepoint.errors import TargetError
 from scalepoint.quantize import Override, QuantConfig, calibrate, insert_qdq
-from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
+from scalepoint.spec import ExtendedQuantizationSpec, PerBlockGranularity, PerChannelGranularity, QuantizationSpec
+from tests.formats.gguf.checkpoints import WORDS, byte_level
 from tests.language.conftest import text, write_llama
 
 FILES = ("onnxruntime", "openvino", "tensorrt", "executorch", "litert", "coreml")
@@ -71,8 +73,6 @@ def test_insert_refuses_as_deploy_does(target):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("minval")
-    from tests.formats.gguf.checkpoints import WORDS, byte_level
-
     write_llama(made, byte_level(made).encode(text(60)).ids, words=WORDS, hidden=256, inner=256, steps=2)
     return made
 
@@ -95,8 +95,6 @@ def test_folders_with_integer_zero_points_refuse_before_any_work(folder, tmp_pat
 )
 def test_gguf_blocks_hold_the_minimum_and_the_scale_of_the_simulation(folder, tmp_path, dtype, block, kind):
     gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
-    from scalepoint.spec import ExtendedQuantizationSpec
-
     granularity = PerChannelGranularity() if block is None else PerBlockGranularity(block_size=block)
     weight = ExtendedQuantizationSpec(
         dtype=dtype,
@@ -114,8 +112,6 @@ def test_gguf_blocks_hold_the_minimum_and_the_scale_of_the_simulation(folder, tm
     tensors = {each.name: each for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     stored = tensors["blk.0.ffn_up.weight"]
     assert stored.tensor_type.name == kind
-    from safetensors.torch import load_file
-
     exact = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].to(torch.float32)
     found = torch.tensor(gguf.dequantize(stored.data, stored.tensor_type)).reshape(exact.shape)
     span = exact.reshape(256, -1, block or 256)

@@ -7,7 +7,7 @@ from typing import Any
 from scalepoint.numerics import dtype_name
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.language import Element
-from scalepoint.spec import QuantizationGranularity, QuantizationSpec
+from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationSpec
 from scalepoint.targets.target import Accepted, Spelling, Target
 
 MOST_KINDS = 3  # of one operation, before they are named below the table
