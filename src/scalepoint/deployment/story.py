@@ -44,6 +44,7 @@ from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.quantize.feeding import check_data, own_inputs
+from scalepoint.quantize.placement import check_formulations
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE
 from scalepoint.targets import Target, find_target
@@ -109,6 +110,7 @@ def deploy(
     inputs, axes = _checked_inputs(found, model, as_inputs(example_inputs, kwargs), dynamic_axes)
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
+    check_formulations(wanted, found)
     said = _checked_file(found, float_dtype, model, metadata)
     with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
         run = Run(model=model, inputs=inputs, data=calibration_data, target=found, journal=journal, evaluate=evaluate,

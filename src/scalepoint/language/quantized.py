@@ -53,7 +53,10 @@ class Codes(Mapping[str, Packed]):
                 return file.get_tensor(f"{found.place}|weight_quant.{key}").clone()  # type: ignore[no-any-return]
 
             codes, scale, zero = stored("chosen"), stored("scale"), stored("zero_point")
+            least = stored("minval") if spec.qformulation == "minval" else None
         rows = len(codes)
+        if least is not None:
+            return Packed(codes, _by_row(scale, rows), spec, minval=_by_row(least, rows))
         scale, zero = _by_row(scale, rows), _by_row(zero, rows)
         is_plain = found.layer.weight_quant.quantizer.grid.format.is_float or not bool(zero.any())
         activation, activation_scale = None, None

@@ -25,8 +25,10 @@ from scalepoint.spec import (
     PerTensorGranularity,
     QParamsCalculatorBase,
     QuantizationComponentFactory,
+    QuantizationScheme,
     QuantizationSpec,
 )
+from scalepoint.spec.export_form import FORMS
 from scalepoint.spec.extended import sparsity_of
 from scalepoint.spec.state import Stateful
 
@@ -430,6 +432,15 @@ class WeightFakeQuantize(Quantizing):
         """What codes stand for."""
         found: Tensor = self.quantizer.dequantize(codes, *self.qparams_for(codes), output_dtype=dtype)
         return found
+
+    def exported(self, values: Tensor) -> Tensor:
+        """The Q/DQ nodes of values that are those of codes already: there is nothing to clip."""
+        quantizer = self.quantizer
+        grid = quantizer.grid
+        if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING:
+            grid = replace(grid, scheme=QuantizationScheme.SYMMETRIC)
+        form = FORMS["onnx"]
+        return form(values, self.qparams_for(values), grid, quantizer.granularity, self.name)
 
     def pruned(self, weight: Tensor, *, anew: bool = False) -> Tensor:
         """The weight without what its mask takes away; `anew` makes the mask from this weight."""

@@ -3,7 +3,7 @@
 import torch
 
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.formats.gguf.kinds import planned, snap, snapped
+from scalepoint.formats.gguf.kinds import planned, snap, snap_minima, snapped
 from scalepoint.formats.gguf.writing import check, holds, write
 
 GGUF = CheckpointFormat(
@@ -13,6 +13,7 @@ GGUF = CheckpointFormat(
     check=check,
     scale_dtype=torch.float16,
     snap=snap,
+    snap_minima=snap_minima,
     holds=holds,
     summary="GGUF, for llama.cpp and what is built on it",
 )

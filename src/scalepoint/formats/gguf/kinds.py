@@ -133,6 +133,16 @@ def snap(spec: QuantizationSpec, columns: int, scale: Tensor) -> Tensor:
     return _half(small) if planned(spec, columns, block) is None else snapped(spec, columns, small)[0]
 
 
+def snap_minima(spec: QuantizationSpec, columns: int, scale: Tensor, minval: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima as `snapped` has them; as float16 where no type holds the weight."""
+    small = scale.to(torch.float32).clamp(min=2.0**-24)
+    if planned(spec, columns, columns // scale.shape[1]) is None:
+        return _half(small), _half(minval)
+    found, least = snapped(spec, columns, small, minval)
+    assert least is not None  # noqa: S101  # given
+    return found, least
+
+
 def _in_super_blocks(values: Tensor, block: int, steps: int) -> Tensor:
     each = superblocks.SIZE // block if block < superblocks.SIZE else 1
     parts = values.to(torch.float32).reshape(values.shape[0], -1, each)

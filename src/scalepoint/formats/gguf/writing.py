@@ -15,7 +15,7 @@ from scalepoint.formats.gguf.metadata import add_metadata
 from scalepoint.formats.gguf.tensors import Entry, entries
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read
 from scalepoint.numerics import format_of
-from scalepoint.spec import QuantizationSpec
+from scalepoint.spec import QuantizationFormulation, QuantizationSpec
 
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15,
@@ -37,6 +37,10 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
     row = format_of(weight.dtype)
     if row.is_float or row.bits > 8 or (row.low == 0 and row.bits > 5):
         raise ExportError(f"GGUF cannot hold weights of {row.name}: take int2 to int8, or uint2 to uint5")
+    if weight.qformulation == QuantizationFormulation.MINVAL and row.bits > 5:
+        raise ExportError(
+            f"GGUF cannot hold weights of {row.name} with a minimum: take 2 to 5 bits, or qformulation='zp'"
+        )
 
 
 def holds(source: Source, name: str) -> bool:
