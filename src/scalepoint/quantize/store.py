@@ -40,7 +40,7 @@ from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.targets import Target
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_of
 from scalepoint.turns import in_turn
-from scalepoint.untrusted import check_file, open_tensors, read_json
+from scalepoint.untrusted import open_tensors, read_json
 from scalepoint.version import __version__
 
 MANIFEST = "scalepoint.json"
@@ -298,14 +298,15 @@ def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
     if not path.is_file():
         raise StoreError(f"{path} is missing: the folder was changed after it was written")
     try:
-        check_file(path, folder=folder)
-        if digest(path) != manifest["tensors"]["sha256"]:
-            raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
-        with open_tensors(path, folder=folder) as file:
+        with open_tensors(path, folder=folder) as file:  # checks its length before all of it is read
+            if digest(path) != manifest["tensors"]["sha256"]:
+                raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except DocumentError as error:
         raise StoreError(error.args[0]) from error
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise StoreError(f"{path} was changed or damaged after it was written: {error}") from error
+    except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     lost = [original for original in manifest["aliases"].values() if original not in tensors]
     if lost:
