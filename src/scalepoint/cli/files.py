@@ -199,10 +199,7 @@ def report(
     from scalepoint.files import replace_text
     from scalepoint.report import Report, to_html
 
-    try:
-        found = Report.from_json(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise usage(f"{path} is not a report: {error}") from error
+    found = Report.from_file(path, folder=path.parent if folder.is_dir() else None)
     if html is not None:
         replace_text(html, to_html(found))
         say(f"written: {html}")

@@ -24,10 +24,10 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint import ranks
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.files import digest, locked, replace_text
 from scalepoint.plain import plain
+from scalepoint.untrusted import read_json
 
 FOLDER = ".scalepoint"
 FILE = "journal.json"
@@ -197,8 +197,8 @@ def _read(path: Path) -> Pages:
         _warn(f"{path.parent} holds no unfinished run: nothing to resume, starting from the beginning")
         return Pages()
     try:
-        found = Pages.model_validate(parse_json(path.read_text(), LARGEST))
-    except (OSError, UnicodeDecodeError, DocumentError, ValidationError) as error:
+        found = Pages.model_validate(read_json(path, LARGEST, folder=path.parent))
+    except (OSError, DocumentError, ValidationError) as error:
         reason = error.args[0] if isinstance(error, DocumentError) else str(error).splitlines()[0]
         _warn(f"{path} is damaged ({reason}): starting from the beginning")
         return Pages()

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor, fx
 
 from scalepoint.checkpoints import Packed
@@ -14,6 +13,7 @@ from scalepoint.numerics import E4M3
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.tuning.checkpoint import Checkpoint
+from scalepoint.untrusted import open_tensors
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Codes(Mapping[str, Packed]):
     def __getitem__(self, name: str) -> Packed:
         found = self._places[name]
         spec = found.layer.weight_quant.spec
-        with safe_open(found.file, framework="pt") as file:
+        with open_tensors(found.file) as file:
 
             def stored(key: str) -> Tensor:
                 return file.get_tensor(f"{found.place}|weight_quant.{key}").clone()  # type: ignore[no-any-return]
@@ -71,7 +71,7 @@ class Codes(Mapping[str, Packed]):
             return None
         place, stub = found.stub
         key = "calculator.tensor_scale" if stub.calculator.always_called else "scale"
-        with safe_open(found.file, framework="pt") as file:
+        with open_tensors(found.file) as file:
             names = [name for name in file.keys() if name.startswith(f"{place}|") and name.endswith(key)]  # noqa: SIM118
             return file.get_tensor(names[0]).clone() if names else None
 

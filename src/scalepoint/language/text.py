@@ -5,16 +5,17 @@
 a folder                 all such files in it, in the order of their names
 """
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from scalepoint.checkpoints import Source
-from scalepoint.errors import CalibrationError, StoreError, UsageError, shown
+from scalepoint.documents import parse_json
+from scalepoint.errors import CalibrationError, DocumentError, StoreError, UsageError, shown
+from scalepoint.untrusted import open_text
 
 Text = str | Path | Sequence[Tensor] | None  # a path, or sequences of tokens
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -73,10 +74,14 @@ def _texts(path: Path) -> Iterator[str]:
         raise UsageError(f"{path} has no {', '.join(SUFFIXES)} files")
     for file in files:
         try:
-            with file.open(encoding="utf-8") as opened:
+            with open_text(file) as opened:
                 yield from _lines(file, opened) if file.suffix == ".jsonl" else [opened.read(LARGEST)]
         except UnicodeDecodeError as error:
             raise UsageError(f"{file} is no UTF-8 text: {error}") from error
+        except DocumentError as error:
+            raise UsageError(error.args[0]) from error
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _is_there(path: Path) -> bool:
@@ -87,14 +92,15 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _lines(file: Path, lines: Iterable[str]) -> Iterator[str]:
+def _lines(file: Path, opened: IO[str]) -> Iterator[str]:
+    lines = iter(lambda: opened.readline(LARGEST), "")  # a file without line breaks must not become one string
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            said = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{file}, line {number}: no JSON: {error}") from error
+            said = parse_json(line, 4 * LARGEST)
+        except DocumentError as error:
+            raise UsageError(f"{file}, line {number}: no JSON: {error.args[0]}") from error
         if not isinstance(said, dict) or not isinstance(said.get("text"), str):
             raise UsageError(f"{file}, line {number}: an object with a field 'text' is wanted, not {shown(said)}")
         yield said["text"]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -21,6 +22,7 @@ from scalepoint.plain import plain
 from scalepoint.report import advice, terminal
 from scalepoint.report.chosen import Allocated, Tuned
 from scalepoint.report.language import Language
+from scalepoint.untrusted import read_text
 from scalepoint.verification.result import Verification
 
 SCHEMA = 1
@@ -221,6 +223,14 @@ class Report:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the report"
             raise StoreError(f"not a report: {where}: {first['msg']}") from error
+
+    @classmethod
+    def from_file(cls, path: Path, *, folder: Path | None = None) -> "Report":
+        """Read a report.json, which must be in `folder` once links are followed if that is given."""
+        try:
+            return cls.from_json(read_text(path, LARGEST, folder=folder))
+        except DocumentError as error:
+            raise StoreError(f"not a report: {error.args[0]}") from error
 
     @classmethod
     def from_json(cls, text: str) -> "Report":

@@ -13,7 +13,7 @@ from scalepoint.files import replace_file
 from scalepoint.formats.gguf.architectures import architecture_of
 from scalepoint.formats.gguf.metadata import add_metadata
 from scalepoint.formats.gguf.tensors import Entry, entries
-from scalepoint.formats.gguf.tokenizer import add_tokenizer, read
+from scalepoint.formats.gguf.tokenizer import add_tokenizer, read, vocabulary_size
 from scalepoint.numerics import format_of
 from scalepoint.spec import QuantizationFormulation, QuantizationSpec
 
@@ -27,7 +27,7 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
     """Refuse before any work what a GGUF file cannot hold."""
     _package()
     architecture_of(source.config)
-    read(source.folder, int(source.config.get("vocab_size", 0)))
+    read(source.folder, vocabulary_size(source.config))
     if activation is not None:
         raise ExportError(
             "GGUF holds weights alone: llama.cpp rounds activations to 8 bits by itself; leave activations float"
