@@ -26,7 +26,7 @@ from scalepoint.quantize.outliers import Factors, even_out, open_factors
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, reader_names
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.turns import in_turn
 
@@ -201,7 +201,7 @@ def _observe(
 def _derive(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:
     unseen = [stub for stub in stubs if not stub.has_observed and not stub.quantizer.is_disabled()]
     if unseen and on_unseen == "error":
-        names = ", ".join(f"{stub.name} (read by {', '.join(stub.consumers)})" for stub in unseen[:5])
+        names = ", ".join(f"{stub.name} (read by {reader_names(stub.consumers)})" for stub in unseen[:5])
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         raise CalibrationError(
             f"{len(unseen)} of {len(stubs)} stubs saw nothing in {calls} calls: {names}{more}. {_why(unseen)} Give "

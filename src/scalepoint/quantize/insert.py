@@ -234,7 +234,6 @@ def weight_address(site: Site) -> int:
 def _quantizer(site: Site, spec: QuantizationSpec) -> WeightFakeQuantize:
     quantizer = WeightFakeQuantize([], spec=spec, channel_axis=1 if site.kind == "conv_transpose" else 0)
     quantizer.name = f"{site.name}.weight"
-    quantizer.enabled = False
     return quantizer
 
 
