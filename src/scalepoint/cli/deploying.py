@@ -274,9 +274,12 @@ def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_de
     from scalepoint.report import is_within
 
     found = done.verification
-    if found is not None and found.status.value != "ok":
+    is_verified = found is not None and found.status.value != "not verified here"
+    if is_verified and found.status.value != "ok":
         return Code.UNVERIFIED, f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
-    if found is not None and not found.holds and not allow_departure:
+    if found is not None and found.differences and not allow_departure:
+        return Code.UNVERIFIED, f"the file does not hold what the model does: {found.differences[0]}"
+    if is_verified and not found.holds and not allow_departure:
         why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
         return Code.UNVERIFIED, f"{why} (--allow-departure accepts it)"
     drop = done.drop
@@ -288,5 +291,7 @@ def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_de
         why = f"the fastest file has {ratio(speed)} the speed of the float one, less than {ratio(min_speed)}"
         return Code.LIMIT, f"{why}; it was kept"
     if found is None:
-        return Code.DONE, "not verified: no runtime of this target is known here; the numbers are the simulation's"
+        return Code.DONE, "not verified: no runtime of this target is known here"
+    if not is_verified:
+        return Code.DONE, f"not verified here: {found.message}"
     return Code.DONE, ""

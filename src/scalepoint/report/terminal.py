@@ -38,6 +38,9 @@ NARROW = 72
 NOT_LOW = "float"
 FEW = 4
 POINTS = 8
+NOT_QUANTIZED = (
+    "Nothing was quantized: int8 is slower than float for every layer here (speed_first=False quantizes them)."
+)
 
 
 def low_share(shares: dict[str, float] | None) -> float | None:
@@ -46,12 +49,21 @@ def low_share(shares: dict[str, float] | None) -> float | None:
 
 
 def verdict(report: "Report") -> str:
-    found = report.verification
     if report.language is not None:
         return language.verdict(report.language)
+    if report.coverage.is_float_for_speed:
+        return f"{NOT_QUANTIZED} {_runtime_verdict(report)}"
+    return _runtime_verdict(report)
+
+
+def _runtime_verdict(report: "Report") -> str:
+    found = report.verification
     if found is None:
+        simulated = " All numbers are of the simulation." if report.accuracy or report.layers else ""
         checked = checked_of(report)
-        return f"Not verified in a runtime: all numbers are of the simulation.{checked and ' ' + checked}"
+        return f"Not verified in a runtime.{simulated}{checked and ' ' + checked}"
+    if found.status.value == "not verified here":
+        return f"Not verified here: {one_line(found.message)}"
     if found.status.value != "ok":
         return f"Not verified: {found.runtime}: {found.status.value}. {one_line(found.message)}".strip()
     if not found.holds:
@@ -63,6 +75,8 @@ def verdict(report: "Report") -> str:
     if found.latency is not None and found.latency.ratio < 1:
         word = "Slower than" if found.latency.is_slower else "No faster than"
         return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."
+    if report.coverage.is_float_for_speed:
+        return f"{agrees[0].upper()}{agrees[1:]}."
     return f"Verified: {agrees}."
 
 
