@@ -1,4 +1,4 @@
-"""A net whose layers all stay float because int8 is slower: the data is checked all the same, and the verdict says so."""
+"""A net whose layers all stay float because int8 is slower: its data is checked, and the verdict says so."""
 
 import pytest
 import torch

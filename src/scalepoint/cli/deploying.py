@@ -274,14 +274,8 @@ def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_de
     from scalepoint.report import is_within
 
     found = done.verification
-    is_verified = found is not None and found.status.value != "not verified here"
-    if is_verified and found.status.value != "ok":
-        return Code.UNVERIFIED, f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
-    if found is not None and found.differences and not allow_departure:
-        return Code.UNVERIFIED, f"the file does not hold what the model does: {found.differences[0]}"
-    if is_verified and not found.holds and not allow_departure:
-        why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
-        return Code.UNVERIFIED, f"{why} (--allow-departure accepts it)"
+    if found is not None and found.is_refuted and (why := _refuted(found, allow_departure)):
+        return Code.UNVERIFIED, why
     drop = done.drop
     if max_drop is not None and drop is not None and not is_within(done.float_score, done.score, max_drop):
         lost = f"loses {value_of(drop)}" if drop == drop else "has a score of NaN"  # noqa: PLR0124  # only NaN differs
@@ -292,6 +286,16 @@ def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_de
         return Code.LIMIT, f"{why}; it was kept"
     if found is None:
         return Code.DONE, "not verified: no runtime of this target is known here"
-    if not is_verified:
-        return Code.DONE, f"not verified here: {found.message}"
-    return Code.DONE, ""
+    return Code.DONE, "" if found.status.value != "not verified here" else f"not verified here: {found.message}"
+
+
+def _refuted(found: Any, allow_departure: bool) -> str:
+    """What is wrong with the file; "" where that is accepted."""
+    if found.status.value not in ("ok", "not verified here"):
+        return f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
+    if allow_departure:
+        return ""
+    if found.differences:
+        return f"the file does not hold what the model does: {found.differences[0]}"
+    why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
+    return f"{why} (--allow-departure accepts it)"

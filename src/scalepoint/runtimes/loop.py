@@ -4,8 +4,9 @@ A runtime can crash, hang or eat all memory; here it takes only itself down. CHI
 with a class File(path, options) that has `inputs` (names), `run(feeds) -> [(name, array), ..]` and
 `executed() -> [{"name", "op", "low", "why"}, ..]`; where the runtime tells the time of nodes, with the option "profile"
 `profiled() -> [{"name", "op", "seconds"}, ..]`, medians of the runs but the first; where it runs language models
-`generate(tokens, count) -> {"tokens", "prefill_seconds", "decode_seconds"}`. A class that evaluates a file itself, because
-the runtime does not run on this machine, names in `gaps` the exceptions that it raises for what it cannot evaluate.
+`generate(tokens, count) -> {"tokens", "prefill_seconds", "decode_seconds"}`. A class that evaluates a file
+itself, because the runtime does not run on this machine, names in `gaps` the exceptions that it raises for what it
+cannot evaluate.
 Nothing of scalepoint is imported.
 
 A request is a line of JSON on stdin, its answer a line of JSON on stdout; tensors travel in .npz files, or, where a
@@ -45,7 +46,7 @@ def main() -> None:
         gaps = tuple(getattr(kind, "gaps", ()))
         TASKS[request["task"]](kind, request, pipe)
     except gaps as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         sys.exit(NOT_EVALUATED)
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)

@@ -120,7 +120,7 @@ def _check_settings(op: Any, given: dict[str, Any]) -> None:
         inspect.signature(TABLE[op.op_type]).bind(**given)
     except TypeError as error:
         raise NotEvaluatedError(
-            f"{op.op_type} ({op.name}) with these settings ({error}) can only be checked on macOS, where Core ML runs it"
+            f"{op.op_type} ({op.name}) with these settings can only be checked on macOS, where Core ML runs it: {error}"
         ) from error
 
 
