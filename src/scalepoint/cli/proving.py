@@ -66,7 +66,7 @@ def verify(
         float_path=float_file if float_file.exists() else None,
         threads=threads or 1,
     )
-    code = Code.DONE if found.holds else Code.UNVERIFIED
+    code = Code.UNVERIFIED if found.is_refuted else Code.DONE
     if json:
         show_json("verify", {"exit_code": int(code), **found.to_dict()})
     else:

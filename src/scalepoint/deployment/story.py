@@ -331,7 +331,7 @@ def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> 
                 threads=run.threads, layers=not run.smoke,
             ))  # fmt: skip
             found = found if run.smoke else replace(found, float_size=_sizes(run, float_path)[0])
-            if found.status == Status.OK:  # what went wrong is tried again
+            if found.status in (Status.OK, Status.NOT_VERIFIED):  # what went wrong is tried again
                 stage.keep(vars(found))
     return found
 

@@ -16,7 +16,7 @@ def next_steps(report: "Report") -> tuple[str, ...]:
     """At most three; of a run that went well, how to measure it again."""
     if any(each.startswith(SMOKE) for each in report.warnings):
         return ("a full run: the same without smoke; --force writes into the same folder",)
-    steps = [*_runtime(report), *_accuracy(report)]
+    steps = [*_quantizing(report), *_runtime(report), *_accuracy(report)]
     found = report.verification
     if found is not None and found.status.value == "ok" and found.is_run and found.float_size:
         folder, file = PurePath(found.path).parent, PurePath(found.path)
@@ -29,10 +29,19 @@ def _is_typed(report: "Report") -> bool:
     return report.reproduction is not None and bool(report.reproduction.command)
 
 
+def _quantizing(report: "Report") -> list[str]:
+    if not report.coverage.is_float_for_speed:
+        return []
+    option = "speed_first: false under quantization:" if _is_typed(report) else "QuantConfig(speed_first=False)"
+    return [f"quantize all the same, smaller but slower: {option} in the config"]
+
+
 def _runtime(report: "Report") -> list[str]:
     found = report.verification
     if found is None:
         return [] if report.findings is None else [f"build the engine for {short(report.target, 40)} from the file"]
+    if found.status.value == "not verified here":
+        return []
     if found.status.value != "ok":
         return ["see which runtimes are here: scalepoint doctor"]
     steps = []

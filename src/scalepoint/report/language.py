@@ -32,7 +32,7 @@ class Language:
 def verdict(found: Language) -> str:
     """One sentence."""
     if not found.status:
-        return "Not run in a runtime: all numbers are of the simulation."
+        return f"Not run in a runtime.{' All numbers are of the simulation.' if found.logits_db is not None else ''}"
     if found.status != "ok":
         return f"Not verified: {found.runtime}: {found.status}. {one_line(found.message)}".strip()
     text = "" if found.agreement_db is None else decibel(found.agreement_db)

@@ -33,11 +33,13 @@ from scalepoint.words import (
 if TYPE_CHECKING:
     from scalepoint.report.chosen import Allocated
     from scalepoint.report.model import Report
+    from scalepoint.verification import Verification
 
 NARROW = 72
 NOT_LOW = "float"
 FEW = 4
 POINTS = 8
+NOT_QUANTIZED = "Nothing was quantized: int8 is slower than float for every layer here (speed_first=False forces it)."
 
 
 def low_share(shares: dict[str, float] | None) -> float | None:
@@ -46,24 +48,39 @@ def low_share(shares: dict[str, float] | None) -> float | None:
 
 
 def verdict(report: "Report") -> str:
-    found = report.verification
     if report.language is not None:
         return language.verdict(report.language)
+    if report.coverage.is_float_for_speed:
+        return f"{NOT_QUANTIZED} {_runtime_verdict(report)}"
+    return _runtime_verdict(report)
+
+
+def _runtime_verdict(report: "Report") -> str:
+    found = report.verification
     if found is None:
+        simulated = " All numbers are of the simulation." if report.accuracy or report.layers else ""
         checked = checked_of(report)
-        return f"Not verified in a runtime: all numbers are of the simulation.{checked and ' ' + checked}"
-    if found.status.value != "ok":
-        return f"Not verified: {found.runtime}: {found.status.value}. {one_line(found.message)}".strip()
+        return f"Not verified in a runtime.{simulated}{checked and ' ' + checked}"
     if not found.holds:
-        return (
-            f"{found.runtime} departs from the simulation: {decibel(found.sqnr)} dB, "
-            f"less than the {found.bound:.0f} dB asked for."
-        )
+        return _unverified(found)
     agrees = f"in {found.runtime} it runs as simulated ({_agreement(found.sqnr)})"
     if found.latency is not None and found.latency.ratio < 1:
         word = "Slower than" if found.latency.is_slower else "No faster than"
         return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."
-    return f"Verified: {agrees}."
+    return f"I{agrees[1:]}." if report.coverage.is_float_for_speed else f"Verified: {agrees}."
+
+
+def _unverified(found: "Verification") -> str:
+    if found.differences:
+        return f"The file does not hold what the model does: {one_line(found.differences[0])}"
+    if found.status.value == "not verified here":
+        return f"Not verified here: {one_line(found.message)}"
+    if found.status.value != "ok":
+        return f"Not verified: {found.runtime}: {found.status.value}. {one_line(found.message)}".strip()
+    return (
+        f"{found.runtime} departs from the simulation: {decibel(found.sqnr)} dB, "
+        f"less than the {found.bound:.0f} dB asked for."
+    )
 
 
 def checked_of(report: "Report") -> str:

@@ -4,7 +4,10 @@ A runtime can crash, hang or eat all memory; here it takes only itself down. CHI
 with a class File(path, options) that has `inputs` (names), `run(feeds) -> [(name, array), ..]` and
 `executed() -> [{"name", "op", "low", "why"}, ..]`; where the runtime tells the time of nodes, with the option "profile"
 `profiled() -> [{"name", "op", "seconds"}, ..]`, medians of the runs but the first; where it runs language models
-`generate(tokens, count) -> {"tokens", "prefill_seconds", "decode_seconds"}`. Nothing of scalepoint is imported.
+`generate(tokens, count) -> {"tokens", "prefill_seconds", "decode_seconds"}`. A class that evaluates a file
+itself, because the runtime does not run on this machine, names in `gaps` the exceptions that it raises for what it
+cannot evaluate.
+Nothing of scalepoint is imported.
 
 A request is a line of JSON on stdin, its answer a line of JSON on stdout; tensors travel in .npz files, or, where a
 file is called again and again, as .npz frames in the same pipes.
@@ -24,6 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 OUT_OF_MEMORY = 70  # how this program ends then
+NOT_EVALUATED = 71  # exit code for an operation that the stand-in for a runtime cannot evaluate
 HUNGRY = ("bad_alloc", "allocate memory", "failed to allocate")  # how runtimes say so
 LEAST_RUNS = 5
 TIMES = ("prefill_seconds", "decode_seconds")
@@ -36,8 +40,14 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     if request.get("memory"):
         resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
+    gaps: tuple[type[Exception], ...] = ()
     try:
-        TASKS[request["task"]](runpy.run_path(sys.argv[1])["File"], request, pipe)
+        kind = runpy.run_path(sys.argv[1])["File"]
+        gaps = tuple(getattr(kind, "gaps", ()))
+        TASKS[request["task"]](kind, request, pipe)
+    except gaps as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(NOT_EVALUATED)
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
     except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from scalepoint.processor import child_environment, signal_of
-from scalepoint.runtimes.loop import OUT_OF_MEMORY
+from scalepoint.runtimes.loop import NOT_EVALUATED, OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
 
 SECONDS = 600
@@ -27,6 +27,7 @@ class Status(StrEnum):
     """How a run in the runtime ended."""
 
     OK = "ok"
+    NOT_VERIFIED = "not verified here"  # a limit of the check itself: no fault of the file, never an error
     UNAVAILABLE = "unavailable"  # not installed
     FAILED = "failed"  # the runtime refused the file, or the run
     CRASHED = "crashed"
@@ -85,6 +86,8 @@ def ended(runtime: Runtime, code: int, errors: str, memory: int) -> Answer:
     """Why a child ended that should not have."""
     if code == OUT_OF_MEMORY or "std::bad_alloc" in errors:
         return Answer(Status.FAILED, f"{runtime.name} needs more memory than the {memory / 1e9:.2f} GB it may have")
+    if code == NOT_EVALUATED:
+        return Answer(Status.NOT_VERIFIED, _last_line(errors).removeprefix(": "))
     end = signal_of(code)
     if end is not None:
         return Answer(Status.CRASHED, f"{runtime.name} died of {end}{_last_line(errors)}")

@@ -23,7 +23,7 @@ from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
 from scalepoint.runtimes.runtime import Executed
 from scalepoint.turns import in_turn
-from scalepoint.verification.agreement import Agreement, agreements, worst
+from scalepoint.verification.agreement import Agreement, agreements, nothing_compared, worst
 from scalepoint.verification.departure import departure, foreseen
 from scalepoint.verification.files import about_file, existing, format_of
 from scalepoint.verification.profiling import layer_names, profile
@@ -67,13 +67,13 @@ def verify(
     expected, codes = simulate(model, given)
     feeds = feeds_of(model, given)
     with exchange(feeds) as files:
-        run = _Run(chosen, path, expected, files, threads, seconds, memory)
+        run = _Run(chosen, path, expected, feeds, files, threads, seconds, memory)
         answer = run.answer(executed=True)
         if answer.status != Status.OK:
             answer = blamed(chosen, answer, files, None if float_path is None else Path(float_path), seconds)
-            return replace(found, status=answer.status, message=answer.message)
+            return replace(found, status=answer.status, message=answer.message, is_run=not chosen.why_not_run)
         executed = list((answer.data or {})["executed"])
-        found = replace(found, optimized=agreements(expected, files.outputs(answer)))
+        found = replace(found, optimized=run.compared(answer))
         found = replace(found, **run.otherwise(executed), resized=_resized(run, model, given))
         if layers and codes and said is not None and isinstance(model, fx.GraphModule):
             found = replace(found, departure=_departure(run, codes, said, found, Shown(model, given)))
@@ -84,6 +84,8 @@ def verify(
         speed = _speed(run, float_path, float_model, given, feeds)
         found = replace(found, float_size=about_file(float_path, chosen).size, latency=speed)
         found = replace(found, times=_times(run, float_path, feeds, model))
+    if found.status == Status.OK and (why := nothing_compared(found.optimized)):
+        found = replace(found, status=Status.NOT_VERIFIED, message=why)
     low, fallbacks = precision(executed)
     counts = dict(Counter(each["op"] for each in executed))
     return replace(found, executed=counts, low_precision=low, fallbacks=fallbacks)
@@ -125,6 +127,7 @@ class _Run:
     runtime: Runtime
     path: Path
     expected: list[Tensor]
+    feeds: Feeds
     files: Exchange
     threads: int
     seconds: float
@@ -143,7 +146,11 @@ class _Run:
 
     def agreements(self, **options: Any) -> tuple[Agreement, ...]:
         answer = self.answer(**options)
-        return agreements(self.expected, self.files.outputs(answer)) if answer.status == Status.OK else ()
+        return self.compared(answer) if answer.status == Status.OK else ()
+
+    def compared(self, answer: Any) -> tuple[Agreement, ...]:
+        """The outputs of a run that went well, against the simulation's."""
+        return agreements(self.expected, self.files.outputs(answer), self.feeds)
 
 
 def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
@@ -157,11 +164,13 @@ def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | 
         expected, _ = simulate(model, others)
     except RuntimeError as error:  # the float graph ran there
         return replace(found, message=f"the simulation fails: {one_line(str(error))}")
-    with exchange(feeds_of(model, others)) as files:
-        answer = replace(run, expected=expected, files=files).answer()
+    feeds = feeds_of(model, others)
+    with exchange(feeds) as files:
+        other = replace(run, expected=expected, feeds=feeds, files=files)
+        answer = other.answer()
         if answer.status != Status.OK:
             return replace(found, message=f"{answer.status.value}: {answer.message}")
-        return replace(found, agreed=agreements(expected, files.outputs(answer)))
+        return replace(found, agreed=other.compared(answer))
 
 
 def _about(path: Path, runtime: Runtime) -> About | None:
