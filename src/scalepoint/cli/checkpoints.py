@@ -47,7 +47,8 @@ class FolderRun:
 
     def check(self) -> bool:
         """What can be refused before the model is looked at; whether a run goes on."""
-        from scalepoint.language.settings import work_of
+        from scalepoint.language.settings import has_blocks, work_of
+        from scalepoint.output_folder import check_path
         from scalepoint.targets import find_target, list_targets
 
         if not find_target(self.settings.target).is_language:
@@ -58,7 +59,8 @@ class FolderRun:
         given = [name for name in NOT_HERE if getattr(self.settings, name)]
         if given:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
-        is_left = work_of(self.output).exists()
+        check_path(self.output)
+        is_left = has_blocks(work_of(self.output))
         if self.resume or (is_left and ranks.is_restarted()):
             return True
         if self.force:
@@ -88,11 +90,19 @@ class FolderRun:
                 samples=settings.samples,
                 cache=settings.cache,
                 resume=resume,
+                force=self.force,
                 progress=not self.quiet,
             )
         except KeyboardInterrupt:
-            return interrupted("finished blocks are kept; the same command with --resume goes on from there")
+            return interrupted(self._left_behind())
         return self._finish(done)
+
+    def _left_behind(self) -> str:
+        from scalepoint.language.settings import has_blocks, work_of
+
+        if not has_blocks(work_of(self.output)):
+            return f"nothing was written into {self.output}; run the same command again"
+        return "finished blocks are kept; the same command with --resume goes on from there"
 
     def _finish(self, done: Any) -> int:
         found = done.report.language

@@ -18,7 +18,16 @@ from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import WORK, check_names, check_output, check_settings, done_in, finder_of, settings_of
+from scalepoint.cli.settings import (
+    WORK,
+    check_inputs,
+    check_names,
+    check_output,
+    check_settings,
+    done_in,
+    finder_of,
+    settings_of,
+)
 from scalepoint.files import replace_text
 from scalepoint.words import decibel, ratio, value_of
 
@@ -106,6 +115,7 @@ def _deployed(given: dict[str, Any]) -> int:
     finder = finder_of(settings, given)
     check_settings(settings, finder)
     settings = with_metadata(settings, finder)
+    check_inputs(settings, finder)
     folder = Path(settings.output)
     resume = resume or (ranks.is_restarted() and (folder / WORK).exists())
     _look(folder, may_exist, resume)

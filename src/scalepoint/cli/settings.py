@@ -1,6 +1,7 @@
 """What a command was told: the config file, and over it the flags. A flag is a key of the file."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,26 @@ def check_with_target(settings: Any) -> None:
     find_target(settings.target).check_free_sizes(settings.dynamic_axes)
 
 
+def check_inputs(settings: Any, finder: Finder) -> None:
+    """Refuse an output folder that contains the checkpoint, the weights or the data, or lies inside one of them."""
+    from scalepoint import output_folder
+
+    names = {
+        "checkpoint": settings.model.partition(":")[2] if str(settings.model).startswith("hf:") else None,
+        "weights": settings.weights,
+        "data": settings.data,
+    }
+    found = {what: finder.path(name) for what, name in names.items() if name}
+    output_folder.check_inputs(
+        Path(settings.output), {what: path for what, path in found.items() if os.path.exists(path)}
+    )
+
+
 def check_output(folder: Path, *, force: bool, resume: bool) -> None:
     """Nothing is overwritten unasked."""
+    from scalepoint.output_folder import check_path
+
+    check_path(folder)
     if folder.exists() and not folder.is_dir():
         raise usage(f"output {str(folder)!r} is a file, not a folder: choose another with -o")
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []

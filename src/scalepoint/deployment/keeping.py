@@ -56,7 +56,7 @@ def keep_failing(run: Run, best: Trial) -> None:
     args, kwargs = run.inputs
     folder = run.journal.folder.parent / FAILING
     with suppress(VerificationError):  # a file that does not run has no layer to look at
-        if extract_failing(best.path, best.model, args, folder, kwargs=kwargs):
+        if extract_failing(best.path, best.model, args, folder, kwargs=kwargs, force=True):
             tell(Event("file", str(folder / "run.py")))
 
 

@@ -10,9 +10,10 @@ from scalepoint.deployment.reporting import environment, tuned
 from scalepoint.errors import ScalepointError
 from scalepoint.language.proof import Proof
 from scalepoint.language.quantized import Codes, bits_per_weight
-from scalepoint.language.settings import Asked
+from scalepoint.language.settings import REPORTS, Asked
 from scalepoint.language.streams import Scored
 from scalepoint.language.text import tokenizer_of
+from scalepoint.output_folder import WrittenFiles
 from scalepoint.quantize import coverage
 from scalepoint.report import Language, Metric, Report, write
 from scalepoint.tuning import TuneReport
@@ -92,5 +93,6 @@ def _size(path: Path) -> int:
 
 
 def write_report(report: Report, job: Asked) -> None:
-    """Beside the file, or in the folder."""
-    write(report, job.path if job.path.is_dir() else job.path.parent)
+    """Next to the file, or in the folder."""
+    write(report, job.report_folder)
+    WrittenFiles(job.report_folder).add(job.report_folder / name for name in REPORTS)

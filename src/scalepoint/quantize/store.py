@@ -23,10 +23,23 @@ from torch import Tensor, fx, nn
 
 from scalepoint import ranks
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.files import TEMPORARY, digest, locked, replace_text, sweep
+from scalepoint.files import (
+    LOCK,
+    digest,
+    finish_file,
+    is_full,
+    locked,
+    make_anew,
+    remove,
+    replace_text,
+    room_needed,
+    sweep,
+    temporary_path,
+)
 from scalepoint.graph.described import Described, Description, description_of
 from scalepoint.graph.rebuilt import rebuild
 from scalepoint.migrated import MigrationReport
+from scalepoint.output_folder import check_path
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint
@@ -43,7 +56,7 @@ from scalepoint.turns import in_turn
 from scalepoint.untrusted import open_tensors, read_json
 from scalepoint.version import __version__
 
-MANIFEST = "scalepoint.json"
+MANIFEST, TENSORS = "scalepoint.json", "tensors"
 FORMAT = 1
 LARGEST_MANIFEST = 256_000_000
 CONSTANT = "constant:"  # before the names of tensors that only the graph has
@@ -57,6 +70,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
     model nor its Python class; None does so where the graph has such a form. Of several ranks the first writes; of a
     model whose parameters lie in parts (fully_shard) all have to call it."""
     folder = Path(folder)
+    check_path(folder, "folder")
     if not isinstance(model, fx.GraphModule) or not has_record(model):
         raise UsageError("only a model that insert_qdq made can be saved")
     if folder.exists() and not folder.is_dir():
@@ -67,9 +81,12 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
         return folder
     with locked(folder):
         old = _named_by(folder)
-        temporary = folder / f"{TEMPORARY}{os.getpid()}-tensors"
+        sweep(folder, (MANIFEST, TENSORS))
+        holder = temporary_path(folder / TENSORS)  # safetensors writes a file of its own next to the one it is given
+        temporary = holder / "file"
         committed, path = False, temporary
         try:
+            make_anew(holder)
             _write_tensors(tensors, temporary)
             file_digest = digest(temporary)
             path = folder / f"tensors-{file_digest[:16]}.safetensors"
@@ -78,17 +95,24 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
             replace_text(folder / MANIFEST, _sealed(_manifest(model) | graph | {"aliases": aliases, "tensors": stored}))
             committed = True
         except OSError as error:
+            size = sum(each.nbytes for each in tensors.values())
+            room = f". {room_needed(holder, size)}" if is_full(error) else ""
             raise StoreError(
-                f"cannot write into {folder}: {error.strerror or error}. What was there is intact"
+                f"cannot write into {folder}: {error.strerror or error}. What was there is intact{room}"
             ) from error
         finally:
-            temporary.unlink(missing_ok=True)
+            remove(holder)
             if not committed and path.name != old:
                 path.unlink(missing_ok=True)
         if old is not None and old != path.name:
             (folder / old).unlink(missing_ok=True)
-        sweep(folder)
     return folder
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of the model that `save` wrote there."""
+    names = (LOCK, MANIFEST, _named_by(folder) or MANIFEST)
+    return [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
 
 
 def _graph(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -120,8 +144,7 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        finish_file(path)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(None, str(error)) from error
 

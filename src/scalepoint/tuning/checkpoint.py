@@ -6,6 +6,7 @@ piece-0007.safetensors what the layers and activation quantizers of one piece ho
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from scalepoint.untrusted import check_file, open_tensors, read_json
 
 FILE = "tuning.json"
 LARGEST = 64_000_000
+_PIECE = re.compile(r"piece-\d{4,}\.safetensors$")
 
 
 class Entry(BaseModel):
@@ -144,7 +146,8 @@ def _states(tensors: Mapping[str, Tensor]) -> States:
 
 def _swept(folder: Path) -> None:
     with locked(folder):
-        sweep(folder)
+        pieces = (_PIECE.search(each.name) for each in folder.iterdir())
+        sweep(folder, (FILE, *(found[0] for found in pieces if found)))
 
 
 def mark_of(model: object, walk: Walk, config: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.errors import ExportError, StoreError
-from scalepoint.files import TEMPORARY, digest, replace_file
+from scalepoint.files import digest, is_full, make_anew, replace_file, room_needed, temporary_path
 from scalepoint.untrusted import LARGEST_PROTOBUF, read_bytes
 
 LARGEST_IN_ONE_FILE = 1_900_000_000  # protobuf stops at 2 GB
@@ -74,7 +74,8 @@ def _save_whole(graph: Any, path: Path) -> None:
     proto.graph.value_info.extend(typed)
     for value in large:
         initializers.add(value)
-    replace_file(path, lambda temporary: _put(temporary, proto, large))
+    size = proto.ByteSize() + sum(value.const_value.nbytes for value in large)
+    replace_file(path, lambda temporary: _put(temporary, proto, large), size)
 
 
 def _save_in_two(graph: Any, path: Path) -> str:
@@ -82,9 +83,9 @@ def _save_in_two(graph: Any, path: Path) -> str:
     import onnx  # noqa: PLC0415
     import onnx_ir as ir  # noqa: PLC0415
 
-    folder = path.parent / f"{TEMPORARY}{os.getpid()}-{path.stem}"
+    folder = temporary_path(path)
     try:
-        folder.mkdir(exist_ok=True)
+        make_anew(folder)
         ir.save(graph, folder / path.name, external_data="data")
         name = f"{path.stem}.{digest(folder / 'data')[:8]}.data"
         os.replace(folder / "data", folder / name)
@@ -99,8 +100,10 @@ def _save_in_two(graph: Any, path: Path) -> str:
     except onnx.checker.ValidationError as error:
         raise ExportError(f"the exported graph is not sound: {error}") from error
     except OSError as error:
+        size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
+        room = f". {room_needed(folder, size)}" if is_full(error) else ""
         reason = error.strerror or error
-        raise StoreError(f"cannot write {path}: {reason}. What was there before is untouched") from error
+        raise StoreError(f"cannot write {path}: {reason}. What was there before is untouched{room}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return name
