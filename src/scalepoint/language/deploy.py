@@ -62,6 +62,7 @@ def deploy_checkpoint(
     accuracy: Accuracy = "balanced",
     memory: int | str | None = None,
     cache: str | None = None,
+    allow_departure: bool = False,
     length: int = 512,
     samples: int = 16,
     verify: bool = True,
@@ -73,7 +74,9 @@ def deploy_checkpoint(
     `data` calibrates (a text file, a .jsonl, a folder of such, or sequences of tokens), `judge` is other text that
     perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
     holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
-    "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed.
+    "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. The score is
+    perplexity, lower is better. VerificationError where the runtime cannot run what was written, or computes something
+    else than the simulation: the file and its report are kept, and allow_departure=True returns them instead.
     """
     job = asked(source, output, target, config, accuracy, memory, cache)
     _check_same(job)
@@ -108,7 +111,8 @@ def deploy_checkpoint(
         report = _by_first(written)
     score = next(iter(report.accuracy), None)
     before, after = (None, None) if score is None else (score.float_value, score.final)
-    return Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+    done = Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+    return done if allow_departure else done.checked()
 
 
 @contextmanager

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.errors import VerificationError
+from scalepoint.errors import NonFiniteError, VerificationError
 from scalepoint.language.settings import Asked
 from scalepoint.language.streams import Scored, perplexity
+from scalepoint.report.language import DEPARTS
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import Status, all_memory, ask, missing
 from scalepoint.runtimes.serving import Served
@@ -17,7 +18,6 @@ PROMPT = 32  # tokens of the text that the model goes on from
 NEW = 50
 LEAST = 10  # dB; kernels that round activations to 8 bits stay above 20
 LESS = f"dB from the simulation's, less than {LEAST}: it computes something else"
-DEPARTS = "departs"
 LARGEST_FLOAT = 4_000_000_000
 
 
@@ -38,7 +38,7 @@ class Proof:
 
 
 def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
-    """Run it; what fails is told, not raised."""
+    """Run the file in its runtime. A failure is a status of the result; `Language.check` raises it."""
     runtime = find_runtime(job.target.runtime or "")
     if not runtime.is_here:
         return Proof(runtime.name, Status.UNAVAILABLE.value, missing(runtime).message)
@@ -49,12 +49,14 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
         try:
             first = _logits(served, tokens[0])
             sqnr = _sqnr(scores.logits, first)
-            loss = perplexity(lambda own: _logits(served, own), tokens)
             if not sqnr >= LEAST:
-                return Proof(runtime.name, DEPARTS, f"its logits are {sqnr:.1f} {LESS}", sqnr, loss, prompt)
+                return Proof(runtime.name, DEPARTS, f"its logits are {sqnr:.1f} {LESS}", sqnr, prompt=prompt)
+            loss = perplexity(lambda own: _logits(served, own), tokens)
             new, *seconds = served.generate(prompt, NEW)
         finally:
             served.close()
+    except NonFiniteError as error:  # the first sequence has numbers, a later one does not
+        return Proof(runtime.name, DEPARTS, str(error), sqnr, prompt=prompt)
     except VerificationError as error:
         return Proof(runtime.name, Status.FAILED.value, str(error), sqnr, loss, prompt)
     prefill, decode = (len(each) / max(own, 1e-9) for each, own in zip((prompt, new), seconds, strict=True))

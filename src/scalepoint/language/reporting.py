@@ -31,7 +31,8 @@ def report_of(
     metrics: tuple[Metric, ...] = ()
     if scores is not None:
         in_runtime = None if proof is None else proof.perplexity
-        metrics = (Metric("perplexity", scores.float_perplexity, scores.perplexity, in_runtime),)
+        values = (scores.float_perplexity, scores.perplexity, in_runtime)
+        metrics = (Metric("perplexity", *values, higher_is_better=False),)
     return Report(
         title=job.source.folder.resolve().name,
         target=job.target.name,

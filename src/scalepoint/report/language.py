@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from scalepoint.errors import VerificationError
 from scalepoint.words import decibel, one_line, ratio, short, size_of
+
+FAILED, DEPARTS = "failed", "departs"  # of Language.status; the others are "", "ok", "unavailable"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,17 @@ class Language:
     @property
     def smaller(self) -> float:
         return self.float_size / max(self.size, 1)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the runtime could not run the file, or computed something else; a missing runtime is neither."""
+        return self.status in (FAILED, DEPARTS)
+
+    def check(self, path: str) -> None:
+        """Raise VerificationError if the runtime failed on the file or computed something else."""
+        if self.has_failed:
+            allowed = "; allow_departure=True accepts it" if self.status == DEPARTS else ""
+            raise VerificationError(f"{path} in {self.runtime}: {self.status}: {self.message}{allowed}")
 
 
 def verdict(found: Language) -> str:

@@ -1,0 +1,92 @@
+"""Perplexity as a score: its direction, what is an error in place of a number, and a file that departs."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scalepoint import deploy_checkpoint, perplexity
+from scalepoint.errors import NonFiniteError, UsageError, VerificationError
+from scalepoint.files import replace_folder
+from scalepoint.formats import registry
+from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.report import Report, compare_runs
+
+GIVEN = {"length": 32, "accuracy": "fast", "progress": False, "config": {"weight": {"n_bits": 4, "block_size": 32}}}
+TARGET = "compressed-tensors"
+
+
+def deployed(llama, path, **more):
+    folder, _ = llama
+    return deploy_checkpoint(folder, path, target=TARGET, judge=folder / "judge.txt", **{**GIVEN, **more})
+
+
+def use_format(monkeypatch, change):
+    """A format whose folder holds float weights, each put through `change` as it is written."""
+
+    def write(checkpoint, path):
+        def fill(folder):
+            tensors = {name: change(checkpoint.source.tensor(name)) for name in checkpoint.source.tensors}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            shutil.copy(checkpoint.source.folder / "config.json", folder / "config.json")
+
+        replace_folder(path, fill)
+
+    monkeypatch.setitem(registry._OF_CHECKPOINTS.own, TARGET, CheckpointFormat(TARGET, "", write, lambda *_: None))
+
+
+def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama, tmp_path):
+    three = {"weight": {"n_bits": 3, "block_size": 64}}
+    worse = deployed(llama, tmp_path / "three", verify=False, config=three)
+    better = deployed(llama, tmp_path / "eight", verify=False, config={"weight": {"n_bits": 8, "block_size": 32}})
+    assert better.score < worse.score
+    for done in (worse, better):
+        (metric,) = done.report.accuracy
+        assert not done.higher_is_better
+        assert done.drop == metric.drop == pytest.approx(done.score - done.float_score)
+        assert metric.is_within(metric.drop)
+        assert not metric.is_within(metric.drop - 0.01)
+        assert "lower is better" in str(done)
+        assert not Report.from_json((done.path / "report.json").read_text()).accuracy[0].higher_is_better
+    (row,) = (each for each in compare_runs(tmp_path / "three", tmp_path / "eight").numbers if each.name == "perplexity")
+    assert row.mood == "better"
+
+
+def test_a_file_that_computes_something_else_is_an_error_unless_allowed(llama, tmp_path, monkeypatch):
+    use_format(monkeypatch, lambda weight: weight.roll(1, 0))
+    with pytest.raises(VerificationError, match="allow_departure=True") as error:
+        deployed(llama, tmp_path / "out")
+    assert "departs" in str(error.value)
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["language"]["status"] == "departs"
+
+
+@pytest.mark.slow
+def test_a_file_that_departs_is_returned_where_that_is_allowed(llama, tmp_path, monkeypatch):
+    use_format(monkeypatch, lambda weight: weight.roll(1, 0))
+    done = deployed(llama, tmp_path / "out", allow_departure=True)
+    assert done.report.language.status == "departs"
+    assert done.score == done.report.accuracy[0].quantized_value
+
+
+@pytest.mark.slow
+def test_a_file_that_gives_nan_departs(llama, tmp_path, monkeypatch):
+    use_format(monkeypatch, lambda weight: torch.full_like(weight, torch.nan))
+    with pytest.raises(VerificationError, match="departs"):
+        deployed(llama, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_file_that_its_runtime_cannot_load_is_an_error(llama, tmp_path, monkeypatch):
+    use_format(monkeypatch, lambda weight: weight[..., :8].clone())
+    with pytest.raises(VerificationError, match="transformers: failed"):
+        deployed(llama, tmp_path / "out")
+
+
+def test_a_perplexity_that_is_no_number_is_an_error():
+    tokens = [torch.arange(8)[None]]
+    with pytest.raises(NonFiniteError, match="NaN"):
+        perplexity(lambda own: torch.full((1, 8, 10), torch.nan), tokens)
+    with pytest.raises(UsageError, match="2 tokens"):
+        perplexity(lambda own: torch.zeros(1, own.shape[1], 10), [torch.zeros(1, 1, dtype=torch.int64)])
