@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, perplexity
-from scalepoint.errors import NonFiniteError, UsageError, VerificationError
+from scalepoint.errors import NonFiniteError, StoreError, UsageError, VerificationError
 from scalepoint.files import replace_folder
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
@@ -20,7 +20,7 @@ TARGET = "compressed-tensors"
 
 def deployed(llama, path, **more):
     folder, _ = llama
-    return deploy_checkpoint(folder, path, target=TARGET, judge=folder / "judge.txt", **{**GIVEN, **more})
+    return deploy_checkpoint(folder, path, target=TARGET, **{**GIVEN, "judge": folder / "judge.txt", **more})
 
 
 def use_format(monkeypatch, change):
@@ -50,7 +50,8 @@ def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama
         assert not metric.is_within(metric.drop - 0.01)
         assert "lower is better" in str(done)
         assert not Report.from_json((done.path / "report.json").read_text()).accuracy[0].higher_is_better
-    (row,) = (each for each in compare_runs(tmp_path / "three", tmp_path / "eight").numbers if each.name == "perplexity")
+    numbers = compare_runs(tmp_path / "three", tmp_path / "eight").numbers
+    (row,) = (each for each in numbers if each.name == "perplexity")
     assert row.mood == "better"
 
 
@@ -90,3 +91,50 @@ def test_a_perplexity_that_is_no_number_is_an_error():
         perplexity(lambda own: torch.full((1, 8, 10), torch.nan), tokens)
     with pytest.raises(UsageError, match="2 tokens"):
         perplexity(lambda own: torch.zeros(1, own.shape[1], 10), [torch.zeros(1, 1, dtype=torch.int64)])
+
+
+def damaged(llama, folder, name, change):
+    """The checkpoint with one tensor changed."""
+    shutil.copytree(llama[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, None
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DAMAGES = {
+    "a norm with NaN": (NORM, lambda value: value.index_fill(0, torch.tensor([3]), torch.nan)),
+    "a norm with infinity": (NORM, lambda value: value.index_fill(0, torch.tensor([3]), torch.inf)),
+    "a norm of integers": (NORM, lambda value: value.to(torch.int32)),
+    "a matrix with NaN": (
+        "model.layers.0.mlp.up_proj.weight",
+        lambda value: value.index_fill(1, torch.tensor([0]), torch.nan),
+    ),
+    "a matrix of integers": ("model.layers.0.mlp.up_proj.weight", lambda value: value.to(torch.int8)),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+@pytest.mark.parametrize("judge", [True, False])
+def test_a_weight_that_is_no_number_is_refused_by_name(llama, tmp_path, case, judge):
+    name, change = DAMAGES[case]
+    source = damaged(llama, tmp_path / "source", name, change)
+    more = {} if judge else {"judge": None}
+    with pytest.raises(StoreError, match=name) as error:
+        deployed(source, tmp_path / "out", verify=False, **more)
+    assert "NaN or infinity" in str(error.value) or "stored as int" in str(error.value)
+    assert "on_nan" not in str(error.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("more", [{"accuracy": "balanced"}, {"accuracy": "fast"}], ids=str)
+def test_values_that_overflow_are_an_error_that_advises_what_exists(llama, tmp_path, more):
+    def huge(value):
+        return torch.full_like(value, 3e38)
+
+    source = damaged(llama, tmp_path / "source", "model.layers.0.input_layernorm.weight", huge)
+    data = {} if more["accuracy"] == "fast" else {"data": llama[0] / "calibration.txt"}
+    with pytest.raises(NonFiniteError, match="transformers") as error:
+        deployed(source, tmp_path / "out", verify=False, **data, **more)
+    assert "on_nan" not in str(error.value)

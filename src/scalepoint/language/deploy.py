@@ -25,7 +25,7 @@ from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skeleton
 from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
-from scalepoint.errors import StoreError, UsageError
+from scalepoint.errors import CalibrationError, StoreError, UsageError
 from scalepoint.files import locked
 from scalepoint.language.cache import check_cached, check_placed, groups_of, stored_cache
 from scalepoint.language.proof import Proof, prove
@@ -72,7 +72,8 @@ def deploy_checkpoint(
     """Quantize the checkpoint in the folder `source` for a runtime of language models, and prove it there.
 
     `data` calibrates (a text file, a .jsonl, a folder of such, or sequences of tokens), `judge` is other text that
-    perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
+    perplexity is measured on: without it, what comes after the calibration text in `data`. Of each, sequences of
+    `length` tokens are taken: `samples` calibrate, and at most 16 are judged. Blocks come and go: memory
     holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
     "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. The score is
     perplexity, lower is better. VerificationError where the runtime cannot run what was written, or computes something
@@ -169,6 +170,7 @@ def _check_same(job: Asked) -> None:
 def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:
     """The graph of the model with its quantizers on, its weights hollow."""
     tree, weights = skeleton(job.source)
+    ranks.told("checking the weights", weights.check_finite)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
     if job.cache:
@@ -198,8 +200,13 @@ def _texts(job: Asked, data: Text, judge: Text, length: int, samples: int) -> tu
         first = sequences(data, job.source, length=length, count=samples, what="calibration data")
         return first, sequences(judge, job.source, length=length, count=JUDGED, what="text to judge by")
     found = sequences(data, job.source, length=length, count=samples + JUDGED, what="calibration data")
-    cut = min(samples, max(1, len(found) // 2))
-    return found[:cut], found[cut:] or found[:1]
+    if len(found) < 2:
+        raise CalibrationError(
+            f"the calibration data is one sequence of {found[0].shape[1]} tokens, and perplexity is measured on other "
+            "ones than those that calibrate: give more data, a shorter length=, or other text as judge="
+        )
+    cut = min(samples, len(found) // 2)
+    return found[:cut], found[cut : cut + JUDGED]
 
 
 def _tuned(

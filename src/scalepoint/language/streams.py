@@ -23,10 +23,9 @@ from scalepoint.tuning.pieces import Piece, cut
 from scalepoint.tuning.state import restore
 from scalepoint.tuning.walk import Walk
 
-
 FLOAT_NAN = (
-    "the weights are finite, but its logits are not; values overflow on the way. Check the checkpoint and config.json by "
-    "running it in transformers"
+    "the weights are finite, but its logits are not, so values overflow on the way. Check the checkpoint and its "
+    "config.json by running it in transformers"
 )
 QUANTIZED_NAN = "the float model's is a number, so the codes are the cause: give more bits, or smaller blocks"
 

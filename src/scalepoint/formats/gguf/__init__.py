@@ -3,8 +3,8 @@
 import torch
 
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.formats.gguf.kinds import planned, snap, snapped
-from scalepoint.formats.gguf.writing import check, holds, write
+from scalepoint.formats.gguf.kinds import planned, snap, snapped, wider
+from scalepoint.formats.gguf.writing import check, holds, tensor_bytes, write
 
 GGUF = CheckpointFormat(
     name="gguf",
@@ -14,6 +14,8 @@ GGUF = CheckpointFormat(
     scale_dtype=torch.float16,
     snap=snap,
     holds=holds,
+    tensor_bytes=tensor_bytes,
+    wider=wider,
     summary="GGUF, for llama.cpp and what is built on it",
 )
 

@@ -48,6 +48,13 @@ def holds(source: Source, name: str) -> bool:
     return len(shape) == 2 and not is_kept and shape[0 if is_turned else 1] % 32 == 0
 
 
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors in a file, without metadata and tokenizer."""
+    from gguf import GGUFReader  # noqa: PLC0415  # an extra
+
+    return sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors)
+
+
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """The file, whole or not at all."""
     check(checkpoint.source, None, None)
