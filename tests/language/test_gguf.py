@@ -1,5 +1,7 @@
 """A checkpoint through tuning into a GGUF file, judged in llama.cpp."""
 
+import shutil
+
 import onnx
 import pytest
 import torch
@@ -70,6 +72,19 @@ def fast(folder, path, target, weight):
         folder, path, target=target, config=QuantConfig(weight=weight, activation="float"), accuracy="fast",
         verify=False, progress=False,
     )  # fmt: skip
+
+
+@pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
+@pytest.mark.parametrize("name", ["phi3", pytest.param("My-Phi-3-mini", marks=pytest.mark.slow)])
+def test_a_folder_named_like_a_family_makes_a_file_that_llamacpp_loads(narrow, tmp_path, name):
+    """By such a name llama.cpp looks for tokens that this tokenizer does not have."""
+    shutil.copytree(narrow, tmp_path / name)
+    tokens = [torch.arange(1, 17)[None]]
+    done = deploy_checkpoint(
+        tmp_path / name, tmp_path / "out", target="gguf", accuracy="fast", judge=tokens, progress=False
+    )
+    assert done.report.language.status == "ok"
+    assert done.path.name == f"{name}.gguf"
 
 
 @pytest.mark.parametrize(("target", "name"), [("gguf", "*.gguf"), ("compressed-tensors", "*"), ("ort-genai", "*")])

@@ -138,3 +138,13 @@ def test_values_that_overflow_are_an_error_that_advises_what_exists(llama, tmp_p
     with pytest.raises(NonFiniteError, match="transformers") as error:
         deployed(source, tmp_path / "out", verify=False, **data, **more)
     assert "on_nan" not in str(error.value)
+
+
+def test_the_size_names_the_type_it_is_compared_with_and_nothing_measured_is_said_so(llama, tmp_path):
+    done = deployed(llama, tmp_path / "out", judge=None)
+    text = "\n".join(done.report.summary())
+    assert "smaller than the float32 checkpoint" in text
+    assert "nothing was measured" in done.report.verdict()
+    assert "simulation" not in done.report.verdict()
+    judged = deployed(llama, tmp_path / "judged", verify=False)
+    assert "all numbers are of the simulation" in judged.report.verdict()

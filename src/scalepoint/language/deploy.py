@@ -133,7 +133,7 @@ def _working(job: Asked) -> Iterator[None]:
             if job.path.parent == job.output and not was_there:
                 with suppress(OSError):
                     job.output.rmdir()  # where it is empty
-            way_out = "; finished blocks are kept, resume=True goes on from them" if has_pieces else ""
+            way_out = "; finished blocks are kept, resume=True (--resume) goes on from them" if has_pieces else ""
             if _is_out_of_memory(error):
                 less = f"memory={job.tuning.memory // 2_000_000}MB, fewer samples= or a shorter length= need less"
                 raise StoreError(f"{job.output} could not be made: memory ran out; {less}{way_out}") from error

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from torch import fx
 
+from scalepoint.checkpoints import Source
 from scalepoint.deployment.reporting import environment, tuned
 from scalepoint.errors import ScalepointError
-from scalepoint.language.proof import Proof
+from scalepoint.language.proof import FLOAT_RUNTIME, Proof
 from scalepoint.language.quantized import Codes
 from scalepoint.language.settings import Asked
 from scalepoint.language.streams import Scored
@@ -69,6 +70,10 @@ def _language(job: Asked, codes: Codes, scores: Scored | None, proof: Proof | No
         prompt=prompt,
         written=written,
         float_written=float_written,
+        float_dtype=_dtype(job.source),
+        float_prefill=shown.float_prefill,
+        float_decode=shown.float_decode,
+        float_runtime=FLOAT_RUNTIME if shown.float_prefill is not None else "",
     )
 
 
@@ -84,6 +89,14 @@ def _texts(job: Asked, proof: Proof) -> tuple[str, str, str]:
         return first, second, third
     first, second, third = (str(tokenizer.decode(list(each))) for each in sides)
     return first, second, third
+
+
+def _dtype(source: Source) -> str:
+    """The type that most bytes of the checkpoint have."""
+    sizes: Counter[str] = Counter()
+    for stored in source.tensors.values():
+        sizes[dtype_name(stored.dtype)] += stored.nbytes
+    return sizes.most_common(1)[0][0] if sizes else ""
 
 
 def _bits(job: Asked) -> float:

@@ -1,5 +1,6 @@
 """A quantized checkpoint as one GGUF file: what it is, its tokenizer, its tensors one after another."""
 
+import re
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +23,15 @@ FILE_TYPES = {
     "Q5_K": 17, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
 
+PHI3 = re.compile("phi-?3", re.IGNORECASE)
+PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
+
 
 def check(source: Source, weight: QuantizationSpec | None, activation: QuantizationSpec | None) -> None:
     """Refuse before any work what a GGUF file cannot hold."""
     _package()
     architecture_of(source.config)
-    read(source.folder, int(source.config.get("vocab_size", 0)))
+    read(source.folder, _vocabulary(source))
     if activation is not None:
         raise ExportError(
             "GGUF holds weights alone: llama.cpp rounds activations to 8 bits by itself; leave activations float"
@@ -68,7 +72,7 @@ def _write(checkpoint: QuantizedCheckpoint, found: list[Entry], path: Path) -> N
     source, architecture = checkpoint.source, architecture_of(checkpoint.source.config)
     writer: Any = GGUFWriter(None, MODEL_ARCH_NAMES[MODEL_ARCH[architecture.name]])
     writer.add_type("model")
-    writer.add_name(source.folder.resolve().name)
+    writer.add_name(_name(source))
     writer.add_file_type(FILE_TYPES[_most(found)])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     add_metadata(writer, source.config, architecture)
@@ -84,6 +88,22 @@ def _write(checkpoint: QuantizedCheckpoint, found: list[Entry], path: Path) -> N
             writer.write_tensor_data(np.ascontiguousarray(each.make()))
     finally:
         writer.close()
+
+
+def _name(source: Source) -> str:
+    """The folder's name, without a word that llama.cpp takes for more than a name.
+
+    Where general.name holds "phi3" or "phi-3", llama.cpp (release 0.5.0) changes the attributes of four tokens, and
+    does not load a file that lacks one of them.
+    """
+    name = source.folder.resolve().name
+    if PHI3.search(name) and not set(PHI3_TOKENS) <= set(read(source.folder, _vocabulary(source)).texts):
+        return PHI3.sub("phi 3", name)
+    return name
+
+
+def _vocabulary(source: Source) -> int:
+    return int(source.config.get("vocab_size", 0))
 
 
 def _nbytes(entry: Entry) -> int:
