@@ -37,6 +37,9 @@ TOKENIZER = (
     "chat_template.jinja",
     "generation_config.json",
 )
+HEADS = ("lm_head", "embed_out")
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
+TIE = "tie_word_embeddings"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -86,7 +89,25 @@ class Source:
                     f"{shard.name} lacks {missing[0]} ({len(missing)} in all), which {INDEX} looks for there"
                 )
             found |= {name: tensors[name] for name in (names or tensors)}
+        if config.get(TIE) is not False and cls(folder, config, found).has_own_head():
+            config = {**config, TIE: False}
         return cls(folder, config, found)
+
+    def has_own_head(self) -> bool:
+        """Whether the file holds a head with other values than the embedding.
+
+        transformers uses such a head even if config.json ties it to the embedding.
+        """
+        heads, embeddings = (self._weights_of(names) for names in (HEADS, EMBEDDINGS))
+        if len(heads) != 1 or len(embeddings) != 1:
+            return False
+        if self.tensors[heads[0]].shape != self.tensors[embeddings[0]].shape:
+            return True
+        return not torch.equal(*(self.tensor(name, torch.float32) for name in (heads[0], embeddings[0])))
+
+    def _weights_of(self, layers: Iterable[str]) -> list[str]:
+        """The weights of layers whose names end so."""
+        return [name for name in self.tensors if name.endswith(".weight") and name.split(".")[-2] in layers]
 
     @property
     def model_type(self) -> str:

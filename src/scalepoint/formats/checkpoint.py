@@ -38,3 +38,6 @@ class CheckpointFormat:
     # The largest blocks, up to a size, that all its layers can have: what the target's default becomes.
     blocks: Callable[[Source, int], int] = lambda source, size: size
     holds: Callable[[Source, str], bool] = lambda source, name: True  # whether it can hold this weight quantized
+    tensor_bytes: Callable[[Path], int] | None = None  # bytes of all tensors in what was written; None: its whole size
+    # (spec, columns): why codes are stored with more bits than their type has; "": they are not.
+    wider: Callable[[QuantizationSpec, int], str] = lambda spec, columns: ""

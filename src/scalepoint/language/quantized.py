@@ -12,6 +12,7 @@ from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.numerics import E4M3
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import QuantizationSpec
 from scalepoint.tuning.checkpoint import Checkpoint
 from scalepoint.untrusted import open_tensors
 
@@ -43,6 +44,11 @@ class Codes(Mapping[str, Packed]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def specs(self) -> Iterator[tuple[QuantizationSpec, int]]:
+        """The spec of every weight and its columns; no codes are read."""
+        for place in self._places.values():
+            yield place.layer.weight_quant.spec, int(place.layer.canonical(place.layer.weight).shape[1])
 
     def __getitem__(self, name: str) -> Packed:
         found = self._places[name]
@@ -95,14 +101,3 @@ def _stubs(model: fx.GraphModule) -> dict[str, tuple[str, QuantStub]]:
                 if isinstance(part, QuantizedWeighted):
                     found[names[id(part)]] = (str(before.target), stub)
     return found
-
-
-def bits_per_weight(codes: Mapping[str, Packed], floats: int) -> float:
-    """Mean bits of all weights, scales and zero points counted; `floats` weights have 16."""
-    bits = weights = 0.0
-    for packed in codes.values():
-        each = packed.codes.numel()
-        own = packed.bits * each + 16 * packed.scale.numel()
-        bits += own + (0 if packed.zero_point is None else packed.bits * packed.zero_point.numel())
-        weights += each
-    return (bits + 16 * floats) / max(weights + floats, 1)

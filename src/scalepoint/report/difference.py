@@ -23,7 +23,6 @@ from scalepoint.words import decibel, printed, ratio, share_of, size_of, time_of
 
 CONFIG_FILE = "config.yaml"
 SAME = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
-BETTER_LOW = ("perplexity",)
 PLACES = ("output", "root")  # a run's own, whatever it computes
 WRITTEN: Mapping[str, Callable[[float], str]] = {
     "score": value_of,
@@ -209,7 +208,7 @@ def _numbers(first: Report, second: Report) -> Iterator[Number]:
     ours, theirs = ({each.name: each for each in report.accuracy} for report in (first, second))
     for name in dict.fromkeys((*ours, *theirs)):
         pair = [each.get(name) for each in (ours, theirs)]
-        is_high = name not in BETTER_LOW
+        is_high = all(each.higher_is_better for each in pair if each is not None)
         first_final, second_final = (None if each is None else each.final for each in pair)
         first_float, second_float = (None if each is None else each.float_value for each in pair)
         yield Number(name, "score", first_final, second_final, is_high)

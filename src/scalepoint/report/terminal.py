@@ -16,7 +16,6 @@ from rich.text import Text
 
 from scalepoint.report import language
 from scalepoint.words import (
-    change_of,
     change_of_size,
     decibel,
     one_line,
@@ -102,7 +101,7 @@ def summary(report: "Report") -> list[str]:
     """Plain lines, one thing each; none for what was not measured."""
     lines = [f"{short(report.title)} for {short(report.target)}. {verdict(report)}"]
     lines += [
-        f"{short(each.name)}: {value_of(each.float_value)} -> {value_of(each.final)} ({change_of(each.change)}"
+        f"{short(each.name)}: {value_of(each.float_value)} -> {value_of(each.final)} ({each.change_text}"
         f"{', in the runtime' if each.runtime_value is not None else ', simulated'})"
         for each in report.accuracy
     ]
@@ -265,7 +264,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
 def against(report: "Report") -> list[tuple[str, str, str, str]]:
     """Float against quantized, a row each number."""
     return [
-        (short(each.name), value_of(each.float_value), value_of(each.final), change_of(each.change))
+        (short(each.name), value_of(each.float_value), value_of(each.final), each.change_text)
         for each in report.accuracy
     ] + _measured(report)
 

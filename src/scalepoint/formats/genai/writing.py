@@ -40,6 +40,17 @@ def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     replace_folder(path, lambda folder: _fill(checkpoint, decoder, folder))
 
 
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors of a folder's graph, those in its data file included."""
+    import onnx  # noqa: PLC0415
+
+    total = 0
+    for tensor in onnx.load(path / MODEL, load_external_data=False).graph.initializer:
+        stored = {entry.key: entry.value for entry in tensor.external_data}
+        total += int(stored["length"]) if "length" in stored else len(tensor.raw_data)
+    return total
+
+
 def _fill(checkpoint: QuantizedCheckpoint, decoder: Decoder, folder: Path) -> None:
     with Store(folder / DATA) as store:
         graph = Graph(checkpoint, store)

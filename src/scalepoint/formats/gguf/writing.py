@@ -1,5 +1,6 @@
 """A quantized checkpoint as one GGUF file: what it is, its tokenizer, its tensors one after another."""
 
+import re
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,9 @@ FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15,
     "Q5_K": 17, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
+
+PHI3 = re.compile("phi-?3", re.IGNORECASE)
+PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
 
 
 def check(source: Source, weight: QuantizationSpec | None, activation: QuantizationSpec | None) -> None:
@@ -52,6 +56,13 @@ def holds(source: Source, name: str) -> bool:
     return len(shape) == 2 and not is_kept and shape[0 if is_turned else 1] % 32 == 0
 
 
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors in a file, without metadata and tokenizer."""
+    from gguf import GGUFReader  # noqa: PLC0415  # an extra
+
+    return sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors)
+
+
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """The file, whole or not at all."""
     check(checkpoint.source, None, None)
@@ -65,7 +76,7 @@ def _write(checkpoint: QuantizedCheckpoint, found: list[Entry], path: Path) -> N
     source, architecture = checkpoint.source, architecture_of(checkpoint.source.config)
     writer: Any = GGUFWriter(None, MODEL_ARCH_NAMES[MODEL_ARCH[architecture.name]])
     writer.add_type("model")
-    writer.add_name(source.folder.resolve().name)
+    writer.add_name(_name(source))
     writer.add_file_type(FILE_TYPES[_most(found)])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     add_metadata(writer, source.config, architecture)
@@ -81,6 +92,18 @@ def _write(checkpoint: QuantizedCheckpoint, found: list[Entry], path: Path) -> N
             writer.write_tensor_data(np.ascontiguousarray(each.make()))
     finally:
         writer.close()
+
+
+def _name(source: Source) -> str:
+    """The folder's name, without a word that llama.cpp takes for more than a name.
+
+    Where general.name holds "phi3" or "phi-3", llama.cpp (release 0.5.0) changes the attributes of four tokens, and
+    does not load a file that lacks one of them.
+    """
+    name = source.folder.resolve().name
+    if PHI3.search(name) and not set(PHI3_TOKENS) <= set(read(source.folder, vocabulary_size(source.config)).texts):
+        return PHI3.sub("phi 3", name)
+    return name
 
 
 def _nbytes(entry: Entry) -> int:
