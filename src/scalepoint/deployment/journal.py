@@ -34,7 +34,9 @@ FILE = "journal.json"
 FORMAT = 1
 LARGEST = 64_000_000
 # what an earlier stage made: that it changed is a consequence, and needs no word
-DERIVED = frozenset(("the quantized model", "the file", "the float file", "the files", "the drop"))
+DERIVED = frozenset(
+    ("the quantized model", "the file", "the float file", "the plain export", "the baseline", "the files", "the drop")
+)
 
 Marks = Mapping[str, str | None]
 T = TypeVar("T")

@@ -25,12 +25,15 @@ from scalepoint.quantize import QuantConfig, save
 from scalepoint.quantize.feeding import length_of
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import Target
+from scalepoint.verification.inputs import INPUTS_FILE, save_inputs
+from scalepoint.verification.result import PLAIN_BASELINE
+from scalepoint.verification.simulation import feeds_of
 from scalepoint.version import __version__
 
 Evaluate = Callable[[Any], float]
 Marks = dict[str, str | None]
 VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
-FILE, FLOAT_FILE, MODEL = "model", "float", "quantized"
+FILE, FLOAT_FILE, PLAIN_FILE, MODEL = "model", "float", "float_plain", "quantized"
 SMOKE_BATCHES = 2
 MarksOf = TypeVar("MarksOf", bound=Callable[..., Marks])
 
@@ -63,6 +66,7 @@ class Run:
     seed: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)  # that the file keeps
     data_mark: str | None = None
+    baseline: str | None = None  # which float file the first trial was compared with: all others are too
     timings: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -142,6 +146,8 @@ class Run:
         return {
             "the file": digest(path),
             "the float file": "none" if self.smoke else digest(float_path),
+            "the plain export": digest(plain) if (plain := self.plain_path) else "none",
+            "the baseline": str(self.baseline),
             "the example inputs": mark_of_values(self.inputs),
             "threads": str(self.threads),
             "smoke": str(self.smoke),
@@ -155,6 +161,12 @@ class Run:
         judged: Marks = {"the model": self.model_mark, **VERSIONS} if path is None else {"the file": digest(path)}
         return {**judged, "the metric": mark_of_code(self.evaluate)}
 
+    @property
+    def plain_path(self) -> Path | None:
+        """The float model by torch.onnx.export, where it was written."""
+        path = self.file(self.journal.folder, PLAIN_FILE)
+        return path if path.is_file() else None
+
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""
         path, float_path = self.file(output, FILE), self.file(output, FLOAT_FILE)
@@ -162,8 +174,14 @@ class Run:
         placed = replace(best, file=path, float_file=float_path, verification=found)
         if not ranks.is_main():
             return placed
-        sources = (*(() if self.smoke else self.format.files(best.float_file)), *self.format.files(best.path))
-        old = {each.name for each in (*self.format.files(path), *self.format.files(float_path))}
+        plain = self.plain_path if self.baseline == PLAIN_BASELINE else None
+        floats = [] if self.smoke else [best.float_file, *([plain] if plain else [])]
+        sources = [file for each in (*floats, best.path) for file in self.format.files(each)]
+        ours = (path, float_path, self.file(output, PLAIN_FILE))
+        old = {INPUTS_FILE, *(file.name for each in ours for file in self.format.files(each))}
+        is_timed = found is not None and found.latency is not None
+        if is_timed:
+            sources.append(save_inputs(self.journal.folder, feeds_of(best.model, self.inputs)))
         for source in sources:
             copy_whole(source, output / source.name)
             tell(Event("file", str(output / source.name)))

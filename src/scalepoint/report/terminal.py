@@ -111,6 +111,7 @@ def summary(report: "Report") -> list[str]:
         f"{what}: {text}" for what, text in (("precision", allocation_of(report)), ("tuned", tuning_of(report))) if text
     ]
     lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _measured(report)]
+    lines += _baseline(report)
     lines.append(f"coverage: {report.coverage.summary()}")
     lines += [f"migrations: {report.migrated.summary()}"] if report.migrated else []
     worst = [f"{short(each.name, 40)} {decibel(each.sqnr_db)} ({quality(each.sqnr_db)})" for each in report.worst()]
@@ -200,6 +201,12 @@ def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
     return rows
 
 
+def _baseline(report: "Report") -> list[str]:
+    """Which float file the latency is compared with."""
+    latency = None if report.verification is None else report.verification.latency
+    return [] if latency is None else [f"Latency is compared with {one_line(latency.against)}."]
+
+
 @dataclass(frozen=True)
 class Shown:
     """A report that rich can print at any width."""
@@ -212,6 +219,7 @@ class Shown:
         yield Text(f"{short(report.title)} for {short(report.target)}", style="bold")
         yield Text(verdict(report))
         yield from _titled("", _against(report, narrow))
+        yield from map(Text, _baseline(report))
         yield from map(Text, _limits(report))
         for line in () if report.language is None else language.lines(report.language):
             yield Text(line)

@@ -79,7 +79,7 @@ def _latency(report: Report) -> Html:
     rows = [("float", before, time_of(before)), ("quantized", after, time_of(after))]
     slow = found.is_slower
     drawn = charts.bars(rows, ("before", "slow" if slow else "after"))
-    note = tag("p", found.how, class_="muted small")
+    note = tag("p", f"Compared with {found.against}. {found.how}", class_="muted small")
     unit = f"{found.baseline}'s speed{': slower' if slow else ''}"
     return _tile("Latency", ratio(found.ratio), unit, drawn, note, mood="warn" if slow else "")
 

@@ -10,7 +10,8 @@ cannot evaluate.
 Nothing of scalepoint is imported.
 
 A request is a line of JSON on stdin, its answer a line of JSON on stdout; tensors travel in .npz files, or, where a
-file is called again and again, as .npz frames in the same pipes.
+file is called again and again, as .npz frames in the same pipes. The parent keeps stdin open as long as it wants an
+answer: when stdin ends, because the parent was killed too, this process exits.
 """
 
 import io
@@ -18,9 +19,12 @@ import json
 import os
 import resource
 import runpy
+import select
 import statistics
 import sys
+import threading
 import time
+from _thread import interrupt_main
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -30,6 +34,7 @@ OUT_OF_MEMORY = 70  # how this program ends then
 NOT_EVALUATED = 71  # exit code for an operation that the stand-in for a runtime cannot evaluate
 HUNGRY = ("bad_alloc", "allocate memory", "failed to allocate")  # how runtimes say so
 LEAST_RUNS = 5
+GRACE = 1.0  # seconds to exit by itself; the parent waits 5
 TIMES = ("prefill_seconds", "decode_seconds")
 Arrays = dict[str, np.ndarray]
 
@@ -37,6 +42,7 @@ Arrays = dict[str, np.ndarray]
 def main() -> None:
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a runtime prints is no answer
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     request = json.loads(sys.stdin.buffer.readline())
     if request.get("memory"):
         resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
@@ -54,6 +60,20 @@ def main() -> None:
         if any(words in str(error).lower() for words in HUNGRY):
             sys.exit(OUT_OF_MEMORY)
         raise
+
+
+def _exit_with_parent() -> None:
+    """Exit soon after the parent closed stdin, also in the middle of a run that nobody waits for any more.
+
+    `poll` reports the end of a pipe without reading from it, so requests stay for the main thread.
+    """
+    stdin = select.poll()
+    stdin.register(0, 0)
+    stdin.poll()
+    time.sleep(GRACE)  # enough for a main thread that waits for the next request
+    interrupt_main()  # temporary folders are removed on the way out
+    time.sleep(GRACE)
+    os._exit(1)
 
 
 def run(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
@@ -118,7 +138,10 @@ def serve(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> 
     file = kind(request["path"], request["options"])
     _answer(pipe, {"inputs": list(file.inputs)})
     while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
-        answer = _packed(_called(file, io.BytesIO(sys.stdin.buffer.read(size))))
+        frame = sys.stdin.buffer.read(size)
+        if len(frame) < size:
+            return  # the parent was killed while it wrote
+        answer = _packed(_called(file, io.BytesIO(frame)))
         pipe.write(len(answer).to_bytes(8, "little") + answer)
         pipe.flush()
 

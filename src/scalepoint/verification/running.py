@@ -27,7 +27,7 @@ from scalepoint.verification.agreement import Agreement, agreements, nothing_com
 from scalepoint.verification.departure import departure, foreseen
 from scalepoint.verification.files import about_file, existing, format_of
 from scalepoint.verification.profiling import layer_names, profile
-from scalepoint.verification.result import BOUND_DB, Benchmark, Departure, Resized, Verification
+from scalepoint.verification.result import BOUND_DB, OWN_BASELINE, Benchmark, Departure, Resized, Verification
 from scalepoint.verification.simulation import feeds_of, simulate
 from scalepoint.verification.times import LayerTime
 from scalepoint.verification.timing import benchmark, blamed, plain_file
@@ -48,6 +48,8 @@ def verify(
     runtime: str | Runtime | None = None,
     float_path: str | Path | None = None,
     float_model: nn.Module | None = None,
+    plain_path: str | Path | None = None,
+    baseline: str | None = None,
     threads: int = 1,
     seconds: float = 600,
     memory: int | None = None,
@@ -57,7 +59,9 @@ def verify(
     """Run the file in its runtime, in a process of its own, and compare with the simulation in PyTorch.
 
     `runtime` is that of the model's target unless given. `float_path`, the float export, adds sizes and the latency
-    ratio; with `float_model` its baseline is the faster of that file and of what torch.onnx.export makes of the model.
+    ratio. The baseline of the ratio is the faster of that file and of `plain_path`, which torch.onnx.export wrote; with
+    `float_model` instead of `plain_path` such a file is written for the measurement. `baseline` chooses one of the two,
+    "the float file" or "the plain export", for measurements that are to be compared with each other.
     A run has `seconds` and `memory` (bytes; all of this machine's unless given): beyond them it failed, which the
     status says. layers=False leaves out the search for the first tensor that departs.
     """
@@ -81,7 +85,7 @@ def verify(
         limit = min(found.bound, EVALUATED_DB)
         found = replace(found, is_run=False, message=chosen.why_not_run, bound=limit)
     elif float_path is not None:
-        speed = _speed(run, float_path, float_model, given, feeds)
+        speed = _speed(run, (float_path, plain_path, baseline), float_model, given, feeds)
         found = replace(found, float_size=about_file(float_path, chosen).size, latency=speed)
         found = replace(found, times=_times(run, float_path, feeds, model))
     if found.status == Status.OK and (why := nothing_compared(found.optimized)):
@@ -92,14 +96,21 @@ def verify(
 
 
 def _speed(
-    run: "_Run", float_path: str | Path, float_model: nn.Module | None, inputs: tuple[Any, Any], feeds: Feeds
+    run: "_Run",
+    floats: tuple[str | Path, str | Path | None, str | None],
+    float_model: nn.Module | None,
+    inputs: tuple[Any, Any],
+    feeds: Feeds,
 ) -> Benchmark:
-    """Against the float file, and what torch.onnx.export makes of the float model where it is given."""
-    limits: dict[str, Any] = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory}
-    if float_model is None:
-        return benchmark(float_path, run.path, feeds, **limits)
-    with plain_file(float_model, format_of(run.path, run.runtime), Writing(inputs, names=tuple(feeds))) as plain:
-        return benchmark(float_path, run.path, feeds, plain_path=plain, **limits)
+    """Against the faster of the float files, or of ours and of what torch.onnx.export makes of the float model."""
+    own, plain, baseline = floats
+    limits = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory, "baseline": baseline}
+    if plain is not None or float_model is None:
+        return benchmark(own, run.path, feeds, plain_path=plain, **limits)
+    form = format_of(run.path, run.runtime)
+    with plain_file(float_model, form, Writing(inputs, names=tuple(feeds))) as written:
+        found = benchmark(own, run.path, feeds, plain_path=written, **limits)
+    return found if found.baseline == OWN_BASELINE else replace(found, baseline_file="")  # it is gone by now
 
 
 def _times(run: "_Run", float_path: str | Path, feeds: Feeds, model: nn.Module) -> tuple[LayerTime, ...]:
