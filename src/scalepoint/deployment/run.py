@@ -22,7 +22,7 @@ from scalepoint.formats import find_format
 from scalepoint.graph.free import Axes
 from scalepoint.progress import Event, say, tell, timed
 from scalepoint.quantize import QuantConfig, save
-from scalepoint.quantize.feeding import length_of
+from scalepoint.quantize.feeding import Data, length_of
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import Target
 from scalepoint.verification.inputs import INPUTS_FILE, save_inputs
@@ -99,10 +99,13 @@ class Run:
         """Whether it can be read (again): weights alone need none, and an iterator gives it once."""
         return not isinstance(self.data, Iterator) and length_of(self.data) != 0
 
-    def example(self) -> list[Any]:
-        """The example as one batch of data."""
+    def example(self) -> Data:
+        """The example as data of one batch. A batch is a tuple or a dict: for an example that has both positional and
+        keyword inputs, return a function that calls the model with them."""
         args, kwargs = self.inputs
-        return [kwargs if kwargs and not args else tuple(args)]
+        if args and kwargs:
+            return lambda model: model(*args, **kwargs)
+        return [kwargs or tuple(args)]
 
     @_of_first
     def marks_of_quantizing(self, config: QuantConfig) -> Marks:
