@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from torch import fx, nn
+from torch.export import ExportedProgram
 
 from scalepoint import ranks
 from scalepoint.allocation import Budget, check_choices
@@ -38,7 +39,7 @@ from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slim
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
 from scalepoint.formats import Writing, check_metadata, export
 from scalepoint.graph.blame import user_level
-from scalepoint.graph.capture import as_inputs, check_model, unwrapped
+from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrapped
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
 from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
@@ -62,7 +63,7 @@ SIZES = 3  # files that are tried for a budget of size
 @in_turn
 @ranks.together()
 def deploy(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     example_inputs: Any,
     calibration_data: Any,
     *,
@@ -124,9 +125,9 @@ def deploy(
     return done if allow_departure else done.checked()
 
 
-def _checked_model(model: nn.Module) -> nn.Module:
+def _checked_model(model: nn.Module | ExportedProgram) -> nn.Module:
     """The model itself, with shapes and values."""
-    model = unwrapped(model)
+    model = as_module(model) if isinstance(model, ExportedProgram) else unwrapped(model)
     check_model(model)
     hollow = [name for name, value in model.named_parameters() if value.is_meta]
     if hollow:

@@ -4,6 +4,7 @@ Both hold the parameters that the deployed file will hold (`scale`, `zero_point`
 which observes and does the arithmetic.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -12,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, UsageError, shown
+from scalepoint.errors import (
+    BlockSizeMismatchError,
+    NotObservedError,
+    ScalepointWarning,
+    SpecError,
+    UsageError,
+    shown,
+)
+from scalepoint.graph.blame import user_level
 from scalepoint.numerics import QParams
 from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig, short_form
 from scalepoint.spec import (
@@ -201,6 +210,16 @@ def take_shapes(module: nn.Module, names: Sequence[str], state_dict: dict[str, A
             setattr(module, name, torch.empty_like(saved, device=device))
 
 
+def warn_if_exported_off() -> None:
+    """Warn where torch.onnx.export records a quantizer that is off: its file is a float model."""
+    if torch.onnx.is_in_onnx_export():
+        message = (
+            "torch.onnx.export: quantizers of this model are off, so the file is float there. Call calibrate(model, "
+            "data) or enable_fake_quant(model) before the export"
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+
+
 def _is_exporting() -> bool:
     """An exported eval graph holds constant scales, as the switch to eval mode left them."""
     return torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
@@ -287,6 +306,8 @@ class QuantStub(Quantizing):
     def forward(self, tensor: Tensor) -> Tensor:
         calibrating, following, enabled = self.are_on(("is_calibrating", "is_following", "is_enabled"))
         observing = calibrating or (following and self.training)
+        if not enabled and not self.skipped_because:
+            warn_if_exported_off()
         if not (observing or enabled) or self.quantizer.passes(tensor, observing):
             return tensor
         if observing and self.fixed_calibration is None:
@@ -367,6 +388,8 @@ class WeightFakeQuantize(Quantizing):
 
     def forward(self, weight: Tensor) -> Tensor:
         enabled, frozen = self.are_on(("is_enabled", "is_frozen"))
+        if not enabled:
+            warn_if_exported_off()
         if not enabled or self.quantizer.is_disabled():
             return weight
         if frozen and self.chosen is not None:

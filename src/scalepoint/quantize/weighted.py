@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import UsageError
 from scalepoint.graph import Operation
-from scalepoint.graph.modules import tensors_of
+from scalepoint.graph.modules import Computed, tensors_of
 from scalepoint.numerics import (
     Lines,
     QParams,
@@ -29,8 +29,8 @@ from scalepoint.numerics import (
     steps_of,
 )
 from scalepoint.quantize.constants import RealTensors
-from scalepoint.quantize.parts import kind_of_part, norm_settings, run_with
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes
+from scalepoint.quantize.parts import kind_of_part, norm_settings, owners_of, run_with
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes, warn_if_exported_off
 from scalepoint.spec.export_form import in_onnx_export
 from scalepoint.spec.state import Stateful
 
@@ -283,13 +283,9 @@ class QuantizedWeighted(Stateful):
 
     def _real_tensors(self) -> RealTensors | None:
         """References to all that `deployed` reads; None where a weight is made of other parameters."""
-        parts = [each for each in (self.operation, self.norm) if each is not None]
-        operations = [each for each in parts if isinstance(each, Operation)]
-        if any(each.is_computed for each in operations):
-            return None
-        owners = [reference.owner for each in operations for reference in each.references().values()]
-        stub = self.input_stub
-        return RealTensors.of([self, *parts, *owners, *(() if stub is None else (stub,))])
+        parts = [self.operation, *(each for each in (self.norm, self.input_stub) if each is not None)]
+        owners = [owner for part in parts for owner in owners_of(part)]
+        return None if any(isinstance(owner, Computed) for owner in owners) else RealTensors.of([self, *owners])
 
     def _is_constant_here(self) -> bool:
         """Whether torch.onnx.export records, and weight and bias can be constants of its file."""
@@ -298,16 +294,20 @@ class QuantizedWeighted(Stateful):
     def _exported(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in a plain ONNX export: constants, the weight behind Q/DQ where it is quantized."""
         assert self._real is not None  # noqa: S101  # asked before
-        quant, kind = self.weight_quant, self.weight.dtype
+        if not self.weight_quant.enabled:
+            warn_if_exported_off()
+        kind = self.weight.dtype
         with self._real.in_place():
-            if not self._is_quantizing:
-                weight, bias = self.folded()
-                return weight.detach().clone(), None if bias is None else bias.detach().clone()
-            codes, bias, scale = self.deployed()
-            values = quant.values(codes, kind)
-            bias = bias if bias is None or scale is None else bias * scale
-            bias = None if bias is None else bias.detach().to(kind).clone()
-        return self.canonical(quant.exported(values)), bias
+            values, bias = self._constants(kind)
+            values, bias = values.detach().clone(), None if bias is None else bias.detach().to(kind).clone()
+        return (self.canonical(self.weight_quant.exported(values)) if self._is_quantizing else values), bias
+
+    def _constants(self, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """What the codes stand for, or the folded weight where it is not quantized; and the bias."""
+        if not self._is_quantizing:
+            return self.folded()
+        codes, bias, scale = self.deployed()
+        return self.weight_quant.values(codes, kind), bias if bias is None or scale is None else bias * scale
 
     def _evaluated(self) -> _Kept:
         """What eval multiplies by, from what is deployed."""
