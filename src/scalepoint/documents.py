@@ -130,7 +130,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def dump_yaml(value: Any) -> str:
-    """Plain block YAML in the order given."""
+    """Plain YAML in the order given: a key on each line, and innermost lists and mappings on one, as [1, 2]."""
     text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=None, allow_unicode=True)
     return text
 

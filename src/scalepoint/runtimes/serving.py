@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 
 from scalepoint.errors import VerificationError
-from scalepoint.processor import child_environment
+from scalepoint.processor import check_threads, child_environment
 from scalepoint.runtimes.process import SECONDS, Status, all_memory, command, ended, missing, named
 from scalepoint.runtimes.runtime import Runtime
 
@@ -34,6 +34,7 @@ class Served:
     ) -> None:
         if not runtime.is_here:
             raise VerificationError(missing(runtime).message)
+        check_threads(threads)
         self.runtime, self.path, self.seconds, self.memory = runtime, path, seconds, memory or all_memory()
         self.is_late = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the child lives
