@@ -1,5 +1,6 @@
 """DeployConfig: everything deploy can be told, as a file: flag of the command line = key here = keyword of deploy."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -120,7 +121,8 @@ class DeployConfig(Config):
     def to_file(self, path: str | Path) -> None:
         path = Path(path)
         fields = self.to_dict()
-        replace_text(path, self.model_dump_json(indent=2) if path.suffix == ".json" else dump_yaml(fields))
+        as_json = json.dumps(self.model_dump(mode="json"), indent=2)  # pydantic's own fails on half a character
+        replace_text(path, as_json if path.suffix == ".json" else dump_yaml(fields))
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.model_dump(mode="json", exclude={"quantization"}), "quantization": self.quantization.to_dict()}
