@@ -1,12 +1,13 @@
 """Text from models and files as it is shown: nothing in it steers a terminal, and there is one way to do so."""
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
 
 from scalepoint.patterns.plan import TransformationPlan
-from scalepoint.words import one_line, short, two_times, visible
+from scalepoint.words import one_line, ratio, short, two_times, visible
 
 SOURCES = sorted((Path(__file__).parent.parent / "src").rglob("*.py"))
 
@@ -71,3 +72,11 @@ def test_dataclasses_become_documents_by_plain_alone():
 )
 def test_two_times_have_the_digits_that_tell_them_apart(first, second, expected):
     assert two_times(first, second) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3.946, "3.94x"), (0.9999, "0.99x"), (math.nan, "not a number"), (math.inf, "infx"), (1e308, "1e+308x")],
+)
+def test_a_ratio_is_shown_whatever_it_is(value: float, text: str) -> None:
+    assert ratio(value) == text

@@ -17,12 +17,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from scalepoint.errors import UsageError
+
 CAP = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # not below it: OpenVINO would still choose bfloat16, without kernels
 KNOWN = "SCALEPOINT_AMX"  # what was found, for the processes that this one starts
 PROGRAM = "SCALEPOINT_PROBE"  # another program to try, on any processor
 TRIED = ("torch", "openvino")
 SECONDS = 120
 CPUINFO = Path("/proc/cpuinfo")
+
+
+def check_threads(threads: int) -> None:
+    """Refuse more threads than four times the CPUs: a runtime would start them all, and be slower with each."""
+    most = 4 * (os.cpu_count() or 1)
+    if threads > most:
+        raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs; give at most {most} threads")
 
 
 def flags(path: Path = CPUINFO) -> set[str]:

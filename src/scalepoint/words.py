@@ -130,6 +130,8 @@ def decibel(value: float | None) -> str:
 
 def ratio(value: float) -> str:
     """3.94x of something; never rounded up to 1 when it is below."""
+    if not math.isfinite(value * 100):
+        return "not a number" if math.isnan(value) else f"{value:.3g}x"
     return f"{math.floor(value * 100 + 1e-9) / 100:.2f}x"
 
 

@@ -111,6 +111,8 @@ def mark_of_values(value: Any) -> str:
     """Tensors and arrays by type, shape and bytes."""
     found = hashlib.sha256()
     for leaf in pytree.tree_leaves(dict(value) if isinstance(value, Mapping) else value):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.is_meta or leaf.layout != torch.strided):
+            continue  # `feed` refuses it, and says which batch it is
         array = leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
         if isinstance(array, Tensor):
             found.update(f"{dtype_name(array.dtype)} {list(array.shape)}".encode())

@@ -19,7 +19,7 @@ from scalepoint.verification import Verification
 class Deployment:
     """What deploy made. Of the trials only the best keeps its model and its files."""
 
-    model: fx.GraphModule
+    model: fx.GraphModule = field(repr=False)  # torch shows the names of classes as they are, controls too
     path: Path
     float_path: Path
     coverage: Coverage

@@ -1,5 +1,6 @@
 """DeployConfig: everything deploy can be told, as a file: flag of the command line = key here = keyword of deploy."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,6 +14,7 @@ from scalepoint.documents import Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
 from scalepoint.files import replace_text
 from scalepoint.graph.free import axes_of
+from scalepoint.processor import check_threads
 from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
 from scalepoint.untrusted import read_text
@@ -31,6 +33,7 @@ def _axes(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch.manual_seed takes
 Channels = Annotated[tuple[float, ...], BeforeValidator(_parts)]
 Choices = Annotated[tuple[str, ...], BeforeValidator(_parts), AfterValidator(check_choices)]
 FreeAxes = Annotated[dict[str, dict[int, str]] | None, BeforeValidator(_axes)]
@@ -51,6 +54,7 @@ def check_options(given: Mapping[str, Any]) -> None:
         DeployConfig.model_validate(given)
     except ValidationError as error:
         raise UsageError(told_plainly(error, given)) from error
+    check_threads(given.get("threads", 1))
 
 
 class DeployConfig(Config):
@@ -88,7 +92,7 @@ class DeployConfig(Config):
     float_dtype: Literal["float32", "float16", "bfloat16"] | None = None  # of what is not quantized
     metadata: dict[str, Any] | str | None = None  # that the file keeps: labels, preprocessing, ...; or a file of it
     threads: Count = 1
-    seed: int = 0  # of random numbers, on the command line also of the model's and the data's
+    seed: Seed = 0  # of random numbers, on the command line also of the model's and the data's
     quantization: QuantConfig = QuantConfig()
 
     @classmethod
@@ -117,7 +121,8 @@ class DeployConfig(Config):
     def to_file(self, path: str | Path) -> None:
         path = Path(path)
         fields = self.to_dict()
-        replace_text(path, self.model_dump_json(indent=2) if path.suffix == ".json" else dump_yaml(fields))
+        as_json = json.dumps(self.model_dump(mode="json"), indent=2)  # pydantic's own fails on half a character
+        replace_text(path, as_json if path.suffix == ".json" else dump_yaml(fields))
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.model_dump(mode="json", exclude={"quantization"}), "quantization": self.quantization.to_dict()}

@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from torch import fx, nn
 from torch.export import ExportedProgram
 
 from scalepoint import ranks
 from scalepoint.allocation import Budget, check_choices
+from scalepoint.complaints import told_plainly
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
 from scalepoint.deployment.journal import Journal, check_output
@@ -36,10 +37,11 @@ from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import check_options, with_speed
 from scalepoint.deployment.sizes import telling_of_sizes
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
-from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
+from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, shown
 from scalepoint.formats import Writing, check_metadata, export
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrapped
+from scalepoint.graph.example import check_example
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
 from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
@@ -108,7 +110,12 @@ def deploy(
     file. smoke=True is fast, resume=True goes on, force=True overwrites; one `seed`, one file; `callback(event)` hears.
     """
     options = {"max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches}
-    _check(calibration_data, evaluate, accuracy, {**options, "on_nan": on_nan, "leave": leave, "threads": threads})
+    _check(
+        calibration_data,
+        evaluate,
+        accuracy,
+        {**options, "on_nan": on_nan, "leave": leave, "threads": threads, "seed": seed},
+    )
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
     model, found, folder = _checked_model(model), find_target(target), Path(output or "out")
     inputs, axes = _checked_inputs(found, model, as_inputs(example_inputs, kwargs), dynamic_axes)
@@ -151,6 +158,7 @@ def _checked_inputs(
 ) -> tuple[tuple[Any, Any], Axes]:
     """The example as the model takes it, and which of its axes are free by name."""
     inputs, axes = own_inputs(model, *given), axes_of(dynamic_axes)
+    check_example(model, inputs)
     target.check_free_sizes(axes)
     return inputs, checked_axes(axes, named_inputs(model, *inputs)) if axes else axes
 
@@ -403,4 +411,7 @@ def _checked_budget(budget: Any, choices: Sequence[str], max_drop: float | None,
     if isinstance(data, Iterator):
         raise UsageError("budget= reads the data several times, an iterator gives it once: pass a list or a function")
     check_choices(choices)
-    return Budget.build(budget)
+    try:
+        return Budget.build(budget)
+    except ValidationError as error:
+        raise ConfigError(f"budget={shown(budget)}: {told_plainly(error, budget)}") from error

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import fx
@@ -43,7 +43,7 @@ class Trial:
     """One config and what became of it."""
 
     config: QuantConfig
-    kept: fx.GraphModule | None  # the model, of the best so far; the others need no memory
+    kept: fx.GraphModule | None = field(repr=False)  # the model, of the best so far; the others need no memory
     file: Path | None  # of the best; the others are gone when the run ends
     float_file: Path
     verification: Verification | None

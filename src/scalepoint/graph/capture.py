@@ -25,6 +25,7 @@ from scalepoint.graph.blame import user_level, user_line
 from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.dry_run import dry_run
+from scalepoint.graph.example import check_dense
 from scalepoint.graph.export import fixed_batch, load, quiet, widened
 from scalepoint.graph.first_run import export_after_first_run
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
@@ -333,6 +334,7 @@ def as_tensor(value: np.ndarray | Tensor) -> Tensor:
     """What gradients can go through: an array's values, or those of a tensor that inference mode made."""
     if isinstance(value, np.ndarray):
         return from_array(value)
+    check_dense(value)
     return value.clone() if value.is_inference() else value
 
 

@@ -25,8 +25,17 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from scalepoint import ranks
-from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.errors import (
+    BatchNote,
+    CalibrationError,
+    NonFiniteError,
+    ScalepointError,
+    TensorError,
+    UsageError,
+    shown,
+)
 from scalepoint.graph.capture import as_tensor
+from scalepoint.graph.example import check_values, has_ids, ids_out_of_range
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
 from scalepoint.turns import in_turn
@@ -130,6 +139,9 @@ def _feed(
         raise
     except Exception as error:
         told.at = inside.batch
+        if isinstance(error, IndexError) and inside.is_inside and has_ids(inside.given):
+            said = ids_out_of_range(model, inside.given)
+            raise CalibrationError(f"batch {inside.batch} of the data: {said} ({error})") from error
         error.add_note(BatchNote(f"{what}: batch {inside.batch}"))
         raise
     finally:
@@ -214,7 +226,10 @@ def _feed_batches(
             return
         if index >= LIMIT:
             raise CalibrationError(f"the data did not end after {LIMIT} batches: pass max_batches=")
-        args, kwargs = inputs_of(batch, model)
+        try:
+            args, kwargs = inputs_of(batch, model)
+        except TensorError as error:
+            raise TensorError(f"batch {index} of the data: {error.args[0]}") from error
         if skip_nan and not _is_finite((args, kwargs)):
             fed.skipped.append(index)
             continue
@@ -377,7 +392,9 @@ def _check_no_nan(values: Any) -> None:
 
 def _tensor(value: Any) -> Any:
     if isinstance(value, np.ndarray | Tensor):
-        return as_tensor(value)
+        tensor = as_tensor(value)
+        check_values(tensor)
+        return tensor
     if isinstance(value, int | float | bool | type(None) | list | tuple | Mapping):
         return value
     raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")

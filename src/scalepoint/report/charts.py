@@ -48,9 +48,9 @@ def shares(parts: Sequence[tuple[str, float]], classes: Sequence[str], label: st
 
 def steps(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers between two values."""
-    if not high > low:
-        return [low]
     rough = (high - low) / about
+    if not 1e-300 < rough < math.inf:  # also a report of somebody else, with numbers of any size
+        return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -256,7 +256,7 @@ def histogram(each: Histogram) -> Html:
     wide = max(x_of(each.high) - x_of(each.low), 0.5)
     drawn = [tag("rect", x=x_of(each.low), y=top, width=round(wide, 2), height=floor - top, class_="range")]
     for left, right, number in zip(edges, edges[1:], counts, strict=False):
-        tall = round((floor - top) * math.log1p(number) / most, 2)
+        tall = round((floor - top) * math.log1p(max(number, 0)) / most, 2)
         class_ = "inside" if each.low <= (left + right) / 2 <= each.high else "outside"
         bar = round(max(x_of(right) - x_of(left) - 0.4, 0.4), 2)
         if number:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from scalepoint.processor import child_environment, signal_of
+from scalepoint.processor import check_threads, child_environment, signal_of
 from scalepoint.runtimes.loop import NOT_EVALUATED, OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
 
@@ -54,6 +54,7 @@ def ask(runtime: Runtime, request: Mapping[str, Any], *, seconds: float = SECOND
     """Run one task in a child process that has `memory` bytes at most."""
     if not runtime.is_here:
         return missing(runtime)
+    check_threads(request.get("options", {}).get("threads") or 0)
     limit = memory or all_memory()
     with Child(runtime) as child:
         with child.within(seconds):

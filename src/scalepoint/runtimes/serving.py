@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from scalepoint.errors import VerificationError
+from scalepoint.processor import check_threads
 from scalepoint.runtimes.process import SECONDS, Child, Status, all_memory, ended, missing, named
 from scalepoint.runtimes.runtime import Runtime
 
@@ -34,6 +35,7 @@ class Served:
     ) -> None:
         if not runtime.is_here:
             raise VerificationError(missing(runtime).message)
+        check_threads(threads)
         self.runtime, self.path, self.seconds, self.memory = runtime, path, seconds, memory or all_memory()
         self._where = f"{path} in {runtime.name}"
         self._child, self._owner, self._is_broken = Child(runtime), os.getpid(), False
