@@ -136,9 +136,9 @@ class Watched:
 
     @property
     def mark(self) -> str | None:
-        """After the data was read."""
+        """After the data was read. Batches that the mark needs and that were not read yet are read now."""
         if isinstance(self.data, _Passing):
-            return self.data.mark
+            return self.data.mark if self.data.is_complete else self.mark_now()
         return mark_of_code(self.source) if callable(self.source) else None
 
     def mark_now(self) -> str | None:
@@ -146,6 +146,7 @@ class Watched:
         if isinstance(self.data, _Passing):
             for _ in islice(self.data, FEW):
                 pass
+            return self.data.mark
         return self.mark
 
 
@@ -155,6 +156,7 @@ class _Passing:
     def __init__(self, batches: Any) -> None:
         self.batches = batches
         self.mark: str | None = None
+        self.is_complete = False  # whether all batches that the mark is made of were read
 
     def __iter__(self) -> Iterator[Any]:
         marks: list[str] = []
@@ -162,7 +164,9 @@ class _Passing:
             if len(marks) < FEW:
                 marks.append(mark_of_values(batch))
                 self.mark = mark(marks, self._size())
+                self.is_complete = len(marks) == FEW
             yield batch
+        self.is_complete = True
 
     def __len__(self) -> int:
         return len(self.batches)

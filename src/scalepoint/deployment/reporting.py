@@ -61,7 +61,7 @@ def make_report(
         verification=best.verification,
         findings=_findings(run, best),
         timings=dict(run.timings),
-        warnings=(*((SMOKE,) if run.smoke else ()), *otherwise(best.model, run.inputs), *uncast(best.model)),
+        warnings=_warnings(run, best),
         graph=placement(best.model),
         attempts=tuple(Attempt(each.score, each.raised, each.start, each is best, each.speed) for each in trials),
         max_drop=bar.max_drop,
@@ -71,6 +71,12 @@ def make_report(
         reproduction=reproduction(run, best),
         migrated=record_of(best.model).migrated,
     )
+
+
+def _warnings(run: Run, best: Trial) -> tuple[str, ...]:
+    constant = record_of(best.model).constant
+    own = (*((SMOKE,) if run.smoke else ()), *((constant,) if constant else ()))
+    return (*own, *otherwise(best.model, run.inputs), *uncast(best.model))
 
 
 def _by_layer(run: Run, best: Trial) -> tuple[tuple[ReportedLayer, ...], tuple[Histogram, ...]]:

@@ -18,7 +18,9 @@ from torch import fx, nn
 
 from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
+from scalepoint.graph.blame import user_level
 from scalepoint.graph.modes import evaluating
+from scalepoint.quantize.constant import ConstantData
 from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split, length_of
 from scalepoint.quantize.means import Means, take_back
 from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
@@ -81,8 +83,10 @@ def calibrate(
                 weight.unfreeze()  # it is another weight now
         means = Means(model) if stubs and corrects else None
         if stubs:
-            fed = _observe(run, stubs, means, on_nan, on_unseen)
-            amend_record(model, calibrated=(fed.calls, fed.samples))
+            constant = ConstantData(model, stubs)
+            with constant.watching():
+                fed = _observe(run, stubs, means, on_nan, on_unseen)
+            amend_record(model, calibrated=(fed.calls, fed.samples), constant=_warned(constant.warning()))
         elif _needs_check(model, forward_loop):
             run("checking the data", only_first=True)
     _switch_on(stubs, weights)
@@ -90,6 +94,12 @@ def calibrate(
         freeze(model)
     _correct(model, means, correct_bias)
     return model
+
+
+def _warned(message: str) -> str:
+    if message:
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+    return message
 
 
 def _needs_check(model: nn.Module, data: Data) -> bool:

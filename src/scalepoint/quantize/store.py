@@ -245,6 +245,7 @@ class Manifest(BaseModel):
     is_norm_frozen: bool
     migrated: dict[str, Any] = {}
     calibrated: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
+    constant: str = ""
     graph: dict[str, Any] | None = None
     aliases: dict[str, str]
     tensors: TensorFile
@@ -280,6 +281,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
         "is_norm_frozen": record.is_norm_frozen,
         "migrated": {} if record.migrated is None else record.migrated.to_dict(),
         "calibrated": None if record.calibrated is None else list(record.calibrated),
+        **({"constant": record.constant} if record.constant else {}),
     }
 
 
@@ -409,7 +411,8 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)
-    amend_record(model, calibrated=tuple(manifest["calibrated"]) if manifest["calibrated"] else None)
+    calibrated = tuple(manifest["calibrated"]) if manifest["calibrated"] else None
+    amend_record(model, calibrated=calibrated, constant=manifest["constant"])
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # torch's word for other shapes

@@ -56,12 +56,13 @@ COREML = Target(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
     accepts=(
-        Accepted("activation", (torch.uint8,), (), ("per_tensor",)),
+        Accepted("activation", (torch.uint8,), (), ("per_tensor",), dynamic=False),
         Accepted(
             "activation",
             (torch.int8,),
             (QuantizationScheme.SYMMETRIC, QuantizationScheme.ASYMMETRIC),
             ("per_tensor",),
+            dynamic=False,
         ),
         Accepted("weight", NARROW, (), ("per_tensor", "per_channel", "per_block")),
         Accepted("weight", INDICES, (), ("per_grouped_channel",)),  # palettes

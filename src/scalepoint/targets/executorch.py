@@ -170,7 +170,7 @@ EXECUTORCH = Target(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
     accepts=(
-        Accepted("activation", (INT8,), (), ("per_tensor",)),
+        Accepted("activation", (INT8,), (), ("per_tensor",), dynamic=False),
         Accepted("activation", (INT8,), (QuantizationScheme.ASYMMETRIC,), ("per_token",), (), ("linear",)),
         Accepted("weight", (INT8,), SYMMETRIC, ("per_channel",)),
         Accepted("weight", (INT4,), SYMMETRIC, ("per_block", "per_channel"), GROUPS, ("linear",)),

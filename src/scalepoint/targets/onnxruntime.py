@@ -179,7 +179,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
             qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
         ),
         accepts=(
-            Accepted("activation", (torch.uint8,), (), ("per_tensor",)),
+            Accepted("activation", (torch.uint8,), (), ("per_tensor",), dynamic=False),
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
             Accepted(
                 "weight",

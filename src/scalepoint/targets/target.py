@@ -16,6 +16,7 @@ from scalepoint.numerics import CodeType, dtype_name, format_of
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
 from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.spec import to_dtype
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -69,6 +70,7 @@ class Accepted:
     block_sizes: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
     formulations: tuple[QuantizationFormulation, ...] = (QuantizationFormulation.ZP,)
+    dynamic: bool = True  # whether its parameters may be made for every call; False: they are constants of the file
 
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
         """How unlike a dtype the row's own are: another one, of another kind, of another width."""
@@ -93,6 +95,8 @@ class Accepted:
         blocks = getattr(granularity, "block_size", None)
         if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
             return f"{dtype_name(spec.dtype)} in blocks of {blocks}"
+        if not self.dynamic and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator):
+            return f"{dtype_name(spec.dtype)} with scales that are made for every call (dynamic)"
         return None
 
     def __str__(self) -> str:
@@ -236,5 +240,6 @@ class Target:
         nearest_first = sorted(complaints, key=lambda pair: pair[0].distance(spec.dtype))
         complaint = nearest_first[0][1] if complaints else f"any {role}"
         row = next((row for row, _ in nearest_first if not (kind and row.kinds) or kind in row.kinds), None)
-        way = f"the nearest it can: {row}" if row else "leave it float"
+        constant = ", with constant scales" if row and not row.dynamic and "dynamic" in str(complaint) else ""
+        way = f"the nearest it can: {row}{constant}" if row else "leave it float"
         raise TargetError(f"{where}: target {self.name!r} cannot run {complaint} as {role} ({way})")
