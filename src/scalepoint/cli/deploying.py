@@ -67,6 +67,7 @@ def deploy(
     seed: options.Seed = None,
     allow_departure: options.AllowDeparture = None,
     float_dtype: options.FloatDtype = None,
+    cpu: options.Cpu = None,
     metadata: options.Metadata = None,
     batch_size: options.BatchSize = None,
     size: options.Size = None,
@@ -149,7 +150,7 @@ def _talk(text: str, quiet: bool) -> None:
 def keywords_of(settings: Any) -> dict[str, Any]:
     """What deploy is told of a config."""
     same = ("target", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-            "leave", "dynamic_axes", "strict", "threads", "seed", "float_dtype", "metadata")  # fmt: skip
+            "leave", "dynamic_axes", "strict", "threads", "seed", "float_dtype", "cpu", "metadata")  # fmt: skip
     told = {name: getattr(settings, name) for name in same}
     return {**told, "config": settings.quantization, "allow_departure": True}  # told by the exit code, after the result
 
@@ -222,7 +223,8 @@ class Run:
     def _write_configs(self, done: Any) -> str:
         """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns the command that makes
         the kept file again, from wherever it is typed."""
-        here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder)})
+        cpu = getattr(done.report, "environment", {}).get("target cpu", self.settings.cpu)  # as it was made
+        here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder), "cpu": cpu})
         file = self.folder / "config.yaml"
         here.to_file(file)
         if len(getattr(done.report, "attempts", ())) > 1 or self.settings.budget is not None:

@@ -82,8 +82,9 @@ def check_with_target(settings: Any) -> None:
     """What a target cannot have; of one that is broken the run itself says so."""
     from scalepoint.targets import find_target
 
-    find_target(settings.target).check_float_dtype(settings.float_dtype)
-    find_target(settings.target).check_free_sizes(settings.dynamic_axes)
+    target = find_target(settings.target, settings.cpu)
+    target.check_float_dtype(settings.float_dtype)
+    target.check_free_sizes(settings.dynamic_axes)
 
 
 def check_output(folder: Path, *, force: bool, resume: bool) -> None:
