@@ -107,7 +107,8 @@ def deploy(
     `dynamic_axes` names axes that take other sizes, {"x": {2: "height"}}. allow_departure=True takes a file that
     departs, on_nan="skip" leaves batches with NaN out, `float_dtype` types what stays float, `metadata` is kept in the
     file. `cpu` is the CPU that onnxruntime and openvino files are for: "vnni" uses all 8 bits of the weights, "avx2" is
-    exact without VNNI too, "auto" looks at this machine. smoke=True is fast, resume=True goes on, force=True overwrites; one `seed`, one file; `callback(event)` hears.
+    exact without VNNI too, "auto" looks at this machine. smoke=True is fast, resume=True goes on, force=True
+    overwrites; one `seed`, one file; `callback(event)` hears.
     """
     options = {"max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches}
     _check(calibration_data, evaluate, accuracy, {**options, "on_nan": on_nan, "leave": leave, "threads": threads})
