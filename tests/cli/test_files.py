@@ -50,6 +50,15 @@ def test_the_cpu_of_a_file_is_an_option_and_a_key(call, here) -> None:
     assert call("deploy", "-c", "own.yaml", "--target", "tensorrt", "-o", "none")[0] == Code.USAGE
 
 
+def test_a_missing_runtime_is_told_before_the_model_is_made(call, here, monkeypatch) -> None:
+    from scalepoint.runtimes import Runtime
+
+    monkeypatch.setattr(Runtime, "is_here", False)
+    code, _, err = call("deploy", "nets:sleeping", "--data", "nets:same")
+    assert (code, "is not installed" in err) == (Code.UNVERIFIED, True), err
+    assert not (here / "started").exists()
+
+
 def test_report_shows_writes_and_overwrites_nothing(call, made, tmp_path) -> None:
     code, out, err = call("report", made)
     assert code == 0

@@ -18,7 +18,16 @@ from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import WORK, check_names, check_output, check_settings, done_in, finder_of, settings_of
+from scalepoint.cli.settings import (
+    WORK,
+    check_names,
+    check_output,
+    check_runtime,
+    check_settings,
+    done_in,
+    finder_of,
+    settings_of,
+)
 from scalepoint.files import replace_text
 from scalepoint.words import decibel, ratio, value_of
 
@@ -116,6 +125,7 @@ def _deployed(given: dict[str, Any]) -> int:
         code = preview(settings, finder, "deploy", json=json)
         _talk("dry run: nothing was written", quiet)
         return code
+    check_runtime(settings)
     return Run(settings, finder, bool(given["smoke"]), resume, quiet, json, bool(given["verbose"])).go()
 
 

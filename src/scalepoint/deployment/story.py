@@ -35,8 +35,8 @@ from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import check_options, with_speed
 from scalepoint.deployment.sizes import telling_of_sizes
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
-from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
-from scalepoint.formats import Writing, check_metadata, export
+from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, VerificationError, shown
+from scalepoint.formats import Writing, check_metadata, export, find_format
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs, check_model, unwrapped
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
@@ -48,6 +48,7 @@ from scalepoint.quantize.feeding import check_data, own_inputs
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE
 from scalepoint.runtimes import find_runtime
+from scalepoint.runtimes.process import missing
 from scalepoint.targets import Target, find_target
 from scalepoint.targets.cpu import AUTOMATIC
 from scalepoint.transformation import transform
@@ -118,6 +119,7 @@ def deploy(
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     said = _checked_file(found, float_dtype, model, metadata)
+    ranks.told("looking for the runtime", lambda: check_installed(found, allow_departure=allow_departure))
     if isinstance(target, str) and cpu == "auto" and progress is not False:
         _tell_cpu(found, wanted)
     with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
@@ -127,6 +129,21 @@ def deploy(
             metadata=said)  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
+
+
+def check_installed(target: Target, *, allow_departure: bool) -> None:
+    """Refuse a target whose file cannot be written or verified here, before any work."""
+    find_format(target.format).check_installed()
+    runtime = None if target.runtime is None else find_runtime(target.runtime)
+    if runtime is None or runtime.is_here:
+        return
+    why = missing(runtime).message
+    if not allow_departure:
+        raise VerificationError(
+            f"target {target.name!r} is verified in its runtime, and {why}. allow_departure=True (--allow-departure) "
+            "writes the file without"
+        )
+    warnings.warn(ScalepointWarning(f"{why}. The file will not be verified"), stacklevel=user_level())
 
 
 def _tell_cpu(target: Target, config: QuantConfig) -> None:
