@@ -39,6 +39,26 @@ def test_the_config_that_was_kept_runs_again(call, made) -> None:
     assert call("deploy", "-c", made / "config.yaml")[0] == Code.USAGE  # the folder is full
 
 
+def test_the_cpu_of_a_file_is_an_option_and_a_key(call, here) -> None:
+    (here / "own.yaml").write_text("model: nets:net\ndata: nets:same\ncpu: vnni\n")
+    for name, given in (("file", ["-c", "own.yaml"]), ("flag", ["-c", "own.yaml", "--cpu", "avx2"])):
+        code, _, err = call("deploy", *given, "-o", name, "--smoke", "--allow-departure")
+        assert code == 0, err
+    assert [DeployConfig.from_file(here / name / "config.yaml").cpu for name in ("file", "flag")] == ["vnni", "avx2"]
+    code, _, err = call("deploy", "-c", "own.yaml", "--cpu", "avx3", "-o", "none")
+    assert (code, "--cpu" in err, "avx2" in err) == (Code.USAGE, True, True)
+    assert call("deploy", "-c", "own.yaml", "--target", "tensorrt", "-o", "none")[0] == Code.USAGE
+
+
+def test_a_missing_runtime_is_told_before_the_model_is_made(call, here, monkeypatch) -> None:
+    from scalepoint.runtimes import Runtime
+
+    monkeypatch.setattr(Runtime, "is_here", False)
+    code, _, err = call("deploy", "nets:sleeping", "--data", "nets:same")
+    assert (code, "is not installed" in err) == (Code.UNVERIFIED, True), err
+    assert not (here / "started").exists()
+
+
 def test_report_shows_writes_and_overwrites_nothing(call, made, tmp_path) -> None:
     code, out, err = call("report", made)
     assert code == 0

@@ -57,6 +57,7 @@ class FolderRun:
                 f"{', '.join(list_targets(language=True))}, not {self.settings.target!r}"
             )
         given = [name for name in NOT_HERE if getattr(self.settings, name)]
+        given += ["cpu"] if self.settings.cpu != "auto" else []
         if given:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
         check_path(self.output)

@@ -23,6 +23,7 @@ from scalepoint.cli.settings import (
     check_inputs,
     check_names,
     check_output,
+    check_runtime,
     check_settings,
     done_in,
     finder_of,
@@ -76,6 +77,7 @@ def deploy(
     seed: options.Seed = None,
     allow_departure: options.AllowDeparture = None,
     float_dtype: options.FloatDtype = None,
+    cpu: options.Cpu = None,
     metadata: options.Metadata = None,
     batch_size: options.BatchSize = None,
     size: options.Size = None,
@@ -125,6 +127,7 @@ def _deployed(given: dict[str, Any]) -> int:
         code = preview(settings, finder, "deploy", json=json)
         _talk("dry run: nothing was written", quiet)
         return code
+    check_runtime(settings)
     return Run(settings, finder, bool(given["smoke"]), resume, quiet, json, bool(given["verbose"])).go()
 
 
@@ -159,7 +162,7 @@ def _talk(text: str, quiet: bool) -> None:
 def keywords_of(settings: Any) -> dict[str, Any]:
     """What deploy is told of a config."""
     same = ("target", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-            "leave", "dynamic_axes", "strict", "threads", "seed", "float_dtype", "metadata")  # fmt: skip
+            "leave", "dynamic_axes", "strict", "threads", "seed", "float_dtype", "cpu", "metadata")  # fmt: skip
     told = {name: getattr(settings, name) for name in same}
     return {**told, "config": settings.quantization, "allow_departure": True}  # told by the exit code, after the result
 
@@ -232,7 +235,8 @@ class Run:
     def _write_configs(self, done: Any) -> str:
         """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns the command that makes
         the kept file again, from wherever it is typed."""
-        here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder)})
+        cpu = getattr(done.report, "environment", {}).get("target cpu", self.settings.cpu)  # as it was made
+        here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder), "cpu": cpu})
         file = self.folder / "config.yaml"
         here.to_file(file)
         if len(getattr(done.report, "attempts", ())) > 1 or self.settings.budget is not None:

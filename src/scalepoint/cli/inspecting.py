@@ -68,11 +68,13 @@ def preview(settings: Any, finder: Finder, command: str, example: Any = None, *,
 def covered(settings: Any, finder: Finder, example: Any = None) -> Any:
     """What of the model is quantized and what not, as deploy has it."""
     from scalepoint.deployment.settings import with_speed
+    from scalepoint.targets import find_target
 
     model, inputs, _ = model_and_data(settings, finder, example)
     config = with_speed(settings.quantization, is_strict=settings.strict, has_budget=settings.budget is not None)
+    target = find_target(settings.target, settings.cpu)
     return public("inspect")(
-        model, inputs, target=settings.target, config=config, leave=settings.leave, dynamic_axes=settings.dynamic_axes
+        model, inputs, target=target, config=config, leave=settings.leave, dynamic_axes=settings.dynamic_axes
     )
 
 

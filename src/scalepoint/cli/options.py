@@ -118,6 +118,13 @@ AllowDeparture = Annotated[
 FloatDtype = Annotated[
     str | None, typer.Option(help="Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.")
 ]
+Cpu = Annotated[
+    str | None,
+    typer.Option(
+        help="The CPU that the file is for, of onnxruntime and openvino: vnni uses all 8 bits of the weights, avx2 is "
+        "exact without VNNI too; this machine's if not said."
+    ),
+]
 Metadata = Annotated[
     str | None,
     typer.Option(
@@ -146,7 +153,7 @@ PANELS: dict[str, tuple[Any, ...]] = {
     ),
     "Language models": (Judge, Memory, Length, Samples, Cache),
     "Data": (BatchSize, MaxBatches, OnNan, Size, Mean, Std),
-    "Model and file": (Weights, Random, Trust, Root, DynamicAxes, Metadata),
+    "Model and file": (Weights, Random, Trust, Root, DynamicAxes, Cpu, Metadata),
     "How it is run": (Threads, Seed, DryRun, Smoke, Resume, Force),
     "What is said": (Quiet, Verbose, Json, Debug),
 }  # fmt: skip

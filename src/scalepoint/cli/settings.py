@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scalepoint import ranks
 from scalepoint.cli.data import Reading, check_data
 from scalepoint.cli.ending import usage
 from scalepoint.cli.naming import Finder, check_name
@@ -84,8 +85,19 @@ def check_with_target(settings: Any) -> None:
     """What a target cannot have; of one that is broken the run itself says so."""
     from scalepoint.targets import find_target
 
-    find_target(settings.target).check_float_dtype(settings.float_dtype)
-    find_target(settings.target).check_free_sizes(settings.dynamic_axes)
+    target = find_target(settings.target, settings.cpu)
+    target.check_float_dtype(settings.float_dtype)
+    target.check_free_sizes(settings.dynamic_axes)
+
+
+def check_runtime(settings: Any) -> None:
+    """Refuse a target whose runtime is not installed before the model is made, unless the file may be unverified."""
+    from scalepoint.deployment.story import check_installed
+    from scalepoint.targets import find_target
+
+    target = find_target(settings.target, settings.cpu)
+    if not settings.allow_departure:
+        ranks.told("looking for the runtime", lambda: check_installed(target, allow_departure=False))
 
 
 def check_inputs(settings: Any, finder: Finder) -> None:

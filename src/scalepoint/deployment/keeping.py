@@ -85,6 +85,7 @@ def keep(
     folder = run.journal.folder.parent
     asked = DeployConfig(
         target=run.target.name,
+        cpu=run.target.options.get("cpu", "auto"),
         output=str(folder),
         max_drop=limits[0],
         min_speed=limits[1],

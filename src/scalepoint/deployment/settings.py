@@ -90,6 +90,7 @@ class DeployConfig(Config):
     strict: bool = False
     allow_departure: bool = False
     float_dtype: Literal["float32", "float16", "bfloat16"] | None = None  # of what is not quantized
+    cpu: Literal["auto", "vnni", "avx2"] = "auto"  # of onnxruntime and openvino: auto looks at this machine
     metadata: dict[str, Any] | str | None = None  # that the file keeps: labels, preprocessing, ...; or a file of it
     threads: Count = 1
     seed: Seed = 0  # of random numbers, on the command line also of the model's and the data's

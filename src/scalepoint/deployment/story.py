@@ -37,21 +37,24 @@ from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import check_options, with_speed
 from scalepoint.deployment.sizes import telling_of_sizes
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
-from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, shown
-from scalepoint.formats import Writing, check_metadata, export
+from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
+from scalepoint.formats import Writing, check_metadata, export, find_format
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrapped
 from scalepoint.graph.example import check_example
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
 from scalepoint.plain import plain
-from scalepoint.progress import Callback, Event, listening, tell
+from scalepoint.progress import Callback, Event, listening, say, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
+from scalepoint.quantize.config import FLOAT
 from scalepoint.quantize.feeding import check_data, own_inputs
 from scalepoint.quantize.placement import check_formulations
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE
 from scalepoint.runtimes import find_runtime
+from scalepoint.runtimes.process import missing
 from scalepoint.targets import Target, find_target
+from scalepoint.targets.cpu import AUTOMATIC
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.turns import in_turn
@@ -87,6 +90,7 @@ def deploy(
     strict: bool = False,
     allow_departure: bool = False,
     float_dtype: str | None = None,
+    cpu: Literal["auto", "vnni", "avx2"] = "auto",
     metadata: Mapping[str, Any] | None = None,
     threads: int = 1,
     seed: int = 0,
@@ -107,7 +111,9 @@ def deploy(
     speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses least.
     `dynamic_axes` names axes that take other sizes, {"x": {2: "height"}}. allow_departure=True takes a file that
     departs, on_nan="skip" leaves batches with NaN out, `float_dtype` types what stays float, `metadata` is kept in the
-    file. smoke=True is fast, resume=True goes on, force=True overwrites; one `seed`, one file; `callback(event)` hears.
+    file. `cpu` is the CPU that onnxruntime and openvino files are for: "vnni" uses all 8 bits of the weights, "avx2" is
+    exact without VNNI too, "auto" looks at this machine. smoke=True is fast, resume=True goes on, force=True
+    overwrites; one `seed`, one file; `callback(event)` hears.
     """
     options = {"max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches}
     _check(
@@ -117,12 +123,15 @@ def deploy(
         {**options, "on_nan": on_nan, "leave": leave, "threads": threads, "seed": seed},
     )
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
-    model, found, folder = _checked_model(model), find_target(target), Path(output or "out")
+    model, found, folder = _checked_model(model), find_target(target, cpu), Path(output or "out")
     inputs, axes = _checked_inputs(found, model, as_inputs(example_inputs, kwargs), dynamic_axes)
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     check_formulations(wanted, found)
     said = _checked_file(found, float_dtype, model, metadata)
+    ranks.told("looking for the runtime", lambda: check_installed(found, allow_departure=allow_departure))
+    if isinstance(target, str) and cpu == "auto" and progress is not False:
+        _tell_cpu(found, wanted)
     with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
         run = Run(model=model, inputs=inputs, data=calibration_data, target=found, journal=journal, evaluate=evaluate,
             leave=tuple(leave), dynamic_axes=axes, strict=strict, threads=threads, max_batches=max_batches,
@@ -130,6 +139,27 @@ def deploy(
             metadata=said)  # fmt: skip
         done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
+
+
+def check_installed(target: Target, *, allow_departure: bool) -> None:
+    """Refuse a target whose file cannot be written or verified here, before any work."""
+    find_format(target.format).check_installed()
+    runtime = None if target.runtime is None else find_runtime(target.runtime)
+    if runtime is None or runtime.is_here:
+        return
+    why = missing(runtime).message
+    if not allow_departure:
+        raise VerificationError(
+            f"target {target.name!r} is verified in its runtime, and {why}. allow_departure=True (--allow-departure) "
+            "writes the file without"
+        )
+    warnings.warn(ScalepointWarning(f"{why}. The file will not be verified"), stacklevel=user_level())
+
+
+def _tell_cpu(target: Target, config: QuantConfig) -> None:
+    """Say for which CPUs the file will be, where nobody chose. Products with float activations never saturate."""
+    if "cpu" in target.options and config.activation != FLOAT:
+        say(AUTOMATIC[str(target.options["cpu"])])
 
 
 def _checked_model(model: nn.Module | ExportedProgram) -> nn.Module:

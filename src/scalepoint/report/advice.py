@@ -4,7 +4,6 @@ import shlex
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from scalepoint.verification.files import runtime_for
 from scalepoint.words import POOR_DB, short
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def _bench(found: "Verification") -> str:
     file, latency = PurePath(found.path), found.latency
     float_file = latency.baseline_file if latency is not None else ""
     words = ["scalepoint", "bench", str(file.parent / (float_file or f"float{file.suffix}")), str(file)]
-    if found.runtime != runtime_for(file.name).name:
+    if file.suffix == ".onnx" and found.runtime != "onnxruntime":  # which bench takes for such files
         words += ["--runtime", found.runtime]
     if latency is not None and latency.threads != 1:
         words += ["--threads", str(latency.threads)]

@@ -35,6 +35,7 @@ WRITTEN: Mapping[str, Callable[[float], str]] = {
 
 
 LEAST_SHARE = 0.0005  # what is told as 0.0 % is no change
+LEAST_NOISE = 0.03  # of times: two files with the same kernels differ by as much
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class Number:
     first: float | None
     second: float | None
     is_better_high: bool | None = True  # None: neither is
+    noise: float = 0.0  # of a measured time: a change by less, as a part of the first, tells nothing
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the change is smaller than what two measurements of one file may differ by."""
+        return self._share is not None and abs(self._share) <= self.noise
 
     @property
     def change(self) -> float | None:
@@ -60,12 +67,12 @@ class Number:
 
     @property
     def mood(self) -> str:
-        """better, worse, same; empty where one is not known, or where neither is better."""
+        """better, worse, same; empty where one is not known, neither is better, or the change is noise."""
         change = self.change
         is_zero = self._share is not None and abs(self._share) < LEAST_SHARE
         if self.first == self.second or is_zero:
             return "same"
-        if change is None or math.isnan(change) or self.is_better_high is None:
+        if change is None or math.isnan(change) or self.is_better_high is None or self.is_noise:
             return ""
         return "better" if (change > 0) == self.is_better_high else "worse"
 
@@ -76,7 +83,7 @@ class Number:
             turned = f"{first} -> {second}" if self.mood in ("better", "worse") else ""
             return first, second, "same" if self.mood == "same" else turned
         if self._share is not None:
-            return first, second, f"{self._share:+.1%}"
+            return first, second, f"{self._share:+.1%}{', within the noise' if self.is_noise else ''}"
         if self.unit == "share":
             return first, second, f"{100 * self.change:+.3g} points"
         return first, second, f"{self.change:+.1f} dB" if self.unit == "dB" else f"{self.change:+.4g}"
@@ -229,7 +236,8 @@ def _numbers(first: Report, second: Report) -> Iterator[Number]:
     one, other = _facts(first), _facts(second)
     for name, unit, key, is_better_high in rows:
         if one[key] is not None or other[key] is not None:
-            yield Number(name, unit, one[key], other[key], is_better_high)
+            noise = max(each.get(f"{key} noise") or 0.0 for each in (one, other))
+            yield Number(name, unit, one[key], other[key], is_better_high, noise)
 
 
 def _facts(report: Report) -> dict[str, float | None]:
@@ -244,6 +252,8 @@ def _facts(report: Report) -> dict[str, float | None]:
         "logits": None if words is None else words.logits_db,
         "speed": None if latency is None else latency.ratio,
         "latency": None if latency is None else latency.seconds[1],
+        "speed noise": None if latency is None else max(LEAST_NOISE, sum(latency.spread)),
+        "latency noise": None if latency is None else max(LEAST_NOISE, latency.spread[1]),
         "agreement": None if found is None or found.status.value != "ok" else found.sqnr,
         "worst": worst[0].sqnr_db if worst else None,
         "macs": low_share(report.coverage.share_of_macs()),

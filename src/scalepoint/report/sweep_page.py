@@ -19,7 +19,11 @@ def sweep_page(sweep: Sweep) -> str:
     quality = "score" if sweep.is_scored else "SQNR of the last layer in dB"
     parts = (
         ("size", "Quality against size", _chart(sweep, "size", f"size in MB; upwards: {quality}")),
-        ("speed", "Quality against speed", _chart(sweep, "speed", f"times the float file's speed; upwards: {quality}")),
+        (
+            "speed",
+            "Quality against speed",
+            _chart(sweep, "speed", f"times the speed of the fastest float file; upwards: {quality}"),
+        ),
         ("runs", "Runs", _table(sweep)),
     )
     shown = [tag("section", tag("h2", title), drawn, id=identifier) for identifier, title, drawn in parts if drawn]
@@ -53,10 +57,12 @@ class _Frame:
 
 def _chart(sweep: Sweep, cost: str, label: str) -> Html:
     """The same picture for wide and for narrow screens, of which the page shows one."""
-    known = [row for row in sweep.rows if row.is_done and row.quality is not None and _cost(row, cost) is not None]
+    known = [
+        row for row in sweep.rows if row.is_done and row.quality is not None and _cost(sweep, row, cost) is not None
+    ]
     if not known:
         return Html()
-    costs, qualities = [_cost(row, cost) or 0.0 for row in known], [_finite(row) for row in known]
+    costs, qualities = [_cost(sweep, row, cost) or 0.0 for row in known], [_finite(row) for row in known]
     ranges = _widened(min(costs), max(costs)), _widened(min(qualities), max(qualities))
     pictures = [
         _picture(sweep, known, cost, label, _Frame(width, *ranges), class_)
@@ -72,7 +78,7 @@ def _chart(sweep: Sweep, cost: str, label: str) -> Html:
 
 def _picture(sweep: Sweep, known: Sequence[SweepRow], cost: str, label: str, frame: _Frame, class_: str) -> Html:
     def at(row: SweepRow) -> tuple[float, float]:
-        return frame.x(_cost(row, cost) or 0.0), frame.y(_finite(row))
+        return frame.x(_cost(sweep, row, cost) or 0.0), frame.y(_finite(row))
 
     drawn = _grid(frame, label)
     front = sweep.front(cost)
@@ -81,7 +87,7 @@ def _picture(sweep: Sweep, known: Sequence[SweepRow], cost: str, label: str, fra
     for row in sorted(known, key=lambda row: row not in front):
         x, y = at(row)
         is_best = row in front
-        title = tag("title", f"{short(row.name)}: {', '.join(filter(None, cells(row)))}")
+        title = tag("title", f"{short(row.name)}: {', '.join(filter(None, cells(sweep, row)))}")
         radius, dot = (6, "dot") if is_best else (4, "dot-weight")
         drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=radius, class_=dot)))
         if is_best:
@@ -102,9 +108,9 @@ def _grid(frame: _Frame, label: str) -> list[Html]:
     return drawn
 
 
-def _cost(row: SweepRow, cost: str) -> float | None:
+def _cost(sweep: Sweep, row: SweepRow, cost: str) -> float | None:
     if cost == "speed":
-        return row.speed
+        return sweep.speed_of(row)
     return None if row.size is None else row.size / 1e6
 
 
@@ -123,7 +129,7 @@ def _table(sweep: Sweep) -> Html:
     rows: list[Sequence[Child]] = [
         (
             name(row.name, 60),
-            *cells(row),
+            *cells(sweep, row),
             tag("span", on[row.name], class_="badge good") if on[row.name] else "",
             short(row.verdict if row.is_done else row.message, 200),
         )

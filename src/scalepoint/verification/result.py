@@ -141,6 +141,14 @@ class Verification:
     is_run: bool = True  # False: not in the runtime, but evaluated from the file read back
     differences: tuple[str, ...] = ()  # what the file holds that the model does not, bit by bit
     resized: Resized | None = None  # where axes are free by name
+    machine_cpu: str = ""  # of the machine that ran it: "vnni" or "avx2"
+
+    @property
+    def origin(self) -> str:
+        """What the file was made for, and on which other kind of CPU it was verified."""
+        made = ", ".join(f"{key} {each}" for key, each in self.made_for.items())
+        is_elsewhere = self.machine_cpu and self.made_for.get("cpu", self.machine_cpu) != self.machine_cpu
+        return f"{made}; verified on another CPU, {self.machine_cpu}" if is_elsewhere else made
 
     @property
     def sqnr(self) -> float:
@@ -214,9 +222,7 @@ class Verification:
     def rows(self) -> list[tuple[str, str]]:
         rows = [("message", self.message)] if self.message else []
         rows += [("warning", self.warning)] if self.warning else []
-        rows += (
-            [("made for", ", ".join(f"{key} {each}" for key, each in self.made_for.items()))] if self.made_for else []
-        )
+        rows += [("made for", self.origin)] if self.made_for else []
         rows += [("not as the model", each) for each in self.differences]
         rows += [("agreement", str(each)) for each in self.optimized]
         rows += [("at other sizes", str(self.resized))] if self.resized else []

@@ -22,6 +22,7 @@ from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
 from scalepoint.runtimes.runtime import Executed
+from scalepoint.targets.cpu import instruction_set
 from scalepoint.turns import in_turn
 from scalepoint.verification.agreement import Agreement, agreements, nothing_compared, worst
 from scalepoint.verification.departure import departure, foreseen
@@ -199,7 +200,7 @@ def _differences(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, .
 
 def _expected(path: Path, runtime: Runtime, said: About | None, bound: float) -> Verification:
     """What the file itself says, before it runs."""
-    found = Verification(str(path), runtime.name, Status.OK, bound=bound)
+    found = Verification(str(path), runtime.name, Status.OK, bound=bound, machine_cpu=instruction_set())
     if said is None:
         return found
     warning = foreseen(said.made_for, path, bool(said.quantizers))
