@@ -25,7 +25,10 @@ ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")
 PARTS = 6  # of one packed weight at most
 LONGEST_PART = 20
 CONV1D = ("gpt2", "openai-gpt")  # whose layers keep weights as (in, out)
-EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings")
+EMBEDDINGS = (
+    "embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "embeddings",
+    "tokens_embed", "positions_embed",
+)  # fmt: skip
 HEADS = ("lm_head", "embed_out")
 ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and no layer of their own to loaders
 SIZES = (256, 128, 64, 32, 16)  # of blocks, as people choose them
