@@ -221,7 +221,7 @@ def check_blocks(source: Source, block: int | None) -> None:
     if wrong:
         layer, columns = next(iter(wrong.items()))
         fits = [size for size in SIZES if not any(columns % size for columns in inputs.values())]
-        allowed = f"blocks of {', '.join(map(str, fits))} do" if fits else "no common size does: use a scale a row"
+        allowed = f"blocks of {', '.join(map(str, fits))} do" if fits else "no common size does: use per_channel"
         raise TargetError(
             f"blocks of {block} do not divide the {columns} inputs of {layer} ({len(wrong)} such layers): {allowed}"
         )
