@@ -344,9 +344,10 @@ scalepoint.deploy_checkpoint(source, output, data=[long], length=long.shape[1], 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_memory_that_runs_out_is_told_and_leaves_nothing(llama, tmp_path):
     """The mask of 100,000 tokens takes 10 GB."""
-    command = [*warm(), "-c", LIMITED, str(llama[0]), str(tmp_path / "out")]
+    source, _ = damaged(llama, tmp_path / "source", {"max_position_embeddings": 100_000})
+    command = [*warm(), "-c", LIMITED, str(source), str(tmp_path / "out")]
     one = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=one)
     assert "StoreError" in done.stderr
     assert "memory ran out; memory=" in done.stderr
-    assert [each.name for each in tmp_path.iterdir()] == ["out-small"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out-small", "source"]

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, perplexity
+from scalepoint.cli.app import run
 from scalepoint.errors import NonFiniteError, StoreError, UsageError, VerificationError
 from scalepoint.files import replace_folder
 from scalepoint.formats import registry
@@ -69,6 +70,18 @@ def test_a_file_that_departs_is_returned_where_that_is_allowed(llama, tmp_path, 
     done = deployed(llama, tmp_path / "out", allow_departure=True)
     assert done.report.language.status == "departs"
     assert done.score == done.report.accuracy[0].quantized_value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "code"), [([], 4), (["--allow-departure"], 0)], ids=["refused", "allowed"])
+def test_the_command_ends_by_what_is_allowed(llama, tmp_path, monkeypatch, capsys, more, code):
+    use_format(monkeypatch, lambda weight: weight.roll(1, 0))
+    given = ["deploy", str(llama[0]), "--target", TARGET, "--judge", str(llama[0] / "judge.txt"), "--length", "32"]
+    assert run([*given, "--accuracy", "fast", "-o", str(tmp_path / "out"), *more]) == code
+    said = capsys.readouterr()
+    assert "not verified" in said.err
+    assert ("--allow-departure" in said.err) is (code == 4)
+    assert "lower is better" in said.out
 
 
 @pytest.mark.slow

@@ -64,6 +64,14 @@ def test_tokens_that_are_no_sequence_are_refused(llama, tokens):
         given(llama, [tokens], length=8, count=2)
 
 
+@pytest.mark.parametrize("data", [[torch.arange(200)[None] % 300] * 2, "text"], ids=["tokens", "text"])
+def test_sequences_longer_than_the_context_are_refused(llama, tmp_path, data):
+    data = llama[0] / "calibration.txt" if data == "text" else data
+    with pytest.raises(UsageError, match="length=128"):
+        deploy_checkpoint(llama[0], tmp_path / "out", target="gguf", config=CONFIG, data=data, length=150)
+    assert not (tmp_path / "out").exists()
+
+
 def test_only_as_much_text_is_tokenized_as_is_needed(llama, tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_text((llama[0] / "calibration.txt").read_text() * 20)

@@ -38,7 +38,7 @@ TOKENIZER = (
     "generation_config.json",
 )
 HEADS = ("lm_head", "embed_out")
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings", "tokens_embed")
 TIE = "tie_word_embeddings"
 _DTYPES = {
     "F64": torch.float64,

@@ -1,8 +1,6 @@
 """The written file in its runtime: the same logits as the simulation, its perplexity, how it goes on, how fast."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 from scalepoint.errors import NonFiniteError, VerificationError
 from scalepoint.language.settings import Asked
 from scalepoint.language.streams import Scored, perplexity
+from scalepoint.language.text import context_of
 from scalepoint.report.language import DEPARTS
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import Status, all_memory, ask, missing
@@ -18,7 +17,6 @@ from scalepoint.runtimes.serving import Served
 
 PROMPT = 32  # tokens of the text that the model goes on from
 NEW = 50
-CONTEXTS = ("original_max_position_embeddings", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 LEAST = 10  # dB; kernels that round activations to 8 bits stay above 20
 LESS = f"dB from the simulation's, less than {LEAST}: it computes something else"
 LARGEST_FLOAT = 4_000_000_000
@@ -48,7 +46,7 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
     runtime = find_runtime(job.target.runtime or "")
     if not runtime.is_here:
         return Proof(runtime.name, Status.UNAVAILABLE.value, missing(runtime).message)
-    context = _context(job.source.config)
+    context = context_of(job.source, PROMPT + NEW)
     prompt = tuple(int(each) for each in tokens[0][0, : min(PROMPT, context // 2)])
     new_tokens = min(NEW, context - len(prompt))
     sqnr = loss = None
@@ -70,13 +68,6 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
     prefill, decode = (len(each) / max(own, 1e-9) for each, own in zip((prompt, new), seconds, strict=True))
     found = (sqnr, loss, prompt, tuple(new), prefill, decode)
     return Proof(runtime.name, Status.OK.value, "", *found, *_float(job, prompt, new_tokens))
-
-
-def _context(config: Mapping[str, Any]) -> int:
-    """The most tokens that every runtime takes: the shortest context that config.json names."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    known = [config.get(name) for name in CONTEXTS] + [rope.get(CONTEXTS[0])]
-    return min([each for each in known if isinstance(each, int) and each > 1], default=PROMPT + NEW)
 
 
 def _options(job: Asked) -> dict[str, str]:

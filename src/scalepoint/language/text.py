@@ -22,6 +22,7 @@ SUFFIXES = (".txt", ".md", ".jsonl")
 LARGEST = 64_000_000  # characters that are read of a text: enough for any calibration
 PIECE = 1_000_000  # characters that are tokenized at once at most
 CHARACTERS = 8  # that a token has at most, in most texts
+CONTEXTS = ("original_max_position_embeddings", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 MARGIN = 16  # tokens beyond those that are wanted: the end of a text that was cut may have other ones
 
 
@@ -31,7 +32,9 @@ def sequences(given: Text, source: Source, *, length: int, count: int, what: str
     Rows of token tensors are cut in the same way. A row that is shorter than `length` is one sequence as it is.
     """
     if given is not None and not isinstance(given, str | Path):
-        return _rows(given, source, length, count)
+        rows = _rows(given, source, length, count)
+        check_context(rows, source, what)
+        return rows
     if given is None:
         raise CalibrationError(
             f"no {what}: give a text file, a .jsonl with a field 'text', a folder of such, or tokens; accuracy='fast' "
@@ -44,7 +47,26 @@ def sequences(given: Text, source: Source, *, length: int, count: int, what: str
             f"{given} has {tokens.numel()} tokens, less than one sequence of {length}: give more text, or a shorter "
             "length"
         )
-    return [part[None] for part in tokens[: whole * length].reshape(whole, length)[:count]]
+    found = [part[None] for part in tokens[: whole * length].reshape(whole, length)[:count]]
+    check_context(found, source, what)
+    return found
+
+
+def context_of(source: Source, default: int) -> int:
+    """The most tokens of a sequence: the shortest context that config.json names."""
+    config = source.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    known = [config.get(name) for name in CONTEXTS] + [rope.get(CONTEXTS[0])]
+    return min([each for each in known if isinstance(each, int) and each > 1], default=default)
+
+
+def check_context(found: Sequence[Tensor], source: Source, what: str) -> None:
+    """Refuse sequences that are longer than the model's context: it has no positions for them."""
+    longest = max((each.shape[1] for each in found), default=0)
+    if longest > (context := context_of(source, longest)):
+        raise UsageError(
+            f"{what}: sequences of {longest} tokens, and config.json allows {context}: give length={context}, or less"
+        )
 
 
 def tokenized(path: Path, source: Source, enough: int) -> Tensor:

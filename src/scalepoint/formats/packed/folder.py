@@ -25,7 +25,10 @@ ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")
 PARTS = 6  # of one packed weight at most
 LONGEST_PART = 20
 CONV1D = ("gpt2", "openai-gpt")  # whose layers keep weights as (in, out)
-EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings")
+EMBEDDINGS = (
+    "embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "embeddings",
+    "tokens_embed", "positions_embed",
+)  # fmt: skip
 HEADS = ("lm_head", "embed_out")
 ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and no layer of their own to loaders
 SIZES = (256, 128, 64, 32, 16)  # of blocks, as people choose them
@@ -218,7 +221,7 @@ def check_blocks(source: Source, block: int | None) -> None:
     if wrong:
         layer, columns = next(iter(wrong.items()))
         fits = [size for size in SIZES if not any(columns % size for columns in inputs.values())]
-        allowed = f"blocks of {', '.join(map(str, fits))} do" if fits else "no common size does: use a scale a row"
+        allowed = f"blocks of {', '.join(map(str, fits))} do" if fits else "no common size does: use per_channel"
         raise TargetError(
             f"blocks of {block} do not divide the {columns} inputs of {layer} ({len(wrong)} such layers): {allowed}"
         )
