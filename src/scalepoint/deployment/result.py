@@ -21,7 +21,7 @@ class Deployment:
 
     model: fx.GraphModule
     path: Path
-    float_path: Path
+    float_path: Path | None  # None after smoke=True, which writes no float file
     coverage: Coverage
     verification: Verification | None
     report: Report

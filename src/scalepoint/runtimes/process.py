@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from scalepoint.files import TemporaryFolder
 from scalepoint.processor import child_environment, signal_of
 from scalepoint.runtimes.loop import OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
@@ -119,8 +119,8 @@ def named(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
 @contextmanager
 def exchange(inputs: Mapping[str, np.ndarray]) -> Iterator[Exchange]:
     """Files that are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        yield Exchange(Path(folder), inputs)
+    with TemporaryFolder() as folder:
+        yield Exchange(folder, inputs)
 
 
 def precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:

@@ -1,6 +1,5 @@
 """benchmark: the speed of files in one process, in turns."""
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from scalepoint.errors import UsageError, VerificationError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats import FileFormat, Writing
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Answer, Exchange, ask, exchange
@@ -102,8 +102,8 @@ def _spread(quarters: Sequence[float]) -> float:
 def plain_file(model: nn.Module, form: FileFormat, writing: Writing) -> Iterator[Path | None]:
     """The float model as the exporter that people use writes it, for a while; None where that cannot."""
     size = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        path = Path(folder) / f"plain{form.suffix}"
+    with TemporaryFolder() as folder:
+        path = folder / f"plain{form.suffix}"
         if form.plain is not None and size < LARGEST_PLAIN:
             with suppress(Exception):  # an exporter raises what it likes, and then there is no such file to beat
                 form.plain(model, path, writing)

@@ -3,13 +3,13 @@
 import json
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from scalepoint.errors import StoreError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats.executorch.writing import ABOUT, INSTALL
 from scalepoint.formats.format import About, FileInput
 from scalepoint.formats.metadata import made_for
@@ -65,10 +65,10 @@ def decoded(data: bytes, schema: str) -> dict[str, Any]:
     if spec is None or not spec.submodule_search_locations:
         raise StoreError(f"a .pte file is read by ExecuTorch: {INSTALL}")
     home = Path(next(iter(spec.submodule_search_locations)))
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        binary = Path(folder) / "data.bin"
+    with TemporaryFolder() as folder:
+        binary = folder / "data.bin"
         binary.write_bytes(data)
-        options = ["--json", "--defaults-json", "--strict-json", "--raw-binary", "-o", folder]
+        options = ["--json", "--defaults-json", "--strict-json", "--raw-binary", "-o", str(folder)]
         done = subprocess.run(  # noqa: S603  # a program of an installed package, no shell
             [str(home / "data/bin/flatc"), *options, str(home / schema), "--", str(binary)],
             capture_output=True,
