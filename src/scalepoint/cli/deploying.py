@@ -225,12 +225,13 @@ class Run:
         if not ranks.is_main():
             return done
         file, command = self._write_configs(done)
+        paths = [self.folder / "config.yaml", file, self.folder / "reproduce.py"]
         if done.report.reproduction is not None:
             again = replace(done.report.reproduction, command=command)
             done = replace(done, report=replace(done.report, reproduction=again))
             write(done.report, self.folder)
-        names = ("config.yaml", "reproduce.py", JSON_FILE, HTML_FILE)
-        WrittenFiles(self.folder).add([file, *(self.folder / name for name in names)])
+            paths += [self.folder / JSON_FILE, self.folder / HTML_FILE]
+        WrittenFiles(self.folder).add(paths)
         return done
 
     def _write_configs(self, done: Any) -> tuple[Path, str]:
