@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from scalepoint.errors import StoreError
 
 TEMPORARY = ".tmp-"
+PREFIX = "scalepoint-"  # of folders in the system's temporary folder
 LOCK = ".lock"
 LONGEST = 200  # bytes of a name in the name of its temporary folder; file systems allow 255
 LINK = "is a symbolic link, and scalepoint writes through none: remove the link, or choose another output folder"
@@ -187,6 +189,51 @@ def sweep(folder: Path, names: Iterable[str] | None = None) -> None:
 
 def _named(rest: str) -> str:
     return rest.removeprefix(OLD)
+
+
+class TemporaryFolder:
+    """A folder in the system's temporary folder, deleted on close.
+
+    The process holds a lock in it. When a process was killed, the next one can take the lock and deletes the folder.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self._lock = os.open(self.path / ".new", os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.rename(self.path / ".new", self.path / LOCK)  # from now on it can be told from one that is left
+        except OSError as error:
+            where = os.environ.get("TMPDIR") or tempfile.tempdir or "the system's temporary folder"
+            raise StoreError(
+                f"cannot make a temporary folder in {where}: {error.strerror or error}. Set TMPDIR to a folder that "
+                "exists and can be written to"
+            ) from error
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sweep_temporary() -> None:
+    """Delete temporary folders of ours whose processes were killed."""
+    with suppress(OSError):
+        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                if path.is_symlink() or path.stat().st_uid != os.geteuid():
+                    continue
+                handle = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(handle)
 
 
 def replace_text(path: Path, text: str) -> None:

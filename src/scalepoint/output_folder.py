@@ -56,15 +56,18 @@ class WrittenFiles:
             return False
         return path.stat().st_size == record.size and digest(path) == record.sha256
 
-    def add(self, paths: Iterable[Path], root: Path | None = None) -> None:
+    def add(self, paths: Iterable[Path], root: Path | None = None) -> list[str]:
         """Record files, and every file in folders, by their paths in `root`: the output folder, or one whose files
-        are to be moved there."""
+        are to be moved there. Returns these paths."""
+        names = []
         for path in paths:
             inside = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
             for file in inside:
                 name = file.relative_to(root or self.folder).as_posix()
                 self.records[name] = FileRecord(size=file.stat().st_size, sha256=digest(file))
+                names.append(name)
         self._store()
+        return names
 
     def remove_all_but(self, names: Iterable[str]) -> None:
         """Delete what earlier runs wrote, except these files, and forget it. What was changed since stays."""
@@ -96,10 +99,9 @@ def move_into(source: Path, folder: Path) -> None:
         except OSError as error:
             raise StoreError(f"cannot write {folder}: {error.strerror or error}") from error
         return
-    names = [each.relative_to(source).as_posix() for each in sorted(source.rglob("*")) if each.is_file()]
-    check_links(folder, names)
     written = WrittenFiles(folder)
-    written.add([source], source)  # first: what is moved and not recorded would stay forever
+    check_links(folder, [each.relative_to(source).as_posix() for each in source.rglob("*")])
+    names = written.add([source], source)  # first: what is moved and not recorded would stay forever
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         _move(source / name, folder / name)

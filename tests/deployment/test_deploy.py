@@ -35,7 +35,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 UNSAID, ALL, FAST = QuantConfig(), QuantConfig(speed_first=False), QuantConfig(speed_first=True)
 
-KEPT = {"model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt"}
+KEPT = {
+    "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt",
+    ".scalepoint-files.json",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

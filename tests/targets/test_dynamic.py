@@ -1,4 +1,4 @@
-"""Activations whose scales are made for every call: refused before any work by targets whose files hold constant ones."""
+"""Activations with a scale per call are refused before any work by targets whose files hold constant scales."""
 
 import pytest
 import torch

@@ -13,6 +13,7 @@ from scalepoint.cli import beginning, deploying, files, inspecting, machine, pro
 from scalepoint.cli.ending import Code, fail, flushed, interrupted, misused
 from scalepoint.cli.screen import NARROW, abandon, prepare, say, show
 from scalepoint.errors import ScalepointWarning
+from scalepoint.interrupts import remembering_interrupts
 
 _MISUSE: Any = typer.BadParameter.__mro__[2]  # ClickException, under whichever name typer brings it
 EXIT_CODES = (
@@ -122,7 +123,7 @@ def run(arguments: list[str]) -> int:
     prepare()
     is_json, is_debug = "--json" in arguments, "--debug" in arguments
     name = next((each for each in arguments if not each.startswith("-")), "scalepoint")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), remembering_interrupts():
         _quiet_warnings(is_debug)
         try:
             code = app(arguments, standalone_mode=False, prog_name="scalepoint")

@@ -221,20 +221,25 @@ class Run:
 
     def kept(self, done: Any) -> Any:
         """The same, with the configs in its folder and the command in its report."""
+        from scalepoint.output_folder import WrittenFiles
         from scalepoint.report import write
+        from scalepoint.report.folder import HTML_FILE, JSON_FILE
 
         if not ranks.is_main():
             return done
-        command = self._write_configs(done)
+        file, command = self._write_configs(done)
+        paths = [self.folder / "config.yaml", file, self.folder / "reproduce.py"]
         if done.report.reproduction is not None:
             again = replace(done.report.reproduction, command=command)
             done = replace(done, report=replace(done.report, reproduction=again))
             write(done.report, self.folder)
+            paths += [self.folder / JSON_FILE, self.folder / HTML_FILE]
+        WrittenFiles(self.folder).add(paths)
         return done
 
-    def _write_configs(self, done: Any) -> str:
-        """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns the command that makes
-        the kept file again, from wherever it is typed."""
+    def _write_configs(self, done: Any) -> tuple[Path, str]:
+        """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns that file, and the
+        command that makes the kept file again, from wherever it is typed."""
         cpu = getattr(done.report, "environment", {}).get("target cpu", self.settings.cpu)  # as it was made
         here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder), "cpu": cpu})
         file = self.folder / "config.yaml"
@@ -246,7 +251,7 @@ class Run:
         trust = ["--trust"] if self.finder.trust else []
         script = AGAIN.format(version=scalepoint.__version__, file=file.name, trust=trust)
         replace_text(self.folder / "reproduce.py", script)
-        return shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *trust])
+        return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *trust])
 
     def _left_behind(self) -> str:
         """What a run that did not end has done, and how to go on."""

@@ -143,7 +143,7 @@ Smoke = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on where a run into this folder ended; what changed since is done again.")
 ]
-Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite what is there.")]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite files that are there; no other file is deleted.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No talk on stderr, only errors.")]
 
 # What stands together in the help; the rest stands first.

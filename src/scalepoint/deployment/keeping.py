@@ -10,16 +10,21 @@ from typing import Any
 import torch
 
 from scalepoint.allocation import Budget
-from scalepoint.deployment.run import Run
+from scalepoint.deployment.run import MODEL, Run
 from scalepoint.deployment.settings import DeployConfig
 from scalepoint.deployment.trials import Trial
 from scalepoint.errors import VerificationError
 from scalepoint.files import replace_text
 from scalepoint.progress import Event, tell
 from scalepoint.quantize import QuantConfig
+from scalepoint.report.folder import HTML_FILE, JSON_FILE
 from scalepoint.verification import Status, extract_failing
+from scalepoint.verification.extraction import NAMES as EXTRACTED
+from scalepoint.verification.inputs import INPUTS_FILE
 
 CONFIG, LOG, FAILING = "config.yaml", "log.txt", "failing"
+# what is written into an output folder, beside the files of the target's format; the last two by the command line
+NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, INPUTS_FILE, "kept.yaml", "reproduce.py")
 
 
 @contextmanager
@@ -57,6 +62,7 @@ def keep_failing(run: Run, best: Trial) -> None:
     folder = run.journal.folder.parent / FAILING
     with suppress(VerificationError):  # a file that does not run has no layer to look at
         if extract_failing(best.path, best.model, args, folder, kwargs=kwargs, force=True):
+            run.written += (folder / name for name in EXTRACTED)
             tell(Event("file", str(folder / "run.py")))
 
 
@@ -81,7 +87,7 @@ def keep(
         "threads",
         "seed",
     )
-    told: dict[str, Any] = {name: getattr(run, name) for name in same}
+    told: dict[str, Any] = {name: getattr(run, name) for name in same} | {"max_batches": run.asked_batches}
     folder = run.journal.folder.parent
     asked = DeployConfig(
         target=run.target.name,
@@ -96,6 +102,8 @@ def keep(
         **told,
     )
     asked.to_file(folder / CONFIG)
+    run.written.append(folder / CONFIG)
     log = run.journal.folder / LOG
     if log.is_file():
         replace_text(folder / LOG, log.read_text(encoding="utf-8"))
+        run.written.append(folder / LOG)

@@ -21,7 +21,7 @@ class Deployment:
 
     model: fx.GraphModule = field(repr=False)  # torch shows the names of classes as they are, controls too
     path: Path
-    float_path: Path
+    float_path: Path | None  # None after smoke=True, which writes no float file
     coverage: Coverage
     verification: Verification | None
     report: Report

@@ -17,15 +17,16 @@ from scalepoint.deployment.journal import Journal, Stage
 from scalepoint.deployment.marks import mark, mark_of_code, mark_of_model, mark_of_target, mark_of_values
 from scalepoint.deployment.trials import Trial
 from scalepoint.errors import UsageError
-from scalepoint.files import copy_whole, digest, remove
+from scalepoint.files import copy_whole, digest
 from scalepoint.formats import find_format
 from scalepoint.graph.free import Axes
 from scalepoint.progress import Event, say, tell, timed
 from scalepoint.quantize import QuantConfig, save
 from scalepoint.quantize.feeding import Data, length_of
+from scalepoint.quantize.store import files_in
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import Target
-from scalepoint.verification.inputs import INPUTS_FILE, save_inputs
+from scalepoint.verification.inputs import save_inputs
 from scalepoint.verification.result import PLAIN_BASELINE
 from scalepoint.verification.simulation import feeds_of
 from scalepoint.version import __version__
@@ -68,8 +69,10 @@ class Run:
     data_mark: str | None = None
     baseline: str | None = None  # which float file the first trial was compared with: all others are too
     timings: dict[str, float] = field(default_factory=dict)
+    written: list[Path] = field(default_factory=list)  # what this run has put into the output folder
 
     def __post_init__(self) -> None:
+        self.asked_batches = self.max_batches
         self.format = find_format(self.target.format)
         self.model_mark = mark_of_model(self.model)
         _check_same(self.model_mark)
@@ -172,25 +175,21 @@ class Run:
 
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""
-        path, float_path = self.file(output, FILE), self.file(output, FLOAT_FILE)
+        path, float_path = self.file(output, FILE), None if self.smoke else self.file(output, FLOAT_FILE)
         found = best.verification and replace(best.verification, path=str(path))
         placed = replace(best, file=path, float_file=float_path, verification=found)
         if not ranks.is_main():
             return placed
         plain = self.plain_path if self.baseline == PLAIN_BASELINE else None
-        floats = [] if self.smoke else [best.float_file, *([plain] if plain else [])]
+        floats = [] if self.smoke else [each for each in (best.float_file, plain) if each is not None]
         sources = [file for each in (*floats, best.path) for file in self.format.files(each)]
-        ours = (path, float_path, self.file(output, PLAIN_FILE))
-        old = {INPUTS_FILE, *(file.name for each in ours for file in self.format.files(each))}
-        is_timed = found is not None and found.latency is not None
-        if is_timed:
+        if found is not None and found.latency is not None:
             sources.append(save_inputs(self.journal.folder, feeds_of(best.model, self.inputs)))
         for source in sources:
             copy_whole(source, output / source.name)
             tell(Event("file", str(output / source.name)))
-        for name in old - {source.name for source in sources}:
-            remove(output / name)
         save(best.model, output / MODEL, with_graph=None)  # where it has a form as data, load needs no float model
+        self.written += (*(output / source.name for source in sources), *files_in(output / MODEL))
         return placed
 
 

@@ -24,7 +24,7 @@ from scalepoint.complaints import told_plainly
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
 from scalepoint.deployment.journal import Journal, check_output
-from scalepoint.deployment.keeping import LOG, Log, keep, keep_failing, seeded
+from scalepoint.deployment.keeping import LOG, NAMES, Log, keep, keep_failing, seeded
 from scalepoint.deployment.known import known_of
 from scalepoint.deployment.marks import Watched
 from scalepoint.deployment.pacing import check_pace, next_float
@@ -38,11 +38,14 @@ from scalepoint.deployment.settings import check_options, with_speed
 from scalepoint.deployment.sizes import telling_of_sizes
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
 from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
+from scalepoint.files import sweep as sweep_files
+from scalepoint.files import sweep_temporary
 from scalepoint.formats import Writing, check_metadata, export, find_format
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrapped
 from scalepoint.graph.example import check_example
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
+from scalepoint.output_folder import LIST, WrittenFiles
 from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, say, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
@@ -50,7 +53,7 @@ from scalepoint.quantize.config import FLOAT
 from scalepoint.quantize.feeding import check_data, own_inputs
 from scalepoint.quantize.placement import check_formulations
 from scalepoint.report import Allocated, Raised, Report, write
-from scalepoint.report.folder import HTML_FILE
+from scalepoint.report.folder import HTML_FILE, JSON_FILE
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import missing
 from scalepoint.targets import Target, find_target
@@ -132,12 +135,12 @@ def deploy(
     ranks.told("looking for the runtime", lambda: check_installed(found, allow_departure=allow_departure))
     if isinstance(target, str) and cpu == "auto" and progress is not False:
         _tell_cpu(found, wanted)
-    with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
+    with seeded(seed), listening(callback), _opened(folder, found, resume=resume, force=force) as journal:
         run = Run(model=model, inputs=inputs, data=calibration_data, target=found, journal=journal, evaluate=evaluate,
             leave=tuple(leave), dynamic_axes=axes, strict=strict, threads=threads, max_batches=max_batches,
             on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress, accuracy=accuracy, seed=seed,
             metadata=said)  # fmt: skip
-        done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
+        done = _made(run, wanted, (max_drop, min_speed), max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
 
 
@@ -194,10 +197,15 @@ def _checked_inputs(
 
 
 @contextmanager
-def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[Journal]:
+def _opened(folder: Path, target: Target, *, resume: bool, force: bool) -> Iterator[Journal]:
     """The journal, with the log of the run in it, where the folder may be written to."""
-    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
+    suffix = find_format(target.format).suffix
+    names = (*NAMES, *(f"{name}{suffix}" for name in (FILE, FLOAT_FILE, PLAIN_FILE)))
+    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume, names=names))
     with Journal.opened(folder, resume=resume) as journal, listening(Log(journal.folder / LOG)):
+        if ranks.is_main():
+            sweep_files(folder, (LIST, *names))
+            sweep_temporary()
         yield journal
 
 
@@ -215,7 +223,7 @@ def _made(
     if budget is not None:
         trials, allocation = _budgeted(run, config, budget, choices)
     else:
-        trials, allocation = _search(run, config, bar, most)
+        trials, allocation = _search(run, config, bar, 1 if run.smoke else most)
     chosen = best_of(trials, bar)
     best = run.place(chosen, folder)
     trials = [best if trial is chosen else closed(trial) for trial in trials]
@@ -226,7 +234,15 @@ def _made(
         with ranks.alone():
             keep_failing(run, best)
         keep(run, config, limits, most, budget, choices)
+        _record(run, folder)
     return Deployment.of(best, report, bar.float_score, trials)
+
+
+def _record(run: Run, folder: Path) -> None:
+    """List the files of this run as ours, and delete those of an earlier run that this one has not replaced."""
+    files = [*run.written, folder / JSON_FILE, folder / HTML_FILE]
+    written = WrittenFiles(folder)
+    written.remove_all_but(written.add(files))
 
 
 def _search(run: Run, config: QuantConfig, bar: Bar, most: int) -> tuple[list[Trial], Allocated | None]:

@@ -25,7 +25,9 @@ from scalepoint.deployment.journal import stages_in
 from scalepoint.deployment.marks import mark_of_target
 from scalepoint.deployment.story import deploy
 from scalepoint.errors import ScalepointError, StoreError, UsageError, nearest
-from scalepoint.files import locked, replace_text
+from scalepoint.files import LOCK, locked, replace_text
+from scalepoint.files import sweep as sweep_files
+from scalepoint.output_folder import check_links, check_path
 from scalepoint.plain import plain
 from scalepoint.progress import say
 from scalepoint.quantize.feeding import is_split
@@ -108,12 +110,15 @@ def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, Sw
     with ExitStack() as held:
 
         def looked() -> Any:
+            check_path(folder)
+            check_links(folder, (LOCK, FILE, PAGE))
             if folder.exists() and any(folder.iterdir()) and not (resume or force):
                 raise UsageError(
                     f"{folder} is not empty: go on with resume=True, overwrite with force=True, or choose another"
                 )
             known = _known(folder) if resume else {}
             held.enter_context(locked(folder))
+            sweep_files(folder, (FILE, PAGE))
             return plain(known)
 
         found = ranks.told("looking at the output", looked)
@@ -168,6 +173,7 @@ def _run(
     finish: Callable[[Any, Path, Mapping[str, Any]], object] | None,
 ) -> SweepRow:
     """One run, from where it was."""
+    check_links(folder.parent, (folder.name,))
     goes_on = folder.is_dir() and bool(stages_in(folder))
     try:
         done = deploy(

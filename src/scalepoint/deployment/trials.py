@@ -45,7 +45,7 @@ class Trial:
     config: QuantConfig
     kept: fx.GraphModule | None = field(repr=False)  # the model, of the best so far; the others need no memory
     file: Path | None  # of the best; the others are gone when the run ends
-    float_file: Path
+    float_file: Path | None  # None once a smoke run has ended: it writes none
     verification: Verification | None
     score: float | None
     is_judged_in_runtime: bool = False

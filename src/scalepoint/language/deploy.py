@@ -25,7 +25,7 @@ from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skel
 from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
 from scalepoint.errors import CalibrationError, NonFiniteError, StoreError, UsageError
-from scalepoint.files import LOCK, is_full, locked, remove, room_needed, sweep
+from scalepoint.files import LOCK, is_full, locked, remove, room_needed, sweep, sweep_temporary
 from scalepoint.language.cache import check_cached, check_placed, groups_of, stored_cache
 from scalepoint.language.proof import Proof, prove
 from scalepoint.language.quantized import Codes
@@ -150,6 +150,7 @@ def _working(job: Asked) -> Iterator[None]:
     was_there = job.output.exists()
     with locked(job.work):
         sweep(job.work)
+        sweep_temporary()
         if job.report_folder.is_dir():
             sweep(job.report_folder, (LIST, *REPORTS, job.path.name))
         try:

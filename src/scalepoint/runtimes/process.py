@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from scalepoint.files import TemporaryFolder
 from scalepoint.processor import check_threads, child_environment, signal_of
 from scalepoint.runtimes.loop import NOT_EVALUATED, OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
@@ -216,8 +216,8 @@ def named(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
 @contextmanager
 def exchange(inputs: Mapping[str, np.ndarray]) -> Iterator[Exchange]:
     """Files that are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        yield Exchange(Path(folder), inputs)
+    with TemporaryFolder() as folder:
+        yield Exchange(folder, inputs)
 
 
 def precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ConfigError
 from scalepoint.numerics import QParams
+from scalepoint.output_folder import check_path
 from scalepoint.progress import phase
 from scalepoint.quantize.calibrate import OnNan, freeze
 from scalepoint.quantize.config import Config
@@ -103,6 +104,8 @@ def tune(
     """
     config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
     config.check(is_lent=lender is not None)
+    if folder is not None:
+        check_path(Path(folder), "folder")
     names = record_of(model).names
     if lender is None:
         freeze(model)

@@ -21,9 +21,12 @@ from scalepoint.verification.layers import Compared, compared
 NAMES = ("model.onnx", "inputs.npz", "expected.npz", "run.py")
 SCRIPT = '''"""{where}: what ONNX Runtime gives for one layer, and what it should. Needs numpy and onnxruntime alone."""
 
+import os
 from pathlib import Path
 
 import numpy as np
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime
 
 here = Path(__file__).resolve().parent

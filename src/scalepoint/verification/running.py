@@ -1,6 +1,5 @@
 """verify: the exported file in its real runtime, against the simulation: what agrees, what really runs in int8."""
 
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats import About, Writing
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.free import resized
@@ -234,7 +234,7 @@ def _exposed(run: _Run, shown: Shown) -> tuple[Any, Mapping[str, str]]:
     form = format_of(run.path, run.runtime)
     if form.exposed is None:
         return None, {}
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        path = Path(folder) / f"exposed{form.suffix}"
+    with TemporaryFolder() as folder:
+        path = folder / f"exposed{form.suffix}"
         form.exposed(shown.model, path, Writing(shown.inputs))
         return replace(run, path=path).answer(), form.about(path).quantizers

@@ -1,6 +1,5 @@
 """benchmark: the speed of files in one process, in turns."""
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from scalepoint.errors import UsageError, VerificationError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats import FileFormat, Writing
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Answer, Exchange, ask, exchange
@@ -114,8 +114,8 @@ def _spread(quarters: Sequence[float]) -> float:
 @contextmanager
 def plain_file(model: nn.Module, form: FileFormat, writing: Writing) -> Iterator[Path | None]:
     """The float model as the exporter that people use writes it, for a while; None where that cannot."""
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        yield write_plain_file(model, form, writing, Path(folder) / f"plain{form.suffix}")
+    with TemporaryFolder() as folder:
+        yield write_plain_file(model, form, writing, folder / f"plain{form.suffix}")
 
 
 def write_plain_file(model: nn.Module, form: FileFormat, writing: Writing, path: Path) -> Path | None:

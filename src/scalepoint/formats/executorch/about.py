@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats.executorch.writing import ABOUT, INSTALL
 from scalepoint.formats.format import About, FileInput
 from scalepoint.formats.metadata import Description, made_for, read_description
@@ -99,10 +99,10 @@ def decoded(data: bytes, schema: str) -> dict[str, Any]:
     if spec is None or not spec.submodule_search_locations:
         raise StoreError(f"a .pte file is read by ExecuTorch: {INSTALL}")
     home = Path(next(iter(spec.submodule_search_locations)))
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        binary = Path(folder) / "data.bin"
+    with TemporaryFolder() as folder:
+        binary = folder / "data.bin"
         binary.write_bytes(data)
-        options = ["--json", "--defaults-json", "--strict-json", "--raw-binary", "-o", folder]
+        options = ["--json", "--defaults-json", "--strict-json", "--raw-binary", "-o", str(folder)]
         done = subprocess.run(  # noqa: S603  # a program of an installed package, no shell
             [str(home / "data/bin/flatc"), *options, str(home / schema), "--", str(binary)],
             capture_output=True,
