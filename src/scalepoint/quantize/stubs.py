@@ -427,8 +427,11 @@ class WeightFakeQuantize(Quantizing):
     def follow(self, weight: Tensor) -> None:
         """Take the parameters of the live weight; the quantizer is disabled when its blocks do not fit."""
         self.quantizer(self.pruned(weight, anew=not self.frozen))
-        if not self.quantizer.is_disabled():
-            self.take(self.calculator.stored)
+        if self.quantizer.is_disabled():
+            return
+        if not self.calculator.is_initialized:
+            raise NotObservedError(f"{self.name or 'a WeightFakeQuantize'} has no scale: its observer is off")
+        self.take(self.calculator.stored)
 
     def freeze(self, weight: Tensor, least: Tensor | None = None) -> None:
         """Keep the scale of this weight as a constant, so that an exported file holds constant scales; `least` is what
