@@ -139,9 +139,11 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another process is writing into {folder}: wait for it, or choose another folder"
+            raise StoreError(message) from None
         yield
-    except BlockingIOError:
-        raise StoreError(f"another process is writing into {folder}: wait for it, or choose another folder") from None
     finally:
         os.close(handle)

@@ -85,7 +85,6 @@ class TestCode:
         assert mark_of_code(Metric()) == mark_of_code(Metric())
         assert mark_of_code(functools.partial(max, 1))
 
-
     def test_sets_in_the_code_and_addresses_count_as_what_they_hold(self):
         """repr() of a set of strings follows the hash seed; numbers that collide show the same in one process."""
         code = compile("lambda kind: kind in {'a', 'b', 'c', 'd'}", "", "eval").co_consts[0]

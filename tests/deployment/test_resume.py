@@ -397,7 +397,8 @@ def test_another_process_with_another_hash_seed_goes_on_where_the_first_ended(tm
     for seed, arguments in (("1", ["stop"]), ("2", [])):
         env = {**os.environ, "PYTHONHASHSEED": seed}
         command = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, *arguments]
-        texts.append(subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True).stderr)
+        ended = subprocess.run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True)
+        texts.append(ended.stderr)
     assert "KeyboardInterrupt" in texts[0]
     assert all(f"{stage}: as saved" in texts[1] for stage in ("quantizing", "exporting", "verifying in the runtime"))
     assert "changed" not in texts[1]

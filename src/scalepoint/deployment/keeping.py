@@ -13,6 +13,7 @@ from scalepoint.allocation import Budget
 from scalepoint.deployment.run import Run
 from scalepoint.deployment.settings import DeployConfig
 from scalepoint.deployment.trials import Trial
+from scalepoint.documents import dump_yaml
 from scalepoint.errors import VerificationError
 from scalepoint.files import replace_text
 from scalepoint.progress import Event, tell
@@ -20,6 +21,11 @@ from scalepoint.quantize import QuantConfig
 from scalepoint.verification import Status, extract_failing
 
 CONFIG, LOG, FAILING = "config.yaml", "log.txt", "failing"
+OBJECTS = ("model", "data", "evaluate")
+BY_PYTHON = """\
+# A call from Python: its model, data and metric were objects, which have no name here. Name them to run this again:
+#   scalepoint deploy package.module:model --data package.module:data -c config.yaml -o again
+"""
 
 
 @contextmanager
@@ -68,7 +74,7 @@ def keep(
     budget: Budget | None,
     choices: Sequence[str],
 ) -> None:
-    """config.yaml with every default written out (what Python gives as objects is empty there), and the log."""
+    """config.yaml with every default written out (what Python gives as objects is left out), and the log."""
     same = (
         "accuracy",
         "max_batches",
@@ -94,7 +100,8 @@ def keep(
         quantization=config,
         **told,
     )
-    asked.to_file(folder / CONFIG)
+    fields = {key: value for key, value in asked.to_dict().items() if key not in OBJECTS}
+    replace_text(folder / CONFIG, BY_PYTHON + dump_yaml(fields))
     log = run.journal.folder / LOG
     if log.is_file():
         replace_text(folder / LOG, log.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scalepoint.errors import ExportError, StoreError
+from scalepoint.errors import ExportError, StoreError, install_hint
 
 HOME = Path("Data") / "com.apple.CoreML"
 
@@ -19,7 +19,7 @@ def coremltools() -> Any:
             import coremltools as found  # noqa: PLC0415  # only files of Core ML need it
         except ImportError as error:
             raise ExportError(
-                "Core ML files are written by coremltools, which is not here: pip install scalepoint[coreml]"
+                f"Core ML files are written by coremltools, which is not installed: {install_hint('coreml')}"
             ) from error
     return found
 
