@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ValidationError
 
 from scalepoint.documents import Places
-from scalepoint.errors import ConfigError, FrozenError, ScalepointError, nearest, shown
+from scalepoint.errors import ConfigError, ScalepointError, nearest, shown
 
 MOST = 5
 Path = tuple[str | int, ...]
@@ -53,7 +53,8 @@ class CheckedModel(BaseModel):
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            raise FrozenError(f"a {type(self).__name__} is frozen: {name} cannot be set; make another one") from error
+            message = f"a {type(self).__name__} is frozen: {name} cannot be set; make another one"
+            raise self.error_class(message) from error
 
     @classmethod
     @contextmanager

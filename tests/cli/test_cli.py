@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -619,6 +620,19 @@ def test_the_doctor_tells_what_is_missing_and_the_way_out(call, monkeypatch) -> 
     assert code == Code.UNVERIFIED
     assert "pip install onnxruntime" in " ".join(out.split())
     assert "failed" in err
+
+
+def test_doctor_lists_every_optional_part_with_the_extra_that_brings_it(call, monkeypatch) -> None:
+    extras = metadata("scalepoint").get_all("Provides-Extra")
+    monkeypatch.setattr("scalepoint.cli.machine.find_spec", lambda name: None)
+    lines = {line["name"]: line for line in json.loads(call("doctor", "--json")[1])["lines"]}
+    optional = {name: line["way_out"] for name, line in lines.items() if "(optional)" in line["detail"]}
+    assert {"openvino", "transformers", "compressed-tensors", "onnxruntime-genai", "gguf"} <= set(optional)
+    hints = [
+        re.fullmatch(r"pip install (?:'scalepoint\[(\w+)\]'|pillow)|npm install .*", each) for each in optional.values()
+    ]
+    assert all(hints), optional
+    assert {found[1] for found in hints if found[1]} <= set(extras)
 
 
 def test_init_writes_what_deploy_takes_and_overwrites_nothing(call, here) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from scalepoint.errors import FrozenError, SpecError
+from scalepoint.errors import SpecError
 from scalepoint.numerics import Float6
 from scalepoint.spec import (
     DefaultFakeQuantize,
@@ -205,7 +205,7 @@ def test_a_dtype_without_arithmetic_is_refused_even_when_it_was_declared_support
 
 @each_spec
 def test_a_spec_cannot_be_changed(spec):
-    with pytest.raises(FrozenError, match="frozen"):
+    with pytest.raises(SpecError, match="frozen"):
         spec.dtype = torch.int4
 
 
