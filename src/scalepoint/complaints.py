@@ -7,7 +7,7 @@ c.yaml:5:5: quantization.weight: there is no key 'n_bit': did you mean 'n_bits'?
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ValidationError
 
@@ -32,12 +32,14 @@ class CheckedModel(BaseModel):
 
     error_class: ClassVar[type[ScalepointError]] = ConfigError
 
-    def __init__(self, /, **data: Any) -> None:
-        with self._translated(data):
-            super().__init__(**data)
+    if not TYPE_CHECKING:  # type checkers know the fields from pydantic
 
-    # A mark of pydantic's own: validating a nested model then does not call this __init__.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+        def __init__(self, /, **data: Any) -> None:
+            with self._translated(data):
+                super().__init__(**data)
+
+        # A mark of pydantic's own: validating a nested model then does not call this __init__.
+        __init__.__pydantic_base_init__ = True
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:

@@ -148,8 +148,9 @@ def install_hint(extra: str) -> str:
 def nearest(given: str, known: Iterable[str]) -> str:
     """The hint that ends a message about an unknown name: the nearest known one, then all of them."""
     names = sorted(known)
-    folded = {name.casefold(): name for name in reversed(names)}  # OpenVINO: openvino
     begun = [name for name in names if len(given) > 2 and name.startswith(given)]  # onnx: onnxruntime
-    close = [folded[each] for each in get_close_matches(given.casefold(), folded, n=1, cutoff=0.6)] or begun
+    folded = {name.casefold(): name for name in reversed(names)}
+    alike = [folded[each] for each in get_close_matches(given.casefold(), folded, n=1, cutoff=0.6)]  # OpenVINO
+    close = get_close_matches(given, names, n=1, cutoff=0.6) or alike or begun
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names)}"

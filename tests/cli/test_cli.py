@@ -300,12 +300,12 @@ def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkey
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     (here / "c.yaml").write_text("model: nets:Net\ndata: nets:batches\nthreads: 2\nmax_trials: 4\noutput: made\n")
-    flags = ("--max-batches", "2", "--threads", "3", "--strict", "--leave", "head", "--mean", "0.5,1")
+    flags = ("--max-batches", "2", "--threads", "3", "--strict", "--leave", "head", "--choices", "int4,int8")
     assert call("deploy", "-c", "c.yaml", *flags)[0] == 0
     assert (seen["max_batches"], seen["again"]) == (2, [3, 3])
     assert (seen["threads"], seen["max_trials"], seen["strict"], seen["leave"]) == (3, 4, True, ("head",))
     assert "threads: 3" in (here / "made" / "config.yaml").read_text()
-    assert "mean: [0.5, 1.0]" in (here / "made" / "config.yaml").read_text()
+    assert "choices: [int4, int8]" in (here / "made" / "config.yaml").read_text()
     assert call("deploy", "-c", "made/config.yaml", "-o", "again", "--smoke")[0] == 0
     assert (seen["smoke"], seen["resume"], seen["threads"]) == (True, False, 3)
 

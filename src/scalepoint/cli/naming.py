@@ -75,9 +75,9 @@ def check_name(text: str, what: str, finder: Finder | None = None) -> None:
     parts = name.split(".") if is_file else (*module.split("."), *name.split("."))
     if not colon or not name or not all(part.isidentifier() for part in parts):
         raise usage(f"{what} {text!r} is not package.module:name: {_BUILD}")
-    _check_trust(text, what, finder, finder.path(module) if is_file else _local_code(module, finder))
     if is_file and not finder.path(module).is_file():
         raise usage(f"{what} {text!r}: there is no file {module} in {_listed(finder)}")
+    _check_trust(text, what, finder, finder.path(module) if is_file else _local_code(module, finder))
 
 
 def _check_trust(text: str, what: str, finder: Finder, code: Path | None) -> None:
