@@ -278,9 +278,8 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(
-                f"another process is writing into {folder}: wait for it, or choose another folder"
-            ) from None
+            message = f"another process is writing into {folder}: wait for it, or choose another folder"
+            raise StoreError(message) from None
         yield
     finally:
         os.close(handle)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scalepoint.checkpoints.experts import take_apart
 from scalepoint.checkpoints.hollow import Hollows, trim
 from scalepoint.checkpoints.source import TIE, Source
-from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError
+from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError, install_hint
 from scalepoint.graph.export import quiet
 from scalepoint.numerics import dtype_name
 
@@ -206,7 +206,7 @@ def _library() -> Any:
     try:
         import transformers  # noqa: PLC0415  # an extra
     except ImportError:
-        raise UsageError("language models need transformers: pip install 'scalepoint[transformers]'") from None
+        raise UsageError(f"language models need transformers: {install_hint('transformers')}") from None
     return transformers
 
 

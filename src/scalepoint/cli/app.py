@@ -38,7 +38,7 @@ app = typer.Typer(
     help="A trained PyTorch model in, a quantized one that is really deployed out.",
     epilog=examples(
         "scalepoint init",
-        "scalepoint deploy deploy:model --data deploy:data --target onnxruntime -o out/",
+        "scalepoint deploy deploy:model --data deploy:data --target onnxruntime -o out/ --trust",
         "scalepoint report out/",
     )
     + f"\n\n{EXIT_CODES}",
@@ -70,29 +70,32 @@ COMMANDS = (
         "deploy",
         (
             "scalepoint deploy mypackage.models:resnet --data calibration.npz -o out/",
-            "scalepoint deploy nets:net --data photos/ --size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225",
-            "scalepoint deploy nets:net --data nets:batches --evaluate nets:accuracy --max-drop 0.5 -o out/",
-            "scalepoint deploy -c scalepoint.yaml --dry-run",
-            "scalepoint deploy -c scalepoint.yaml --smoke",
-            "scalepoint deploy -c scalepoint.yaml --resume",
+            "scalepoint deploy timm:resnet18 -d photos/ --size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225",
+            "scalepoint deploy nets:net --data nets:batches --evaluate nets:accuracy --max-drop 0.5 --trust",
+            "scalepoint deploy -c scalepoint.yaml --trust --dry-run",
+            "scalepoint deploy -c scalepoint.yaml --trust --smoke",
+            "scalepoint deploy -c scalepoint.yaml --trust --resume",
         ),
     ),
     (
         sweeping.sweep,
         "sweep",
-        ("scalepoint sweep -c sweep.yaml -o sweep/", "scalepoint sweep -c sweep.yaml -o sweep/ --resume"),
+        (
+            "scalepoint sweep -c sweep.yaml -o sweep/ --trust",
+            "scalepoint sweep -c sweep.yaml -o sweep/ --trust --resume",
+        ),
     ),
     (
         proving.verify,
         "verify",
-        ("scalepoint verify out/ nets:net --data calibration.npz", "scalepoint verify out/ -c out/config.yaml"),
+        ("scalepoint verify out/", "scalepoint verify out/ mypackage.models:resnet --data calibration.npz"),
     ),
     (
         inspecting.inspect,
         "inspect",
         (
-            "scalepoint inspect nets:net --shape 1,3,224,224",
-            "scalepoint inspect nets:net --target tensorrt --json",
+            "scalepoint inspect mypackage.models:resnet --shape 1,3,224,224",
+            "scalepoint inspect nets:net --target tensorrt --trust --json",
             "scalepoint inspect out/model.onnx",
         ),
     ),
@@ -105,7 +108,7 @@ COMMANDS = (
         (
             "scalepoint compare before/ after/",
             "scalepoint compare before/ after/ --html difference.html",
-            "scalepoint compare out/ nets:net --data calibration.npz",
+            "scalepoint compare out/ mypackage.models:resnet --data calibration.npz",
         ),
     ),
     (machine.targets, "targets", ("scalepoint targets", "scalepoint targets tensorrt", "scalepoint targets --json")),

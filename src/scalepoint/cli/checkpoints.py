@@ -14,6 +14,7 @@ from scalepoint.cli.screen import say, show, show_json
 NOT_HERE = (
     "evaluate",
     "max_drop",
+    "min_speed",
     "budget",
     "leave",
     "dynamic_axes",
@@ -23,6 +24,9 @@ NOT_HERE = (
     "size",
     "mean",
     "std",
+    "weights",
+    "random",
+    "max_batches",
 )
 
 

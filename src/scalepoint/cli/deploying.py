@@ -13,7 +13,7 @@ import scalepoint
 from scalepoint import ranks
 from scalepoint.cli import options
 from scalepoint.cli.checkpoints import FolderRun, is_folder
-from scalepoint.cli.ending import Code, interrupted
+from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import Finder, load_evaluate, public
@@ -41,7 +41,7 @@ from scalepoint.cli.app import run
 
 here = Path(__file__).resolve().parent
 output = sys.argv[1] if len(sys.argv) > 1 else "again"
-sys.exit(run(["deploy", "-c", str(here / "{file}"), "-o", output, *{trust!r}]))
+sys.exit(run(["deploy", "-c", str(here / "{file}"), "-o", output, *{flags!r}]))
 '''
 TOLD = (
     "data", "evaluate", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
@@ -113,6 +113,9 @@ def _deployed(given: dict[str, Any]) -> int:
             _look(Path(output or "out"), may_exist, resume)
     settings = settings_of(given)
     if is_folder(settings.model):
+        for flag in ("smoke", "dry_run"):
+            if given[flag]:
+                raise usage(f"--{flag.replace('_', '-')} is not for checkpoints of language models")
         return FolderRun(settings, resume, bool(given["force"]), quiet, json).go()
     finder = finder_of(settings, given)
     check_settings(settings, finder)
@@ -248,10 +251,10 @@ class Run:
             file = self.folder / "kept.yaml"
             kept = {"max_drop": None, "min_speed": None, "budget": None, "quantization": done.report.config}
             here.updated(kept).to_file(file)
-        trust = ["--trust"] if self.finder.trust else []
-        script = AGAIN.format(version=scalepoint.__version__, file=file.name, trust=trust)
+        flags = ["--trust"] * self.finder.trust + ["--smoke"] * self.smoke
+        script = AGAIN.format(version=scalepoint.__version__, file=file.name, flags=flags)
         replace_text(self.folder / "reproduce.py", script)
-        return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *trust])
+        return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *flags])
 
     def _left_behind(self) -> str:
         """What a run that did not end has done, and how to go on."""

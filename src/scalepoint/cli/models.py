@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.cli.ending import usage
-from scalepoint.errors import DocumentError, nearest
+from scalepoint.errors import DocumentError, install_hint, nearest
 from scalepoint.untrusted import check_file
 from scalepoint.words import one_line
 
@@ -29,7 +29,8 @@ def check_library(text: str, root: Path) -> None:
     library, _, name = text.partition(":")
     package = "transformers" if library == "hf" else library
     if find_spec(package) is None:
-        raise usage(f"model {text!r} needs {package}, which is not installed: pip install {package}")
+        way_out = install_hint("transformers") if library == "hf" else f"pip install {package}"
+        raise usage(f"model {text!r} needs {package}, which is not installed: {way_out}")
     if library == "hf" and not ((root / name) / "config.json").is_file():
         raise usage(f"model {text!r}: {root / name} is no folder that transformers wrote: it has no config.json")
 
@@ -112,6 +113,17 @@ def _hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
         side = getattr(config, "image_size", 224)
         return model, {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), side, side)}
     return model, {"input_ids": torch.ones(2, 8, dtype=torch.int64)}
+
+
+def without_labels(model: Any, inputs: Any) -> Any:
+    """Example inputs by name without the labels that a model of transformers takes to compute a loss: a file that is
+    deployed needs no loss."""
+    if not isinstance(inputs, dict) or not type(model).__module__.startswith("transformers."):
+        return inputs
+    from transformers.utils import find_labels
+
+    labels = find_labels(type(model))
+    return {name: value for name, value in inputs.items() if name not in labels}
 
 
 MAKERS: dict[str, Callable[[str, Path, bool], tuple[Any, Any]]] = {"timm": _timm, "hf": _hf}

@@ -135,7 +135,13 @@ Root = Annotated[
     str | None,
     typer.Option(help="Where modules and files are looked for first; the folder of the config if not said."),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Run the code of a file that is named as path/to/file.py:name.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Run code that is not installed: of the folder of the config file or of the current directory.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.")]
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="All stages, fast: two batches, one trial, no float file. Does the road hold?")

@@ -13,6 +13,7 @@ from scalepoint.allocation import Budget
 from scalepoint.deployment.run import MODEL, Run
 from scalepoint.deployment.settings import DeployConfig
 from scalepoint.deployment.trials import Trial
+from scalepoint.documents import dump_yaml
 from scalepoint.errors import VerificationError
 from scalepoint.files import replace_text
 from scalepoint.progress import Event, tell
@@ -25,6 +26,11 @@ from scalepoint.verification.inputs import INPUTS_FILE
 CONFIG, LOG, FAILING = "config.yaml", "log.txt", "failing"
 # what is written into an output folder, beside the files of the target's format; the last two by the command line
 NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, INPUTS_FILE, "kept.yaml", "reproduce.py")
+OBJECTS = ("model", "data", "evaluate")
+BY_PYTHON = """\
+# A call from Python: its model, data and metric were objects, which have no name here. Name them to run this again:
+#   scalepoint deploy package.module:model --data package.module:data -c config.yaml -o again
+"""
 
 
 @contextmanager
@@ -74,7 +80,7 @@ def keep(
     budget: Budget | None,
     choices: Sequence[str],
 ) -> None:
-    """config.yaml with every default written out (what Python gives as objects is empty there), and the log."""
+    """config.yaml with every default written out (what Python gives as objects is left out), and the log."""
     same = (
         "accuracy",
         "max_batches",
@@ -101,7 +107,8 @@ def keep(
         quantization=config,
         **told,
     )
-    asked.to_file(folder / CONFIG)
+    fields = {key: value for key, value in asked.to_dict().items() if key not in OBJECTS}
+    replace_text(folder / CONFIG, BY_PYTHON + dump_yaml(fields))
     run.written.append(folder / CONFIG)
     log = run.journal.folder / LOG
     if log.is_file():

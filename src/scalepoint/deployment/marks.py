@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import islice
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.numerics import dtype_name
 from scalepoint.plain import plain
+from scalepoint.quantize.feeding import batches_of
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target
@@ -129,10 +130,13 @@ class Watched:
     """Calibration data on its way to the model, and its mark: a function by its code, batches by the first few; None of
     what can be read only once."""
 
-    def __init__(self, source: Any) -> None:
-        is_batches = isinstance(source, Iterable) and not isinstance(source, Iterator | Tensor | Mapping | str | bytes)
+    def __init__(self, source: Any, look: Callable[[Any], None] | None = None) -> None:
+        """`look` is called with every batch, before the model is."""
+        is_batches = isinstance(source, Iterable) and not isinstance(source, Tensor | Mapping | str | bytes)
         self.source = source
-        self.data: Any = _Passing(source) if is_batches and not callable(source) else source
+        self.data: Any = source
+        if is_batches and not callable(source):
+            self.data = _looked_at(source, look) if isinstance(source, Iterator) else _Passing(source, look)
 
     @property
     def mark(self) -> str | None:
@@ -144,23 +148,32 @@ class Watched:
     def mark_now(self) -> str | None:
         """The same, from a look at the first batches."""
         if isinstance(self.data, _Passing):
-            for _ in islice(self.data, FEW):
+            for _ in islice(batches_of(self.data), FEW):
                 pass
             return self.data.mark
         return self.mark
 
 
+def _looked_at(batches: Iterator[Any], look: Callable[[Any], None] | None) -> Iterator[Any]:
+    if look is None:
+        return batches
+    return (batch for batch in batches if look(batch) is None)
+
+
 class _Passing:
     """Batches that leave a mark of the first few."""
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Any, look: Callable[[Any], None] | None) -> None:
         self.batches = batches
+        self.look = look
         self.mark: str | None = None
         self.is_complete = False  # whether all batches that the mark is made of were read
 
     def __iter__(self) -> Iterator[Any]:
         marks: list[str] = []
         for batch in self.batches:
+            if self.look is not None:
+                self.look(batch)
             if len(marks) < FEW:
                 marks.append(mark_of_values(batch))
                 self.mark = mark(marks, self._size())

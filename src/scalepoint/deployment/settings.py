@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from scalepoint.allocation import Budget, check_choices
-from scalepoint.complaints import complaints, told, told_plainly
+from scalepoint.complaints import cause_of, complaints, told
 from scalepoint.deployment.allocating import CHOICES
 from scalepoint.documents import Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
@@ -52,8 +52,8 @@ def check_options(given: Mapping[str, Any]) -> None:
     """What deploy was given, before any work, by the rules of a config file: it is written into one at the end."""
     try:
         DeployConfig.model_validate(given)
-    except ValidationError as error:
-        raise UsageError(told_plainly(error, given)) from error
+    except ConfigError as error:
+        raise UsageError(error.args[0]) from error
     check_threads(given.get("threads", 1))
 
 
@@ -112,8 +112,10 @@ class DeployConfig(Config):
             raise DocumentError(f"{path}: a config is a mapping of keys, not {type(data).__name__}")
         try:
             return cls.model_validate(data)
-        except ValidationError as error:
-            raise ConfigError(told(error, data, str(path), Places(text))) from error
+        except ConfigError as error:
+            if (cause := cause_of(error)) is None:
+                raise
+            raise ConfigError(told(cause, data, str(path), Places(text))) from cause
 
     def updated(self, given: Mapping[str, Any]) -> Self:
         """The same with other values, which are checked."""
@@ -148,7 +150,9 @@ class SweepConfig(DeployConfig):
                 raise ConfigError(f"grid: {key!r} is no key of a config: {nearest(key, DeployConfig.model_fields)}")
             try:
                 found[key] = [getattr(plain.updated({key: value}), key) for value in values]
-            except ValidationError as error:
-                said = "; ".join(each.message for each in complaints(error, {key: values}))
+            except ConfigError as error:
+                if (cause := cause_of(error)) is None:
+                    raise
+                said = "; ".join(each.message for each in complaints(cause, {key: values}))
                 raise ConfigError(f"grid: {key}: {said}") from error
         return found

@@ -23,6 +23,7 @@ from scalepoint.allocation import Budget, check_choices
 from scalepoint.complaints import told_plainly
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
+from scalepoint.deployment.dropped import DroppedInputs
 from scalepoint.deployment.journal import Journal, check_output
 from scalepoint.deployment.keeping import LOG, NAMES, Log, keep, keep_failing, seeded
 from scalepoint.deployment.known import known_of
@@ -131,6 +132,7 @@ def deploy(
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
     check_formulations(wanted, found)
+    calibration_data = _checked_data(calibration_data, wanted)
     said = _checked_file(found, float_dtype, model, metadata)
     ranks.told("looking for the runtime", lambda: check_installed(found, allow_departure=allow_departure))
     if isinstance(target, str) and cpu == "auto" and progress is not False:
@@ -317,7 +319,8 @@ def _tell(run: Run, number: int, path: Path, found: Verification | None, score: 
 
 def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphModule, TuneReport | None]:
     args, kwargs = run.inputs
-    name, place, data = f"{folder.name} quantized", folder / MODEL, Watched(run.data)
+    dropped = DroppedInputs(run.model, run.inputs)
+    name, place, data = f"{folder.name} quantized", folder / MODEL, Watched(run.data, dropped.look)
     marks = run.marks_of_quantizing(config)
     if run.journal.has(name):
         marks["the calibration data"] = run.data_mark = data.mark_now()
@@ -334,7 +337,8 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
                 model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)
             how = tuning_for(model, run.accuracy, has_data=run.has_data)
             corrects = how is None if config.correct_bias is None else config.correct_bias  # else tuning does it
-            with run.timed("calibrating", is_phase=False), telling_of_sizes(model):
+            dropped.look_at_first(run.data)
+            with run.timed("calibrating", is_phase=False), telling_of_sizes(model), dropped.warned_about():
                 calibrate(
                     model, data.data, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress,
                     freeze_weights=True, correct_bias=corrects,
@@ -447,6 +451,18 @@ def _check(data: Any, evaluate: Any, accuracy: str | None, options: Mapping[str,
         raise UsageError(
             "max_drop= calibrates several times, an iterator gives its data once: pass a list or a function"
         )
+
+
+def _checked_data(data: Any, config: QuantConfig) -> Any:
+    """No data is needed, and None may be given, where activations stay float."""
+    if data is not None:
+        return data
+    if config.activation != "float":
+        raise UsageError(
+            "calibration_data=None: give batches like those that the model will meet. Only weight-only configs need no "
+            "data, such as QuantConfig.weight_only('int4')"
+        )
+    return []
 
 
 def _checked_budget(budget: Any, choices: Sequence[str], max_drop: float | None, data: Any) -> Budget | None:

@@ -10,7 +10,12 @@ There is no time and no path in it: the same model is the same bytes.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import is_dataclass
+from datetime import date, time
+from enum import Enum
+from numbers import Number
+from os import PathLike
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ from scalepoint.version import __version__
 from scalepoint.words import one_line
 
 OURS = "scalepoint."
+KEPT = (str, Number, Enum, PathLike, date, time, torch.dtype, type(None))
 LARGEST = 1_000_000  # characters of all that is given
 LARGEST_DESCRIPTION = 64_000_000  # bytes: quantizers and layers of large models are in it too
 
@@ -63,13 +69,28 @@ def check_metadata(given: Mapping[str, Any] | None) -> dict[str, str]:
 
 def _kept(key: str, value: Any) -> str:
     try:
-        text = value if isinstance(value, str) else _text(value)
+        text = value if isinstance(value, str) else _text(_checked(key, value))
         text.encode()
     except RecursionError as error:
         raise UsageError(f"metadata: {key!r} holds itself, or is nested too deep for JSON") from error
     except UnicodeEncodeError as error:
         raise UsageError(f"metadata: {key!r} holds half a character: {error.object[error.start]!r}") from error
     return text
+
+
+def _checked(key: str, value: Any) -> Any:
+    """The value, if it has a form that says what it is: of other objects only a type and an address would be kept."""
+    if isinstance(value, Mapping):
+        for each in value.values():
+            _checked(key, each)
+    elif isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
+        for each in value:
+            _checked(key, each)
+    elif not (isinstance(value, KEPT) or is_dataclass(value) or hasattr(value, "tolist")) or isinstance(value, type):
+        raise UsageError(
+            f"metadata: {key!r} holds {shown(value)}, which a file cannot hold: give text, numbers, lists or mappings"
+        )
+    return value
 
 
 def made_for(found: Mapping[str, str]) -> dict[str, str]:

@@ -223,7 +223,8 @@ def _derive(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         raise CalibrationError(
             f"{len(unseen)} of {len(stubs)} stubs saw nothing in {calls} calls: {names}{more}. {_why(unseen)} Give "
-            "data that reaches them, or leave them float: on_unseen='skip'"
+            "data that reaches them, or leave their layers float in the config; calibrate(on_unseen='skip') does that "
+            "too"
         )
     for stub in stubs:
         if stub in unseen:

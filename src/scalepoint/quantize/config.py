@@ -15,19 +15,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
-    ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 from torch import nn
 
-from scalepoint.complaints import UnknownFieldError, told_plainly
+from scalepoint.complaints import CheckedModel, UnknownFieldError
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
 from scalepoint.extensions import brought
@@ -72,7 +70,7 @@ _COMPONENTS = {
 }
 
 
-class Config(BaseModel):
+class Config(CheckedModel):
     """Frozen, and a misspelt field is refused with the nearest known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
@@ -204,7 +202,7 @@ def _tensor_config(value: Any) -> Any:
 
 
 def _dumped(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return value.model_dump(mode="json") if isinstance(value, CheckedModel) else value
 
 
 def _class_name(value: Any) -> str:
@@ -392,8 +390,8 @@ class QuantConfig(Config):
         if isinstance(value, Mapping):
             try:
                 return cls.from_dict(dict(value))
-            except ValidationError as error:
-                raise ConfigError(f"config: {told_plainly(error, value)}") from error
+            except ConfigError as error:
+                raise ConfigError(f"config: {error.args[0]}") from error
         raise ConfigError(f"config is a {cls.__name__} or a mapping of its fields, not {shown(value)}")
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     function    called with the model, runs what data it likes through it
 
 Either ends after `max_batches` calls of the model. What comes after the model's own inputs in a batch, such as labels,
-is left away.
+is left away. Data is made under the default dtype of the caller, as the caller's own loop would make it.
 
 Several ranks (`ranks.py`) share the data when the caller says how what they saw is merged: batch i goes to rank
 i modulo their number, so every batch runs whole on one of them. A function, and a loader with a DistributedSampler,
@@ -13,6 +13,7 @@ give every rank its own part already. Limits and counts are over all ranks, and 
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from scalepoint import ranks
+from scalepoint.ambient import as_called, inside_users_code
 from scalepoint.errors import (
     BatchNote,
     CalibrationError,
@@ -122,10 +124,12 @@ def _feed(
 ) -> None:
     entered = model.register_forward_pre_hook(inside.entered, with_kwargs=True)
     handles = [entered, model.register_forward_hook(inside.left)]
+    handles.append(model.register_forward_hook(inside.ended, always_call=True))  # also after an error
     try:
         with torch.inference_mode(is_of_inference(model)), torch.no_grad():
             if callable(data):
-                data(model)
+                with as_called():
+                    data(model)
             else:
                 _feed_batches(model, data, inside, max_batches, skip_nan)
     except _Enough:
@@ -176,6 +180,7 @@ class _Calls:
         self.is_inside = False
         self.number: int | None = None  # of the batch, where the data is batches
         self.given: Any = ()  # the inputs of the call that runs
+        self.settings = ExitStack()  # under which the model runs inside a function for data
 
     @property
     def batch(self) -> int:
@@ -193,6 +198,10 @@ class _Calls:
         self.is_inside, self.given = True, (args, kwargs)
         if self.checks:
             _check_no_nan(self.given)
+        self.settings.enter_context(inside_users_code())
+
+    def ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.settings.close()
 
     def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.checks:
@@ -214,7 +223,7 @@ class _Calls:
 def _feed_batches(
     model: nn.Module, data: Iterable[Any], inside: _Calls, max_batches: int | None, skip_nan: bool
 ) -> None:
-    batches, last = iter(_of_this_rank(data)), LIMIT if max_batches is None else max_batches
+    batches, last = batches_of(_of_this_rank(data)), LIMIT if max_batches is None else max_batches
     size, fed = ranks.size(), inside.fed
     for index in range(ranks.rank(), last + size, size):
         inside.number = index
@@ -247,6 +256,19 @@ def _feed_batches(
                 ) from error
             error.add_note(BatchNote(said))
             raise
+
+
+def batches_of(data: Iterable[Any]) -> Iterator[Any]:
+    """The batches, each made under the default dtype of the caller."""
+    with as_called():
+        batches = iter(data)
+    while True:
+        with as_called():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _of_this_rank(data: Iterable[Any]) -> Iterable[Any]:
@@ -326,14 +348,14 @@ def _takes_model(function: Any) -> bool:
 
 def first_inputs(model: nn.Module, data: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs of the first batch."""
-    for batch in data:
+    for batch in batches_of(data):
         return inputs_of(batch, model)
     raise CalibrationError("the data is empty: 0 batches")
 
 
 def inputs_of(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as the model's inputs: labels and other extras that come after them are left away."""
-    names, required = _input_names(model)
+    names, required = input_names(model)
     if isinstance(batch, Mapping):
         missing = [name for name in required if name not in batch]
         if missing:
@@ -358,7 +380,8 @@ def own_inputs(
     return (args if is_open else args[: max(most, 1)]), kwargs
 
 
-def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
+def input_names(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The parameters of forward that are inputs by name, and those of them that have no default."""
     if isinstance(model, fx.GraphModule):
         signature = inspect.signature(model.forward)
     else:

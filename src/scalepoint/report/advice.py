@@ -83,4 +83,5 @@ def _compare(report: "Report") -> str:
     if not _is_typed(report) or report.verification is None:
         return "scalepoint.compare(model, done.model, data)"
     folder = PurePath(report.verification.path).parent
-    return f"scalepoint compare {folder} -c {folder}/config.yaml"
+    trust = " --trust" if "--trust" in str(report.reproduction and report.reproduction.command).split() else ""
+    return f"scalepoint compare {folder} -c {folder}/config.yaml{trust}"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scalepoint.errors import DocumentError, ExportError, StoreError
+from scalepoint.errors import DocumentError, ExportError, StoreError, install_hint
 from scalepoint.untrusted import LARGEST_PROTOBUF, check_file, read_bytes
 
 HOME = Path("Data") / "com.apple.CoreML"
@@ -20,7 +20,7 @@ def coremltools() -> Any:
             import coremltools as found  # noqa: PLC0415  # only files of Core ML need it
         except ImportError as error:
             raise ExportError(
-                "Core ML files are written by coremltools, which is not here: pip install scalepoint[coreml]"
+                f"Core ML files are written by coremltools, which is not installed: {install_hint('coreml')}"
             ) from error
     return found
 

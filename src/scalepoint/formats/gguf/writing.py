@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
-from scalepoint.errors import ExportError
+from scalepoint.errors import ExportError, install_hint
 from scalepoint.files import replace_file
 from scalepoint.formats.gguf.architectures import architecture_of
 from scalepoint.formats.gguf.metadata import add_metadata
@@ -123,4 +123,4 @@ def _most(found: list[Entry]) -> str:
 
 def _package() -> None:
     if find_spec("gguf") is None:
-        raise ExportError('writing GGUF files needs the package gguf: pip install "scalepoint[gguf]"')
+        raise ExportError(f"writing GGUF files needs the package gguf: {install_hint('gguf')}")
