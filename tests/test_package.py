@@ -1,8 +1,7 @@
-"""The outside of the package: names, silence, import cost in modules, forbidden calls, documented errors."""
+"""The outside of the package: public names, silent imports, import cost, import cycles, documented errors."""
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,36 +143,6 @@ def test_importing_the_tensor_layer_imports_no_runtime_and_no_torchao():
 
 def test_a_function_is_marked_as_torch_marks_it_without_the_compiler_being_imported():
     assert vars(in_onnx_export) == vars(torch.compiler.assume_constant_result(lambda: False))
-
-
-FORBIDDEN = re.compile(
-    r"\bpickle\b|(?<![.\w])eval\(|(?<![.\w])exec\(|yaml\.load\(|shell=True|torch\.export\.load|torch\.load\("
-)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_no_source_runs_code_from_a_file(path):
-    calls = FORBIDDEN.findall(path.read_text())
-    allowed = {"graph/export.py": ["torch.export.load"], "cli/models.py": ["torch.load("]}
-    assert calls == next((each for name, each in allowed.items() if path.match(name)), [])
-
-
-def test_tensors_alone_are_read_of_what_torch_saved():
-    source = (ROOT / "src/scalepoint/cli/models.py").read_text()
-    assert re.findall(r"torch\.load\(.*\)", source) == ['torch.load(path, map_location="cpu", weights_only=True)']
-
-
-def test_only_a_trusted_path_is_loaded():
-    assert [path.name for path in SOURCES if "load(Path(" in path.read_text()] == ["capture.py"]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_modules_and_functions_stay_small(path):
-    text = path.read_text()
-    assert text.count("\n") <= 500
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 60, node.name
 
 
 MODULES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalepoint.patterns.plan import TransformationPlan
-from scalepoint.words import one_line, short, visible
+from scalepoint.words import one_line, short, two_times, visible
 
 SOURCES = sorted((Path(__file__).parent.parent / "src").rglob("*.py"))
 
@@ -57,3 +57,17 @@ def test_text_is_made_visible_in_one_place():
 
 def test_dataclasses_become_documents_by_plain_alone():
     assert [path.name for path in SOURCES if "asdict" in calls_of(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (1.2e-6, 1.4e-6, ("1.2 us", "1.4 us")),
+        (18e-6, 25e-6, ("18 us", "25 us")),
+        (1.001e-6, 1.002e-6, ("1.001 us", "1.002 us")),
+        (0.5, 0.5001, ("500.0 ms", "500.1 ms")),
+        (3e-6, 3e-6, ("3 us", "3 us")),
+    ],
+)
+def test_two_times_have_the_digits_that_tell_them_apart(first, second, expected):
+    assert two_times(first, second) == expected

@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.files import LINK, digest, remove, replace_file, replace_text
+from scalepoint.untrusted import read_json
 
 LIST = ".scalepoint-files.json"
 LARGEST = 64_000_000
@@ -181,8 +181,6 @@ def _is_plain(folder: Path, name: str) -> bool:
 def _read(path: Path) -> dict[str, FileRecord]:
     """The list of a folder. A list that is damaged names nothing: then nothing is ours to delete."""
     try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST:
-            return {}
-        return FileList.model_validate(parse_json(path.read_text(encoding="utf-8"), LARGEST)).files
-    except (OSError, UnicodeDecodeError, DocumentError, ValidationError):
+        return {} if path.is_symlink() else FileList.model_validate(read_json(path, LARGEST)).files
+    except (OSError, DocumentError, ValidationError):
         return {}

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +137,34 @@ def test_bench_measures_two_files(call, made) -> None:
     assert "x the speed of float.onnx" in " ".join(out.split())
     assert "slowest layer" in out
     assert "asked for" in err
+
+
+def test_the_printed_command_measures_the_same_files_with_the_same_inputs(call, deployed, monkeypatch) -> None:
+    monkeypatch.chdir(deployed.folder)
+    done = json.loads(deployed.stdout)
+    (command,) = [each.partition(": ")[2] for each in done["next"] if "scalepoint bench" in each]
+    latency = done["verification"]["latency"]
+    _, out, err = call(*shlex.split(command)[1:], "--json")
+    found = json.loads(out)
+    assert Path(found["files"][0]).name == latency["baseline_file"]
+    assert found["files"][1] == done["verification"]["path"]
+    assert (found["shapes"], found["threads"]) == (latency["shapes"], latency["threads"])
+    assert found["shapes"] == {"x": [2, 3, 8, 8]}  # as the data has it, not the batch of 1 that a free axis would get
+    assert "inputs.safetensors" in err
+    assert any(each["seconds"] and each["float_seconds"] for each in found["layers"])
+
+
+def test_bench_measures_other_files_and_sizes_with_random_inputs(call, made, tmp_path) -> None:
+    files = (made / "float.onnx", made / "model.onnx")
+    assert json.loads(call("bench", *files, "--batches", "3", "--json")[1])["shapes"] == {"x": [3, 3, 8, 8]}
+    for file in files:
+        shutil.copy(file, tmp_path)
+    (tmp_path / "inputs.safetensors").write_bytes(b"not safetensors at all")
+    copies = [tmp_path / file.name for file in files]
+    code, _, err = call("bench", *copies)
+    assert (code != 0, "inputs.safetensors" in err, "Traceback" in err) == (True, True, False)
+    (tmp_path / "inputs.safetensors").unlink()
+    assert json.loads(call("bench", *copies, "--json")[1])["shapes"] == {"x": [1, 3, 8, 8]}
 
 
 def test_bench_tells_samples_a_second_at_each_batch_and_number_of_threads(call, made) -> None:

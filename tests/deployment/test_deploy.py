@@ -400,3 +400,23 @@ class TestStaticRules:
             nn.Sequential(nn.Linear(64, 64)).eval(), x, [x], output=tmp_path, smoke=True, progress=False
         )
         assert done.report.findings is None
+
+
+class Scaled(nn.Module):
+    """Takes a second input, by name in the tests."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x, scale):
+        return self.second(torch.relu(self.first(x)) * scale)
+
+
+def test_an_example_may_have_positional_and_keyword_inputs(tmp_path):
+    torch.manual_seed(0)
+    x, scale = torch.randn(4, 16), torch.rand(4, 16)
+    given = {"kwargs": {"scale": scale}, "config": {"speed_first": False}, "progress": False}
+    done = scalepoint.deploy(Scaled().eval(), x, [{"x": x, "scale": scale}], output=tmp_path / "out", **given)
+    assert done.verification.holds
+    assert {layer.name for layer in done.report.layers} == {"first", "second"}

@@ -260,6 +260,17 @@ def test_a_derived_value_that_contradicts_is_refused_with_the_way_out(fields, me
         QuantizationSpec(**fields)
     with pytest.raises(ValidationError, match=message):
         QuantizationSpec.from_dict(fields)
+    with pytest.raises(ValidationError, match=message):
+        QuantizationSpec().model_copy(update=fields)
+
+
+def test_a_changed_copy_is_checked_as_a_new_spec_is():
+    spec = QuantizationSpec(dtype="int4", granularity={"type": "per_channel", "axis": 0})
+    assert spec.model_copy() == spec.model_copy(deep=True) == spec
+    copied = spec.model_copy(update={"dtype": "int8"})
+    assert (copied.dtype, copied.n_bits, copied.granularity) == (torch.int8, 8, spec.granularity)
+    with pytest.raises(ValidationError, match="no field 'dtyp'"):
+        spec.model_copy(update={"dtyp": "int8"})
 
 
 def test_what_was_given_is_never_changed():

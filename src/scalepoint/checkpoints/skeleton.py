@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from scalepoint.checkpoints.experts import take_apart
 from scalepoint.checkpoints.hollow import Hollows, trim
-from scalepoint.checkpoints.source import Source
+from scalepoint.checkpoints.source import TIE, Source
 from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError
 from scalepoint.graph.export import quiet
+from scalepoint.numerics import dtype_name
 
+AT_ONCE = 1 << 24  # values that are looked at at a time
 PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
 
 
@@ -42,6 +44,17 @@ class Weights:
             if place in self.names and place not in self._here:
                 self.hollows.fill(tensor, self.source.tensor(self.names[place]))
                 self._here[place] = tensor
+
+    def check_finite(self) -> None:
+        """Read every weight once, a tensor at a time; StoreError names one that holds NaN or infinity."""
+        for name in self.names.values():
+            value = self.source.tensor(name).flatten()
+            bad = sum(int(part.numel() - part.isfinite().sum()) for part in value.split(AT_ONCE))
+            if bad:
+                raise StoreError(
+                    f"{self.source.tensors[name].shard.name}: {name} holds NaN or infinity in {bad} of {value.numel()} "
+                    "values: the checkpoint is damaged, or overflowed when it was saved. Fetch or save it again"
+                )
 
     def drop(self) -> None:
         """Give the memory of all back."""
@@ -125,6 +138,11 @@ def _checked(source: Source, names: Mapping[str, str], name: str, shape: tuple[i
             f"{source.folder} has no {name}, which a {source.model_type!r} model of its config.json needs "
             f"({len(source.tensors)} tensors there, such as {next(iter(source.tensors), 'none')})"
         )
+    if not stored.dtype.is_floating_point:
+        raise StoreError(
+            f"{stored.shard.name}: {name} is stored as {dtype_name(stored.dtype)}, and the weights of a model are "
+            "floats: save the checkpoint again as float32, float16 or bfloat16"
+        )
     if stored.shape != shape:
         raise StoreError(
             f"{stored.shard.name}: {name} has shape {list(stored.shape)}, by config.json it is {list(shape)}"
@@ -163,7 +181,10 @@ def _config(source: Source) -> Any:
         raise CaptureError(
             f"{source.folder}: config.json asks for code of its own ({source.model_type!r}), which is never run here"
         )
-    return transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+    untied = {TIE: False} if source.config.get(TIE) is False else {}  # by the file, whatever config.json says
+    return transformers.AutoConfig.from_pretrained(
+        source.folder, local_files_only=True, trust_remote_code=False, **untied
+    )
 
 
 @contextmanager

@@ -89,6 +89,7 @@ class FolderRun:
                 length=settings.length,
                 samples=settings.samples,
                 cache=settings.cache,
+                allow_departure=True,  # the exit code says it, after the result
                 resume=resume,
                 force=self.force,
                 progress=not self.quiet,
@@ -105,9 +106,11 @@ class FolderRun:
         return "finished blocks are kept; the same command with --resume goes on from there"
 
     def _finish(self, done: Any) -> int:
+        from scalepoint.report.language import DEPARTS
+
         found = done.report.language
-        is_run = found.status == "ok"
-        code = Code.DONE if is_run else Code.UNVERIFIED
+        is_allowed = found.status == DEPARTS and self.settings.allow_departure
+        code = Code.DONE if found.status == "ok" or is_allowed else Code.UNVERIFIED
         if self.json:
             result = {
                 "exit_code": int(code),
@@ -116,12 +119,14 @@ class FolderRun:
                 "path": done.path,
                 "float_score": done.float_score,
                 "score": done.score,
+                "higher_is_better": done.higher_is_better,
                 "summary": done.report.summary(),
                 "coverage": done.coverage.to_list(),
             }
             show_json("deploy", result)
         else:
             show(*done.report.summary(), f"written: {done.path}")
-        if not is_run:
-            say(f"not verified: {found.runtime}: {found.message or 'no text to judge by'}", style="yellow")
+        if found.status != "ok":
+            hint = " (--allow-departure accepts it)" if found.status == DEPARTS and not is_allowed else ""
+            say(f"not verified: {found.runtime}: {found.message or 'no text to judge by'}{hint}", style="yellow")
         return code

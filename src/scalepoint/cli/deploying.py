@@ -289,11 +289,8 @@ def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_de
     from scalepoint.report import is_within
 
     found = done.verification
-    if found is not None and found.status.value != "ok":
-        return Code.UNVERIFIED, f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
-    if found is not None and not found.holds and not allow_departure:
-        why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
-        return Code.UNVERIFIED, f"{why} (--allow-departure accepts it)"
+    if found is not None and found.is_refuted and (why := _refuted(found, allow_departure)):
+        return Code.UNVERIFIED, why
     drop = done.drop
     if max_drop is not None and drop is not None and not is_within(done.float_score, done.score, max_drop):
         lost = f"loses {value_of(drop)}" if drop == drop else "has a score of NaN"  # noqa: PLR0124  # only NaN differs
@@ -303,5 +300,17 @@ def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_de
         why = f"the fastest file has {ratio(speed)} the speed of the float one, less than {ratio(min_speed)}"
         return Code.LIMIT, f"{why}; it was kept"
     if found is None:
-        return Code.DONE, "not verified: no runtime of this target is known here; the numbers are the simulation's"
-    return Code.DONE, ""
+        return Code.DONE, "not verified: no runtime of this target is known here"
+    return Code.DONE, "" if found.status.value != "not verified here" else f"not verified here: {found.message}"
+
+
+def _refuted(found: Any, allow_departure: bool) -> str:
+    """What is wrong with the file; "" where that is accepted."""
+    if found.status.value not in ("ok", "not verified here"):
+        return f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
+    if allow_departure:
+        return ""
+    if found.differences:
+        return f"the file does not hold what the model does: {found.differences[0]}"
+    why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
+    return f"{why} (--allow-departure accepts it)"

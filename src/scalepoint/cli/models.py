@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.cli.ending import usage
-from scalepoint.errors import nearest
+from scalepoint.errors import DocumentError, nearest
+from scalepoint.untrusted import check_file
 from scalepoint.words import one_line
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -92,7 +93,10 @@ def _hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
     import torch
     import transformers
 
+    from scalepoint.checkpoints.source import check_files
+
     folder = root / name
+    check_files(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         kind = getattr(transformers, (config.architectures or ["?"])[0], None)
@@ -127,11 +131,14 @@ def load_weights(model: Any, path: Path) -> None:
     from safetensors.torch import load_file
 
     try:
+        check_file(path)
         state: Any = None
         if path.suffix == ".safetensors":
             state = load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  # tensors only
+    except DocumentError as error:
+        raise usage(error.args[0]) from error
     except (SafetensorError, OSError, EOFError, RuntimeError) as error:
         raise usage(f"{path} cannot be read: {one_line(error)[:300]}") from error
     except Exception as error:  # whatever weights_only refuses with

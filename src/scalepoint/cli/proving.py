@@ -57,16 +57,17 @@ def verify(
     """Run the exported file in its runtime and compare it with the simulation in PyTorch."""
     folder, file = _run_and_file(folder)
     _, quantized, inputs, _ = restored(folder, context.params, 1)
-    float_file = folder / f"float{file.suffix}"
+    float_file, plain_file = (folder / f"{name}{file.suffix}" for name in ("float", "float_plain"))
     found = public("verify")(
         file,
         quantized,
         inputs,
         runtime=runtime,
         float_path=float_file if float_file.exists() else None,
+        plain_path=plain_file if plain_file.exists() else None,
         threads=threads or 1,
     )
-    code = Code.DONE if found.holds else Code.UNVERIFIED
+    code = Code.UNVERIFIED if found.is_refuted else Code.DONE
     if json:
         show_json("verify", {"exit_code": int(code), **found.to_dict()})
     else:

@@ -1,7 +1,6 @@
 """What a command was told: the config file, and over it the flags. A flag is a key of the file."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Any
 from scalepoint.cli.data import Reading, check_data
 from scalepoint.cli.ending import usage
 from scalepoint.cli.naming import Finder, check_name
-from scalepoint.errors import nearest
+from scalepoint.errors import DocumentError, nearest
+from scalepoint.untrusted import read_json
 
+LARGEST_JOURNAL = 64_000_000
 WORK = ".scalepoint"  # in an output folder: a run that did not end
 
 
@@ -123,6 +124,6 @@ def check_output(folder: Path, *, force: bool, resume: bool) -> None:
 def done_in(folder: Path) -> list[str]:
     """The stages of an unfinished run that are done; read without torch."""
     try:
-        return list(json.loads((folder / WORK / "journal.json").read_text())["stages"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return list(read_json(folder / WORK / "journal.json", LARGEST_JOURNAL, folder=folder)["stages"])
+    except (OSError, DocumentError, KeyError, TypeError):
         return []

@@ -24,20 +24,24 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint import ranks
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning, StoreError, UsageError
 from scalepoint.files import LOCK, TEMPORARY, digest, is_full, locked, remove, replace_text, sweep
 from scalepoint.interrupts import check_interrupt
 from scalepoint.output_folder import LIST, check_links, check_path
 from scalepoint.plain import plain
+from scalepoint.untrusted import read_json
 
 FOLDER = ".scalepoint"
 FILE = "journal.json"
 FORMAT = 1
 LARGEST = 64_000_000
-_OURS = re.compile(r"journal\.json|log\.txt|trial-\d+|float(\..*)?")  # in the folder of a run
+_OURS = re.compile(
+    r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors"
+)  # in the folder of a run
 # what an earlier stage made: that it changed is a consequence, and needs no word
-DERIVED = frozenset(("the quantized model", "the file", "the float file", "the files", "the drop"))
+DERIVED = frozenset(
+    ("the quantized model", "the file", "the float file", "the plain export", "the baseline", "the files", "the drop")
+)
 
 Marks = Mapping[str, str | None]
 T = TypeVar("T")
@@ -205,8 +209,8 @@ def _read(path: Path) -> Pages:
         _warn(f"{path.parent} holds no unfinished run: nothing to resume, starting from the beginning")
         return Pages()
     try:
-        found = Pages.model_validate(parse_json(path.read_text(), LARGEST))
-    except (OSError, UnicodeDecodeError, DocumentError, ValidationError) as error:
+        found = Pages.model_validate(read_json(path, LARGEST, folder=path.parent))
+    except (OSError, DocumentError, ValidationError) as error:
         reason = error.args[0] if isinstance(error, DocumentError) else str(error).splitlines()[0]
         _warn(f"{path} is damaged ({reason}): starting from the beginning")
         return Pages()

@@ -20,10 +20,11 @@ from scalepoint.quantize import QuantConfig
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
 from scalepoint.verification import Status, extract_failing
 from scalepoint.verification.extraction import NAMES as EXTRACTED
+from scalepoint.verification.inputs import INPUTS_FILE
 
 CONFIG, LOG, FAILING = "config.yaml", "log.txt", "failing"
 # what is written into an output folder, beside the files of the target's format; the last two by the command line
-NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, "kept.yaml", "reproduce.py")
+NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, INPUTS_FILE, "kept.yaml", "reproduce.py")
 
 
 @contextmanager

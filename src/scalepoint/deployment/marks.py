@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from scalepoint.targets import Target
 
 FEW = 4  # batches of the data that are looked at
 LENGTH = 16
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def mark(*parts: object) -> str:
@@ -34,7 +36,7 @@ def mark_of_model(model: nn.Module) -> str:
     classes = {type(module) for module in model.modules()}
     forwards = {f"{each.__module__}.{each.__qualname__}": mark_of_code(each.forward) for each in classes}
     modules = {name: type(module).__qualname__ for name, module in model.named_modules()}
-    return mark(fingerprint(model), sorted(forwards.items()), modules, repr(model))
+    return mark(fingerprint(model), sorted(forwards.items()), modules, _without_addresses(repr(model)))
 
 
 def mark_of_target(target: Target) -> str:
@@ -61,7 +63,12 @@ def _told(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
         return sorted(repr(_told(each)) for each in value)
     if isinstance(value, list | tuple):
         return [_told(each) for each in value]
-    return _told_of_code(value) if callable(value) else repr(value)
+    return _told_of_code(value) if callable(value) else _without_addresses(repr(value))
+
+
+def _without_addresses(text: str) -> str:
+    """The text of a repr() without memory addresses, which are different in every process."""
+    return ADDRESS.sub("", text)
 
 
 def _told_of_code(function: Any) -> Any:
@@ -87,8 +94,17 @@ def _told_of_cell(cell: CellType) -> Any:
 
 
 def _code(code: CodeType) -> list[object]:
-    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return [code.co_code.hex(), code.co_names, constants]
+    return [code.co_code.hex(), code.co_names, [_constant(each) for each in code.co_consts]]
+
+
+def _constant(value: Any) -> Any:
+    """A constant of the bytecode. `x in {"a", "b"}` makes a frozenset, whose repr() follows the hash seed of the
+    process: its elements are sorted."""
+    if isinstance(value, CodeType):
+        return _code(value)
+    if isinstance(value, frozenset):
+        return ["frozenset", *sorted(repr(_constant(each)) for each in value)]
+    return [_constant(each) for each in value] if isinstance(value, tuple) else repr(value)
 
 
 def mark_of_values(value: Any) -> str:
@@ -103,7 +119,7 @@ def mark_of_values(value: Any) -> str:
         elif isinstance(array, np.ndarray):
             found.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
         else:
-            found.update(repr(leaf).encode())
+            found.update(_without_addresses(repr(leaf)).encode())
     return found.hexdigest()[:LENGTH]
 
 

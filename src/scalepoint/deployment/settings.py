@@ -9,12 +9,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from scalepoint.allocation import Budget, check_choices
 from scalepoint.complaints import complaints, told, told_plainly
 from scalepoint.deployment.allocating import CHOICES
-from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
+from scalepoint.documents import Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
 from scalepoint.files import replace_text
 from scalepoint.graph.free import axes_of
 from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
+from scalepoint.untrusted import read_text
 
 
 def _parts(value: Any) -> Any:
@@ -95,10 +96,8 @@ class DeployConfig(Config):
         """Read YAML or JSON, by the ending of the name."""
         path = Path(path)
         try:
-            if path.stat().st_size > MAX_BYTES:
-                raise DocumentError(f"{path}: more than {MAX_BYTES} bytes, too large for a config")
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except OSError as error:
             raise DocumentError(f"{path} cannot be read: {error}") from error
         try:
             data = parse_json(text) if path.suffix == ".json" else parse_yaml(text)

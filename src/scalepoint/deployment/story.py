@@ -30,7 +30,7 @@ from scalepoint.deployment.raising import next_step, start_of, unraised
 from scalepoint.deployment.ranges import RANGES, other_ranges
 from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.result import Deployment
-from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
+from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, PLAIN_FILE, Run
 from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import check_options, with_speed
 from scalepoint.deployment.sizes import telling_of_sizes
@@ -47,13 +47,17 @@ from scalepoint.plain import plain
 from scalepoint.progress import Callback, Event, listening, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.quantize.feeding import check_data, own_inputs
+from scalepoint.quantize.placement import check_formulations
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.runtimes import find_runtime
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.turns import in_turn
 from scalepoint.verification import Status, Verification, verify
+from scalepoint.verification.simulation import feeds_of
+from scalepoint.verification.timing import write_plain_file
 
 SIZES = 3  # files that are tried for a budget of size
 
@@ -112,6 +116,7 @@ def deploy(
     inputs, axes = _checked_inputs(found, model, as_inputs(example_inputs, kwargs), dynamic_axes)
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
+    check_formulations(wanted, found)
     said = _checked_file(found, float_dtype, model, metadata)
     with seeded(seed), listening(callback), _opened(folder, found, resume=resume, force=force) as journal:
         run = Run(model=model, inputs=inputs, data=calibration_data, target=found, journal=journal, evaluate=evaluate,
@@ -156,7 +161,7 @@ def _checked_inputs(
 def _opened(folder: Path, target: Target, *, resume: bool, force: bool) -> Iterator[Journal]:
     """The journal, with the log of the run in it, where the folder may be written to."""
     suffix = find_format(target.format).suffix
-    names = (*NAMES, f"{FILE}{suffix}", f"{FLOAT_FILE}{suffix}")
+    names = (*NAMES, *(f"{name}{suffix}" for name in (FILE, FLOAT_FILE, PLAIN_FILE)))
     ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume, names=names))
     with Journal.opened(folder, resume=resume) as journal, listening(Log(journal.folder / LOG)):
         if ranks.is_main():
@@ -325,10 +330,21 @@ def _exported(run: Run, folder: Path, model: fx.GraphModule) -> tuple[Path, Path
                         model, path, args, kwargs=kwargs, float_path=also, float_dtype=run.float_dtype,
                         metadata=run.metadata,
                     )  # fmt: skip
+                    if also:
+                        _export_plain(run, model)
             stage.keep(files=run.format.files(path))
             if also:
-                float_stage.keep(files=run.format.files(also))
+                floats = [also, *filter(None, [run.plain_path])]
+                float_stage.keep(files=[file for each in floats for file in run.format.files(each)])
     return path, float_path
+
+
+def _export_plain(run: Run, model: fx.GraphModule) -> None:
+    """The float model by torch.onnx.export, where the speed is measured: it may be faster than our float file."""
+    runtime = None if run.target.runtime is None else find_runtime(run.target.runtime)
+    if runtime is not None and runtime.is_here and not runtime.why_not_run:
+        writing = Writing(run.inputs, names=tuple(feeds_of(model, run.inputs)))
+        write_plain_file(run.model, run.format, writing, run.file(run.journal.folder, PLAIN_FILE))
 
 
 def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> Verification | None:
@@ -341,12 +357,14 @@ def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> 
         if found is None:
             timed = None if run.smoke else float_path
             found = _told(lambda: verify(
-                path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed, float_model=run.model,
-                threads=run.threads, layers=not run.smoke,
+                path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed,
+                plain_path=run.plain_path, baseline=run.baseline, threads=run.threads, layers=not run.smoke,
             ))  # fmt: skip
             found = found if run.smoke else replace(found, float_size=_sizes(run, float_path)[0])
-            if found.status == Status.OK:  # what went wrong is tried again
+            if found.status in (Status.OK, Status.NOT_VERIFIED):  # what went wrong is tried again
                 stage.keep(vars(found))
+    if run.baseline is None and found.latency is not None:
+        run.baseline = found.latency.baseline
     return found
 
 

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import fx
 
-from scalepoint.errors import UsageError, shown
+from scalepoint.documents import parse_json
+from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.plain import plain
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.targets import Target
@@ -26,6 +28,7 @@ from scalepoint.words import one_line
 
 OURS = "scalepoint."
 LARGEST = 1_000_000  # characters of all that is given
+LARGEST_DESCRIPTION = 64_000_000  # bytes: quantizers and layers of large models are in it too
 
 
 def metadata_of(model: fx.GraphModule, target: Target | None, given: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -75,13 +78,41 @@ def made_for(found: Mapping[str, str]) -> dict[str, str]:
     return {"target": found[LABEL], **mine} if LABEL in found else {}
 
 
+class DescribedInput(BaseModel):
+    """One input, as a file states it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+class Description(BaseModel):
+    """What a .pte or .tflite file states about itself, as JSON; other keys are for its runtime."""
+
+    made_for: dict[str, str] = {}
+    quantizers: dict[str, str] = {}
+    inputs: tuple[DescribedInput, ...] = ()
+
+
+def read_description(text: str) -> Description:
+    """Parse the description in a file, which anybody may have written."""
+    try:
+        return Description.model_validate(parse_json(text, LARGEST_DESCRIPTION))
+    except DocumentError as error:
+        raise StoreError(f"its description cannot be read: {error.args[0]}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise StoreError(f"its description cannot be read: {one_line(where)}: {first['msg']}") from error
+
+
 def read_value(text: str) -> Any:
     """What was written as JSON as the list or mapping that it was; text as it is."""
     if not text.startswith(("{", "[")):
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # somebody else's text
+        return parse_json(text, LARGEST_DESCRIPTION)
+    except DocumentError:  # somebody else's text
         return text
 
 

@@ -24,7 +24,7 @@ from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skeleton
 from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
-from scalepoint.errors import NonFiniteError, StoreError, UsageError
+from scalepoint.errors import CalibrationError, NonFiniteError, StoreError, UsageError
 from scalepoint.files import LOCK, is_full, locked, remove, room_needed, sweep, sweep_temporary
 from scalepoint.language.cache import check_cached, check_placed, groups_of, stored_cache
 from scalepoint.language.proof import Proof, prove
@@ -62,6 +62,7 @@ def deploy_checkpoint(
     accuracy: Accuracy = "balanced",
     memory: int | str | None = None,
     cache: str | None = None,
+    allow_departure: bool = False,
     length: int = 512,
     samples: int = 16,
     verify: bool = True,
@@ -72,11 +73,14 @@ def deploy_checkpoint(
     """Quantize the checkpoint in the folder `source` for a runtime of language models, and prove it there.
 
     `data` calibrates (a text file, a .jsonl, a folder of such, or sequences of tokens), `judge` is other text that
-    perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
+    perplexity is measured on: without it, what comes after the calibration text in `data`. Of each, sequences of
+    `length` tokens are taken: `samples` calibrate, and at most 16 are judged. Blocks come and go: memory
     holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
     "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. An `output` that
     contains something is refused; force=True overwrites files there, deletes those of an earlier run of ours, and
-    leaves all others.
+    leaves all others. The score is perplexity, lower is better. VerificationError where the runtime cannot run what was
+    written, or computes something else than the simulation: the file and its report are kept, and
+    allow_departure=True returns them instead.
     """
     texts = {"calibration data": data, "text to judge by": judge}
     job = asked(source, output, target, config, accuracy, memory, cache, texts, may_exist=force, resume=resume)
@@ -112,7 +116,8 @@ def deploy_checkpoint(
         report = _by_first(written)
     score = next(iter(report.accuracy), None)
     before, after = (None, None) if score is None else (score.float_value, score.final)
-    return Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+    done = Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+    return done if allow_departure else done.checked()
 
 
 def _write(job: Asked, checkpoint: QuantizedCheckpoint) -> None:
@@ -158,7 +163,7 @@ def _working(job: Asked) -> Iterator[None]:
             if job.path.parent == job.output and not was_there:
                 with suppress(OSError):
                     job.output.rmdir()  # where it is empty
-            way_out = "; finished blocks are kept, resume=True goes on from them" if is_kept else ""
+            way_out = "; finished blocks are kept, resume=True (--resume) goes on from them" if is_kept else ""
             if _is_out_of_memory(error):
                 less = f"memory={job.tuning.memory // 2_000_000}MB, fewer samples= or a shorter length= need less"
                 raise StoreError(f"{job.output} could not be made: memory ran out; {less}{way_out}") from error
@@ -202,6 +207,7 @@ def _check_same(job: Asked) -> None:
 def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:
     """The graph of the model with its quantizers on, its weights hollow."""
     tree, weights = skeleton(job.source)
+    ranks.told("checking the weights", weights.check_finite)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
     if job.cache:
@@ -231,8 +237,13 @@ def _texts(job: Asked, data: Text, judge: Text, length: int, samples: int) -> tu
         first = sequences(data, job.source, length=length, count=samples, what="calibration data")
         return first, sequences(judge, job.source, length=length, count=JUDGED, what="text to judge by")
     found = sequences(data, job.source, length=length, count=samples + JUDGED, what="calibration data")
-    cut = min(samples, max(1, len(found) // 2))
-    return found[:cut], found[cut:] or found[:1]
+    if len(found) < 2:
+        raise CalibrationError(
+            f"the calibration data is one sequence of {found[0].shape[1]} tokens, and perplexity is measured on other "
+            "ones than those that calibrate: give more data, a shorter length=, or other text as judge="
+        )
+    cut = min(samples, len(found) // 2)
+    return found[:cut], found[cut : cut + JUDGED]
 
 
 def _tuned(

@@ -17,6 +17,7 @@ from scalepoint.language.cache import with_cached
 from scalepoint.output_folder import LIST, WrittenFiles, check_inputs, check_links, check_path
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT, Override
+from scalepoint.quantize.placement import check_formulations
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import Target, find_target, list_targets
@@ -98,6 +99,7 @@ def asked(
         raise UsageError(f"{where} is a file: choose a folder as output")
     chosen = replace(chosen, weight=_fitting(chosen.weight, opened, form))
     complete = complete_config(QuantConfig.build(config), chosen, is_rounded=not PRESETS[accuracy])
+    check_formulations(complete, chosen)
     activation = complete.spec_for("input", (), ())
     weight = complete.spec_for("weight", (), ())
     try:

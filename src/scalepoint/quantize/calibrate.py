@@ -19,14 +19,14 @@ from torch import fx, nn
 from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.modes import evaluating
-from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split
+from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split, length_of
 from scalepoint.quantize.means import Means, take_back
 from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
 from scalepoint.quantize.outliers import Factors, even_out, open_factors
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, reader_names
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.turns import in_turn
 
@@ -83,11 +83,19 @@ def calibrate(
         if stubs:
             fed = _observe(run, stubs, means, on_nan, on_unseen)
             amend_record(model, calibrated=(fed.calls, fed.samples))
+        elif _needs_check(model, forward_loop):
+            run("checking the data", only_first=True)
     _switch_on(stubs, weights)
     if freeze_weights:
         freeze(model)
     _correct(model, means, correct_bias)
     return model
+
+
+def _needs_check(model: nn.Module, data: Data) -> bool:
+    """Whether data that calibrates nothing is run all the same: only weights quantized on request need none."""
+    rows = record_of(model).coverage.operations if has_record(model) else ()
+    return length_of(data) != 0 or any(row.is_for_speed for row in rows)
 
 
 def _correct(model: nn.Module, means: Means | None, given: bool | None) -> None:
@@ -201,7 +209,7 @@ def _observe(
 def _derive(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:
     unseen = [stub for stub in stubs if not stub.has_observed and not stub.quantizer.is_disabled()]
     if unseen and on_unseen == "error":
-        names = ", ".join(f"{stub.name} (read by {', '.join(stub.consumers)})" for stub in unseen[:5])
+        names = ", ".join(f"{stub.name} (read by {reader_names(stub.consumers)})" for stub in unseen[:5])
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         raise CalibrationError(
             f"{len(unseen)} of {len(stubs)} stubs saw nothing in {calls} calls: {names}{more}. {_why(unseen)} Give "

@@ -32,15 +32,17 @@ from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
 from scalepoint.extensions import brought
 from scalepoint.spec import (
+    CompressionTargetTensor,
     ExtendedQuantizationSpec,
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
     QuantizationGranularity,
+    QuantizationScheme,
     QuantizationSpec,
     palette_spec,
 )
-from scalepoint.spec.extended import spec_class, spec_from_dict
+from scalepoint.spec.extended import sparsity_of, spec_class, spec_from_dict
 from scalepoint.spec.sparsity import SparsityField
 from scalepoint.spec.spec import SchemaGenerator
 
@@ -158,6 +160,30 @@ class TensorQuantConfig(Config):
     @property
     def _scheme(self) -> str:
         return "symmetric" if self.symmetric else "asymmetric"
+
+
+def short_form(spec: QuantizationSpec, target: CompressionTargetTensor) -> TensorQuantConfig | QuantizationSpec:
+    """Return the TensorQuantConfig that stands for this spec, or the spec itself if there is none."""
+    is_weight, granularity = target == CompressionTargetTensor.WEIGHT, spec.granularity
+    per_channel = isinstance(granularity, PerChannelGranularity)
+    block = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
+    sparsity = sparsity_of(spec)
+    has_width = isinstance(spec.dtype, torch.dtype) and spec.n_bits in TensorQuantConfig.WIDTHS
+    if not has_width or not isinstance(block, int | None) or (not is_weight and (per_channel or block or sparsity)):
+        return spec
+    plain = spec.replace(granularity=PerChannelGranularity()) if per_channel else spec  # the layer gives the axis
+    for method in CalibrationMethod:
+        short = TensorQuantConfig(
+            n_bits=spec.n_bits,
+            symmetric=spec.qscheme == QuantizationScheme.SYMMETRIC,
+            per_channel=per_channel,
+            calibration_method=method,
+            block_size=block,
+            sparsity=sparsity,
+        )
+        if plain == (short.weight_spec() if is_weight else short.activation_spec()):
+            return short
+    return spec
 
 
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in TensorQuantConfig.WIDTHS)

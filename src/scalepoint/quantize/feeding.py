@@ -59,32 +59,41 @@ def feed(
     skip_nan: bool = False,
     progress: bool | None = None,
     merge: Callable[[], None] | None = None,
+    only_first: bool = False,
 ) -> Fed:
     """Run the data through the model, without gradients. An error tells which batch it was; no call at all is one.
 
     With `merge`, ranks share the data, and it is called once all have seen their part; without, each runs all of it.
+    only_first=True runs the first batch alone, to check the data: NaN in its inputs or outputs is a NonFiniteError.
     """
     if merge is None:
         progress = progress if ranks.is_main() else False
         with ranks.alone():
-            return _fed(model, data, what, max_batches, skip_nan, progress)
-    fed = _fed(model, data, what, max_batches, skip_nan, progress)
+            return _fed(model, data, what, max_batches, skip_nan, progress, only_first)
+    fed = _fed(model, data, what, max_batches, skip_nan, progress, only_first)
     if ranks.size() > 1:
         merge()
     return fed
 
 
 def _fed(
-    model: nn.Module, data: Data, what: str, max_batches: int | None, skip_nan: bool, progress: bool | None
+    model: nn.Module,
+    data: Data,
+    what: str,
+    max_batches: int | None,
+    skip_nan: bool,
+    progress: bool | None,
+    only_first: bool,
 ) -> Fed:
     """This rank's part; counted over all."""
     fed = Fed()
     with ranks.agreed(what) as told:
         check_data(data)
         _check_shared(data)
-        most = None if max_batches is None else _part(max_batches)
-        with phase(what, total=_expected(data, max_batches), show=progress) as running:
-            inside = _Calls(fed, most, running)
+        most = 1 if only_first else None if max_batches is None else _part(max_batches)
+        total = 1 if only_first else _expected(data, max_batches)
+        with phase(what, total=total, show=progress) as running:
+            inside = _Calls(fed, most, running, checks=only_first)
             _feed(model, data, what, inside, max_batches, skip_nan, told)
         told.mine = [fed.calls, fed.samples, fed.skipped]
     calls, samples, skipped = zip(*told.all, strict=True)
@@ -148,10 +157,10 @@ def is_of_inference(model: nn.Module) -> bool:
 
 
 class _Calls:
-    """Counts the calls of a model."""
+    """Counts the calls of a model; with `checks`, NaN in the inputs or outputs of a call is an error."""
 
-    def __init__(self, fed: Fed, most: int | None, running: Phase) -> None:
-        self.fed, self.most, self.running = fed, most, running
+    def __init__(self, fed: Fed, most: int | None, running: Phase, *, checks: bool = False) -> None:
+        self.fed, self.most, self.running, self.checks = fed, most, running, checks
         self.is_inside = False
         self.number: int | None = None  # of the batch, where the data is batches
         self.given: Any = ()  # the inputs of the call that runs
@@ -170,8 +179,12 @@ class _Calls:
         self.fed.calls += 1
         self.fed.samples += _samples((args, kwargs))
         self.is_inside, self.given = True, (args, kwargs)
+        if self.checks:
+            _check_no_nan(self.given)
 
     def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.checks:
+            _check_no_nan(output)
         self.is_inside, self.given = False, ()
         self.running.advance()
 
@@ -193,7 +206,7 @@ def _feed_batches(
     size, fed = ranks.size(), inside.fed
     for index in range(ranks.rank(), last + size, size):
         inside.number = index
-        if index >= last and max_batches is not None:
+        if (index >= last and max_batches is not None) or (inside.most is not None and fed.calls >= inside.most):
             return  # one more than is asked for is never made
         try:
             batch = next(batches)
@@ -352,6 +365,14 @@ def _floats(inputs: Any) -> list[Tensor]:
 
 def _is_finite(inputs: Any) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in _floats(inputs))
+
+
+def _check_no_nan(values: Any) -> None:
+    """Infinity is allowed here: masks contain it."""
+    if any(bool(tensor.isnan().any()) for tensor in _floats(values)):
+        raise NonFiniteError(
+            "Nothing was changed. Mend the data or the model, or leave such batches out: on_nan='skip'"
+        )
 
 
 def _tensor(value: Any) -> Any:

@@ -17,12 +17,11 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from scalepoint import ranks
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.files import (
     LOCK,
@@ -54,6 +53,7 @@ from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.targets import Target
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_of
 from scalepoint.turns import in_turn
+from scalepoint.untrusted import open_tensors, read_json
 from scalepoint.version import __version__
 
 MANIFEST, TENSORS = "scalepoint.json", "tensors"
@@ -291,10 +291,12 @@ def _sealed(manifest: dict[str, Any]) -> str:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        sealed = parse_json(path.read_text(), LARGEST_MANIFEST)
+        sealed = read_json(path, LARGEST_MANIFEST, folder=folder)
     except FileNotFoundError:
         raise StoreError(f"{folder} holds no saved model: there is no {MANIFEST}") from None
-    except (OSError, UnicodeDecodeError, DocumentError) as error:
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
+    except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     manifest = sealed.get("manifest") if isinstance(sealed, dict) else None
     if not isinstance(manifest, dict):
@@ -318,12 +320,16 @@ def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
     path = folder / _tensor_file(manifest)
     if not path.is_file():
         raise StoreError(f"{path} is missing: the folder was changed after it was written")
-    if digest(path) != manifest["tensors"]["sha256"]:
-        raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path, folder=folder) as file:  # checks its length before all of it is read
+            if digest(path) != manifest["tensors"]["sha256"]:
+                raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
     except SafetensorError as error:
+        raise StoreError(f"{path} was changed or damaged after it was written: {error}") from error
+    except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     lost = [original for original in manifest["aliases"].values() if original not in tensors]
     if lost:

@@ -4,7 +4,7 @@ Both hold the parameters that the deployed file will hold (`scale`, `zero_point`
 which observes and does the arithmetic.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, UsageError, shown
 from scalepoint.numerics import QParams
-from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig
+from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig, short_form
 from scalepoint.spec import (
     CompressionTargetTensor,
     DefaultFakeQuantize,
@@ -25,20 +25,34 @@ from scalepoint.spec import (
     PerTensorGranularity,
     QParamsCalculatorBase,
     QuantizationComponentFactory,
+    QuantizationScheme,
     QuantizationSpec,
 )
+from scalepoint.spec.export_form import FORMS
 from scalepoint.spec.extended import sparsity_of
 from scalepoint.spec.state import Stateful
 
 LEAST_WEIGHT_RANGE = 1e-8
 
+Consumers = Iterable[str | nn.Module] | str | nn.Module
+
+
+def as_consumers(consumers: Consumers) -> list[Any]:
+    """List the readers of a tensor: names, or the modules themselves."""
+    return [consumers] if isinstance(consumers, str | nn.Module) else list(consumers)
+
+
+def reader_names(consumers: Iterable[str | nn.Module]) -> str:
+    """Name the readers for a message. A module has no name of its own: its class stands for it."""
+    return ", ".join(reader if isinstance(reader, str) else type(reader).__name__ for reader in consumers)
+
 
 class Quantizing(Stateful):
     """What both have: the spec, the parameters and the switch `enabled`."""
 
-    def __init__(self, consumers: Sequence[str], spec: QuantizationSpec, target: CompressionTargetTensor) -> None:
+    def __init__(self, consumers: Consumers, spec: QuantizationSpec, target: CompressionTargetTensor) -> None:
         super().__init__()
-        self.consumers = list(consumers)
+        self.consumers = as_consumers(consumers)
         self.spec = spec
         self.quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, target)
         self.quantizer.disable_fake_quant()  # it observes; when to simulate is said here
@@ -60,6 +74,11 @@ class Quantizing(Stateful):
     @enabled.setter
     def enabled(self, on: bool) -> None:
         self.switch("is_enabled", on)
+
+    @property
+    def config(self) -> TensorQuantConfig | QuantizationSpec:
+        """The spec in its short form, or the spec itself if it has no short form. Both have n_bits and quant_min."""
+        return short_form(self.spec, self.quantizer.quantization_target)
 
     @property
     def name(self) -> str:
@@ -153,7 +172,7 @@ class Quantizing(Stateful):
         many = self.scale.numel() > 1
         scale = f"{tuple(self.scale.shape)}" if many else f"{float(self.scale):.6g}"
         zero = "" if many else f", zero_point={int(self.zero_point)}"
-        return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {', '.join(self.consumers)}"
+        return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {reader_names(self.consumers)}"
 
 
 def in_types(qparams: QParams, dtypes: tuple[torch.dtype, ...]) -> QParams:
@@ -200,7 +219,7 @@ class QuantStub(Quantizing):
 
     def __init__(
         self,
-        consumers: Sequence[str],
+        consumers: Consumers,
         n_bits: int = 8,
         symmetric: bool = True,
         calibration_method: CalibrationMethod = CalibrationMethod.MINMAX,
@@ -252,6 +271,11 @@ class QuantStub(Quantizing):
         self.switch("is_following", on)
 
     @property
+    def fixed_parameters(self) -> bool:
+        """Whether `fixed_calibration` was given."""
+        return self.fixed_calibration is not None
+
+    @property
     def is_fixed(self) -> bool:
         """Whether calibration has nothing to find: the parameters are given, or made anew for every tensor."""
         return self.fixed_calibration is not None or not self.calculator.observes
@@ -283,7 +307,7 @@ class QuantStub(Quantizing):
             return
         if not self.calculator.is_initialized:
             raise NotObservedError(
-                f"{self.name or 'a QuantStub'} (read by {', '.join(self.consumers)}) has observed nothing: run data "
+                f"{self.name or 'a QuantStub'} (read by {reader_names(self.consumers)}) has observed nothing: run data "
                 "through the model while it is calibrating"
             )
         self.take(self.calculator.settle())
@@ -301,15 +325,16 @@ class QuantStub(Quantizing):
 
 
 class WeightFakeQuantize(Quantizing):
-    """Stands on a weight: the scale follows the live weight, until `freeze` makes it a constant.
+    """Stands on a weight: identity until enabled, as a QuantStub.
 
+    The scale follows the live weight, until `freeze` makes it a constant.
     Codes are the nearest ones, unless an algorithm has chosen others (`choose`); the weight itself stays as it is, so
     a quantizer that is switched off gives the float model.
     """
 
     def __init__(
         self,
-        consumers: Sequence[str],
+        consumers: Consumers,
         n_bits: int = 8,
         symmetric: bool = True,
         per_channel: bool = False,
@@ -319,16 +344,18 @@ class WeightFakeQuantize(Quantizing):
     ) -> None:
         if spec is None:
             spec = TensorQuantConfig(n_bits=n_bits, symmetric=symmetric, per_channel=per_channel).weight_spec()
-        if isinstance(spec.granularity, PerChannelGranularity) and spec.granularity.axis is None:
-            spec = spec.replace(granularity=PerChannelGranularity(axis=channel_axis))
+        if isinstance(spec.granularity, PerChannelGranularity):
+            if spec.granularity.axis is None:
+                spec = spec.replace(granularity=PerChannelGranularity(axis=channel_axis))
+            channel_axis = spec.granularity.axis
         super().__init__(consumers, spec, CompressionTargetTensor.WEIGHT)
         self.calculator.grid = replace(self.calculator.grid, least_range=LEAST_WEIGHT_RANGE)
         self.register_buffer("chosen", None)
         self.register_buffer("mask", None)
         self.sparsity = sparsity_of(spec)
         self.pruning = 1.0  # how far it has come in a training, from 0 to 1
+        self.channel_axis = channel_axis
         self.add_switch("is_frozen", False)
-        self.enabled = True
 
     chosen: Tensor | None
     mask: Tensor | None  # which weights stay, of a sparse one
@@ -430,6 +457,15 @@ class WeightFakeQuantize(Quantizing):
         """What codes stand for."""
         found: Tensor = self.quantizer.dequantize(codes, *self.qparams_for(codes), output_dtype=dtype)
         return found
+
+    def exported(self, values: Tensor) -> Tensor:
+        """The Q/DQ nodes of values that are those of codes already: there is nothing to clip."""
+        quantizer = self.quantizer
+        grid = quantizer.grid
+        if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING:
+            grid = replace(grid, scheme=QuantizationScheme.SYMMETRIC)
+        form = FORMS["onnx"]
+        return form(values, self.qparams_for(values), grid, quantizer.granularity, self.name)
 
     def pruned(self, weight: Tensor, *, anew: bool = False) -> Tensor:
         """The weight without what its mask takes away; `anew` makes the mask from this weight."""

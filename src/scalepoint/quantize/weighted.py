@@ -28,8 +28,10 @@ from scalepoint.numerics import (
     round_trip_folded,
     steps_of,
 )
+from scalepoint.quantize.constants import RealTensors
 from scalepoint.quantize.parts import kind_of_part, norm_settings, run_with
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes
+from scalepoint.spec.export_form import in_onnx_export
 from scalepoint.spec.state import Stateful
 
 TINY = 1e-12
@@ -74,6 +76,7 @@ class QuantizedWeighted(Stateful):
         self.register_buffer("bias_shift", None)
         self.add_switch("is_norm_frozen", False)
         self._kept: _Kept | None = None
+        self._real: RealTensors | None = None  # for a plain ONNX export
 
     refers: dict[str, nn.Module | None]
     bias_shift: Tensor | None
@@ -122,13 +125,14 @@ class QuantizedWeighted(Stateful):
             result: Tensor = self.norm(y)
             return result
         if not self._may_keep(x):
-            weight, bias = self._live()
+            weight, bias = self._exported() if self._is_constant_here() else self._live()
             with keeping(x):
                 return run_with(self.operation, x, weight, bias)
         kept = self._kept
         if kept is None or kept.marks is None or kept.marks != self._marks():
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._kept = self._evaluated()
+            self._real = self._real_tensors()
         stub = self.input_stub
         if kept.scale is None or stub is None:
             return run_with(self.operation, x, kept.weight, kept.bias)
@@ -277,6 +281,34 @@ class QuantizedWeighted(Stateful):
         rounded = (_whole(bias, scale) * scale).to(bias.dtype)
         return weight, bias + (rounded - bias).detach()
 
+    def _real_tensors(self) -> RealTensors | None:
+        """References to all that `deployed` reads; None where a weight is made of other parameters."""
+        parts = [each for each in (self.operation, self.norm) if each is not None]
+        operations = [each for each in parts if isinstance(each, Operation)]
+        if any(each.is_computed for each in operations):
+            return None
+        owners = [reference.owner for each in operations for reference in each.references().values()]
+        stub = self.input_stub
+        return RealTensors.of([self, *parts, *owners, *(() if stub is None else (stub,))])
+
+    def _is_constant_here(self) -> bool:
+        """Whether torch.onnx.export records, and weight and bias can be constants of its file."""
+        return self._real is not None and not self.training and in_onnx_export()
+
+    def _exported(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in a plain ONNX export: constants, the weight behind Q/DQ where it is quantized."""
+        assert self._real is not None  # noqa: S101  # asked before
+        quant, kind = self.weight_quant, self.weight.dtype
+        with self._real.in_place():
+            if not self._is_quantizing:
+                weight, bias = self.folded()
+                return weight.detach().clone(), None if bias is None else bias.detach().clone()
+            codes, bias, scale = self.deployed()
+            values = quant.values(codes, kind)
+            bias = bias if bias is None or scale is None else bias * scale
+            bias = None if bias is None else bias.detach().to(kind).clone()
+        return self.canonical(quant.exported(values)), bias
+
     def _evaluated(self) -> _Kept:
         """What eval multiplies by, from what is deployed."""
         weight, bias = self.folded()
@@ -344,12 +376,18 @@ class QuantizedWeighted(Stateful):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self._kept = None
+        self._kept = self._real = None
         is_whole = not self.weight.is_meta and not hasattr(self.weight, "full_tensor")  # one in parts is, in a forward
         if not mode and self.weight_quant.enabled and not self.weight_quant.frozen and is_whole:
             self.freeze()  # eval mode has the scales of the weight as it is now, for an export that may follow
             self.weight_quant.unfreeze()
+        if not mode and is_whole:
+            self._real = self._real_tensors()
         return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._real = None  # parameters may be others now
+        return super()._apply(fn, recurse)
 
     def freeze_norm(self, frozen: bool = True) -> None:
         self.switch("is_norm_frozen", frozen)
@@ -401,13 +439,14 @@ class QuantizedWeighted(Stateful):
         return tuple(mark for value in known for mark in (value._version, value.data_ptr()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._real = None
         if prefix + "bias_shift" not in state_dict:
             self.bias_shift = None
         take_shapes(self, ("bias_shift",), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_kept": None, "_real": None}
 
     def extra_repr(self) -> str:
         norm = "" if self.norm is None else f", {type(self.norm).__name__} folded in"

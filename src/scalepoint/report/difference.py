@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scalepoint.documents import parse_yaml
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.plain import plain
 from scalepoint.report.beside import Beside
 from scalepoint.report.folder import JSON_FILE
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import low_share
+from scalepoint.untrusted import read_yaml
 from scalepoint.words import decibel, printed, ratio, share_of, size_of, time_of, value_of
 
 CONFIG_FILE = "config.yaml"
 SAME = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
-BETTER_LOW = ("perplexity",)
 PLACES = ("output", "root")  # a run's own, whatever it computes
 WRITTEN: Mapping[str, Callable[[float], str]] = {
     "score": value_of,
@@ -195,12 +194,12 @@ def _read(run: str | Path | Report) -> tuple[Report, Mapping[str, Any]]:
         return run, {}
     path = Path(run) / JSON_FILE
     try:
-        report = Report.from_json(path.read_text(encoding="utf-8"))
+        report = Report.from_file(path, folder=path.parent)
         config = path.with_name(CONFIG_FILE)
-        known = parse_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        known = read_yaml(config, folder=config.parent) if config.is_file() else {}
     except OSError as error:
         raise StoreError(f"{run} is no run: {path} cannot be read. Give a folder that `deploy` wrote") from error
-    except (DocumentError, UnicodeDecodeError, StoreError) as error:
+    except (DocumentError, StoreError) as error:
         raise StoreError(f"{run}: {error.args[0]}") from error
     return report, known if isinstance(known, dict) else {}
 
@@ -209,7 +208,7 @@ def _numbers(first: Report, second: Report) -> Iterator[Number]:
     ours, theirs = ({each.name: each for each in report.accuracy} for report in (first, second))
     for name in dict.fromkeys((*ours, *theirs)):
         pair = [each.get(name) for each in (ours, theirs)]
-        is_high = name not in BETTER_LOW
+        is_high = all(each.higher_is_better for each in pair if each is not None)
         first_final, second_final = (None if each is None else each.final for each in pair)
         first_float, second_float = (None if each is None else each.float_value for each in pair)
         yield Number(name, "score", first_final, second_final, is_high)

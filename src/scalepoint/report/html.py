@@ -37,7 +37,8 @@ def to_html(report: Report) -> str:
 def _header(report: Report) -> Html:
     found = report.verification
     is_slow = found is not None and found.latency is not None and found.latency.ratio < 1
-    mood = "plain" if found is None else "good" if found.holds and not is_slow else "warn" if found.holds else "bad"
+    is_fine = found is not None and found.holds and not is_slow
+    mood = "plain" if found is None else "good" if is_fine else "bad" if found.is_refuted else "warn"
     facts = [tag("span", "for ", tag("strong", name(report.target))), tag("time", report.created)]
     version = report.environment.get("scalepoint")
     facts += [tag("span", f"scalepoint {one_line(str(version))}")] if version else []

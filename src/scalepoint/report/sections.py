@@ -142,7 +142,7 @@ def left_float(report: Report) -> Html:
     groups: dict[tuple[str, bool], list[CoverageRow]] = defaultdict(list)
     for row in report.coverage.operations:
         if row.precision == "float":
-            groups[row.reason or "no reason given", row.is_asked].append(row)
+            groups[row.cause or "no reason given", row.is_asked].append(row)
     if not groups:
         return tag(
             "p", "Nothing: every operation with weights or a matrix product runs in low precision.", class_="muted"
@@ -156,7 +156,9 @@ def left_float(report: Report) -> Html:
             tag("li", name(row.name, 60), tag("span", f" {row.kind}", class_="muted")) for row in rows[:MOST_NAMES]
         ]
         more = [tag("li", f"and {len(rows) - MOST_NAMES} more", class_="muted")] if len(rows) > MOST_NAMES else []
-        note = f"{plural(len(rows), 'operation')}{share}{', as asked' if is_asked else ''}"
+        saved = sum(max(0.0, row.saves or 0.0) for row in rows)
+        saves = f", float saves {time_of(saved)}" if saved >= 1e-6 else ""
+        note = f"{plural(len(rows), 'operation')}{share}{saves}{', as asked' if is_asked else ''}"
         drawn.append(
             tag(
                 "div",
@@ -209,7 +211,7 @@ def verification(report: Report) -> Html:
         items = [tag("li", short(each, LONGEST)) for each in report.findings or ()]
         told = terminal.checked_of(report) or "The file was not run in a runtime: scalepoint verify does it."
         return join((tag("p", told, class_="muted"), tag("ul", *items) if items else Html()))
-    mood = "good" if found.holds else "bad"
+    mood = "good" if found.holds else "bad" if found.is_refuted else "warn"
     words = "agrees" if found.holds else found.status.value if found.status.value != "ok" else "departs"
     lines = [
         tag(

@@ -14,11 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.plain import plain
 from scalepoint.report.model import LARGEST, Report
 from scalepoint.report.terminal import NARROW, low_share, plain_table
+from scalepoint.untrusted import read_json
 from scalepoint.words import decibel, one_line, plural, printed, ratio, share_of, short, size_of, time_of, value_of
 
 FILE = "sweep.json"
@@ -106,11 +106,11 @@ class Sweep:
     def from_file(cls, path: str | Path) -> "Sweep":
         """What `to_json` wrote."""
         try:
-            data = parse_json(Path(path).read_text(encoding="utf-8"), LARGEST)
+            data = read_json(Path(path), LARGEST)
             if not isinstance(data, dict) or data.get("schema") != SCHEMA:
                 raise StoreError(f"{path} is no sweep of schema {SCHEMA}")
             return cls(TypeAdapter(tuple[SweepRow, ...]).validate_python(data.get("rows")))
-        except (OSError, UnicodeDecodeError, DocumentError, ValidationError) as error:
+        except (OSError, DocumentError, ValidationError) as error:
             raise StoreError(f"{path} is no sweep: {str(error).splitlines()[0]}") from error
 
     def __str__(self) -> str:

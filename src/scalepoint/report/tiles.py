@@ -4,7 +4,7 @@ from scalepoint.report import charts
 from scalepoint.report.markup import Child, Html, name, tag
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import NOT_LOW, bound_of, low_share
-from scalepoint.words import change_of, change_of_size, ratio, share_of, size_of, time_of, value_of
+from scalepoint.words import change_of_size, ratio, share_of, size_of, time_of, value_of
 
 COLOURS = 6
 
@@ -44,7 +44,7 @@ def _accuracy(report: Report) -> Html:
     rows = [(label, value, value_of(value)) for label, value in measured if value is not None]
     classes = ("before", "after", "after")[: len(rows)]
     where = "in the runtime" if first.runtime_value is not None else "simulated"
-    unit = tag("span", name(first.name, 40), f" {where}, {change_of(first.change)}")
+    unit = tag("span", name(first.name, 40), f" {where}, {first.change_text}")
     lines = [
         tag("p", name(each.name, 40), f": {value_of(each.float_value)} → {value_of(each.final)}", class_="muted small")
         for each in others[:4]
@@ -79,7 +79,7 @@ def _latency(report: Report) -> Html:
     rows = [("float", before, time_of(before)), ("quantized", after, time_of(after))]
     slow = found.is_slower
     drawn = charts.bars(rows, ("before", "slow" if slow else "after"))
-    note = tag("p", found.how, class_="muted small")
+    note = tag("p", f"Compared with {found.against}. {found.how}", class_="muted small")
     unit = f"{found.baseline}'s speed{': slower' if slow else ''}"
     return _tile("Latency", ratio(found.ratio), unit, drawn, note, mood="warn" if slow else "")
 

@@ -1,5 +1,6 @@
 """QuantizationSpec: how one tensor is quantized, as plain frozen data."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -284,6 +285,10 @@ class QuantizationSpec(BaseModel):
         if "dtype" in changes and "scale_dtype" not in changes:
             fields["scale_dtype"] = None
         return type(self)(**{**fields, **changes})
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the spec; `update` is checked as `replace` checks it. Pydantic's own method would take any value."""
+        return self.replace(**update) if update else super().model_copy(deep=deep)
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:

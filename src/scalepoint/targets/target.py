@@ -15,7 +15,7 @@ from scalepoint.errors import SpecError, TargetError, shown
 from scalepoint.numerics import CodeType, dtype_name, format_of
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
-from scalepoint.spec import QuantizationGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -68,6 +68,7 @@ class Accepted:
     granularities: tuple[str, ...] = ()
     block_sizes: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
+    formulations: tuple[QuantizationFormulation, ...] = (QuantizationFormulation.ZP,)
 
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
         """How unlike a dtype the row's own are: another one, of another kind, of another width."""
@@ -82,10 +83,13 @@ class Accepted:
             return f"dtype {dtype_name(spec.dtype)}"
         if self.kinds and kind not in self.kinds:
             return f"{dtype_name(spec.dtype)} for {kind}"
-        if self.schemes and spec.qscheme not in self.schemes:
-            return f"{dtype_name(spec.dtype)} with scheme {spec.qscheme.value}"
-        if self.granularities and key not in self.granularities:
-            return f"{dtype_name(spec.dtype)} with granularity {key}"
+        for said, value, allowed in (
+            ("scheme", spec.qscheme, self.schemes),
+            ("formulation", spec.qformulation, self.formulations),
+            ("granularity", key, self.granularities),
+        ):
+            if allowed and value not in allowed:
+                return f"{dtype_name(spec.dtype)} with {said} {value}"
         blocks = getattr(granularity, "block_size", None)
         if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
             return f"{dtype_name(spec.dtype)} in blocks of {blocks}"
@@ -95,6 +99,8 @@ class Accepted:
         words = ["/".join(map(dtype_name, self.dtypes)), "/".join(scheme.value for scheme in self.schemes)]
         blocks = f" of {'/'.join(map(str, self.block_sizes))}" if self.block_sizes else ""
         words.append("/".join(self.granularities) + blocks)
+        if self.formulations != (QuantizationFormulation.ZP,):
+            words.append(f"formulation {'/'.join(each.value for each in self.formulations) or 'any'}")
         return " ".join(word for word in words if word)
 
 
@@ -204,6 +210,17 @@ class Target:
                 f"dynamic_axes: target {self.name!r} has files of fixed sizes: {self.why_fixed}. Leave it out, and "
                 "deploy once for each size, with an example of it"
             )
+
+    def check_formulation(self, spec: QuantizationSpec, role: str, where: str) -> None:
+        """Raise TargetError where no tensor of this role can have the spec's formulation."""
+        rows = [row for row in self.accepts if row.role == role]
+        if not rows or any(not row.formulations or spec.qformulation in row.formulations for row in rows):
+            return
+        given = spec.qformulation.value
+        raise TargetError(
+            f"{where}: target {self.name!r} cannot run qformulation={given!r}: its kernels and files have integer zero "
+            "points. Use qformulation='zp'"
+        )
 
     def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:
         """Raise TargetError for what cannot run here, with the nearest choice that can."""

@@ -42,6 +42,10 @@ from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, s
 from scalepoint.tuning.walk import Walk
 from scalepoint.turns import in_turn
 
+LENT_NAN = (
+    "Its weights are finite, so values overflow before it: check the checkpoint and its config.json by running it in "
+    "transformers"
+)
 CLEAR_GAIN = 0.9  # what the error of a piece must fall to before a range of 8 bits leaves min-max
 Proposal = tuple[str, QuantStub, QParams]  # an activation quantizer under its name, and other parameters
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -153,7 +157,8 @@ class _Tuning:
     passed: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.collector = Collector(self.walk, self.config.rows, self.config.holdout, self.names)
+        hint = {} if self.lender is None else {"nan_hint": LENT_NAN}
+        self.collector = Collector(self.walk, self.config.rows, self.config.holdout, self.names, **hint)
         self.judge = Judge(self.walk, self.collector)
         self.solver = Solver(self.collector, self.config.steps, self.config.ridge)
         found = [find_step(name) for name in self.config.steps if name != INTERCEPT]
@@ -219,7 +224,9 @@ class _Tuning:
         with ranks.agreed("observing"):
             for where in self.walk.stub_nodes[id(stub)]:
                 for index in range(self.walk.count if self.walk.has(where.all_input_nodes[0]) else 0):
-                    stub.quantizer(self.walk.value(where.all_input_nodes[0], index, noisy=False))
+                    value = self.walk.value(where.all_input_nodes[0], index, noisy=False)
+                    self.collector.check_finite(self._name(node), [value])
+                    stub.quantizer(value)
         if ranks.size() > 1:
             merge_stubs([stub])
         record([stub], False)

@@ -22,6 +22,7 @@ from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Status, find_runtime
 from scalepoint.runtimes.process import ask, exchange, precision
+from scalepoint.untrusted import LARGEST_PROTOBUF, check_file
 from scalepoint.verification.simulation import as_array, feeds_of, simulate
 
 WEIGHTED = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
@@ -126,6 +127,7 @@ def compared(
     with _weighted_outputs(model) as floats:
         _, codes = simulate(model, given)
     feeds = feeds_of(model, given)
+    check_file(Path(path), LARGEST_PROTOBUF)
     proto = onnx.load(path)
     free, _ = _run(str(path), feeds, threads, seconds, expose=True)
     known = _matched(proto.graph, {name: [as_array(each) for each in calls] for name, calls in codes.items()}, free)

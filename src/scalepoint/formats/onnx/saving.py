@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scalepoint.errors import ExportError, StoreError
 from scalepoint.files import digest, is_full, make_anew, replace_file, room_needed, temporary_path
+from scalepoint.untrusted import LARGEST_PROTOBUF, read_bytes
 
 LARGEST_IN_ONE_FILE = 1_900_000_000  # protobuf stops at 2 GB
 LARGEST_IN_CHECK = 1024  # bytes of a constant that shapes may depend on
@@ -45,7 +46,7 @@ def data_files(path: Path) -> set[str]:
     if not any(map(_OWN.fullmatch, os.listdir(path.parent) if path.is_file() else ())):
         return set()  # without reading a model of any size
     try:
-        tensors = onnx.load(path, load_external_data=False).graph.initializer
+        tensors = onnx.load_from_string(read_bytes(path, LARGEST_PROTOBUF)).graph.initializer
     except Exception:  # nothing there, or no model: nothing of ours
         return set()
     locations = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}

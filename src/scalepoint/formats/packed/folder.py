@@ -55,6 +55,15 @@ def write_folder(checkpoint: QuantizedCheckpoint, path: Path, parts: Parts, fini
     replace_folder(path, fill)
 
 
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors in a folder: its safetensors files without their headers."""
+    total = 0
+    for shard in path.glob("*.safetensors"):
+        with shard.open("rb") as file:
+            total += shard.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+    return total
+
+
 def attention_layers(source: Source) -> list[str]:
     """Where loaders look for what belongs to the keys and values of each block."""
     found = (ATTENTION.match(name) for name in source.tensors)

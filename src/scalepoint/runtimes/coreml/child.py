@@ -5,6 +5,7 @@ An evaluation is in float32, whatever type the program names: the stored numbers
 float16 sums are a device's own. Codes, scales and tables of weights are unpacked by coremltools.
 """
 
+import inspect
 import logging
 import sys
 import warnings
@@ -32,8 +33,14 @@ MULTIPLY = ("conv", "conv_transpose", "linear", "matmul")
 HOME = Path("Data") / "com.apple.CoreML"
 
 
+class NotEvaluatedError(Exception):
+    """The file has an operation that is not evaluated here: nothing is wrong with the file."""
+
+
 class File:
     """options: threads (0: as torch chooses)."""
+
+    gaps = (NotEvaluatedError,)
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         if options.get("threads"):
@@ -99,14 +106,22 @@ def _evaluate(op: Any, values: dict[str, torch.Tensor]) -> None:
         known = list(made) if isinstance(made, tuple) else [made]
     if any(each is None for each in known):
         if op.op_type not in TABLE:
-            raise NotImplementedError(
-                f"no evaluation of {op.op_type} here ({op.name}): Core ML itself runs it on macOS"
-            )
+            raise NotEvaluatedError(f"{op.op_type} ({op.name}) can only be checked on macOS, where Core ML runs it")
         given = {name: _operand(value, values) for name, value in op.inputs.items() if value is not None}
+        _check_settings(op, given)
         found = TABLE[op.op_type](**given)
         known = list(found) if isinstance(found, tuple) else [found]
     for output, value in zip(op.outputs, known, strict=True):
         values[output.name] = value if isinstance(value, torch.Tensor) else _tensor(value)
+
+
+def _check_settings(op: Any, given: dict[str, Any]) -> None:
+    try:
+        inspect.signature(TABLE[op.op_type]).bind(**given)
+    except TypeError as error:
+        raise NotEvaluatedError(
+            f"{op.op_type} ({op.name}) with these settings can only be checked on macOS, where Core ML runs it: {error}"
+        ) from error
 
 
 def _operand(value: Any, values: dict[str, torch.Tensor]) -> Any:
@@ -302,7 +317,7 @@ def split(x: Any, axis: Any, num_splits: Any = None, split_sizes: Any = None) ->
 def gather(x: Any, indices: Any, axis: Any = 0, batch_dims: Any = 0, validate_indices: Any = False) -> Any:
     axis, indices = int(axis), _both(indices).long()
     if int(batch_dims):
-        raise NotImplementedError("no evaluation of gather with batch_dims here")
+        raise NotEvaluatedError("gather with batch_dims can only be checked on macOS, where Core ML runs it")
     picked = torch.where(indices < 0, indices + x.shape[axis], indices)
     rows = x.index_select(axis, picked.reshape(-1))
     return rows.reshape(*x.shape[:axis], *picked.shape, *x.shape[axis + 1 :])
