@@ -274,7 +274,7 @@ def _budgeted(
     for number in range(SIZES):
         chosen = widths.within(budget)
         trial = _attempt(run, number, Step(widths.config(config, chosen.chosen), chosen=chosen.chosen))
-        if budget.unit != "size" or run.smoke:
+        if budget.unit != "size" or run.smoke or trial.float_file is None:
             break
         size, whole = _sizes(run, trial.path, trial.float_file)
         widths = corrected(widths, chosen, size, whole)
