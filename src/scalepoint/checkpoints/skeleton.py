@@ -5,6 +5,7 @@
 What the tree computes by itself (rotary frequencies) is there; every parameter must be in the checkpoint, in its shape.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 
 from scalepoint.checkpoints.experts import take_apart
 from scalepoint.checkpoints.hollow import Hollows, trim
-from scalepoint.checkpoints.source import TIE, Source
+from scalepoint.checkpoints.source import CONFIG, TIE, Source
 from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError, install_hint
 from scalepoint.graph.export import quiet
 from scalepoint.numerics import dtype_name
 
 AT_ONCE = 1 << 24  # values that are looked at at a time
+COUNTED = re.compile(r"^(n|num)_.*(layer|block|expert)s?$")
 PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
 
 
@@ -158,6 +160,26 @@ def _load_buffers(model: nn.Module, source: Source, names: Mapping[str, str]) ->
             buffer.copy_(source.tensor(stored))
 
 
+def check_counts(source: Source) -> None:
+    """Refuse more layers or experts than the checkpoint has weights for: transformers would build them one by one."""
+    sizes = [size for stored in source.tensors.values() for size in stored.shape]
+    most = max([len(source.tensors), *sizes])
+    for key, value in _integers(source.config):
+        if COUNTED.search(key) and value > (len(source.tensors) if "layer" in key else most):
+            raise StoreError(
+                f"{source.folder / CONFIG}: {key} is {value}, and the checkpoint has {len(source.tensors)} tensors"
+            )
+
+
+def _integers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """All whole numbers of a config by their keys; parts of a model have configs of their own."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _integers(value)
+        elif isinstance(value, int):
+            yield key, value
+
+
 def check_config(source: Source) -> None:
     """CaptureError where transformers makes no model of its config.json."""
     with _told(source):
@@ -165,6 +187,7 @@ def check_config(source: Source) -> None:
 
 
 def _tree(source: Source) -> nn.Module:
+    check_counts(source)
     with _told(source):
         config = _config(source)
         config.use_cache = False

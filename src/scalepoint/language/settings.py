@@ -108,7 +108,7 @@ def asked(
             chosen.weight if weight is None else None if isinstance(weight, str) else weight,
             None if isinstance(activation, str) else activation,
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         if isinstance(error, ScalepointError):
             raise
         raise StoreError(f"{opened.folder / CONFIG} says what {form.name} cannot tell: {error}") from error
