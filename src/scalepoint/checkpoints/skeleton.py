@@ -5,6 +5,7 @@
 What the tree computes by itself (rotary frequencies) is there; every parameter must be in the checkpoint, in its shape.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageEr
 from scalepoint.graph.export import quiet
 from scalepoint.numerics import dtype_name
 
+EXPERT = re.compile(r"\.experts\.\d+\.")
 AT_ONCE = 1 << 24  # values that are looked at at a time
 PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
 
@@ -133,6 +135,11 @@ def _of_expert(name: str, parts: Mapping[str, str]) -> str:
 def _checked(source: Source, names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> str:
     """The name of a parameter in the checkpoint, which has it in this shape."""
     stored = source.tensors.get(names.get(name, name))
+    if stored is None and EXPERT.search(name) and not any(EXPERT.search(each) for each in source.tensors):
+        raise CaptureError(
+            f"{source.folder}: the experts of {source.model_type!r} are stored in one tensor for each layer, and "
+            "scalepoint reads experts that are stored one by one (as in Mixtral, Qwen-MoE and OLMoE)"
+        )
     if stored is None:
         raise StoreError(
             f"{source.folder} has no {name}, which a {source.model_type!r} model of its config.json needs "
