@@ -51,7 +51,8 @@ class Weights:
         """Read every weight once, a tensor at a time; StoreError names one that holds NaN or infinity."""
         for name in self.names.values():
             value = self.source.tensor(name).flatten()
-            bad = sum(int(part.numel() - part.isfinite().sum()) for part in value.split(AT_ONCE))
+            starts = range(0, value.numel(), AT_ONCE)
+            bad = sum([int((~value[start : start + AT_ONCE].isfinite()).sum()) for start in starts])
             if bad:
                 raise StoreError(
                     f"{self.source.tensors[name].shard.name}: {name} holds NaN or infinity in {bad} of {value.numel()} "
