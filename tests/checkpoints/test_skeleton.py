@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.skeleton import check_config, head_of, skeleton
-from scalepoint.errors import StoreError
+from scalepoint.errors import CaptureError, StoreError
 
 SMALL = {
     "hidden_size": 32,
@@ -89,6 +89,14 @@ def test_an_expert_that_is_not_there_is_named(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 5}))
     with pytest.raises(StoreError, match=r"experts\.4\.gate_proj\.weight|has shape"):
+        skeleton(Source.open(tmp_path))
+
+
+def test_experts_that_are_stored_in_one_tensor_are_refused_by_that_reason(tmp_path):
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.AutoConfig.for_model("granitemoe", **{**SMALL, **more})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(CaptureError, match="one tensor for each layer"):
         skeleton(Source.open(tmp_path))
 
 

@@ -21,6 +21,7 @@ from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageEr
 from scalepoint.graph.export import quiet
 from scalepoint.numerics import dtype_name
 
+EXPERT = re.compile(r"\.experts\.\d+\.")
 AT_ONCE = 1 << 24  # values that are looked at at a time
 COUNTED = re.compile(r"^(n|num)_.*(layer|block|expert)s?$")
 PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
@@ -51,7 +52,8 @@ class Weights:
         """Read every weight once, a tensor at a time; StoreError names one that holds NaN or infinity."""
         for name in self.names.values():
             value = self.source.tensor(name).flatten()
-            bad = sum(int(part.numel() - part.isfinite().sum()) for part in value.split(AT_ONCE))
+            starts = range(0, value.numel(), AT_ONCE)
+            bad = sum([int((~value[start : start + AT_ONCE].isfinite()).sum()) for start in starts])
             if bad:
                 raise StoreError(
                     f"{self.source.tensors[name].shard.name}: {name} holds NaN or infinity in {bad} of {value.numel()} "
@@ -135,6 +137,11 @@ def _of_expert(name: str, parts: Mapping[str, str]) -> str:
 def _checked(source: Source, names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> str:
     """The name of a parameter in the checkpoint, which has it in this shape."""
     stored = source.tensors.get(names.get(name, name))
+    if stored is None and EXPERT.search(name) and not any(EXPERT.search(each) for each in source.tensors):
+        raise CaptureError(
+            f"{source.folder}: the experts of {source.model_type!r} are stored in one tensor for each layer, and "
+            "scalepoint reads experts that are stored one by one (as in Mixtral, Qwen-MoE and OLMoE)"
+        )
     if stored is None:
         raise StoreError(
             f"{source.folder} has no {name}, which a {source.model_type!r} model of its config.json needs "

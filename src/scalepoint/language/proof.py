@@ -62,9 +62,9 @@ def prove(job: Asked, tokens: list[Tensor], scores: Scored) -> Proof:
         finally:
             served.close()
     except NonFiniteError as error:  # the first sequence has numbers, a later one does not
-        return Proof(runtime.name, DEPARTS, str(error), sqnr, prompt=prompt)
+        return Proof(runtime.name, DEPARTS, str(error.args[0]), sqnr, prompt=prompt)
     except VerificationError as error:
-        return Proof(runtime.name, Status.FAILED.value, str(error), sqnr, loss, prompt)
+        return Proof(runtime.name, Status.FAILED.value, str(error.args[0]), sqnr, loss, prompt)
     prefill, decode = (len(each) / max(own, 1e-9) for each, own in zip((prompt, new), seconds, strict=True))
     found = (sqnr, loss, prompt, tuple(new), prefill, decode)
     return Proof(runtime.name, Status.OK.value, "", *found, *_float(job, prompt, new_tokens))

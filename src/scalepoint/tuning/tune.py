@@ -157,8 +157,9 @@ class _Tuning:
     passed: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        hint = {} if self.lender is None else {"nan_hint": LENT_NAN}
-        self.collector = Collector(self.walk, self.config.rows, self.config.holdout, self.names, **hint)
+        self.collector = Collector(self.walk, self.config.rows, self.config.holdout, self.names)
+        if self.lender is not None:
+            self.collector.nan_hint = LENT_NAN
         self.judge = Judge(self.walk, self.collector)
         self.solver = Solver(self.collector, self.config.steps, self.config.ridge)
         found = [find_step(name) for name in self.config.steps if name != INTERCEPT]

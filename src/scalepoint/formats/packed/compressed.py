@@ -42,7 +42,8 @@ from scalepoint.numerics import E4M3, FP4
 from scalepoint.spec import QuantizationSpec
 
 EXPERTS = ".experts."
-NEEDS_WEIGHT = ("falcon",)  # whose code in transformers (5.22) reads layer.weight while a folder is loaded
+# Families whose _init_weights in transformers (5.22) reads layer.weight of linear layers while a folder is loaded.
+NEEDS_WEIGHT = ("falcon", "falcon_mamba", "gpt_bigcode", "mamba", "mamba2", "nanochat", "recurrent_gemma")
 E8M0_BIAS = 127
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
