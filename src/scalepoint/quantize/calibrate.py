@@ -54,9 +54,9 @@ def calibrate(
     batches, each a tensor, a tuple or list of inputs (what comes after the model's own inputs, such as labels, is left
     away), or a dict of inputs by name. on_unseen="skip" leaves a stub that saw nothing as it is, float; on_nan="skip"
     leaves out batches whose inputs hold NaN or infinity, and tensors inside the model that do. The progress bar shows
-    on a terminal unless `progress` says otherwise. With `correct_bias` (as the config says, unless given) biases take
-    up what rounded weights add to the means of outputs, found in the same pass; it needs frozen weights. False takes
-    back what an earlier calibration added.
+    on a terminal unless `progress` says otherwise. With `correct_bias` biases take up what rounded weights add to the
+    means of outputs, found in the same pass. None is as the config says, and True where the config does not say; weights
+    that are not frozen get no correction then. False takes back what an earlier calibration added.
     """
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
@@ -134,8 +134,10 @@ def _corrects(model: nn.Module, given: bool | None, is_frozen: bool) -> bool:
     """Weights that go on moving have no rounding to correct."""
     if given and not is_frozen:
         raise UsageError("correct_bias=True needs weights that no longer move: pass freeze_weights=True with it")
-    said = given if given is not None else has_record(model) and bool(record_of(model).config.correct_bias)
-    return said and is_frozen
+    said = given
+    if said is None and has_record(model):
+        said = record_of(model).config.correct_bias is not False
+    return bool(said) and is_frozen
 
 
 def _migrations(model: nn.Module) -> Sequence[str]:

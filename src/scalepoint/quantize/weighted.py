@@ -80,6 +80,7 @@ class QuantizedWeighted(Stateful):
 
     refers: dict[str, nn.Module | None]
     bias_shift: Tensor | None
+    is_corrected: bool = False  # whether the shift is calibration's; tuning chooses its own
 
     @property
     def operation(self) -> Any:
@@ -248,6 +249,7 @@ class QuantizedWeighted(Stateful):
             raise UsageError(
                 f"{self.weight_quant.name}: a shift of shape {tuple(shift.shape)} for {self.channels} output channels"
             )
+        self.is_corrected = False
         with torch.inference_mode(False):
             self.bias_shift = None if shift is None else shift.detach().to(torch.float32).clone()
 

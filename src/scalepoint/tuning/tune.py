@@ -109,6 +109,8 @@ def tune(
     names = record_of(model).names
     if lender is None:
         freeze(model)
+        if record_of(model).config.correct_bias is None:
+            _take_back_correction(model)
     start = time.perf_counter()
     walk = Walk(model, memory=config.memory, keeps_outputs=lender is None)
     try:
@@ -123,6 +125,13 @@ def tune(
         walk.shelf.close()
     layers, pieces = tuple(run.rows), tuple(run.pieces)
     return TuneReport(layers, run.left, len(walk.owners), walk.sample_count, time.perf_counter() - start, pieces)
+
+
+def _take_back_correction(model: fx.GraphModule) -> None:
+    """Drop the bias shifts of calibration: tuning measures errors against the nearest codes and chooses shifts itself."""
+    for layer in model.modules():
+        if isinstance(layer, QuantizedWeighted) and layer.is_corrected:
+            layer.shift_bias(None)
 
 
 def _is_open(walk: Walk, node: fx.Node) -> bool:
