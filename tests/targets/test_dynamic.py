@@ -1,4 +1,4 @@
-"""Activations whose scales are made for every call: refused before any work by targets whose files hold constant ones."""
+"""Activations whose scales are made for every call: refused at insert where files hold constant scales."""
 
 import pytest
 import torch

@@ -88,7 +88,10 @@ class Accepted:
             return f"{dtype_name(spec.dtype)} with scheme {spec.qscheme.value}"
         if self.granularities and key not in self.granularities:
             return f"{dtype_name(spec.dtype)} with granularity {key}"
-        blocks = getattr(granularity, "block_size", None)
+        return self._complaint_of_parameters(spec)
+
+    def _complaint_of_parameters(self, spec: QuantizationSpec) -> str | None:
+        blocks = getattr(spec.granularity, "block_size", None)
         if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
             return f"{dtype_name(spec.dtype)} in blocks of {blocks}"
         if not self.dynamic and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator):
