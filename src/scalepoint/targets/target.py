@@ -92,7 +92,10 @@ class Accepted:
         ):
             if allowed and value not in allowed:
                 return f"{dtype_name(spec.dtype)} with {said} {value}"
-        blocks = getattr(granularity, "block_size", None)
+        return self._complaint_of_parameters(spec)
+
+    def _complaint_of_parameters(self, spec: QuantizationSpec) -> str | None:
+        blocks = getattr(spec.granularity, "block_size", None)
         if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
             return f"{dtype_name(spec.dtype)} in blocks of {blocks}"
         if not self.dynamic and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator):

@@ -406,7 +406,14 @@ TABLE: dict[str, Any] = {
     "sigmoid": lambda x: x.sigmoid(),
     "sigmoid_hard": lambda x, alpha, beta: (x * float(alpha) + float(beta)).clamp(0, 1),
     "softmax": lambda x, axis=-1: x.softmax(int(axis)),
-    "softplus": lambda x: x.exp().log1p(),
+    "softplus": lambda x: F.softplus(x),  # noqa: PLW0108  # a builtin has no signature to check settings against
+    "softplus_parametric": lambda x, alpha, beta: _channels(alpha, x) * F.softplus(x * _channels(beta, x)),
+    "softsign": F.softsign,
+    "clamped_relu": lambda x, alpha, beta: F.leaky_relu(x, float(alpha)).clamp(max=float(beta)),
+    "scaled_tanh": lambda x, alpha=1.0, beta=1.0: float(alpha) * (x * float(beta)).tanh(),
+    "linear_activation": lambda x, alpha, beta=0.0: x * float(alpha) + float(beta),
+    "thresholded_relu": lambda x, alpha=1.0: x.where(x >= float(alpha), torch.zeros(())),
+    "threshold": lambda x, alpha: x.clamp(min=float(alpha)),
     "tanh": lambda x: x.tanh(),
     "erf": lambda x: x.erf(),
     "exp": lambda x: x.exp(),
@@ -415,6 +422,15 @@ TABLE: dict[str, Any] = {
     "rsqrt": lambda x, epsilon=0.0: (x + float(epsilon)).rsqrt(),
     "square": lambda x: x.square(),
     "abs": lambda x: x.abs(),
+    "sign": lambda x: x.sign(),
+    "inverse": lambda x, epsilon=0.0: 1 / (x + float(epsilon)),
+    "exp2": lambda x: x.exp2(),
+    "ceil": lambda x: x.ceil(),
+    "round": lambda x: x.round(),
+    "tan": lambda x: x.tan(),
+    "atan": lambda x: x.atan(),
+    "sinh": lambda x: x.sinh(),
+    "cosh": lambda x: x.cosh(),
     "sin": lambda x: x.sin(),
     "cos": lambda x: x.cos(),
     "floor": lambda x: x.floor(),
@@ -441,6 +457,8 @@ TABLE: dict[str, Any] = {
     "reduce_min": _reduced(lambda x, axes, keep: x.amin(axes, keep)),
     "reduce_l2_norm": _reduced(lambda x, axes, keep: x.square().sum(axes, keep).sqrt()),
     "reduce_sum_square": _reduced(lambda x, axes, keep: x.square().sum(axes, keep)),
+    "reduce_argmax": lambda x, axis=-1, keep_dims=False, output_dtype="int32": _place(x.argmax, axis, keep_dims),
+    "reduce_argmin": lambda x, axis=-1, keep_dims=False, output_dtype="int32": _place(x.argmin, axis, keep_dims),
     "reshape": lambda x, shape: x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(_of(shape))]),
     "transpose": lambda x, perm: x.permute(_of(perm)),
     "expand_dims": lambda x, axes: _expanded(x, _of(axes)),
@@ -460,6 +478,15 @@ TABLE: dict[str, Any] = {
     "upsample_nearest_neighbor": upsample,
     "pixel_shuffle": lambda x, upscale_factor: F.pixel_shuffle(x, int(upscale_factor)),
 }
+
+
+def _place(find: Any, axis: Any, keep_dims: Any) -> torch.Tensor:
+    return find(int(axis), bool(keep_dims)).to(torch.int32)  # type: ignore[no-any-return]
+
+
+def _channels(values: Any, x: torch.Tensor) -> torch.Tensor:
+    """One value for each channel, the second axis of x."""
+    return _both(values).view(-1, *(1 for _ in x.shape[2:]))
 
 
 def _expanded(x: Any, axes: Any) -> Any:
