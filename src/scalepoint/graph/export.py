@@ -205,8 +205,11 @@ def _hint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def _unknown_output(model: nn.Module, said: str) -> str:
     found = re.search(r"<class '([^']+)'>", said)
     given = f"it gives a {found[1].rpartition('.')[2] if found else 'value'}, which a graph cannot hold"
-    if getattr(getattr(model, "config", None), "use_cache", False):
-        return f"{given}. A file keeps nothing between two calls: set model.config.use_cache = False"
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        return (
+            f"{given}. A file keeps nothing between two calls. use_cache is off in all configs while the model is "
+            "captured: do not pass use_cache=True as an input, and return no cache"
+        )
     return f"{given}. Return tensors, numbers, tuples, lists, dicts or dataclasses of them"
 
 

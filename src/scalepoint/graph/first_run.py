@@ -28,9 +28,11 @@ def export_after_first_run(
     exported again if the run made tensors that were not there."""
     failed: CaptureError | None = None
     try:
+        names = dict(model.named_buffers()).keys()
         with keeping_attributes(model):
             program = export(model, *given, dynamic, axes)
-        if not _lacks_values(program):
+            is_late = dict(model.named_buffers()).keys() != names  # torch.export takes such a buffer for a write
+        if not is_late and not _lacks_values(program):
             return program
     except CaptureError as error:
         failed = error

@@ -6,8 +6,8 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
@@ -34,7 +34,8 @@ def keeping_attributes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, (known, buffers) in before.items():
-            if any(_is_traced(value) for value in (*_own(module).values(), *module._buffers.values())):
+            is_new = module._buffers.keys() != buffers.keys()
+            if is_new or any(_is_traced(value) for value in (*_own(module).values(), *module._buffers.values())):
                 for name in _own(module).keys() - known.keys():
                     delattr(module, name)
                 vars(module).update(known)
@@ -52,9 +53,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_traced(value: Any) -> bool:
-    kinds = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     is_nested = isinstance(value, dict | list | tuple)
-    return any(isinstance(leaf, kinds) for leaf in (pytree.tree_leaves(value) if is_nested else (value,)))
+    leaves = pytree.tree_leaves(value) if is_nested else (value,)
+    sizes = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return any(isinstance(leaf, sizes) or (isinstance(leaf, Tensor) and is_fake(leaf)) for leaf in leaves)
 
 
 @contextmanager

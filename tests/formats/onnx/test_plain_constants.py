@@ -1,5 +1,7 @@
 """torch.onnx.export of a model for TensorRT: folded weights are constants of the file, and `check` finds nothing."""
 
+import warnings
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -8,7 +10,8 @@ import torch
 from torch import nn
 
 from scalepoint import check
-from scalepoint.quantize import calibrate, insert_qdq, prepare_qat
+from scalepoint.errors import ScalepointWarning
+from scalepoint.quantize import calibrate, disable_fake_quant, enable_fake_quant, insert_qdq, prepare_qat
 from scalepoint.transformation import transform
 from tests.models import Bottleneck, ResNet, VisionTransformer, settled
 
@@ -94,3 +97,19 @@ def test_weights_changed_in_training_are_the_ones_exported(tmp_path):
     written(quantized, x, tmp_path / "m.onnx", dynamo=False)
     with torch.no_grad():
         np.testing.assert_allclose(run(tmp_path / "m.onnx", x), quantized(x).numpy(), rtol=1e-3, atol=1e-3)
+
+
+@by_either_exporter
+def test_quantizers_that_are_off_are_told_and_not_silently_float(tmp_path, dynamo):
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 8, 8)
+    quantized = for_tensorrt(settled(nn.Sequential(nn.Conv2d(16, 64, 3), nn.BatchNorm2d(64), nn.ReLU())), x)
+    disable_fake_quant(quantized)
+    with pytest.warns(ScalepointWarning, match=r"quantizers of this model are off.*enable_fake_quant"):
+        graph = written(quantized, x, tmp_path / "m.onnx", dynamo)
+    assert "QuantizeLinear" not in {node.op_type for node in graph.node}
+    enable_fake_quant(quantized)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScalepointWarning)
+        graph = written(quantized, x, tmp_path / "m.onnx", dynamo)
+    assert "QuantizeLinear" in {node.op_type for node in graph.node}
