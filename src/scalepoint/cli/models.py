@@ -120,9 +120,9 @@ def without_labels(model: Any, inputs: Any) -> Any:
     deployed needs no loss."""
     if not isinstance(inputs, dict) or not type(model).__module__.startswith("transformers."):
         return inputs
-    from transformers.utils import find_labels
+    from transformers.utils.generic import find_labels
 
-    labels = find_labels(type(model))
+    labels = find_labels(type(model))  # type: ignore[no-untyped-call]
     return {name: value for name, value in inputs.items() if name not in labels}
 
 
