@@ -136,7 +136,7 @@ ALLOWED = {
     "formats/coreml/writing.py": "reads what it has just written",
     "formats/packed/shards.py": "opened for writing",
     "formats/genai/store.py": "opened for writing",
-    "quantize/store.py": "flushes what it has just written",
+    "verification/extraction.py": "opened for writing",
     "deployment/keeping.py": "the log of the run itself",
     "runtimes/process.py": "what our own child process wrote",
     "runtimes/serving.py": "what our own child process wrote",
