@@ -11,7 +11,7 @@ import torch
 
 from scalepoint.allocation import Budget
 from scalepoint.deployment.run import Run
-from scalepoint.deployment.settings import DeployConfig
+from scalepoint.deployment.settings import DeployConfig, check_options
 from scalepoint.deployment.trials import Trial
 from scalepoint.errors import VerificationError
 from scalepoint.files import replace_text
@@ -25,6 +25,7 @@ CONFIG, LOG, FAILING = "config.yaml", "log.txt", "failing"
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers of torch and Python from this seed on; afterwards theirs go on as they were."""
+    check_options({"seed": seed})
     before = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
