@@ -11,7 +11,7 @@ import torch
 
 from scalepoint.allocation import Budget
 from scalepoint.deployment.run import MODEL, Run
-from scalepoint.deployment.settings import DeployConfig
+from scalepoint.deployment.settings import DeployConfig, check_options
 from scalepoint.deployment.trials import Trial
 from scalepoint.documents import dump_yaml
 from scalepoint.errors import VerificationError
@@ -36,6 +36,7 @@ BY_PYTHON = """\
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers of torch and Python from this seed on; afterwards theirs go on as they were."""
+    check_options({"seed": seed})
     before = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

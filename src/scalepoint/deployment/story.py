@@ -120,12 +120,7 @@ def deploy(
     overwrites; one `seed`, one file; `callback(event)` hears.
     """
     options = {"max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches}
-    _check(
-        calibration_data,
-        evaluate,
-        accuracy,
-        {**options, "on_nan": on_nan, "leave": leave, "threads": threads, "seed": seed},
-    )
+    _check(calibration_data, evaluate, accuracy, {**options, "on_nan": on_nan, "leave": leave, "threads": threads})
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
     model, found, folder = _checked_model(model), find_target(target, cpu), Path(output or "out")
     inputs, axes = _checked_inputs(found, model, as_inputs(example_inputs, kwargs), dynamic_axes)

@@ -208,7 +208,10 @@ def _split(step: Step | None, path: Path, *, takes_words: bool) -> str:
 
 def _from_pieces(path: Path, size: int) -> Vocabulary:
     """A SentencePiece model: field 1 are pieces (text, score, type), field 2 says how it was trained."""
-    texts, types, scores, trained, adds_space = [], [], [], 1, True
+    texts: list[str] = []
+    types: list[Type] = []
+    scores: list[float] = []
+    trained, adds_space = 1, True
     try:
         for field, value in fields_of(read_bytes(path, LARGEST, folder=path.parent)):
             if field == 1:
