@@ -76,8 +76,8 @@ def deploy_checkpoint(
     `length` tokens are taken: `samples` calibrate, and at most 16 are judged. Blocks come and go: memory
     holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
     "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. The score is
-    perplexity, lower is better. VerificationError where the runtime cannot run what was written, or computes something
-    else than the simulation: the file and its report are kept, and allow_departure=True returns them instead.
+    perplexity, lower is better. A runtime that cannot run the file, or departs from the simulation, is a
+    VerificationError unless allow_departure=True; the file is kept.
     """
     job = asked(source, output, target, config, accuracy, memory, cache)
     _check_same(job)
@@ -110,10 +110,14 @@ def deploy_checkpoint(
             return report
 
         report = _by_first(written)
+    done = _deployment(job, model, report, tuned)
+    return done if allow_departure else done.checked()
+
+
+def _deployment(job: Asked, model: fx.GraphModule, report: Report, tuned: TuneReport) -> Deployment:
     score = next(iter(report.accuracy), None)
     before, after = (None, None) if score is None else (score.float_value, score.final)
-    done = Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
-    return done if allow_departure else done.checked()
+    return Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
 
 
 @contextmanager
