@@ -110,14 +110,16 @@ def deploy_checkpoint(
             return report
 
         report = _by_first(written)
-    done = _deployment(job, model, report, tuned)
-    return done if allow_departure else done.checked()
+    return _deployment(job, model, report, tuned, is_checked=not allow_departure)
 
 
-def _deployment(job: Asked, model: fx.GraphModule, report: Report, tuned: TuneReport) -> Deployment:
+def _deployment(
+    job: Asked, model: fx.GraphModule, report: Report, tuned: TuneReport, *, is_checked: bool
+) -> Deployment:
     score = next(iter(report.accuracy), None)
     before, after = (None, None) if score is None else (score.float_value, score.final)
-    return Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+    done = Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+    return done.checked() if is_checked else done
 
 
 @contextmanager
