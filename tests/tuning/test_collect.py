@@ -163,8 +163,7 @@ def test_a_layer_in_groups_takes_fewer_rows(groups, rows):
 def test_rows_that_are_not_finite_are_refused(bad):
     model = nn.Sequential(nn.Linear(4, 4))
     _, collector = walked(model, [torch.randn(16, 4)], "0", FOUR)
-    use = next(iter(collector.uses))
     fine = torch.full((2, 1, 4), 3e38)  # whose sum is not
-    collector._check(use, (fine, fine))
+    collector.check_finite("0", (fine, fine))
     with pytest.raises(NonFiniteError, match="NaN or infinity"):
-        collector._check(use, (fine, torch.tensor([[[1.0, bad]]])))
+        collector.check_finite("0", (fine, torch.tensor([[[1.0, bad]]])))

@@ -76,11 +76,10 @@ def deploy_checkpoint(
     perplexity is measured on: without it, what comes after the calibration text in `data`. Of each, sequences of
     `length` tokens are taken: `samples` calibrate, and at most 16 are judged. Blocks come and go: memory
     holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
-    "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. An `output` that
-    contains something is refused; force=True overwrites files there, deletes those of an earlier run of ours, and
-    leaves all others. The score is perplexity, lower is better. VerificationError where the runtime cannot run what was
-    written, or computes something else than the simulation: the file and its report are kept, and
-    allow_departure=True returns them instead.
+    "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. force=True writes
+    into an `output` that contains something, and leaves files of others. The score is perplexity, lower is better. A
+    runtime that cannot run the file, or departs from the simulation, is a VerificationError unless
+    allow_departure=True; the file is kept.
     """
     texts = {"calibration data": data, "text to judge by": judge}
     job = asked(source, output, target, config, accuracy, memory, cache, texts, may_exist=force, resume=resume)
@@ -114,10 +113,16 @@ def deploy_checkpoint(
             return report
 
         report = _by_first(written)
+    return _deployment(job, model, report, tuned, is_checked=not allow_departure)
+
+
+def _deployment(
+    job: Asked, model: fx.GraphModule, report: Report, tuned: TuneReport, *, is_checked: bool
+) -> Deployment:
     score = next(iter(report.accuracy), None)
     before, after = (None, None) if score is None else (score.float_value, score.final)
     done = Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
-    return done if allow_departure else done.checked()
+    return done.checked() if is_checked else done
 
 
 def _write(job: Asked, checkpoint: QuantizedCheckpoint) -> None:

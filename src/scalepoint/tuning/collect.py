@@ -59,9 +59,9 @@ class Collector:
     rows: int
     holdout: float
     names: dict[str, str]
-    nan_hint: str = "Mend the data, or leave such batches out: on_nan='skip'"
     against_itself: bool = False  # the outputs should be those of the float weight in the quantized stream
     uses: list[Use] = field(default_factory=list)
+    nan_hint: str = "Mend the data, or leave such batches out: on_nan='skip'"
     _open: dict[int, tuple[Sums, Sums]] = field(default_factory=dict)  # of weights with uses to come
     _shifts: dict[int, tuple[Residuals, Residuals]] = field(default_factory=dict)
     _shared: dict[int, tuple[Moments | None, Moments | None]] = field(default_factory=dict)  # of layers to come
