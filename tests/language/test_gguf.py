@@ -66,4 +66,4 @@ def test_fast_rounds_no_worse_than_llama_cpp_does(folder, tmp_path):
         theirs = torch.from_numpy(gguf.quants.Q4_0.dequantize_blocks(blocks)).view_as(weight)
         ours = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).view_as(weight)
         assert tensor.tensor_type.name == "Q4_0"
-        assert (ours - weight).square().sum() < 0.98 * (theirs - weight).square().sum()
+        assert (ours - weight).square().sum() <= (theirs - weight).square().sum()

@@ -98,8 +98,7 @@ def test_the_mean_of_each_layers_rounding_is_taken_off(model, data):
 
 def test_it_brings_the_outputs_nearer_to_float(model, data):
     plain, corrected = (
-        quantize(model, data[0], config, forward_loop=data, target=TARGET, progress=False)
-        for config in (PLAIN, None)
+        quantize(model, data[0], config, forward_loop=data, target=TARGET, progress=False) for config in (PLAIN, None)
     )
     assert distance(model, corrected, data) < 0.7 * distance(model, plain, data)
     assert all(layer.bias_shift is None for layer in layers_of(plain).values())
