@@ -121,3 +121,18 @@ def test_codes_in_a_wider_container_are_told(narrow, tmp_path, target, weight, s
 def test_codes_that_have_whole_super_blocks_are_not_told(folder, tmp_path):
     done = fast(folder, tmp_path / "m.gguf", "gguf", {"n_bits": 3, "block_size": 32})
     assert done.report.warnings == ()
+
+
+def test_fast_rounds_no_worse_than_llama_cpp_does(folder, tmp_path):
+    path, names = tmp_path / "m.gguf", ("ffn_up", "ffn_down", "attn_output")
+    deploy_checkpoint(folder, path, target="gguf", accuracy="fast", verify=False, progress=False)
+    weights = Source.open(folder)
+    stored = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    for name, place in zip(names, ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"), strict=True):
+        tensor = stored[f"blk.0.{name}.weight"]
+        weight = weights.tensor(f"model.layers.0.{place}.weight").to(torch.float32)
+        blocks = gguf.quants.Q4_0.quantize_blocks(weight.numpy().reshape(-1, 32).copy())
+        theirs = torch.from_numpy(gguf.quants.Q4_0.dequantize_blocks(blocks)).view_as(weight)
+        ours = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).view_as(weight)
+        assert tensor.tensor_type.name == "Q4_0"
+        assert (ours - weight).square().sum() <= (theirs - weight).square().sum()

@@ -169,3 +169,39 @@ def test_a_quantizer_that_stands_elsewhere_too_is_left():
 
 def _module(model, node):
     return model.get_submodule(node.target) if node.op == "call_module" else None
+
+
+class TwoReaders(nn.Module):
+    """A convolution multiplies axis 1 of the tensor, and a linear layer its last axis."""
+
+    def __init__(self, linear_first):
+        super().__init__()
+        self.conv, self.fc, self.linear_first = nn.Conv1d(8, 8, 1), nn.Linear(8, 8), linear_first
+        with torch.no_grad():
+            self.conv.weight *= 1e-3
+            self.fc.weight[:, 1:] *= 1e-3
+
+    def forward(self, x):
+        x = torch.relu(x)
+        if self.linear_first:
+            product = self.fc(x)
+            return self.conv(x), product
+        return self.conv(x), self.fc(x)
+
+
+def test_readers_along_different_axes_count_along_their_own_whatever_their_order():
+    config = QuantConfig(activation=TensorQuantConfig(n_bits=4), weight=TensorQuantConfig())
+    torch.manual_seed(0)
+    data = [torch.rand(8, 8, 8) for _ in range(4)]
+    for batch in data:
+        batch[:, :, 1:] *= 9  # what counts is the first column alone, and its values are small
+    scales = []
+    for linear_first in (False, True):
+        torch.manual_seed(1)
+        model = quantize(TwoReaders(linear_first).eval(), data[0], config, forward_loop=data, progress=False)
+        tune(model, data, {"steps": ("ranges",)}, progress=False)
+        stubs = [each for each in model.modules() if isinstance(each, QuantStub) and "conv" in each.consumers]
+        scales.append([float(each.scale) for each in stubs])
+    assert len(scales[0]) == 1
+    assert scales[0] == scales[1]
+    assert scales[0][0] < 0.5 * 9 / 7.5

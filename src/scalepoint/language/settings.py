@@ -14,12 +14,19 @@ from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageErr
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.registry import find_checkpoint_format
 from scalepoint.language.cache import with_cached
+from scalepoint.numerics import QuantizationFormulation, QuantizationScheme, format_of
 from scalepoint.output_folder import LIST, WrittenFiles, check_inputs, check_links, check_path
 from scalepoint.quantize import QuantConfig
-from scalepoint.quantize.config import FLOAT, Override
+from scalepoint.quantize.config import FLOAT, Override, TensorQuantConfig
 from scalepoint.quantize.placement import check_formulations
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
-from scalepoint.spec import PerBlockGranularity, QuantizationSpec
+from scalepoint.spec import (
+    DefaultQParamsCalculator,
+    MinMaxRangeCalculator,
+    PerBlockGranularity,
+    QuantizationSpec,
+    StaticQParamsCalculator,
+)
 from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.tuning import TuneConfig
 
@@ -159,17 +166,33 @@ def _fitting(weight: QuantizationSpec, source: Source, form: CheckpointFormat) -
 
 
 def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) -> QuantConfig:
-    """The config with what language models want unless it says otherwise: float activations; and scales that are
-    searched for least squared error where no tuning will choose them."""
+    """Complete the config with what language models want: float activations; and where no tuning will choose scales,
+    those of the format's own rounding or better (blocks with signed scales), else those of least squared error."""
     if config.migrations:
         raise ConfigError(
             f"migrate={list(config.migrations)}: rewrites need the whole model at once; load it and call "
             "quantize for that"
         )
     said: dict[str, Any] = {} if config.activation is not None else {"activation": FLOAT}
-    if config.weight is None and is_rounded:
-        said["weight"] = target.weight.replace(range_calculator_cls="mse")
+    if is_rounded:
+        weight = target.weight if config.weight is None else config.weight
+        plain = weight.weight_spec() if isinstance(weight, TensorQuantConfig) else weight
+        if target.has_signed_scales and isinstance(plain, QuantizationSpec) and _can_be_signed(plain):
+            said["weight"] = plain.replace(qparam_calculator_cls="signed_scale")
+        elif config.weight is None:
+            said["weight"] = target.weight.replace(range_calculator_cls="mse")
     return config.model_copy(update=said)
+
+
+def _can_be_signed(spec: QuantizationSpec) -> bool:
+    """Whether these are plain integers of 4 or 5 bits in blocks, whose range nobody chose."""
+    is_plain = spec.range_calculator_cls is MinMaxRangeCalculator and spec.float_range == (None, None)
+    is_nearest = spec.qparam_calculator_cls in (StaticQParamsCalculator, DefaultQParamsCalculator)
+    is_symmetric = spec.qscheme == QuantizationScheme.SYMMETRIC and spec.qformulation == QuantizationFormulation.ZP
+    is_narrow = not format_of(spec.dtype).is_float and format_of(spec.dtype).is_signed and spec.n_bits in (4, 5)
+    granularity = spec.granularity
+    is_blocked = isinstance(granularity, PerBlockGranularity) and not granularity.pad
+    return is_plain and is_nearest and is_symmetric and is_narrow and is_blocked
 
 
 def with_head(config: QuantConfig, head: str | None, target: Target, left: Sequence[str] = ()) -> QuantConfig:

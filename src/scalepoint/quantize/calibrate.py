@@ -55,8 +55,8 @@ def calibrate(
     away), or a dict of inputs by name. on_unseen="skip" leaves a stub that saw nothing as it is, float; on_nan="skip"
     leaves out batches whose inputs hold NaN or infinity, and tensors inside the model that do. The progress bar shows
     on a terminal unless `progress` says otherwise. With `correct_bias` biases take up what rounded weights add to the
-    means of outputs, found in the same pass. None is as the config says, and True where the config does not say; weights
-    that are not frozen get no correction then. False takes back what an earlier calibration added.
+    means of outputs, found in the same pass. None is as the config says, and True where the config does not say, but
+    only for frozen weights. False takes back what an earlier calibration added.
     """
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]

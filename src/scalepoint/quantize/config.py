@@ -295,9 +295,10 @@ class QuantConfig(Config):
     "smooth", "equalize", "absorb", "awq", "rotate", in the order given. With `speed_first` what int8 would make slower
     stays float, where the target knows the times of its kernels: so it is in deploy unless this says False, and not in
     the single steps unless it says True. With `correct_bias` calibration shifts biases by what rounded weights add to
-    the means of outputs: so do deploy, quantize and calibrate with frozen weights unless this says False. Tuning chooses
-    biases itself, and takes back what calibration added unless this says True. With `outliers` channels of linear layers' inputs that stand out get a factor before their quantizer, where the target has that for
-    free, where the data shows that it is clearly better, and where nothing is migrated.
+    the means of outputs: so do deploy, quantize and calibrate with frozen weights unless this says False. Tuning
+    chooses biases itself, and takes back what calibration added unless this says True. With `outliers` channels of
+    linear layers' inputs that stand out get a factor before their quantizer, where the target has that for free, where
+    the data shows that it is clearly better, and where nothing is migrated.
     """
 
     activation: Tensors = None

@@ -195,10 +195,11 @@ def in_half(qparams: QParams) -> QParams:
 
 
 def held_as(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest that a narrower type holds, in float32; what is positive stays so."""
+    """The nearest that a narrower type holds, in float32; what is not zero stays so, with its sign."""
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     rounded = scale.to(dtype).to(torch.float32)
-    return torch.where(scale > 0, rounded.clamp(min=least), rounded)
+    rounded = torch.where(scale > 0, rounded.clamp(min=least), rounded)
+    return torch.where(scale < 0, rounded.clamp(max=-least), rounded)
 
 
 def take_shapes(module: nn.Module, names: Sequence[str], state_dict: dict[str, Any], prefix: str) -> None:

@@ -46,6 +46,7 @@ from scalepoint.spec.running import (
     MovingAverageQParamsCalculator,
     RunningRangeMixin,
 )
+from scalepoint.spec.signed import SignedScaleQParamsCalculator
 from scalepoint.spec.sparsity import Sparsity
 from scalepoint.spec.spec import (
     QuantizationSpec,
@@ -91,6 +92,7 @@ __all__ = [
     "RangeCalculatorBase",
     "RunningRangeMixin",
     "ScaleRounding",
+    "SignedScaleQParamsCalculator",
     "Sparsity",
     "StaticQParamsCalculator",
     "default_activation_quantization_spec",

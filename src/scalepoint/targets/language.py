@@ -103,6 +103,7 @@ GGUF = replace(
     table=_blocks("int8", 32),
     head=_blocks("int8", 32),
     caches=_cached(BY_TOKEN, "dynamic", QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
+    has_signed_scales=True,
     format="gguf",
     runtime="llamacpp",
 )

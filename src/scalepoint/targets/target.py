@@ -149,6 +149,7 @@ class Target:
     float_dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # in which what is not quantized may be stored
     block_scale_dtypes: tuple[torch.dtype, ...] = ()  # all of which hold scales of blocks, as the simulation's are
     has_half_scales: bool = False  # whether files hold scales in float16, so that the simulation has such ones
+    has_signed_scales: bool = False  # whether a scale of its blocks may be negative
     is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
     spellings: tuple[Spelling, ...] = ()  # operations that its files write in other words

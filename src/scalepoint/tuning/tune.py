@@ -128,7 +128,7 @@ def tune(
 
 
 def _take_back_correction(model: fx.GraphModule) -> None:
-    """Drop the bias shifts of calibration: tuning measures errors against the nearest codes and chooses shifts itself."""
+    """Drop the bias shifts of calibration: tuning compares with the nearest codes alone, and chooses its own shifts."""
     for layer in model.modules():
         if isinstance(layer, QuantizedWeighted) and layer.is_corrected:
             layer.shift_bias(None)

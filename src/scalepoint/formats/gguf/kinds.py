@@ -149,8 +149,11 @@ def snapped(
 def snap(spec: QuantizationSpec, columns: int, scale: Tensor) -> Tensor:
     """Scales as `snapped` has them; as float16 where no type holds the weight, which is told when it is written."""
     block = columns // scale.shape[1]
-    small = scale.to(torch.float32).clamp(min=2.0**-24)
-    return _half(small) if planned(spec, columns, block) is None else snapped(spec, columns, small)[0]
+    kind = planned(spec, columns, block)
+    small = scale.to(torch.float32).abs().clamp(min=2.0**-24)
+    if kind is None or not (kind.steps or kind.has_least):
+        small = torch.where(scale < 0, -small, small)  # a float16 of its own may be negative
+    return _half(small) if kind is None else snapped(spec, columns, small)[0]
 
 
 def snap_minima(spec: QuantizationSpec, columns: int, scale: Tensor, minval: Tensor) -> tuple[Tensor, Tensor]:

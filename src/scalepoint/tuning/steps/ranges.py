@@ -7,6 +7,7 @@ another is tried, and taken only when the piece ends clearly nearer to the float
 """
 
 from collections.abc import Iterator
+from functools import reduce
 from itertools import product
 
 import torch
@@ -27,8 +28,7 @@ GAIN = 0.98  # a cost must fall below this share of the present one
 @register("ranges", over="stub")
 def ranges(walk: Walk, node: fx.Node, stub: QuantStub) -> QParams | None:
     """The range of least cost; None where the present one is."""
-    importance, axis = _importance(walk, node)
-    seen = _seen(walk, node, importance, axis)
+    seen = _seen(walk, node, _importance(walk, node))
     if seen is None:
         return None
     values, weights = seen
@@ -61,9 +61,12 @@ def _cost(stub: QuantStub, values: Tensor, weights: Tensor, qparams: QParams) ->
     return float(((found - values).square() * weights).sum(dtype=torch.float64))
 
 
-def _importance(walk: Walk, node: fx.Node) -> tuple[Tensor | None, int]:
-    """What every channel counts, and its axis; None where no layer reads the value itself."""
-    total, axis = None, -1
+def _importance(walk: Walk, node: fx.Node) -> dict[int, Tensor]:
+    """What every channel counts, by the axis that the readers multiply; empty where no layer reads the value itself.
+
+    Axes are counted from the end: a linear layer multiplies the last one, a convolution the one before its positions.
+    """
+    totals: dict[int, Tensor] = {}
     for user in node.users:
         found = walk.layer(user)
         if found is None or walk.source(user, found[1]) is None or len(user.all_input_nodes) > 1:
@@ -75,12 +78,12 @@ def _importance(walk: Walk, node: fx.Node) -> tuple[Tensor | None, int]:
         weight = layer.canonical(layer.folded()[0]).detach().to(torch.float32)
         by_group = weight.reshape(geometry.groups, weight.shape[0] // geometry.groups, weight.shape[1], -1)
         own = by_group.square().sum((1, 3)).reshape(-1)
-        axis = -1 if geometry.kind == "linear" else 1
-        total = own if total is None or total.shape != own.shape else total + own
-    return total, axis
+        axis = -1 if geometry.kind == "linear" else 1 - weight.ndim
+        totals[axis] = totals[axis] + own if axis in totals else own
+    return totals
 
 
-def _seen(walk: Walk, node: fx.Node, importance: Tensor | None, axis: int) -> tuple[Tensor, Tensor] | None:
+def _seen(walk: Walk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Tensor, Tensor] | None:
     """A sample of the values that reach the quantizer in the quantized stream, and what each counts."""
     source = node.all_input_nodes[0]
     sizes = [walk.value(source, index, noisy=True).numel() for index in range(walk.count)]
@@ -92,11 +95,12 @@ def _seen(walk: Walk, node: fx.Node, importance: Tensor | None, axis: int) -> tu
     for index, before in enumerate(befores):
         tensor = walk.value(source, index, noisy=True)
         flat = tensor.detach().to(torch.float32)
-        counts = torch.ones(())
-        if importance is not None and flat.ndim >= 2 and flat.shape[axis] == len(importance):
-            shape = [1] * flat.ndim
-            shape[axis] = -1
-            counts = importance.view(shape)
+        fitting = [
+            own.view(-1, *(1 for _ in range(-axis - 1)))
+            for axis, own in importance.items()
+            if flat.ndim >= max(2, -axis) and flat.shape[axis] == len(own)
+        ]
+        counts = reduce(torch.add, fitting) if fitting else torch.ones(())
         numbers = torch.arange(before, before + flat.numel())
         chosen = uniform(numbers) < share if share < 1 else torch.ones(flat.numel(), dtype=torch.bool)
         values.append(flat.reshape(-1)[chosen])
