@@ -35,7 +35,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 UNSAID, ALL, FAST = QuantConfig(), QuantConfig(speed_first=False), QuantConfig(speed_first=True)
 
-KEPT = {"model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt"}
+KEPT = {
+    "model.onnx",
+    "float.onnx",
+    "inputs.safetensors",
+    "quantized",
+    "report.html",
+    "report.json",
+    "config.yaml",
+    "log.txt",
+}
+PLAIN = "float_plain.onnx"  # kept where it is faster than float.onnx
 
 
 @pytest.mark.parametrize(
@@ -95,9 +105,12 @@ class TestDeploy:
         assert -0.1 < deployment.score < 0
 
     def test_the_folder_holds_all_and_nothing_half_written(self, done):
-        *_, folder = done
+        deployment, _, folder = done
         names = {path.name for path in folder.iterdir()}
-        assert names == KEPT
+        baseline = deployment.verification.latency.baseline_file
+        assert names == KEPT | {baseline}
+        assert baseline in ("float.onnx", PLAIN)
+        assert f"{folder / baseline} {deployment.path}" in " ".join(deployment.report.next_steps())
         report = Report.from_json((folder / "report.json").read_text())
         assert report.verification.holds
         assert "<title>" in (folder / "report.html").read_text()
@@ -201,7 +214,7 @@ def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatc
         done = scalepoint.deploy(net, x, [x], output=tmp_path, force=True)
         names = {path.name for path in tmp_path.iterdir()}
         data = {name for name in names if name.endswith(".data")}
-        assert names - data == KEPT
+        assert names - data - {PLAIN} == KEPT
         assert len(data) == 2
         assert not data & seen
         seen |= data
