@@ -99,9 +99,12 @@ class TestDeploy:
         assert -0.1 < deployment.score < 0
 
     def test_the_folder_holds_all_and_nothing_half_written(self, done):
-        *_, folder = done
+        deployment, _, folder = done
         names = {path.name for path in folder.iterdir()}
-        assert names - {PLAIN} == KEPT
+        baseline = deployment.verification.latency.baseline_file
+        assert names == KEPT | {baseline}
+        assert baseline in ("float.onnx", PLAIN)
+        assert f"{folder / baseline} {deployment.path}" in " ".join(deployment.report.next_steps())
         report = Report.from_json((folder / "report.json").read_text())
         assert report.verification.holds
         assert "<title>" in (folder / "report.html").read_text()

@@ -14,7 +14,7 @@ from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
 _OWN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE)
-_BY_CPU = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
+BY_CPU = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
 _ALL = Extensions(Target, "scalepoint.targets", _OWN, TargetError)
 
 
@@ -38,10 +38,10 @@ def find_target(target: str | Target, cpu: str = "auto") -> Target:
         raise UsageError(f"cpu={shown(cpu)}: {nearest(str(cpu), CHOICES)}")
     if cpu in ("auto", found.options.get("cpu")):
         return found
-    if found.name not in _BY_CPU or "cpu" not in found.options:
-        raise UsageError(f"cpu={cpu!r} cannot be used with target {found.name!r}: it is for {' and '.join(_BY_CPU)}")
+    if found.name not in BY_CPU or "cpu" not in found.options:
+        raise UsageError(f"cpu={cpu!r} cannot be used with target {found.name!r}: it is for {' and '.join(BY_CPU)}")
     if not isinstance(target, str):
         raise UsageError(
             f"cpu={cpu!r} contradicts the target, which was made with cpu={found.options['cpu']!r}: omit one of them"
         )
-    return _BY_CPU[found.name](cpu)
+    return BY_CPU[found.name](cpu)

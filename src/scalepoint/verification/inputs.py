@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from scalepoint.errors import StoreError
 from scalepoint.files import replace_file
@@ -15,8 +15,8 @@ INPUTS_FILE = "inputs.safetensors"
 
 def save_inputs(folder: Path, feeds: Mapping[str, np.ndarray]) -> Path:
     """Write the arrays by the names of the file's inputs."""
-    path, data = folder / INPUTS_FILE, save({name: np.array(value, order="C") for name, value in feeds.items()})
-    replace_file(path, lambda temporary: temporary.write_bytes(data) and None)
+    path, arrays = folder / INPUTS_FILE, {name: np.array(value, order="C") for name, value in feeds.items()}
+    replace_file(path, lambda temporary: save_file(arrays, temporary))
     return path
 
 
