@@ -146,7 +146,7 @@ def test_an_operation_that_is_not_known_is_named(tmp_path: Path, file_class) -> 
     table = file.run.__func__.__globals__["TABLE"]
     kept = table.pop("relu")
     try:
-        with pytest.raises(file_class.gaps, match="relu .* can only be checked on macOS"):
+        with pytest.raises(file_class.gaps, match=r"relu .* can only be checked on macOS"):
             file.run({"input": pictures().numpy()})
     finally:
         table["relu"] = kept

@@ -129,5 +129,6 @@ def coreml_form(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModu
 
 
 def label(path: str) -> str:
-    """The name of an operation of the program that stands for a module: a word."""
-    return "layer_" + re.sub(r"\W", "_", path)
+    """The name of an operation of the program that stands for a module: a word, in lower case as torch.export writes
+    the names of what a program holds."""
+    return "layer_" + re.sub(r"\W", "_", path).lower()
