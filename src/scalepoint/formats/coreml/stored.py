@@ -129,5 +129,6 @@ def coreml_form(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModu
 
 
 def label(path: str) -> str:
-    """The name of an operation of the program that stands for a module: a word."""
-    return "layer_" + re.sub(r"\W", "_", path)
+    """The name of an operation of the program that stands for a module: a word in snake case, which is how torch.fx
+    writes the names of what a program holds (LogSigmoid: log_sigmoid)."""
+    return "layer_" + re.sub(r"(?<=[a-z])([A-Z])", r"_\1", re.sub(r"\W", "_", path)).lower()
