@@ -47,7 +47,7 @@ class RealTensors:
         """Put them back where stand-ins are now, and record nothing."""
         present = [place.held.get(place.name) for place in self._places]
         state = torch._C._get_tracing_state()  # of the older exporter
-        torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         try:
             for place in self._places:
                 place.held[place.name] = place.tensor
@@ -56,4 +56,4 @@ class RealTensors:
         finally:
             for place, tensor in zip(self._places, present, strict=True):
                 place.held[place.name] = tensor
-            torch._C._set_tracing_state(state)
+            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
