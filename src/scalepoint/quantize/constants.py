@@ -42,6 +42,16 @@ class RealTensors:
         )
         return cls(found.values()) if is_real else None
 
+    def fit(self) -> bool:
+        """Whether the same places hold tensors of the same shapes now, real or not."""
+        present = [place.held.get(place.name) for place in self._places]
+        tables = {id(place.held): place.held for place in self._places}.values()
+        count = sum(tensor is not None for held in tables for tensor in held.values())
+        return count == len(self._places) and all(
+            tensor is not None and tensor.shape == place.tensor.shape
+            for place, tensor in zip(self._places, present, strict=True)
+        )
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put them back where stand-ins are now, and record nothing."""
