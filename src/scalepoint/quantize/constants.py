@@ -42,12 +42,22 @@ class RealTensors:
         )
         return cls(found.values()) if is_real else None
 
+    def fit(self) -> bool:
+        """Whether the same places hold tensors of the same shapes now, real or not."""
+        present = [place.held.get(place.name) for place in self._places]
+        tables = {id(place.held): place.held for place in self._places}.values()
+        count = sum(tensor is not None for held in tables for tensor in held.values())
+        return count == len(self._places) and all(
+            tensor is not None and tensor.shape == place.tensor.shape
+            for place, tensor in zip(self._places, present, strict=True)
+        )
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put them back where stand-ins are now, and record nothing."""
         present = [place.held.get(place.name) for place in self._places]
         state = torch._C._get_tracing_state()  # of the older exporter
-        torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         try:
             for place in self._places:
                 place.held[place.name] = place.tensor
@@ -56,4 +66,4 @@ class RealTensors:
         finally:
             for place, tensor in zip(self._places, present, strict=True):
                 place.held[place.name] = tensor
-            torch._C._set_tracing_state(state)
+            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]

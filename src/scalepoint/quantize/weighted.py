@@ -133,7 +133,6 @@ class QuantizedWeighted(Stateful):
         if kept is None or kept.marks is None or kept.marks != self._marks():
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._kept = self._evaluated()
-            self._real = self._real_tensors()
         stub = self.input_stub
         if kept.scale is None or stub is None:
             return run_with(self.operation, x, kept.weight, kept.bias)
@@ -237,6 +236,7 @@ class QuantizedWeighted(Stateful):
             raise UsageError(
                 f"{self.weight_quant.name}: codes of shape {tuple(codes.shape)}, its weight has {tuple(shape)}"
             )
+        self._real = None  # eval() looks again
         if not self.weight_quant.frozen:
             self.freeze()
         self.weight_quant.choose(codes, qparams)
@@ -250,13 +250,14 @@ class QuantizedWeighted(Stateful):
                 f"{self.weight_quant.name}: a shift of shape {tuple(shift.shape)} for {self.channels} output channels"
             )
         self.is_corrected = False
+        self._real = None
         with torch.inference_mode(False):
             self.bias_shift = None if shift is None else shift.detach().to(torch.float32).clone()
 
     def forget(self) -> None:
         """Let go of chosen codes, and of what is kept between calls."""
         self.weight_quant.unfreeze()
-        self._kept = None
+        self._kept = self._real = None
 
     @property
     def channels(self) -> int:
@@ -291,7 +292,7 @@ class QuantizedWeighted(Stateful):
 
     def _is_constant_here(self) -> bool:
         """Whether torch.onnx.export records, and weight and bias can be constants of its file."""
-        return self._real is not None and not self.training and in_onnx_export()
+        return self._real is not None and self._real.fit() and not self.training and in_onnx_export()
 
     def _exported(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in a plain ONNX export: constants, the weight behind Q/DQ where it is quantized."""
