@@ -110,10 +110,9 @@ def deploy(
     inputs, axes = _checked_inputs(found, model, as_inputs(example_inputs, kwargs), dynamic_axes)
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
-    calibration_data = _checked_data(calibration_data, wanted)
-    said = _checked_file(found, float_dtype, model, metadata)
+    data, said = _checked_data(calibration_data, wanted), _checked_file(found, float_dtype, model, metadata)
     with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
-        run = Run(model=model, inputs=inputs, data=calibration_data, target=found, journal=journal, evaluate=evaluate,
+        run = Run(model=model, inputs=inputs, data=data, target=found, journal=journal, evaluate=evaluate,
             leave=tuple(leave), dynamic_axes=axes, strict=strict, threads=threads, max_batches=max_batches,
             on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress, accuracy=accuracy, seed=seed,
             metadata=said)  # fmt: skip
