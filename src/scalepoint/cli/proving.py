@@ -114,11 +114,7 @@ def compare(
     departs, layer by layer, those with the largest error of their own first."""
     if is_folder(model):
         return compare_folders(folder, Path(str(model)), context.params)
-    if model is not None and ":" not in model:
-        raise usage(
-            f"{model!r} is not a folder in {Path.cwd()}: give another folder that `scalepoint deploy` wrote, or the "
-            "float model as package.module:name"
-        )
+    _check_other(model)
     if html is not None:
         raise usage("--html is for two runs: name two folders that `scalepoint deploy` wrote")
     ranks.start()
@@ -150,6 +146,14 @@ def compare(
         Text(one_line(f"outputs: {outputs_text}")),
     )
     return Code.DONE
+
+
+def _check_other(name: str | None) -> None:
+    if name is not None and ":" not in name:
+        raise usage(
+            f"{name!r} is not a folder in {Path.cwd()}: give another folder that `scalepoint deploy` wrote, or the "
+            "float model as package.module:name"
+        )
 
 
 def compare_folders(first: Path, second: Path, given: Mapping[str, Any]) -> int:
