@@ -106,6 +106,7 @@ def test_the_public_names_are_pinned():
         "RangeCalculatorBase",
         "RunningRangeMixin",
         "ScaleRounding",
+        "SignedScaleQParamsCalculator",
         "Sparsity",
         "StaticQParamsCalculator",
         "default_activation_quantization_spec",

@@ -366,10 +366,12 @@ class WeightFakeQuantize(Quantizing):
     ) -> None:
         if spec is None:
             spec = TensorQuantConfig(n_bits=n_bits, symmetric=symmetric, per_channel=per_channel).weight_spec()
-        if isinstance(spec.granularity, PerChannelGranularity):
-            if spec.granularity.axis is None:
+        granularity = spec.granularity
+        if isinstance(granularity, PerChannelGranularity):
+            if granularity.axis is None:
                 spec = spec.replace(granularity=PerChannelGranularity(axis=channel_axis))
-            channel_axis = spec.granularity.axis
+            else:
+                channel_axis = granularity.axis
         super().__init__(consumers, spec, CompressionTargetTensor.WEIGHT)
         self.calculator.grid = replace(self.calculator.grid, least_range=LEAST_WEIGHT_RANGE)
         self.register_buffer("chosen", None)

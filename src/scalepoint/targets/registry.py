@@ -1,5 +1,7 @@
 """The targets by name: our own, and those that other packages bring through the entry point "scalepoint.targets"."""
 
+from collections.abc import Callable, Mapping
+
 from scalepoint.errors import TargetError, UsageError, nearest, shown
 from scalepoint.extensions import Extensions
 from scalepoint.targets.coreml import COREML
@@ -14,7 +16,7 @@ from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
 _OWN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE)
-BY_CPU = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
+BY_CPU: Mapping[str, Callable[[str], Target]] = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
 _ALL = Extensions(Target, "scalepoint.targets", _OWN, TargetError)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from scalepoint.errors import StoreError
+from scalepoint.errors import DocumentError, StoreError
 from scalepoint.files import replace_file
+from scalepoint.untrusted import check_file
 
 INPUTS_FILE = "inputs.safetensors"
 
@@ -23,9 +24,10 @@ def save_inputs(folder: Path, feeds: Mapping[str, np.ndarray]) -> Path:
 def load_inputs(path: Path) -> dict[str, np.ndarray]:
     """The arrays that `save_inputs` wrote."""
     try:
+        check_file(path)
         with safe_open(path, framework="np") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
+    except (DocumentError, SafetensorError, OSError, ValueError, TypeError) as error:
         raise StoreError(
             f"{path} holds no inputs ({error}): delete it to measure with random ones, or deploy again"
         ) from error

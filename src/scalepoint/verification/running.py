@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,12 +106,15 @@ def _speed(
 ) -> Benchmark:
     """Against the faster of the float files, or of ours and of what torch.onnx.export makes of the float model."""
     own, plain, baseline = floats
-    limits = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory, "baseline": baseline}
+    measure = partial(
+        benchmark, own, run.path, feeds,
+        runtime=run.runtime, threads=run.threads, memory=run.memory, baseline=baseline,
+    )  # fmt: skip
     if plain is not None or float_model is None:
-        return benchmark(own, run.path, feeds, plain_path=plain, **limits)
+        return measure(plain_path=plain)
     form = format_of(run.path, run.runtime)
     with plain_file(float_model, form, Writing(inputs, names=tuple(feeds))) as written:
-        found = benchmark(own, run.path, feeds, plain_path=written, **limits)
+        found = measure(plain_path=written)
     return found if found.baseline == OWN_BASELINE else replace(found, baseline_file="")  # it is gone by now
 
 

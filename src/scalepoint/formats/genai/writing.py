@@ -14,7 +14,7 @@ from scalepoint.formats.genai.families import decoder_of
 from scalepoint.formats.genai.graph import MICROSOFT, Graph
 from scalepoint.formats.genai.network import PAST, PRESENT, Network
 from scalepoint.formats.genai.store import Store
-from scalepoint.untrusted import read_json
+from scalepoint.untrusted import LARGEST_PROTOBUF, read_bytes, read_json
 from scalepoint.version import __version__
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
@@ -45,7 +45,7 @@ def tensor_bytes(path: Path) -> int:
     import onnx  # noqa: PLC0415
 
     total = 0
-    for tensor in onnx.load(path / MODEL, load_external_data=False).graph.initializer:
+    for tensor in onnx.load_from_string(read_bytes(path / MODEL, LARGEST_PROTOBUF)).graph.initializer:
         stored = {entry.key: entry.value for entry in tensor.external_data}
         total += int(stored["length"]) if "length" in stored else len(tensor.raw_data)
     return total
