@@ -76,7 +76,7 @@ def _one_table_of_operators() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _loaded_runtimes() -> Iterator[None]:
     """The child of a runtime is forked from one that has it loaded; not so in the tests of such processes."""
-    from scalepoint.runtimes import process, serving  # noqa: PLC0415  # by now torch is loaded
+    from scalepoint.runtimes import process  # noqa: PLC0415  # by now torch is loaded
 
     shipped = process.command
 
@@ -86,8 +86,7 @@ def _loaded_runtimes() -> Iterator[None]:
         return [python, *rest] if is_cold else [*warm(rest[-1]), *rest]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (process, serving):
-            patch.setattr(module, "command", command)
+        patch.setattr(process, "command", command)
         yield
 
 

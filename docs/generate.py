@@ -60,12 +60,12 @@ CPU_TARGETS: dict[str, Callable[..., Target]] = {
 PLAIN_CPU = "avx2"
 PROOF = {
     "onnxruntime": "running the file in ONNX Runtime",
-    "openvino": "running the file in OpenVINO (`pip install scalepoint[openvino]`)",
+    "openvino": "running the file in OpenVINO (`pip install 'scalepoint[openvino]'`)",
     "tensorrt": "static rules over the file: `scalepoint check`",
-    "executorch": "running the file in ExecuTorch (`pip install scalepoint[executorch]`)",
-    "litert": "running the file in LiteRT (`pip install scalepoint[litert]`)",
+    "executorch": "running the file in ExecuTorch (`pip install 'scalepoint[executorch]'`)",
+    "litert": "running the file in LiteRT (`pip install 'scalepoint[litert]'`)",
     "coreml": "reading the file back, bit by bit, and evaluating it; on macOS by running it "
-    "(`pip install scalepoint[coreml]`)",
+    "(`pip install 'scalepoint[coreml]'`)",
     "reference": "nothing: it is a simulation",
 }
 
@@ -248,8 +248,9 @@ def _sentence(text: str | None) -> str:
 # config and errors -----------------------------------------------------------------------------------------------
 
 
-CONFIG = """`scalepoint init` writes this file; `scalepoint deploy -c scalepoint.yaml` reads it, and `scalepoint config
-schema` prints its JSON Schema for editors. An unknown key is an error that names the nearest known one.
+CONFIG = """`scalepoint init` writes this file; `scalepoint deploy -c scalepoint.yaml --trust` reads it, and
+`scalepoint config schema` prints its JSON Schema for editors. An unknown key is an error that names the nearest
+known one.
 """
 
 
@@ -332,8 +333,8 @@ def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:
 
 
 ERRORS = """Every error says what was given, what is allowed, where, and the way out, and ends with its code. All derive
-from `scalepoint.errors.ScalepointError` and from the builtin named here. Fields of a spec are checked by pydantic,
-whose `ValidationError` (a `ValueError`) carries the same messages.
+from `scalepoint.errors.ScalepointError` and from the builtin named here. Fields of specs and configs are
+checked by pydantic: its `ValidationError` is the cause of the `SpecError` or `ConfigError`.
 """
 WARNINGS = """What works, but not as one may think (a batch that the model fixes), is a `ScalepointWarning`, a
 `UserWarning`. [Troubleshooting](../troubleshooting.md) goes by what you see.

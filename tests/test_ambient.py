@@ -117,3 +117,51 @@ def test_the_users_code_sees_the_dtype_it_was_called_under():
         with settled(), as_called():
             assert torch.get_default_dtype() == torch.float64
         assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["batches", "function"])
+@pytest.mark.filterwarnings("ignore:the model computes in float64")
+def test_data_is_made_under_the_dtype_of_the_caller(tmp_path: Path, kind):
+    """A model in double, and data that is made anew each time, in the default dtype."""
+    seen = []
+
+    class Batches:
+        def __iter__(self):
+            for _ in range(2):
+                seen.append(torch.get_default_dtype())
+                yield torch.rand(4, 12)
+
+    def function(model):
+        for batch in Batches():
+            model(batch)
+            seen.append(torch.get_default_dtype())
+
+    with default_dtype(torch.float64):
+        model = model_of(lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)))
+        data = Batches() if kind == "batches" else function
+        given = {"output": tmp_path / "out", "smoke": True, "progress": False, "config": {"speed_first": False}}
+        done = scalepoint.deploy(model, torch.rand(4, 12), data, **given)
+        assert torch.get_default_dtype() == torch.float64
+    assert done.verification.holds
+    assert set(seen) == {torch.float64}
+
+
+def test_a_model_that_a_function_calls_runs_under_the_dtype_of_torch_and_gives_that_of_the_caller_back():
+    """Also where the model raises and the function goes on."""
+    model = model_of(lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)))
+    found = scalepoint.transform(model, X)
+    plain, there = (insert_qdq(found.model, found.matches) for _ in range(2))
+    calibrate(plain, [X], progress=False, freeze_weights=True)
+    seen = []
+
+    def function(model):
+        try:
+            model(X, X, X)
+        except TypeError:
+            seen.append(torch.get_default_dtype())
+        model(X)
+
+    with default_dtype(torch.float64):
+        calibrate(there, function, progress=False, freeze_weights=True)
+    assert seen == [torch.float64]
+    assert all(torch.equal(there.state_dict()[name], value) for name, value in plain.state_dict().items())

@@ -1,16 +1,19 @@
 """Every file that is read, damaged: cut off anywhere, with any bit turned. An error of ours, or what was there."""
 
 import json
+import os
 import random
 import shutil
+import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import save_file
 from torch import nn
 
@@ -24,8 +27,11 @@ from scalepoint.deployment import DeployConfig
 from scalepoint.deployment.journal import stages_in
 from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.formats import find_format
+from scalepoint.formats.gguf.tokenizer import add_tokenizer, read
+from scalepoint.language.text import _texts
 from scalepoint.quantize import quantize
-from scalepoint.report import Sweep, SweepRow, compare_runs, write
+from scalepoint.report import Report, Sweep, SweepRow, compare_runs, write
+from scalepoint.tuning.checkpoint import Checkpoint
 from tests.report.made import ordinary
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -89,6 +95,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
     def checkpoint(_: Path) -> Any:
         return Source.open(here / "llm").tensor("a.weight")
 
+    def tokenizer(path: Path) -> Any:
+        return read(path.parent, 8)
+
+    def special(path: Path) -> Any:
+        return add_tokenizer(GGUFWriter(None, "llama"), path.parent, {"vocab_size": 8})
+
+    def tuned(path: Path) -> Any:
+        return Checkpoint(path.parent, "a", resume=True).pages
+
+    def ended(path: Path) -> Any:
+        return Checkpoint.reopened(path.parent).pages
+
+    words = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
+    _put(here / "words" / "tokenizer.json", json.dumps(words))
+    pages = json.dumps({"format": 2, "mark": "a", "pieces": {}})
     _put(here / "llm" / "config.json", '{"model_type": "llama", "hidden_size": 2}')
     return {
         "manifest": File(here / "kept" / "scalepoint.json", load),
@@ -111,12 +132,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         "checkpoint": File(here / "llm" / "config.json", checkpoint),
         "index": File(_put(here / "llm" / "model.safetensors.index.json", json.dumps(index)), checkpoint),
         "shard": File(here / "llm" / "part-1.safetensors", checkpoint),
+        "tokenizer": File(here / "words" / "tokenizer.json", tokenizer),
+        "tokenizer config": File(_put(here / "words" / "tokenizer_config.json", '{"bos_token": "a"}'), special),
+        "chat template": File(_put(here / "words" / "chat_template.jinja", "{{ messages }}"), special),
+        "tuning": File(_put(here / "tuned" / "tuning.json", pages), tuned),
+        "tuning that ended": File(_put(here / "ended" / "tuning.json", pages), ended),
+        "text": File(_put(here / "text.txt", "some words\n"), lambda path: list(_texts(path))),
+        "lines": File(_put(here / "text.jsonl", '{"text": "some words"}\n'), lambda path: list(_texts(path))),
+        "report of a command": File(here / "other" / "report.json", Report.from_file),
     }
 
 
 NAMES = (
     "manifest", "tensors", "ONNX", "ONNX, checked", "report", "config of a run", "config", "sweep", "journal", "npz",
-    "safetensors", "weights", "weights of torch", "metadata", "checkpoint", "index", "shard",
+    "safetensors", "weights", "weights of torch", "metadata", "checkpoint", "index", "shard", "tokenizer",
+    "tokenizer config", "chat template", "tuning", "tuning that ended", "text", "lines", "report of a command",
 )  # fmt: skip
 SEALED = ("manifest", "tensors")  # what has a checksum: never read as something else
 how_many = pytest.mark.parametrize("much", ["few", pytest.param("all", marks=pytest.mark.slow)])
@@ -165,3 +195,69 @@ def test_fault_55_bits_turned(files: dict[str, File], name: str, much: str) -> N
             assert found is None or name not in SEALED or torch.equal(found, expected), place
     finally:
         file.path.write_bytes(whole)
+
+
+def _fifo(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+def _sparse(path: Path, _: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(5 * 10**9)
+
+
+def _zero(path: Path, _: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _outside(path: Path, whole: Path) -> None:
+    path.symlink_to(whole)
+
+
+# What the user names as a file may be a link; what is looked for in a folder may not lead out of it.
+NAMED = (
+    "ONNX", "ONNX, checked", "config", "sweep", "npz", "safetensors", "weights", "weights of torch",
+    "metadata", "text", "lines", "report of a command",
+)  # fmt: skip
+TAKEN = {  # by how a file is spoiled: what is read all the same, as if there were none
+    _fifo: ("journal", "config of a run", "chat template", "tokenizer config", "tuning"),
+    _sparse: ("journal", "tuning", "text"),
+    _zero: ("journal", "config of a run", "chat template", "tokenizer config", "tuning"),
+    _outside: (*NAMED, "journal", "tuning"),
+}
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """A reader that waits for a FIFO ends with an error that is none of ours."""
+
+    def ring(*_: object) -> None:
+        raise RuntimeError("blocked")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize("spoil", TAKEN, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_file_of_the_folder_is_refused(
+    files: dict[str, File], name: str, spoil: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    file, aside = files[name], tmp_path / "whole"
+    shutil.move(file.path, aside)
+    try:
+        spoil(file.path, aside)
+        if name in TAKEN[spoil]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ScalepointWarning)
+                file.read(file.path)
+        else:
+            with pytest.raises(ScalepointError):
+                file.read(file.path)
+    finally:
+        file.path.unlink(missing_ok=True)
+        shutil.move(aside, file.path)

@@ -90,3 +90,8 @@ def test_a_spec_truncated_at_any_byte_is_an_error_or_a_spec(form):
 )
 def test_a_key_or_value_is_found_in_its_text(text, path, of_key, place):
     assert Places(text).of(path, of_key=of_key) == place
+
+
+def test_yaml_has_a_key_on_each_line_and_innermost_lists_on_one() -> None:
+    value = {"mean": [0.5, 0.25], "quantization": {"weight": {"n_bits": 8}, "leave": []}}
+    assert dump_yaml(value) == "mean: [0.5, 0.25]\nquantization:\n  weight: {n_bits: 8}\n  leave: []\n"

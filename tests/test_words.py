@@ -1,12 +1,13 @@
 """Text from models and files as it is shown: nothing in it steers a terminal, and there is one way to do so."""
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
 
 from scalepoint.patterns.plan import TransformationPlan
-from scalepoint.words import one_line, short, visible
+from scalepoint.words import one_line, ratio, short, two_times, visible
 
 SOURCES = sorted((Path(__file__).parent.parent / "src").rglob("*.py"))
 
@@ -57,3 +58,25 @@ def test_text_is_made_visible_in_one_place():
 
 def test_dataclasses_become_documents_by_plain_alone():
     assert [path.name for path in SOURCES if "asdict" in calls_of(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (1.2e-6, 1.4e-6, ("1.2 us", "1.4 us")),
+        (18e-6, 25e-6, ("18 us", "25 us")),
+        (1.001e-6, 1.002e-6, ("1.001 us", "1.002 us")),
+        (0.5, 0.5001, ("500.0 ms", "500.1 ms")),
+        (3e-6, 3e-6, ("3 us", "3 us")),
+    ],
+)
+def test_two_times_have_the_digits_that_tell_them_apart(first, second, expected):
+    assert two_times(first, second) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3.946, "3.94x"), (0.9999, "0.99x"), (math.nan, "not a number"), (math.inf, "infx"), (1e308, "1e+308x")],
+)
+def test_a_ratio_is_shown_whatever_it_is(value: float, text: str) -> None:
+    assert ratio(value) == text

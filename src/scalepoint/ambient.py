@@ -1,11 +1,11 @@
 """What a caller has set for all of torch: autocast, inference mode, a default dtype, the meta device as the default.
 
-The work here is the same wherever it is called from, so it runs without them; only the model's own code, and the user's
-metric, see the default dtype that they were written under.
+The work here is the same wherever it is called from, so it runs without them. The user's own code (the model when it is
+captured, the data, the metric) runs under the default dtype of the call, because it was written under that dtype.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -41,6 +41,11 @@ def as_called() -> Iterator[None]:
     """For the user's own code: the default dtype of the call."""
     with _default(_Caller.dtype or torch.get_default_dtype()):
         yield
+
+
+def inside_users_code() -> AbstractContextManager[None]:
+    """For our own code that the user's code calls, such as the model that a function for data is given."""
+    return _default(torch.float32)
 
 
 @contextmanager

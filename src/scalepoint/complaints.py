@@ -4,14 +4,15 @@ c.yaml:3:10: threads: must be at least 1, not 0
 c.yaml:5:5: quantization.weight: there is no key 'n_bit': did you mean 'n_bits'? ...
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from scalepoint.documents import Places
-from scalepoint.errors import ConfigError, nearest, shown
+from scalepoint.errors import ConfigError, ScalepointError, nearest, shown
 
 MOST = 5
 Path = tuple[str | int, ...]
@@ -23,6 +24,53 @@ class UnknownFieldError(ConfigError):
     def __init__(self, key: str, known: Sequence[str]) -> None:
         super().__init__(f"there is no key {key!r}: {nearest(key, known)}")
         self.key = key
+
+
+class CheckedModel(BaseModel):
+    """A pydantic model whose errors are ours: `except ScalepointError` catches a field that cannot be. pydantic's own
+    ValidationError, which cannot be subclassed, is the cause of each."""
+
+    error_class: ClassVar[type[ScalepointError]] = ConfigError
+
+    if not TYPE_CHECKING:  # type checkers know the fields from pydantic
+
+        def __init__(self, /, **data: Any) -> None:
+            with self._translated(data):
+                super().__init__(**data)
+
+        # A mark of pydantic's own: validating a nested model then does not call this __init__.
+        __init__.__pydantic_base_init__ = True
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        with cls._translated(obj):
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        with cls._translated(None):
+            return super().model_validate_json(json_data, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            message = f"a {type(self).__name__} is frozen: {name} cannot be set; make another one"
+            raise self.error_class(message) from error
+
+    @classmethod
+    @contextmanager
+    def _translated(cls, data: Any) -> Iterator[None]:
+        try:
+            yield
+        except ValidationError as error:
+            raise cls.error_class(told_plainly(error, data)) from error
+
+
+def cause_of(error: BaseException | None) -> ValidationError | None:
+    """pydantic's own error behind one of a CheckedModel."""
+    cause = error.__cause__ if isinstance(error, ScalepointError) else error
+    return cause if isinstance(cause, ValidationError) else None
 
 
 @dataclass(frozen=True)
@@ -54,8 +102,8 @@ def _flat(error: ValidationError, data: Any, prefix: Path) -> list[Complaint]:
     for each in error.errors(include_url=False):
         inner = each.get("ctx", {}).get("error")
         path, value = _walked(data, each["loc"])
-        if isinstance(inner, ValidationError):
-            found += _flat(inner, value, prefix + path)
+        if (nested := cause_of(inner)) is not None:
+            found += _flat(nested, value, prefix + path)
         elif isinstance(inner, UnknownFieldError):
             found.append(Complaint((*prefix, *path, inner.key), str(inner.args[0]), True))
         elif isinstance(inner, Exception):

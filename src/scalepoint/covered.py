@@ -3,6 +3,7 @@
 Plain data: who reads a report does not load torch for it.
 """
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from scalepoint.words import count, one_line, printed, share_of, time_of
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+TIMES = re.compile(r": [\d.]+ \w+, in int8 [\d.]+ \w+")  # of a layer that is faster in float
 
 
 class State(StrEnum):
@@ -42,6 +45,11 @@ class CoverageRow:
     @property
     def is_for_speed(self) -> bool:
         return self.saves is not None
+
+    @property
+    def cause(self) -> str:
+        """The reason without the times of this operation: the same for all operations of one cause."""
+        return TIMES.sub("", self.reason) if self.is_for_speed else self.reason
 
     @property
     def precision(self) -> str:
@@ -86,6 +94,11 @@ class Coverage:
     def is_empty(self) -> bool:
         """Whether nothing is quantized, and nothing stored so."""
         return not self.in_state(State.QUANTIZED) and not any(row.stored for row in self.operations)
+
+    @property
+    def is_float_for_speed(self) -> bool:
+        """Whether no operation runs in low precision, because float is faster."""
+        return not self.in_state(State.QUANTIZED) and any(row.is_for_speed for row in self.operations)
 
     def why_empty(self) -> str:
         told = dict.fromkeys(f"{row.name}: {row.reason}" for row in self.operations)

@@ -12,6 +12,7 @@ MAX_BYTES = 1_000_000
 MAX_ALIASES = 64
 MAX_DEPTH = 64
 MAX_ITEMS = 100_000
+MAX_DIGITS = 100
 
 _BASE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -113,11 +114,18 @@ def parse_json(text: str, limit: int = MAX_BYTES) -> Any:
     """The plain value of a JSON text of at most 1 MB, or another limit."""
     _check_text(text, limit)
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_int=_integer)
     except DocumentError:
         raise
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"not valid JSON: {error}") from error
+
+
+def _integer(text: str) -> int:
+    """No count or size has more digits, and a longer one is no float."""
+    if len(text) > MAX_DIGITS:
+        raise DocumentError(f"a whole number of {len(text)} digits: at most {MAX_DIGITS} are read")
+    return int(text)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -130,7 +138,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def dump_yaml(value: Any) -> str:
-    """Plain block YAML in the order given."""
+    """Plain YAML in the order given: a key on each line, and innermost lists and mappings on one, as [1, 2]."""
     text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=None, allow_unicode=True)
     return text
 

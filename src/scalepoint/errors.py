@@ -23,7 +23,7 @@
     └── RankError (RuntimeError)                SP-R001  a process of a distributed job that ended, or does other things
 
 What works, but not as one may think, is a ScalepointWarning (UserWarning).
-Fields of a spec are checked by pydantic, whose ValidationError (a ValueError too) carries our messages.
+Fields of specs and configs are checked by pydantic; its ValidationError is the cause of the SpecError or ConfigError.
 A message says what was given, what is allowed, where, and the way out.
 """
 
@@ -140,10 +140,17 @@ _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
 
+def install_hint(extra: str) -> str:
+    """The command that brings an optional part. Quoted: the brackets mean something else to zsh."""
+    return f"pip install 'scalepoint[{extra}]'"
+
+
 def nearest(given: str, known: Iterable[str]) -> str:
     """The hint that ends a message about an unknown name: the nearest known one, then all of them."""
     names = sorted(known)
     begun = [name for name in names if len(given) > 2 and name.startswith(given)]  # onnx: onnxruntime
-    close = get_close_matches(given, names, n=1, cutoff=0.6) or begun
+    folded = {name.casefold(): name for name in reversed(names)}
+    alike = [folded[each] for each in get_close_matches(given.casefold(), folded, n=1, cutoff=0.6)]  # OpenVINO
+    close = get_close_matches(given, names, n=1, cutoff=0.6) or alike or begun
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names)}"

@@ -1,48 +1,75 @@
-"""Files that are never half-written: a temporary one in the same folder, flushed to the disk, then renamed."""
+"""Files that are never half-written: written in a temporary folder next to the target, flushed to the disk, renamed.
 
+The temporary folder of NAME is .tmp-<pid>-NAME. A killed process leaves it behind; `sweep` deletes it by that name.
+"""
+
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scalepoint.errors import StoreError
 
 TEMPORARY = ".tmp-"
-LEFT = re.compile(r"\.tmp(-.*|\w{6})")  # ours, and those of safetensors, which writes under a name of its own first
+PREFIX = "scalepoint-"  # of folders in the system's temporary folder
+LOCK = ".lock"
+LONGEST = 200  # bytes of a name in the name of its temporary folder; file systems allow 255
+LINK = "is a symbolic link, and scalepoint writes through none: remove the link, or choose another output folder"
+OLD = "old-"  # before the name of a folder that was moved away while its successor takes its place
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of the process
+_LEFT = re.compile(r"\.tmp-\d+-(?P<rest>.+)", re.DOTALL)
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` make the file under a temporary name; then it replaces `path` in one step."""
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+def temporary_path(path: Path, kind: str = "") -> Path:
+    """The name that stands for `path` while it is written."""
+    return path.with_name(f"{TEMPORARY}{os.getpid()}-{kind}{_shortened(path.name)}")
+
+
+def _shortened(name: str) -> str:
+    encoded = os.fsencode(name)
+    return name if len(encoded) <= LONGEST else hashlib.sha256(encoded).hexdigest()
+
+
+def replace_file(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
+    """Let `write` make the file in a temporary folder; then it replaces `path` in one step.
+
+    `size` is the number of bytes that the file will have, if it is known: an error of a full disk tells it.
+    """
+    folder = temporary_path(path)
+    temporary = folder / "file"
     try:
-        with _told(path):
+        with _explained(path, folder, size):
+            make_anew(folder)
             write(temporary)
-            _flush(temporary)
+            finish_file(temporary)
             os.replace(temporary, path)
         with suppress(OSError):  # the file is there and whole; only a power cut now could take it back
             _flush(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder under a temporary name beside `path`; then it stands there, whole.
+def replace_folder(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
+    """Let `write` fill a temporary folder next to `path`; then it replaces `path`, whole.
 
-    What stood there before is moved away first and put back when the last step fails.
+    The old folder is moved away first and put back if the last step fails. A folder that contains other names than
+    the new one is not replaced: those files are not ours.
     """
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    old = path.with_name(f"{TEMPORARY}{os.getpid()}-old-{path.name}")
+    temporary, old = temporary_path(path), temporary_path(path, OLD)
     try:
-        with _told(path):
+        with _explained(path, temporary, size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.mkdir()
+            make_anew(temporary)
             write(temporary)
             for each in (*temporary.rglob("*"), temporary):
                 _flush(each)
+            _check_replaceable(path, {each.name for each in temporary.iterdir()})
             if path.exists():
                 os.replace(path, old)
             try:
@@ -58,28 +85,74 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _check_replaceable(path: Path, names: set[str]) -> None:
+    if path.is_symlink():
+        raise StoreError(f"{path} {LINK}")
+    others = sorted(each.name for each in path.iterdir() if each.name not in names) if path.is_dir() else []
+    if others:
+        raise StoreError(
+            f"{path} contains {others[0]!r}, which the new folder does not have: remove it, or write to another folder"
+        )
+
+
+def make_anew(folder: Path) -> None:
+    """Make an empty folder. A killed process with the same id may have left one of this name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
+def finish_file(path: Path) -> None:
+    """Flush a file in a temporary folder of ours, and give it the mode that the user's umask gives to a new file."""
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+    _flush(path)
+
+
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """An error of the disk says what could not be written."""
+def _explained(path: Path, temporary: Path, size: int | None) -> Iterator[None]:
+    """Turn an error of the disk into one that names the file, and what a full disk would need."""
     try:
         yield
     except OSError as error:
+        room = f". {room_needed(temporary, size)}" if is_full(error) else ""
         raise StoreError(
-            f"cannot write {path}: {error.strerror or error}. What was there before is untouched"
+            f"cannot write {path}: {error.strerror or error}. What was there before is untouched{room}"
         ) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error, or its cause, says that the disk is full, also as safetensors words it."""
+    text, cause = str(error), error.__cause__
+    is_told = any(os.strerror(number) in text or f"(os error {number})" in text for number in FULL)
+    return is_told or (isinstance(error, OSError) and error.errno in FULL) or (cause is not None and is_full(cause))
+
+
+def room_needed(temporary: Path, size: int | None = None) -> str:
+    """How many bytes a write needs (at least, if `size` is not known) and how many its disk has for it."""
+    written = size_of(temporary)
+    folder = next(each for each in (temporary, *temporary.absolute().parents) if each.exists())
+    free = shutil.disk_usage(folder).free + written
+    least = "at least " if size is None or size < written else ""
+    return f"It needs {least}{max(size or 0, written):,} bytes, the disk has {free:,} bytes for it"
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    if path.is_dir():
+        return sum(each.lstat().st_size for each in path.rglob("*") if not each.is_dir())
+    return path.stat().st_size if path.is_file() else 0
 
 
 def copy_whole(source: Path, target: Path) -> None:
     """A file or a folder under another name, which appears at once; where the disk allows it, the same bytes."""
     if source.is_dir():
-        replace_folder(target, lambda made: _copy_tree(source, made))
+        replace_folder(target, lambda made: _copy_tree(source, made), size_of(source))
     else:
-        replace_file(target, lambda made: _link(source, made))
+        replace_file(target, lambda made: _link(source, made), size_of(source))
 
 
 def remove(path: Path) -> None:
     """A file or a folder, if it is there."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -96,15 +169,76 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def sweep(folder: Path) -> None:
-    """Take away what killed processes left; only while nobody else can write there."""
+def sweep(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Delete the temporary folders and files that killed processes left for these names.
+
+    The caller must hold the folder's lock. Other programs have files called .tmp-* too: only in a folder that is
+    ours alone `names` may be None, for all names. A folder that was moved away and not yet replaced is put back.
+    """
+    known = None if names is None else {_shortened(name): name for name in names}
     for left in folder.iterdir():
-        if LEFT.fullmatch(left.name) and left.is_file():
-            left.unlink(missing_ok=True)
+        found = _LEFT.fullmatch(left.name)
+        if found is None or left.is_symlink() or (known is not None and _named(found["rest"]) not in known):
+            continue
+        place = folder / (_named(found["rest"]) if known is None else known[_named(found["rest"])])
+        if found["rest"].startswith(OLD) and left.is_dir() and not place.exists():
+            os.replace(left, place)
+        else:
+            remove(left)
+
+
+def _named(rest: str) -> str:
+    return rest.removeprefix(OLD)
+
+
+class TemporaryFolder:
+    """A folder in the system's temporary folder, deleted on close.
+
+    The process holds a lock in it. When a process was killed, the next one can take the lock and deletes the folder.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self._lock = os.open(self.path / ".new", os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.rename(self.path / ".new", self.path / LOCK)  # from now on it can be told from one that is left
+        except OSError as error:
+            where = os.environ.get("TMPDIR") or tempfile.tempdir or "the system's temporary folder"
+            raise StoreError(
+                f"cannot make a temporary folder in {where}: {error.strerror or error}. Set TMPDIR to a folder that "
+                "exists and can be written to"
+            ) from error
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sweep_temporary() -> None:
+    """Delete temporary folders of ours whose processes were killed."""
+    with suppress(OSError):
+        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                if path.is_symlink() or path.stat().st_uid != os.geteuid():
+                    continue
+                handle = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(handle)
 
 
 def replace_text(path: Path, text: str) -> None:
-    replace_file(path, lambda temporary: _write_bytes(temporary, text.encode()))
+    data = text.encode()
+    replace_file(path, lambda temporary: _write_bytes(temporary, data), len(data))
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
@@ -135,13 +269,17 @@ def locked(folder: Path) -> Iterator[None]:
     """Only one process writes into a folder; a second one gets an error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+        handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
     except OSError as error:
+        if error.errno == errno.ELOOP and (folder / LOCK).is_symlink():
+            raise StoreError(f"{folder / LOCK} {LINK}") from error
         raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another process is writing into {folder}: wait for it, or choose another folder"
+            raise StoreError(message) from None
         yield
-    except BlockingIOError:
-        raise StoreError(f"another process is writing into {folder}: wait for it, or choose another folder") from None
     finally:
         os.close(handle)

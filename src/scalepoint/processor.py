@@ -17,12 +17,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from scalepoint.errors import UsageError
+
+# ONNX Runtime sends events to Microsoft by default from 1.29 on, also on Linux, and writes $TMPDIR/.ses for it
+NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1", "ORT_GENAI_TELEMETRY_DISABLED": "1"}
 CAP = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # not below it: OpenVINO would still choose bfloat16, without kernels
 KNOWN = "SCALEPOINT_AMX"  # what was found, for the processes that this one starts
 PROGRAM = "SCALEPOINT_PROBE"  # another program to try, on any processor
 TRIED = ("torch", "openvino")
 SECONDS = 120
 CPUINFO = Path("/proc/cpuinfo")
+
+
+def check_threads(threads: int) -> None:
+    """Refuse more threads than four times the CPUs: a runtime would start them all, and be slower with each."""
+    most = 4 * (os.cpu_count() or 1)
+    if threads > most:
+        raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs; give at most {most} threads")
 
 
 def flags(path: Path = CPUINFO) -> set[str]:
@@ -80,8 +91,8 @@ def cap() -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for a process that may multiply."""
-    return {**os.environ, **(CAP if amx().died else {})}
+    """The environment for a process that may multiply, with the telemetry of runtimes off unless the user set it."""
+    return {**NO_TELEMETRY, **os.environ, **(CAP if amx().died else {})}
 
 
 def signal_of(code: int) -> str | None:
@@ -95,7 +106,7 @@ def _ended(program: Path, library: str, more: Mapping[str, str]) -> str | None:
     try:
         done = subprocess.run(  # noqa: S603  # our own file, or the user's; no shell
             [sys.executable, "-I", str(program), library],
-            env={**os.environ, **more},
+            env={**NO_TELEMETRY, **os.environ, **more},
             capture_output=True,
             timeout=SECONDS,
             check=False,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalepoint import ranks
+from scalepoint.interrupts import check_interrupt
 
 EVERY = 10.0  # seconds between two lines of a long phase
 
@@ -95,6 +96,7 @@ class Phase:
         return self._clock() - self._start
 
     def advance(self, count: int = 1) -> None:
+        check_interrupt()
         self.done += count
         self.tell("advance")
 
@@ -157,6 +159,7 @@ class _Bar:
 @contextmanager
 def phase(name: str, *, total: int | None = None, unit: str = "batches", show: bool | None = None) -> Iterator[Phase]:
     """A phase that is told while it runs. show: None or True shows it too, False does not."""
+    check_interrupt()
     running = Phase(name, total, unit)
     if show is not False and ranks.is_main():
         running.shown = _Bar(running) if is_live() else _Lines()

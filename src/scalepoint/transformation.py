@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class TransformationReport:
 class TransformationResult:
     """The graph of fused modules, the matches that made it, and the report."""
 
-    model: fx.GraphModule
+    model: fx.GraphModule = field(repr=False)
     matches: list[PatternMatch]
     report: TransformationReport
 

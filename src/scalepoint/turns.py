@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from scalepoint.ambient import settled
+from scalepoint.interrupts import remembering_interrupts
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 
@@ -37,7 +38,7 @@ def in_turn(function: Called) -> Called:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with _TURN.lock, settled():
+        with _TURN.lock, settled(), remembering_interrupts():
             return function(*args, **kwargs)
 
     return called  # type: ignore[return-value]  # as it was

@@ -81,6 +81,17 @@ def time_of(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
+def two_times(first: float, second: float) -> tuple[str, str]:
+    """Both with as many digits as show which one is shorter; at most three more than `time_of` has."""
+    texts = time_of(first), time_of(second)
+    for digits in range(1, 4):
+        if texts[0] != texts[1] or first == second:
+            break
+        factor, unit = (1e6, "us") if max(first, second) < 1e-3 else (1e3, "ms")
+        texts = f"{first * factor:.{digits}f} {unit}", f"{second * factor:.{digits}f} {unit}"
+    return texts
+
+
 def share_of(value: float | None) -> str:
     if value is None:
         return ""
@@ -119,6 +130,8 @@ def decibel(value: float | None) -> str:
 
 def ratio(value: float) -> str:
     """3.94x of something; never rounded up to 1 when it is below."""
+    if not math.isfinite(value * 100):
+        return "not a number" if math.isnan(value) else f"{value:.3g}x"
     return f"{math.floor(value * 100 + 1e-9) / 100:.2f}x"
 
 

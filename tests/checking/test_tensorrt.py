@@ -760,6 +760,15 @@ def r25_model_output(bad: bool) -> Net:
     return net
 
 
+@case
+def r26_weight_times_a_factor(bad: bool) -> Net:
+    net = Net()
+    weight = net.fill(16, 16, 1, 1)
+    weight = net.op("Mul", weight, net.fill(16, 1, 1, 1)) if bad else weight
+    net.op("Conv", net.pair(net.image()), net.pair(weight, [0.1] * 16, axis=0))
+    return net
+
+
 def found(net: Net, **options: object) -> list[str]:
     return [finding.rule for finding in check(net.model(), **options)]
 
@@ -776,10 +785,17 @@ def test_the_mended_graph_has_no_findings(name: str) -> None:
     assert [str(finding) for finding in check(CASES[name](False).model())] == []
 
 
+def test_a_mean_with_a_quantized_result_is_a_pool_and_no_needless_pair() -> None:
+    net = Net()
+    pooled = net.op("ReduceMean", net.pair(net.image()), net.constant([2, 3], TensorProto.INT64), keepdims=1)
+    net.conv(net.pair(pooled))
+    assert found(net) == []
+
+
 def test_every_rule_has_a_case_here() -> None:
     by_version = {"R22"}
     assert {name[:3].upper() for name in CASES} | by_version == {rule.id for rule in RULES}
-    assert [rule.id for rule in RULES] == [f"R{number:02}" for number in range(1, 26)]
+    assert [rule.id for rule in RULES] == [f"R{number:02}" for number in range(1, 27)]
     assert all(rule.check.__doc__ and rule.check.__doc__.startswith(rule.id) for rule in RULES)
     assert all(POST_BUILD.values())
 

@@ -6,10 +6,11 @@ import warnings
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.skeleton import check_config, head_of, skeleton
-from scalepoint.errors import StoreError
+from scalepoint.errors import CaptureError, StoreError
 
 SMALL = {
     "hidden_size": 32,
@@ -91,6 +92,14 @@ def test_an_expert_that_is_not_there_is_named(tmp_path):
         skeleton(Source.open(tmp_path))
 
 
+def test_experts_that_are_stored_in_one_tensor_are_refused_by_that_reason(tmp_path):
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.AutoConfig.for_model("granitemoe", **{**SMALL, **more})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(CaptureError, match="one tensor for each layer"):
+        skeleton(Source.open(tmp_path))
+
+
 def test_too_little_memory_is_no_fault_of_the_config(tmp_path, monkeypatch):
     saved("llama", tmp_path)
 
@@ -100,3 +109,28 @@ def test_too_little_memory_is_no_fault_of_the_config(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", hungry)
     with pytest.raises(MemoryError):
         check_config(Source.open(tmp_path))
+
+
+def test_a_head_of_its_own_counts_more_than_a_config_that_ties_it(tmp_path):
+    saved("llama", tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.manual_seed(1)
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    source = Source.open(tmp_path)
+    assert source.config["tie_word_embeddings"] is False
+    tree, weights = skeleton(source)
+    weights.load(tree.parameters())
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(tree(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_head_that_is_stored_twice_stays_tied(tmp_path):
+    saved("llama", tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tree, _ = skeleton(Source.open(tmp_path))
+    assert tree.lm_head.weight is tree.model.embed_tokens.weight

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,7 +88,6 @@ def test_pickles_are_refused_without_a_look(call, here, name) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("nets.py:net", "nets:net"),
         ("nets", "is not package.module:name"),
         ("nets:", "is not package.module:name"),
         ("nets:net()", "is not package.module:name"),
@@ -247,6 +247,8 @@ class _Deployed:
         self.verification = SimpleNamespace(
             status=state,
             holds=holds,
+            is_refuted=not holds and status != "not verified here",
+            differences=(),
             runtime="onnxruntime",
             message="gone",
             sqnr=12.0,
@@ -264,6 +266,7 @@ class _Deployed:
         ({}, [], Code.DONE),
         ({"verified": False}, [], Code.DONE),
         ({"status": "unavailable", "holds": False}, [], Code.UNVERIFIED),
+        ({"status": "not verified here", "holds": False}, [], Code.DONE),
         ({"status": "crashed", "holds": False}, ["--allow-departure"], Code.UNVERIFIED),
         ({"holds": False}, [], Code.UNVERIFIED),
         ({"holds": False}, ["--allow-departure"], Code.DONE),
@@ -282,7 +285,8 @@ def test_the_result_is_judged_by_the_exit_code(call, here, monkeypatch, made, ar
     found, out, err = call(*command, "--force", "--quiet", "--json")
     result = json.loads(out)
     assert found == code == result["exit_code"]
-    assert bool(result["why"]) == (code != 0 or not made.get("verified", True))
+    is_verified = made.get("verified", True) and made.get("status") != "not verified here"
+    assert bool(result["why"]) == (code != 0 or not is_verified)
     assert ("failed:" in err) == (code != 0)
     assert "\x1b" not in out
     found, out, _ = call(*command, "--force")
@@ -300,12 +304,12 @@ def test_flags_win_over_the_config_and_what_was_meant_is_kept(call, here, monkey
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     (here / "c.yaml").write_text("model: nets:Net\ndata: nets:batches\nthreads: 2\nmax_trials: 4\noutput: made\n")
-    flags = ("--max-batches", "2", "--threads", "3", "--strict", "--leave", "head", "--mean", "0.5,1")
+    flags = ("--max-batches", "2", "--threads", "3", "--strict", "--leave", "head", "--choices", "int4,int8")
     assert call("deploy", "-c", "c.yaml", *flags)[0] == 0
     assert (seen["max_batches"], seen["again"]) == (2, [3, 3])
     assert (seen["threads"], seen["max_trials"], seen["strict"], seen["leave"]) == (3, 4, True, ("head",))
     assert "threads: 3" in (here / "made" / "config.yaml").read_text()
-    assert "mean: [0.5, 1.0]" in (here / "made" / "config.yaml").read_text()
+    assert "choices: [int4, int8]" in (here / "made" / "config.yaml").read_text()
     assert call("deploy", "-c", "made/config.yaml", "-o", "again", "--smoke")[0] == 0
     assert (seen["smoke"], seen["resume"], seen["threads"]) == (True, False, 3)
 
@@ -396,7 +400,7 @@ def _heed_interrupts() -> None:
 def interrupted(here: Path, sign: str, *arguments: str) -> tuple[int, str, str]:
     """A deployment that gets Ctrl-C once a file is there."""
     process = subprocess.Popen(
-        [*warm(), "-m", "scalepoint.cli", "deploy", "nets:net", *arguments],
+        [*warm(), "-m", "scalepoint.cli", "deploy", "nets:net", "--trust", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -545,7 +549,7 @@ def test_neither_a_home_nor_a_user_by_name_is_needed(here) -> None:
         "def unknown(number): raise KeyError(number)\n"
         "pwd.getpwuid = unknown\n"
         "from scalepoint.cli.app import run\n"
-        "sys.exit(run(['doctor', '--json']) or run(['inspect', 'nets:net', '--json']))"
+        "sys.exit(run(['doctor', '--json']) or run(['inspect', 'nets:net', '--trust', '--json']))"
     )
     bare = {
         name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME")
@@ -620,6 +624,19 @@ def test_the_doctor_tells_what_is_missing_and_the_way_out(call, monkeypatch) -> 
     assert code == Code.UNVERIFIED
     assert "pip install onnxruntime" in " ".join(out.split())
     assert "failed" in err
+
+
+def test_doctor_lists_every_optional_part_with_the_extra_that_brings_it(call, monkeypatch) -> None:
+    extras = metadata("scalepoint").get_all("Provides-Extra")
+    monkeypatch.setattr("scalepoint.cli.machine.find_spec", lambda name: None)
+    lines = {line["name"]: line for line in json.loads(call("doctor", "--json")[1])["lines"]}
+    optional = {name: line["way_out"] for name, line in lines.items() if "(optional)" in line["detail"]}
+    assert {"openvino", "transformers", "compressed-tensors", "onnxruntime-genai", "gguf"} <= set(optional)
+    hints = [
+        re.fullmatch(r"pip install (?:'scalepoint\[(\w+)\]'|pillow)|npm install .*", each) for each in optional.values()
+    ]
+    assert all(hints), optional
+    assert {found[1] for found in hints if found[1]} <= set(extras)
 
 
 def test_init_writes_what_deploy_takes_and_overwrites_nothing(call, here) -> None:
@@ -708,12 +725,60 @@ def test_a_file_is_run_only_when_it_is_trusted(call, here) -> None:
     (here / "sub").mkdir()
     (here / "sub" / "my net.py").write_text("from beside import make\nprint('run')\n")
     (here / "sub" / "beside.py").write_text("from nets import net as make\n")
-    code, out, err = call("inspect", "sub/my net.py:make")
+    code, out, err = call("inspect", "sub/my net.py:make", trust=False)
     assert (code, "--trust" in err, "run" in out) == (Code.USAGE, True, False)
     code, out, _ = call("inspect", "sub/my net.py:make", "--trust")
     assert (code, "conv" in out) == (0, True)
     code, _, err = call("inspect", "sub/other.py:make", "--trust")
     assert (code, "there is no file sub/other.py" in " ".join(err.split())) == (Code.USAGE, True)
+
+
+def test_inspect_says_where_sizes_are_not_known(call) -> None:
+    code, out, err = call("inspect", "nets:Net", "--json")
+    assert (code, json.loads(out)["has_sizes"], "--shape" in err) == (0, False, True)
+    code, out, err = call("inspect", "nets:Net", "--shape", "1,3,8,8", "--json")
+    assert (code, json.loads(out)["has_sizes"], "--shape" in err) == (0, True, False)
+
+
+LOCAL = "from pathlib import Path\nPath('ran').touch()\nfrom nets import net as make, batches, score\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "local:make"),
+        ("inspect", "local.py:make"),
+        ("inspect", "./local.py:make"),
+        ("inspect", "package.inner:make"),
+        ("inspect", "plain.inner:make"),
+        ("inspect", "torch.nn:ReLU", "--data", "local:batches"),
+        ("inspect", "helper:make", "--root", "project"),
+        ("deploy", "-c", "project/named.yaml", "--dry-run"),
+        ("deploy", "-c", "project/file.yaml", "--dry-run"),
+        ("deploy", "torch.nn:ReLU", "-d", "local:batches", "--evaluate", "local:score"),
+        ("sweep", "-c", "project/grid.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_code_of_the_current_folder_or_of_the_configs_needs_trust_in_every_spelling(call, here, arguments) -> None:
+    places = ("local.py", "package/__init__.py", "package/inner.py", "plain/inner.py", "project/helper.py")
+    for name in places:
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(LOCAL)
+    (here / "project" / "named.yaml").write_text("model: helper:make\ndata: helper:batches\n")
+    (here / "project" / "file.yaml").write_text("model: helper.py:make\ndata: helper.py:batches\n")
+    (here / "project" / "grid.yaml").write_text("model: helper:make\ndata: helper:batches\ngrid: {seed: [0, 1]}\n")
+    code, _, err = call(*arguments, trust=False)
+    said = " ".join(err.split())
+    assert (code, "add --trust" in said, (here / "ran").exists()) == (Code.USAGE, True, False), said
+    assert "or name" not in said  # no way around it is advised
+
+
+def test_installed_code_needs_no_trust_beside_folders_of_the_same_name(call, here) -> None:
+    (here / "torch").mkdir()  # no module: it has no __init__.py
+    assert call("inspect", "torch.nn:ReLU", "--shape", "1,4", trust=False)[0] == 0
+    code, out, _ = call("inspect", "local:make", "--trust", trust=False)
+    assert (code, out) == (Code.USAGE, "")
 
 
 def test_the_command_under_how_to_reproduce_makes_the_same_file(deployed, tmp_path) -> None:

@@ -7,7 +7,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from scalepoint.cli.data import LARGEST, Reading, load_data
+from scalepoint.cli.naming import Finder
 from scalepoint.errors import UsageError
+
+TRUSTING = Finder(trust=True)
 
 
 def test_one_array_is_one_input(here) -> None:
@@ -53,11 +56,11 @@ def test_pictures_are_resized_cut_and_normalised_as_stated(here) -> None:
 
 
 def test_a_generator_function_begins_anew_each_time(here) -> None:
-    data = load_data("nets:batches", Reading(max_batches=2))
+    data = load_data("nets:batches", Reading(max_batches=2, finder=TRUSTING))
     assert [len(list(data)), len(list(data))] == [2, 2]
     assert data.first().shape == (2, 3, 8, 8)
     with pytest.raises(UsageError, match="the disk went away"):
-        list(load_data("nets:broken_batches", Reading()))
+        list(load_data("nets:broken_batches", Reading(finder=TRUSTING)))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_what_is_no_data_is_refused(here, name, message) -> None:
         (here / each).write_text("text")
     (here / "pictures").mkdir()
     with pytest.raises(UsageError, match=message):
-        load_data(name, Reading())
+        load_data(name, Reading(finder=TRUSTING))
 
 
 @pytest.mark.parametrize(

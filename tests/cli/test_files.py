@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +37,26 @@ def test_the_config_that_was_kept_runs_again(call, made) -> None:
     assert code == 0, err
     assert {row["state"] for row in json.loads(out)["coverage"]} == {"quantized"}
     assert call("deploy", "-c", made / "config.yaml")[0] == Code.USAGE  # the folder is full
+
+
+def test_the_cpu_of_a_file_is_an_option_and_a_key(call, here) -> None:
+    (here / "own.yaml").write_text("model: nets:net\ndata: nets:same\ncpu: vnni\n")
+    for name, given in (("file", ["-c", "own.yaml"]), ("flag", ["-c", "own.yaml", "--cpu", "avx2"])):
+        code, _, err = call("deploy", *given, "-o", name, "--smoke", "--allow-departure")
+        assert code == 0, err
+    assert [DeployConfig.from_file(here / name / "config.yaml").cpu for name in ("file", "flag")] == ["vnni", "avx2"]
+    code, _, err = call("deploy", "-c", "own.yaml", "--cpu", "avx3", "-o", "none")
+    assert (code, "--cpu" in err, "avx2" in err) == (Code.USAGE, True, True)
+    assert call("deploy", "-c", "own.yaml", "--target", "tensorrt", "-o", "none")[0] == Code.USAGE
+
+
+def test_a_missing_runtime_is_told_before_the_model_is_made(call, here, monkeypatch) -> None:
+    from scalepoint.runtimes import Runtime
+
+    monkeypatch.setattr(Runtime, "is_here", False)
+    code, _, err = call("deploy", "nets:sleeping", "--data", "nets:same")
+    assert (code, "is not installed" in err) == (Code.UNVERIFIED, True), err
+    assert not (here / "started").exists()
 
 
 def test_report_shows_writes_and_overwrites_nothing(call, made, tmp_path) -> None:
@@ -92,7 +114,7 @@ def test_verify_and_compare_say_what_they_lack(call, command) -> None:
     ):
         code, _, err = call(command, *arguments)
         assert code == Code.USAGE
-        assert message in err
+        assert message in " ".join(err.split())
 
 
 def test_verify_needs_the_model_and_inputs_of_the_same_kind(call, made) -> None:
@@ -135,6 +157,34 @@ def test_bench_measures_two_files(call, made) -> None:
     assert "x the speed of float.onnx" in " ".join(out.split())
     assert "slowest layer" in out
     assert "asked for" in err
+
+
+def test_the_printed_command_measures_the_same_files_with_the_same_inputs(call, deployed, monkeypatch) -> None:
+    monkeypatch.chdir(deployed.folder)
+    done = json.loads(deployed.stdout)
+    (command,) = [each.partition(": ")[2] for each in done["next"] if "scalepoint bench" in each]
+    latency = done["verification"]["latency"]
+    _, out, err = call(*shlex.split(command)[1:], "--json")
+    found = json.loads(out)
+    assert Path(found["files"][0]).name == latency["baseline_file"]
+    assert found["files"][1] == done["verification"]["path"]
+    assert (found["shapes"], found["threads"]) == (latency["shapes"], latency["threads"])
+    assert found["shapes"] == {"x": [2, 3, 8, 8]}  # as the data has it, not the batch of 1 that a free axis would get
+    assert "inputs.safetensors" in err
+    assert any(each["seconds"] and each["float_seconds"] for each in found["layers"])
+
+
+def test_bench_measures_other_files_and_sizes_with_random_inputs(call, made, tmp_path) -> None:
+    files = (made / "float.onnx", made / "model.onnx")
+    assert json.loads(call("bench", *files, "--batches", "3", "--json")[1])["shapes"] == {"x": [3, 3, 8, 8]}
+    for file in files:
+        shutil.copy(file, tmp_path)
+    (tmp_path / "inputs.safetensors").write_bytes(b"not safetensors at all")
+    copies = [tmp_path / file.name for file in files]
+    code, _, err = call("bench", *copies)
+    assert (code != 0, "inputs.safetensors" in err, "Traceback" in err) == (True, True, False)
+    (tmp_path / "inputs.safetensors").unlink()
+    assert json.loads(call("bench", *copies, "--json")[1])["shapes"] == {"x": [1, 3, 8, 8]}
 
 
 def test_bench_tells_samples_a_second_at_each_batch_and_number_of_threads(call, made) -> None:

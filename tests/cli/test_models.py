@@ -3,9 +3,12 @@
 import io
 import json
 import pickle
+import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -96,6 +99,26 @@ def test_a_folder_of_transformers(call, here) -> None:
     assert (code, "config.json" in err) == (Code.USAGE, True)
 
 
+def test_the_example_of_a_folder_of_transformers_is_the_first_batch_of_the_data(call, here) -> None:
+    """Its inputs, its length; labels are left out, and named."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=32, attn_implementation="eager", **small)
+    transformers.BertForSequenceClassification(config).save_pretrained(here / "bert")
+    ids = np.random.default_rng(0).integers(0, 32, (6, 12))
+    mask = (np.arange(12) < np.array([[12], [5], [7], [12], [3], [9]])).astype(np.int64)
+    np.savez(here / "tokens.npz", input_ids=ids, attention_mask=mask, labels=np.zeros(6, np.int64))
+    arguments = ("--data", "tokens.npz", "--batch-size", "3", "--smoke", "--json", "-o", "out")
+    code, out, err = call("deploy", "hf:bert", *arguments)
+    assert code == 0, err
+    assert "'labels'" in err
+    file = onnxruntime.InferenceSession(json.loads(out)["path"])
+    assert {each.name for each in file.get_inputs()} == {"input_ids", "attention_mask"}
+    feeds = {"input_ids": ids, "attention_mask": mask}
+    masked, unmasked = (file.run(None, {**feeds, "attention_mask": each})[0] for each in (mask, np.ones_like(mask)))
+    assert abs(masked - unmasked).max() > 1e-6  # random weights attend nearly evenly
+
+
 def test_a_library_that_is_not_there_is_named(call, monkeypatch) -> None:
     monkeypatch.setattr("scalepoint.cli.models.find_spec", lambda name: None)
     code, _, err = call("inspect", "timm:resnet18")
@@ -120,12 +143,12 @@ def test_a_state_dict_of_another_shape_is_refused(net, tmp_path) -> None:
 def test_init_asks_again_for_what_cannot_be_looks_and_writes_the_answers(call, here, monkeypatch) -> None:
     answers = "nets.pt\nnets:net\nnets:same\ntensort\nonnxruntime\nnets:score\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
-    code, out, err = call("init", "--ask")
+    code, out, err = call("init", "--ask", "--trust")
     assert (code, out.split()) == (0, ["scalepoint.yaml"]), err
     said = " ".join(err.split())
     assert "can run code" in said
     assert "did you mean 'tensorrt'?" in said
-    assert "Next: scalepoint deploy -c scalepoint.yaml" in said
+    assert "Next: scalepoint deploy -c scalepoint.yaml --trust" in said
     assert all(line.count("]:") <= 1 for line in err.splitlines())  # a question a line, also where nobody types
     planned = call("deploy", "-c", "scalepoint.yaml", "--dry-run")[1]
     assert " ".join(planned.partition("onnxruntime: ")[2].split()) in said  # what deploy will do
@@ -134,8 +157,24 @@ def test_init_asks_again_for_what_cannot_be_looks_and_writes_the_answers(call, h
     assert "nets:score" in (here / "scalepoint.yaml").read_text()
 
 
+@pytest.mark.parametrize("answers", ["nets:net\ncalibration.npz\n\n\n", "\n\n\n\n"], ids=["own", "usual"])
+def test_the_command_that_init_prints_works_from_where_it_is_printed(call, here, monkeypatch, answers) -> None:
+    """In a folder with a blank in its name; files and modules of the answers lie in the current one."""
+    np.savez(here / "calibration.npz", x=np.ones((4, 3, 8, 8), np.float32))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
+    code, _, err = call("init", "a folder", "--ask", trust=False)
+    assert code == 0, err
+    assert "net looked at" not in err
+    command = shlex.split(" ".join(err.split()).partition("Next: scalepoint ")[2].partition(" scalepoint ")[0])
+    assert {"--dry-run", "--trust"} < set(command)
+    code, _, err = call(*command, trust=False)
+    assert code == 0, err
+
+
 def test_a_library_that_does_not_load_is_no_fault_of_ours(call, here) -> None:
     (here / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    code, _, err = call("inspect", "timm:resnet18", trust=False)
+    assert (code, "add --trust" in " ".join(err.split())) == (Code.USAGE, True)  # it lies in the current folder
     code, _, err = call("inspect", "timm:resnet18")
     assert code == Code.USAGE
     assert "timm is installed and cannot be imported: RuntimeError" in " ".join(err.split())

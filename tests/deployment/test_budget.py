@@ -146,3 +146,18 @@ def test_weights_alone_need_no_data(tmp_path):
     done = scalepoint.deploy(model, torch.randn(4, 64), [], output=tmp_path, progress=False, **given)
     assert done.allocation.counts == {"int4": 1, "int8": 1}
     assert done.verification.holds
+
+
+@pytest.mark.parametrize("asked", ["budget", "max_drop"])
+def test_a_net_that_ends_in_a_quantized_convolution_is_measured_too(net, data, tmp_path, asked):
+    """The default target quantizes the output of the last layer: a quantizer that the output alone reads."""
+    options = {"budget": "bits=8"} if asked == "budget" else {"max_drop": 1e-9, "max_trials": 3}
+    expected = net(data[0])
+
+    def evaluate(run):
+        return -float((run(data[0]) - expected).abs().mean())
+
+    options |= {"target": "onnxruntime", "evaluate": evaluate, "config": {"speed_first": False}}
+    done = deployed(net, data, tmp_path / "out", **options)
+    assert done.verification.holds
+    assert [layer.name for layer in done.allocation.layers] == ["0", "2", "4"]

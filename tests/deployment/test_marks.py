@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -83,6 +84,15 @@ class TestCode:
 
         assert mark_of_code(Metric()) == mark_of_code(Metric())
         assert mark_of_code(functools.partial(max, 1))
+
+    def test_sets_in_the_code_and_addresses_count_as_what_they_hold(self):
+        """repr() of a set of strings follows the hash seed; numbers that collide show the same in one process."""
+        code = compile("lambda kind: kind in {'a', 'b', 'c', 'd'}", "", "eval").co_consts[0]
+        orders = [frozenset(order) for order in (range(0, 64, 8), range(56, -1, -8))]
+        assert repr(orders[0]) != repr(orders[1])
+        first, second = (FunctionType(code.replace(co_consts=(None, (1, order))), {}, "function") for order in orders)
+        assert mark_of_code(first) == mark_of_code(second)
+        assert mark_of_values({"a": object()}) == mark_of_values({"a": object()})
 
 
 class TestValues:

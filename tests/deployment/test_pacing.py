@@ -134,3 +134,12 @@ def test_the_report_says_whether_it_is_fast_enough(paced, tmp_path):
     write(paced.report, tmp_path)
     assert "less than the 1000.00x asked for: 2 files tried" in (tmp_path / "report.html").read_text()
     assert "at least the 0.01x asked for" in str(replace(paced.report, min_speed=0.01))
+
+
+def test_a_net_of_which_nothing_is_quantized_has_no_layer_to_give_back(tmp_path):
+    """All of it stays float for speed: no other file can be faster."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(4, 3, 12, 12)
+    done = scalepoint.deploy(model, x, [x], output=tmp_path / "out", min_speed=100, max_trials=2, progress=False)
+    assert not any(row.precision != "float" for row in done.coverage.operations)
+    assert len(done.report.attempts) == 1

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,7 +42,8 @@ def test_every_default_is_written_out_also_from_python(tmp_path):
     kept = DeployConfig.from_file(tmp_path / "out" / "config.yaml")
     assert (kept.seed, kept.max_batches, kept.target) == (3, 2, "reference")
     text = (tmp_path / "out" / "config.yaml").read_text()
-    assert all(f"{key}:" in text for key in DeployConfig.model_fields)
+    objects = {"model", "data", "evaluate"}  # which have no name: nothing is written that would only fail
+    assert all((f"\n{key}:" in text) == (key not in objects) for key in DeployConfig.model_fields)
     assert kept.quantization.to_dict()["overrides"] == done.report.config["overrides"]
 
 
@@ -52,3 +54,35 @@ def test_the_log_tells_what_was_done_and_when(tmp_path):
     assert any(" end calibrating: 3 batches in" in line for line in lines)
     assert any(line.endswith("metric score: 0.5") for line in lines)
     assert any(" file " in line and line.endswith("report.html") for line in lines)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, scale):
+        return self.second(torch.relu(self.first(x)) * scale)
+
+
+@pytest.mark.filterwarnings("ignore:.*hold NaN")
+def test_the_call_of_the_report_makes_the_same_file(tmp_path, monkeypatch):
+    """With all options that change the file or whether there is one."""
+    torch.manual_seed(0)
+    model, x, scale = Scaled().eval(), torch.randn(4, 8), torch.rand(4, 8)
+
+    def drawing(run):
+        for _ in range(2):
+            run(x * random.random(), scale=scale)  # noqa: S311
+
+    batches = [{"x": x * float("nan"), "scale": scale}, {"x": x, "scale": scale}]
+    for name, given, on_nan in (("function", drawing, "error"), ("batches", batches, "skip")):
+        options = {"on_nan": on_nan, "strict": True, "metadata": {"author": "A. Uthor"}, "smoke": True, "seed": 5}
+        out = tmp_path / name
+        shared = {"target": "reference", "kwargs": {"scale": scale}, "output": out, "progress": False}
+        done = scalepoint.deploy(model, x, given, **shared, **options)
+        monkeypatch.chdir(out)
+        names = {"model": model, "example_inputs": x, "calibration_data": given, "kwargs": {"scale": scale}}
+        exec(done.report.reproduction.call, names)  # noqa: S102  # the text of the report
+        assert names["done"].path.read_bytes() == done.path.read_bytes()
+        assert names["done"].report.warnings == done.report.warnings

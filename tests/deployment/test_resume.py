@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -362,3 +365,40 @@ def test_a_folder_that_holds_something_is_refused_unless_forced(run, counter, tm
 def test_an_unfinished_run_is_refused_unless_resumed(run, unfinished):
     with pytest.raises(UsageError, match="resume=True"):
         run()
+
+
+INTERRUPTED = """
+import sys, torch, scalepoint
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.kind = nn.Linear(8, 8), "relu"
+
+    def forward(self, x):
+        return torch.relu(self.layer(x)) if self.kind in {"relu", "gelu", "silu", "tanh"} else self.layer(x)
+
+def stop(event):
+    if "stop" in sys.argv and event.kind == "metric":
+        raise KeyboardInterrupt
+
+torch.manual_seed(1)
+x = torch.randn(4, 8)
+options = {"target": "onnxruntime", "config": {"speed_first": False}, "smoke": True, "resume": "stop" not in sys.argv}
+scalepoint.deploy(Net().eval(), x, [x], output="out", progress=True, callback=stop, **options)
+"""
+
+
+@pytest.mark.slow
+def test_another_process_with_another_hash_seed_goes_on_where_the_first_ended(tmp_path):
+    texts = []
+    for seed, arguments in (("1", ["stop"]), ("2", [])):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        texts.append(done.stderr)
+    assert "KeyboardInterrupt" in texts[0]
+    assert all(f"{stage}: as saved" in texts[1] for stage in ("quantizing", "exporting", "verifying in the runtime"))
+    assert "changed" not in texts[1]

@@ -1,6 +1,7 @@
 """sweep: every combination in a folder of its own, the front marked, failures told, and resumed where it was."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from scalepoint.deployment import SweepConfig
 from scalepoint.deployment.sweep import points_of
 from scalepoint.errors import ConfigError, StoreError, UsageError
 from scalepoint.report import Sweep, SweepRow, SweepTable, sweep_page
+from scalepoint.targets import onnxruntime_target
 from scalepoint.words import printed
 
 ROWS = (
@@ -33,6 +35,34 @@ def test_the_front_is_what_no_other_beats():
     assert [row.name for row in found.front("size")] == ["small", "middle", "large"]
     assert [row.name for row in found.front("speed")] == ["small", "middle", "large"]
     assert "1 failed" in found.summary()
+
+
+def test_speeds_of_runs_with_other_float_files_are_compared_by_time():
+    slow = SweepRow("slow", score=0.8, speed=3.0, latency=0.010)  # its own float file takes 30 ms
+    fast = SweepRow("fast", score=0.8, speed=2.0, latency=0.005)  # its own takes 10 ms
+    found = Sweep((slow, fast))
+    assert [row.name for row in found.front("speed")] == ["fast"]
+    assert [found.speed_of(row) for row in (slow, fast)] == pytest.approx([1.0, 2.0])
+    assert "1.00x" in printed(SweepTable(found))
+
+
+def test_a_sweep_over_target_objects_is_resumed_in_another_process(tmp_path, capsys):
+    model, example = net()
+    targets = [onnxruntime_target(cpu=cpu) for cpu in ("avx2", "vnni")]
+    calls: list[str] = []
+    given = {"output": tmp_path / "out", "smoke": True, "allow_departure": True}
+    finish = lambda done, folder, point: calls.append(folder.name)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of VNNI
+        scalepoint.sweep(model, example, [example], finish=finish, grid={"target": targets}, **given)
+        assert len(calls) == 2
+        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("run ")]
+        assert told == [f"run 1 of 2: {calls[0]}", f"run 2 of 2: {calls[1]}"]
+        onnxruntime_target.cache_clear()  # other objects, as another process has them
+        targets = [onnxruntime_target(cpu=cpu) for cpu in ("avx2", "vnni")]
+        scalepoint.sweep(model, example, [example], finish=finish, grid={"target": targets}, resume=True, **given)
+    assert len(calls) == 2
+    assert "0x" not in (tmp_path / "out" / "sweep.json").read_text()  # no address of an object, another one each time
 
 
 def test_equal_runs_are_both_on_the_front():

@@ -98,7 +98,8 @@ def test_the_call_in_the_report_makes_the_same_file(searched, model, data, tmp_p
 def test_nothing_but_the_best_file_stays(searched):
     _, folder = searched
     assert {path.name for path in folder.iterdir()} == {
-        "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt"
+        "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt",
+        ".scalepoint-files.json",
     }  # fmt: skip
 
 

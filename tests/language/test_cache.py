@@ -123,5 +123,5 @@ def test_attention_that_hides_its_keys_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CaptureError, match="of 2 of 2 blocks"):
         deploy_checkpoint(
             tmp_path / "m", tmp_path / "out", target="ort-genai", cache="int8", accuracy="fast",
-            data=[torch.randint(0, 40, (1, 16))], config={"weight": {"n_bits": 4, "block_size": 16}}, progress=False,
+            data=[torch.randint(0, 40, (2, 16))], config={"weight": {"n_bits": 4, "block_size": 16}}, progress=False,
         )  # fmt: skip

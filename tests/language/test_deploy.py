@@ -246,7 +246,7 @@ def test_a_config_that_does_not_fit_the_weights_is_told(llama, tmp_path, config,
     folder, _ = llama
     copy = spoiled(folder, tmp_path, **config)
     with pytest.raises(error, match=says):
-        deploy_checkpoint(copy, tmp_path / "out", target="gguf", data=[torch.ones(1, 8, dtype=torch.int64)])
+        deploy_checkpoint(copy, tmp_path / "out", target="gguf", data=[torch.ones(2, 8, dtype=torch.int64)])
 
 
 def test_targets_of_language_models_are_a_list_of_their_own():
@@ -336,16 +336,18 @@ asked = dict(target="compressed-tensors", config=config, judge=tokens, verify=Fa
 scalepoint.deploy_checkpoint(source, output + "-small", data=tokens, **asked)  # all that is needed is loaded
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 300_000_000,) * 2)
-scalepoint.deploy_checkpoint(source, output, data=[torch.randint(0, 320, (32_000, 32))], **asked)
+long = torch.randint(0, 320, (1, 100_000))
+scalepoint.deploy_checkpoint(source, output, data=[long], length=long.shape[1], **asked)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_memory_that_runs_out_is_told_and_leaves_nothing(llama, tmp_path):
-    """The embeddings of a million tokens are 262 MB, and every value after them as much."""
-    command = [*warm(), "-c", LIMITED, str(llama[0]), str(tmp_path / "out")]
+    """The mask of 100,000 tokens takes 10 GB."""
+    source, _ = damaged(llama, tmp_path / "source", {"max_position_embeddings": 100_000})
+    command = [*warm(), "-c", LIMITED, str(source), str(tmp_path / "out")]
     one = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=one)
     assert "StoreError" in done.stderr
     assert "memory ran out; memory=" in done.stderr
-    assert [each.name for each in tmp_path.iterdir()] == ["out-small"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out-small", "source"]

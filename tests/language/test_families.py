@@ -1,17 +1,28 @@
 """Every family through the whole road, and into every format that takes it."""
 
+import warnings
+
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.skeleton import skeleton
+from scalepoint.errors import TargetError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
 from tests.checkpoints.test_skeleton import KINDS, saved
+from tests.formats.gguf.checkpoints import WORDS, byte_level
 
 FOUR = {"weight": {"n_bits": 4, "block_size": 8}, "activation": "float"}
 FAST = ("qwen3_moe",)
+BYTES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS])
@@ -51,3 +62,74 @@ def test_what_a_format_cannot_hold_stays_float(tmp_path):
     assert routers
     assert {rows[name] for name in routers} == {"float"}
     assert rows["model.layers.0.mlp.experts.0.up_proj"] != "float"
+
+
+def written(kind, folder, **more):
+    """A folder of random weights with a tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**BYTES, **more})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(0.1 * torch.randn_like(value))
+        model.save_pretrained(folder)
+    byte_level(folder)
+    return model
+
+
+def tokens_of(count):
+    torch.manual_seed(1)
+    return [torch.randint(1, 300, (1, 24)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["cohere", pytest.param("cohere2", marks=pytest.mark.slow)])
+def test_weights_that_the_graph_reads_far_from_where_it_names_them_are_there(tmp_path, kind):
+    """Norms of Cohere are arithmetic on a parameter, which stands at the head of the graph."""
+    model, tokens = written(kind, tmp_path / "m", head_dim=16), tokens_of(4)
+    done = deploy_checkpoint(
+        tmp_path / "m", tmp_path / "out", target="compressed-tensors", data=tokens[:2], judge=tokens[2:],
+        config={"weight": {"n_bits": 4, "block_size": 32}}, progress=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        wanted = perplexity(lambda own: model(own).logits, tokens[2:])
+    assert done.float_score == pytest.approx(wanted, rel=1e-4)
+    assert done.float_score != pytest.approx(BYTES["vocab_size"], rel=1e-5)
+    assert done.report.language.status == "ok"
+
+
+def test_a_family_whose_packed_weights_transformers_cannot_load_is_refused_before_any_work(tmp_path):
+    more = {"num_key_value_heads": None, "intermediate_size": None}
+    written("falcon", tmp_path / "m", **more)
+    with pytest.raises(TargetError, match=r"falcon.*float8_e4m3fn.*gptq"):
+        deploy_checkpoint(tmp_path / "m", tmp_path / "out", target="compressed-tensors", accuracy="fast")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("compressed-tensors", marks=pytest.mark.slow),
+        "gguf",
+        pytest.param("ort-genai", marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_of_its_own_is_kept_where_the_config_ties_it(tmp_path, target):
+    written("llama", tmp_path / "m", tie_word_embeddings=True)
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = 0.2 * torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    tokens = tokens_of(4)
+    overrides = [{"name": "lm_head", "weight": {"n_bits": 8, "block_size": 32}}]
+    done = deploy_checkpoint(
+        tmp_path / "m", tmp_path / "out", target=target, accuracy="fast", judge=tokens, progress=False,
+        config={"weight": {"n_bits": 8, "block_size": 32}, "overrides": overrides},
+    )  # fmt: skip
+    with torch.no_grad():
+        wanted = perplexity(lambda own: model(own).logits, tokens)
+    assert done.float_score == pytest.approx(wanted, rel=1e-4)
+    assert done.score == pytest.approx(wanted, rel=0.05)
+    assert done.report.language.status in ("ok", "unavailable")

@@ -1,7 +1,11 @@
 """A checkpoint through tuning into a GGUF file, judged in llama.cpp."""
 
+import shutil
+
+import onnx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.checkpoints import Source
@@ -52,3 +56,68 @@ def test_tuned_codes_take_the_smallest_blocks(folder, tmp_path, weight, kind):
         tokens = sequences(folder / "judge.txt", Source.open(folder), length=32, count=16, what="text")
         found = perplexity(lambda own: torch.from_numpy(file.run({"input_ids": own.numpy()})[0][1]), tokens)
         assert found == pytest.approx(done.score, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A Llama whose rows of 64 and 128 columns are no whole super-blocks."""
+    made = tmp_path_factory.mktemp("narrow")
+    tokens = byte_level(made).encode(text(200)).ids
+    write_llama(made, tokens, words=WORDS, hidden=64, inner=128, steps=0)
+    return made
+
+
+def fast(folder, path, target, weight):
+    return deploy_checkpoint(
+        folder, path, target=target, config=QuantConfig(weight=weight, activation="float"), accuracy="fast",
+        verify=False, progress=False,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
+@pytest.mark.parametrize("name", ["phi3", pytest.param("My-Phi-3-mini", marks=pytest.mark.slow)])
+def test_a_folder_named_like_a_family_makes_a_file_that_llamacpp_loads(narrow, tmp_path, name):
+    """By such a name llama.cpp looks for tokens that this tokenizer does not have."""
+    shutil.copytree(narrow, tmp_path / name)
+    tokens = [torch.arange(1, 17)[None]]
+    done = deploy_checkpoint(
+        tmp_path / name, tmp_path / "out", target="gguf", accuracy="fast", judge=tokens, progress=False
+    )
+    assert done.report.language.status == "ok"
+    assert done.path.name == f"{name}.gguf"
+
+
+@pytest.mark.parametrize(("target", "name"), [("gguf", "*.gguf"), ("compressed-tensors", "*"), ("ort-genai", "*")])
+def test_the_bits_of_a_weight_are_those_of_the_file(narrow, tmp_path, target, name):
+    done = fast(narrow, tmp_path / "out", target, {"n_bits": 4, "block_size": 32})
+    weights = sum(torch.Size(each.shape).numel() for each in Source.open(narrow).tensors.values())
+    if target == "gguf":
+        (file,) = (tmp_path / "out").glob(name)
+        stored = sum(int(each.n_bytes) for each in gguf.GGUFReader(file).tensors)
+    elif target == "ort-genai":
+        model = onnx.load(tmp_path / "out" / "model.onnx")
+        stored = sum(onnx.numpy_helper.to_array(each).nbytes for each in model.graph.initializer)
+    else:
+        stored = sum(each.nbytes for each in load_file(tmp_path / "out" / "model.safetensors").values())
+    assert done.report.language.bits == pytest.approx(8 * stored / weights, rel=1e-3)
+    assert not done.report.warnings
+
+
+@pytest.mark.parametrize(
+    ("target", "weight", "says"),
+    [
+        ("gguf", {"n_bits": 3, "block_size": 32}, "int3 codes of 14 layers are stored as Q4_0"),
+        ("gguf", {"n_bits": 2, "block_size": 32}, "no multiple of 256"),
+        ("ort-genai", {"n_bits": 3, "block_size": 32}, "4-bit codes"),
+    ],
+)
+def test_codes_in_a_wider_container_are_told(narrow, tmp_path, target, weight, says):
+    done = fast(narrow, tmp_path / "out", target, weight)
+    assert any(says in warning for warning in done.report.warnings)
+    assert says in "\n".join(done.report.summary())
+    assert done.report.language.bits > 4.5
+
+
+def test_codes_that_have_whole_super_blocks_are_not_told(folder, tmp_path):
+    done = fast(folder, tmp_path / "m.gguf", "gguf", {"n_bits": 3, "block_size": 32})
+    assert done.report.warnings == ()

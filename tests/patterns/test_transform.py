@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
+from scalepoint import patterns as named
 from scalepoint.errors import GraphError, PatternError, ScalepointError
 from scalepoint.graph import check_graph
 from scalepoint.patterns import (
@@ -1087,3 +1088,41 @@ class TestInvalidPatterns:
     def test_what_is_no_pattern_is_refused(self):
         with pytest.raises(PatternError):
             transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), ["LinearPattern"])
+
+    def test_a_pattern_class_in_the_place_of_its_value_is_refused_with_the_call_to_write(self):
+        with pytest.raises(PatternError, match=r"pass LinearPattern\(\)"):
+            transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), [named.LinearPattern])
+
+
+class TestTheClassesOfTheBaseSet:
+    TABLE = {  # contract B2
+        "ConvBNPattern": (Point.INPUT,),
+        "ConvBNReLUPattern": (Point.INPUT,),
+        "ConvBNAddReLUPattern": (Point.INPUT, Point.RESIDUAL_INPUT),
+        "StemConvBNReLUMaxPoolPattern": (Point.INPUT,),
+        "LinearPattern": (Point.INPUT,),
+        "LinearReLUPattern": (Point.INPUT,),
+        "LayerNormPattern": (),
+        "MHAInProjectionPattern": (Point.INPUT,),
+        "ScaledDotProductAttentionPattern": (Point.INPUT, Point.KEY_INPUT, Point.VALUE_INPUT),
+        "AdaptiveAvgPoolPattern": (Point.INPUT, Point.OUTPUT),
+    }
+
+    @pytest.mark.parametrize("name", TABLE)
+    def test_each_is_imported_by_its_name_and_part_of_the_base_set(self, name):
+        kind = getattr(named, name)
+        assert kind().qdq_points == self.TABLE[name]
+        assert kind() in BASE_PATTERNS
+        assert kind().name == name
+
+    def test_a_match_is_told_by_its_class_also_where_a_target_changed_the_points(self):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+        for target in (None, "onnxruntime", "openvino", "tensorrt", "executorch", "coreml", "litert"):
+            first, second = transform(model, image(1, 8), target=target).matches
+            assert isinstance(first.pattern, named.ConvBNReLUPattern)
+            assert isinstance(second.pattern, named.ConvBNPattern)
+
+    def test_a_list_of_them_is_all_that_is_matched(self):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+        result = transform(model, image(1, 8), patterns=[named.ConvBNReLUPattern(qdq_points=())])
+        assert [match.pattern.qdq_points for match in result.matches] == [()]

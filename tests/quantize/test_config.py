@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from scalepoint.errors import ConfigError, CoverageError, TargetError
@@ -119,7 +118,7 @@ class TestTensorQuantConfig:
 
     @pytest.mark.parametrize("bits", [0, 1, 9, 32, -8, 8.0, "8", True])
     def test_a_width_that_is_none_is_refused(self, bits):
-        with pytest.raises((ConfigError, ValidationError), match=r"n_bits|int"):
+        with pytest.raises(ConfigError, match=r"n_bits|int"):
             TensorQuantConfig(n_bits=bits)
 
     @pytest.mark.parametrize("bits", TensorQuantConfig.WIDTHS)
@@ -203,7 +202,7 @@ class TestTensorQuantConfig:
             QuantConfig.from_dict(fields)
 
     def test_configs_are_frozen(self):
-        with pytest.raises(ValidationError, match="frozen"):
+        with pytest.raises(ConfigError, match="frozen"):
             TensorQuantConfig().n_bits = 4
 
 

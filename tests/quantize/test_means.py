@@ -21,9 +21,10 @@ from scalepoint.quantize import (
 from scalepoint.quantize.means import Means
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.targets import onnxruntime_target
+from scalepoint.tuning import tune
 
 TARGET = onnxruntime_target("avx2")
-CORRECTED = QuantConfig(correct_bias=True)
+CORRECTED, PLAIN = QuantConfig(correct_bias=True), QuantConfig(correct_bias=False)
 
 
 class Net(nn.Module):
@@ -97,14 +98,13 @@ def test_the_mean_of_each_layers_rounding_is_taken_off(model, data):
 
 def test_it_brings_the_outputs_nearer_to_float(model, data):
     plain, corrected = (
-        quantize(model, data[0], config, forward_loop=data, target=TARGET, progress=False)
-        for config in (None, CORRECTED)
+        quantize(model, data[0], config, forward_loop=data, target=TARGET, progress=False) for config in (PLAIN, None)
     )
     assert distance(model, corrected, data) < 0.7 * distance(model, plain, data)
     assert all(layer.bias_shift is None for layer in layers_of(plain).values())
 
 
-def test_the_steps_do_it_where_the_config_or_the_call_says_so(model, data):
+def test_the_steps_do_it_unless_the_config_or_the_call_says_no(model, data):
     result = transform(model, data[0], target=TARGET)
 
     def shifted(config, **said):
@@ -112,7 +112,11 @@ def test_the_steps_do_it_where_the_config_or_the_call_says_so(model, data):
         calibrate(quantized, data, progress=False, **said)
         return [layer.bias_shift is not None for layer in layers_of(quantized).values()]
 
-    assert not any(shifted(None, freeze_weights=True))
+    assert all(shifted(None, freeze_weights=True))
+    assert not any(shifted(PLAIN, freeze_weights=True))
+    assert not any(shifted(None, freeze_weights=True, correct_bias=False))
+    assert all(shifted(PLAIN, freeze_weights=True, correct_bias=True))
+    assert not any(shifted(None))
     assert all(shifted(CORRECTED, freeze_weights=True))
     assert not any(shifted(CORRECTED, freeze_weights=True, correct_bias=False))
     assert all(shifted(None, freeze_weights=True, correct_bias=True))
@@ -121,7 +125,7 @@ def test_the_steps_do_it_where_the_config_or_the_call_says_so(model, data):
 
 def test_a_later_calibration_that_says_no_takes_the_shift_back(model, data):
     quantized = quantize(model, data[0], CORRECTED, forward_loop=data, target=TARGET, progress=False)
-    plainly = quantize(model, data[0], forward_loop=data, target=TARGET, progress=False)
+    plainly = quantize(model, data[0], PLAIN, forward_loop=data, target=TARGET, progress=False)
     calibrate(quantized, data, freeze_weights=True, correct_bias=False, progress=False)
     assert [layer.bias_shift for layer in layers_of(quantized).values()] == [None] * 5
     with torch.no_grad():
@@ -211,6 +215,35 @@ def test_training_lets_go_of_it_where_live_statistics_take_it_up(data):
     normed, plain = layers_of(quantized).values()
     assert normed.bias_shift is None
     assert plain.bias_shift is not None  # in train as in eval
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_quantize_and_deploy_give_the_same_weights_for_the_same_config(model, data, tmp_path):
+    config = QuantConfig(speed_first=False)
+    target = onnxruntime_target("avx2")
+    done = scalepoint.deploy(
+        model, data[0], data, output=tmp_path, config=config, target=target, smoke=True, progress=False
+    )
+    quantized = quantize(model, data[0], config, forward_loop=data[:2], target=target, progress=False)
+    deployed, alone = layers_of(done.model), layers_of(quantized)
+    assert deployed.keys() == alone.keys()
+    for name, layer in alone.items():
+        codes, bias, _ = layer.deployed()
+        assert torch.equal(codes, deployed[name].deployed()[0])
+        assert torch.equal(bias, deployed[name].deployed()[1])
+    with torch.no_grad():
+        assert torch.equal(quantized(data[2]), done.model(data[2]))
+
+
+def test_tuning_starts_without_the_correction_of_calibration(model, data):
+    plain, corrected = (
+        quantize(model, data[0], config, forward_loop=data, target=TARGET, progress=False) for config in (PLAIN, None)
+    )
+    reports = [tune(each, data, {"steps": ("intercept", "gptq")}, progress=False) for each in (plain, corrected)]
+    for expected, found in zip(reports[0].layers, reports[1].layers, strict=True):
+        assert (found.before, found.after) == (expected.before, expected.after)
+    with torch.no_grad():
+        assert torch.equal(plain(data[0]), corrected(data[0]))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

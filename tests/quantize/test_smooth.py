@@ -258,6 +258,25 @@ class TestTheObserverAlone:
             observer.compute_smooth_scales()
         assert torch.equal(linear.weight, before)
 
+    def test_a_second_call_without_new_data_is_an_error_and_changes_nothing(self):
+        norm, linear = nn.LayerNorm(4), nn.Linear(4, 2)
+        observer = alone(norm, [linear])
+        observer.register_forward_hook()
+        norm(torch.randn(8, 4) * 9)
+        observer.compute_smooth_scales()
+        assert observer.activation_max is None
+        before = linear.weight.clone()
+        with pytest.raises(RuntimeError, match="observed nothing"):
+            observer.compute_smooth_scales()
+        assert torch.equal(linear.weight, before)
+
+    def test_consumers_may_be_modules(self):
+        linear = nn.Linear(4, 2)
+        observer = SmoothQuantObserver({linear}, nn.LayerNorm(4), True, downstream_linears=[linear])
+        assert linear in observer.consumers
+        with pytest.raises(RuntimeError, match="Linear"):
+            observer.compute_smooth_scales()
+
     def test_the_unnamed_one_names_its_reader(self):
         with pytest.raises(RuntimeError, match="reader"):
             alone(nn.LayerNorm(4), [nn.Linear(4, 2)]).compute_smooth_scales()
@@ -301,8 +320,8 @@ class TestTheObserverAlone:
         observer.register_forward_hook()
         x = torch.randn(8, 4).half()
         expected = linear(norm(x)).detach()
-        observer.compute_smooth_scales()
         assert observer.activation_max.dtype == torch.float32
+        observer.compute_smooth_scales()
         assert relative(expected.float(), linear(norm(x)).detach().float()) < 5e-3
 
 

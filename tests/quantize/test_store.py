@@ -712,12 +712,22 @@ class TestTheFolder:
         scalepoint.save(quantized_small(), tmp_path)
         assert {name: (tmp_path / name).read_bytes() for name in mine if (tmp_path / name).exists()} == mine
 
-    @pytest.mark.parametrize("name", [".tmp-123-scalepoint.json", ".tmpjhapgb"])  # the second as safetensors names it
+    @pytest.mark.parametrize("name", [".tmp-123-scalepoint.json/file", ".tmp-123-tensors/.tmpjhapgb"])
     def test_what_a_killed_one_left_is_swept(self, tmp_path, name):
+        """The second as safetensors names it, which writes next to the file that it is given."""
         scalepoint.save(quantized_small(), tmp_path)
+        (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("half")
         scalepoint.save(quantized_small(1), tmp_path)
         assert len(listing(tmp_path)) == 2
+
+    def test_temporary_files_of_other_programs_stay(self, tmp_path):
+        others = (".tmp-123", ".tmp-mine", ".tmpabcdef", ".tmp-123-mine")
+        for name in others:
+            (tmp_path / name).write_text("mine")
+        for seed in (0, 1):
+            scalepoint.save(quantized_small(seed), tmp_path)
+        assert [(tmp_path / name).read_text() for name in others] == ["mine"] * 4
 
     def test_a_second_writer_gets_an_error(self, kept):
         holder = subprocess.Popen(

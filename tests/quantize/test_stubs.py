@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from scalepoint.errors import ScalepointError
-from scalepoint.quantize import CalibrationMethod, QuantStub, WeightFakeQuantize
-from scalepoint.spec import PerBlockGranularity, QuantizationSpec
+from scalepoint.quantize import CalibrationMethod, QuantStub, TensorQuantConfig, WeightFakeQuantize
+from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 
 EPS = float(np.finfo(np.float32).eps)
 PLACES = [(8, True), (4, True), (2, True), (8, False), (4, False), (2, False)]
@@ -68,12 +68,18 @@ def calibrated(data, *args, **kwargs):
     return stub
 
 
+def weight_quantizer(*args, **kwargs):
+    quantizer = WeightFakeQuantize(*args, **kwargs)
+    quantizer.enabled = True
+    return quantizer
+
+
 class TestWeight:
     @pytest.mark.parametrize(("bits", "symmetric"), PLACES)
     @pytest.mark.parametrize("shift", [0.0, 3.0, -3.0], ids=["centred", "positive", "negative"])
     def test_the_formulas_of_the_contract_per_tensor(self, bits, symmetric, shift):
         w = torch.randn(5, 7) + shift
-        quantizer = WeightFakeQuantize(["fc"], bits, symmetric)
+        quantizer = weight_quantizer(["fc"], bits, symmetric)
         found = quantizer(w)
         scale, zero_point = weight_parameters(w.double().numpy(), bits, symmetric)
         assert quantizer.scale.shape == quantizer.zero_point.shape == ()
@@ -85,7 +91,7 @@ class TestWeight:
     @pytest.mark.parametrize("axis", [0, 1, -1, 3])
     def test_the_formulas_of_the_contract_per_channel(self, bits, symmetric, axis):
         w = torch.randn(4, 6, 3, 2) * torch.logspace(-3, 3, 4).view(4, 1, 1, 1)
-        quantizer = WeightFakeQuantize(["conv"], bits, symmetric, True, channel_axis=axis)
+        quantizer = weight_quantizer(["conv"], bits, symmetric, True, channel_axis=axis)
         found = quantizer(w)
         slices = np.moveaxis(w.double().numpy(), axis, 0)
         parameters = [weight_parameters(each, bits, symmetric) for each in slices]
@@ -100,7 +106,7 @@ class TestWeight:
     @pytest.mark.parametrize(("bits", "symmetric"), PLACES)
     @pytest.mark.parametrize("size", [0.0, 1e-12, 9e-9])
     def test_the_range_is_floored_at_1e_8(self, bits, symmetric, size):
-        quantizer = WeightFakeQuantize(["fc"], bits, symmetric)
+        quantizer = weight_quantizer(["fc"], bits, symmetric)
         found = quantizer(torch.full((3, 3), size))
         low, high = limits(bits, symmetric)
         expected = 1e-8 / ((high - low) / 2 if symmetric else high - low)
@@ -112,9 +118,9 @@ class TestWeight:
     def test_zero_weights_stay_exactly_zero(self, symmetric, per_channel):
         w = torch.randn(4, 5)
         w[2] = 0
-        found = WeightFakeQuantize(["fc"], 4, symmetric, per_channel)(w)
+        found = weight_quantizer(["fc"], 4, symmetric, per_channel)(w)
         assert (found[2] == 0).all()
-        assert WeightFakeQuantize(["fc"], 8, symmetric, per_channel)(torch.zeros(4, 5)).eq(0).all()
+        assert weight_quantizer(["fc"], 8, symmetric, per_channel)(torch.zeros(4, 5)).eq(0).all()
 
     @settings(max_examples=60, deadline=None)
     @given(
@@ -125,20 +131,37 @@ class TestWeight:
     def test_no_value_moves_by_more_than_a_step(self, seed, place, exponent):
         w = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
         bits, symmetric = place
-        quantizer = WeightFakeQuantize(["fc"], bits, symmetric, True)
+        quantizer = weight_quantizer(["fc"], bits, symmetric, True)
         error = (quantizer(w) - w).abs().amax(1)
         # one code more below than above, or a rounded zero point: the last code is another half a step away
         assert (error <= quantizer.scale * 1.001).all()
 
+    def test_it_is_identity_until_enabled(self):
+        quantizer, w = WeightFakeQuantize(["fc"], 4), torch.randn(3, 3)
+        assert not quantizer.enabled
+        assert quantizer(w) is w
+        quantizer.enabled = True
+        assert not torch.equal(quantizer(w), w)
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_it_says_its_axis_and_its_config(self, axis):
+        short = WeightFakeQuantize(["fc"], 4, False, True, channel_axis=axis)
+        assert short.channel_axis == axis
+        assert short.config == TensorQuantConfig(n_bits=4, symmetric=False, per_channel=True)
+        assert (short.config.quant_min, short.config.quant_max) == (0, 15)
+        whole = QuantizationSpec(granularity=PerChannelGranularity(axis=axis))
+        assert WeightFakeQuantize(["fc"], spec=whole).channel_axis == axis
+        assert WeightFakeQuantize(["fc"], channel_axis=axis).channel_axis == axis
+
     def test_the_scale_follows_the_live_weight(self):
-        quantizer, w = WeightFakeQuantize(["fc"]), torch.randn(3, 3)
+        quantizer, w = weight_quantizer(["fc"]), torch.randn(3, 3)
         quantizer(w)
         before = float(quantizer.scale)
         quantizer(w * 3)
         assert float(quantizer.scale) == pytest.approx(3 * before)
 
     def test_frozen_it_is_a_constant(self):
-        quantizer, w = WeightFakeQuantize(["fc"], per_channel=True), torch.randn(3, 3)
+        quantizer, w = weight_quantizer(["fc"], per_channel=True), torch.randn(3, 3)
         quantizer.freeze(w)
         scale = quantizer.scale.clone()
         assert quantizer.frozen
@@ -149,8 +172,8 @@ class TestWeight:
 
     def test_freeze_stores_what_the_live_one_would(self):
         live, frozen, w = (
-            WeightFakeQuantize(["fc"], 4, False, True),
-            WeightFakeQuantize(["fc"], 4, False, True),
+            weight_quantizer(["fc"], 4, False, True),
+            weight_quantizer(["fc"], 4, False, True),
             torch.randn(3, 9),
         )
         frozen.freeze(w)
@@ -160,17 +183,17 @@ class TestWeight:
 
     def test_gradients_pass_straight_to_the_weight(self):
         w = torch.randn(4, 4, requires_grad=True)
-        WeightFakeQuantize(["fc"])(w).sum().backward()
+        weight_quantizer(["fc"])(w).sum().backward()
         inside = w.grad[w.detach().abs() < w.detach().abs().max()]
         assert (inside == 1).all()
 
     def test_switched_off_it_is_the_identity(self):
-        quantizer, w = WeightFakeQuantize(["fc"], 2), torch.randn(3, 3)
+        quantizer, w = weight_quantizer(["fc"], 2), torch.randn(3, 3)
         quantizer.enabled = False
         assert torch.equal(quantizer(w), w)
 
     def test_codes_are_integers_of_the_range(self):
-        quantizer, w = WeightFakeQuantize(["fc"], 4, per_channel=True), torch.randn(3, 64)
+        quantizer, w = weight_quantizer(["fc"], 4, per_channel=True), torch.randn(3, 64)
         found = quantizer(w)
         codes = quantizer.codes(w)
         assert codes.dtype == torch.int8
@@ -179,7 +202,7 @@ class TestWeight:
 
     def test_a_block_that_does_not_divide_warns_and_passes(self):
         spec = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(axis=1, block_size=4))
-        quantizer = WeightFakeQuantize(["fc"], spec=spec)
+        quantizer = weight_quantizer(["fc"], spec=spec)
         quantizer.name, w = "fc.weight", torch.randn(3, 6)
         with pytest.warns(UserWarning, match=r"fc\.weight"):
             assert torch.equal(quantizer(w), w)
@@ -196,6 +219,46 @@ class TestActivation:
         assert {"scale", "zero_point"} <= set(dict(stub.named_buffers()))
         assert stub(x) is x
         assert not list(stub.parameters())
+        assert stub.fixed_parameters is False
+        assert stub.config == TensorQuantConfig()
+
+    @pytest.mark.parametrize("method", [method for method in CalibrationMethod if method != CalibrationMethod.MSE])
+    def test_it_says_its_config_in_the_short_form(self, method):
+        assert QuantStub(["conv"], 4, False, method).config == TensorQuantConfig(
+            n_bits=4, symmetric=False, calibration_method=method
+        )
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            QuantizationSpec(dtype="float8_e4m3fn"),
+            QuantizationSpec(qscheme="symmetric_with_clipping", qparam_calculator_cls="global_minmax"),
+            QuantizationSpec(dtype="uint8", qparam_calculator_cls="global_minmax"),
+            QuantizationSpec(granularity=PerBlockGranularity(axis=1, block_size=4)),
+        ],
+        ids=["fp8", "with clipping", "unsigned symmetric", "blocks"],
+    )
+    def test_a_spec_without_a_short_form_is_its_own_config(self, spec):
+        stub = QuantStub(["conv"], spec=spec)
+        assert stub.config == spec
+        assert stub.config.n_bits == 8
+
+    @pytest.mark.parametrize("kind", [QuantStub, WeightFakeQuantize])
+    def test_consumers_may_be_modules(self, kind):
+        reader, other = nn.Linear(2, 2), nn.Conv2d(1, 1, 1)
+        stub = kind({reader})
+        assert reader in stub.consumers
+        assert "for Linear" in repr(stub)
+        assert not [*stub.children()][1:]  # the reader stays where it lives in the model
+        assert "for fc, Conv2d" in repr(kind(["fc", other]))
+        assert kind("fc").consumers == ["fc"]
+
+    def test_one_that_observed_nothing_names_the_class_of_its_reader(self):
+        with pytest.raises(RuntimeError, match="Linear"):
+            QuantStub({nn.Linear(2, 2)}).compute_parameters()
+
+    def test_given_parameters_are_fixed_ones(self):
+        assert QuantStub(["conv"], fixed_calibration=(0.5, 0)).fixed_parameters is True
 
     @pytest.mark.parametrize(("bits", "symmetric"), PLACES)
     @pytest.mark.parametrize("shift", [0.0, 3.0, -3.0], ids=["centred", "positive", "negative"])
@@ -378,9 +441,9 @@ class TestState:
     @pytest.mark.parametrize("frozen", [False, True])
     @pytest.mark.parametrize("per_channel", [False, True])
     def test_a_weight_quantizer_loads_bit_equal_into_a_fresh_one(self, per_channel, frozen):
-        quantizer, w = WeightFakeQuantize(["fc"], 4, False, per_channel), torch.randn(5, 3)
+        quantizer, w = weight_quantizer(["fc"], 4, False, per_channel), torch.randn(5, 3)
         quantizer.freeze(w) if frozen else quantizer(w)
-        fresh = WeightFakeQuantize(["fc"], 4, False, per_channel)
+        fresh = weight_quantizer(["fc"], 4, False, per_channel)
         fresh.load_state_dict(quantizer.state_dict())
         assert fresh.frozen is frozen
         assert torch.equal(fresh.scale, quantizer.scale)
@@ -405,7 +468,7 @@ class TestState:
         stub.compute_parameters()
 
     def test_a_state_has_tensors_only(self):
-        state = {**calibrated(torch.randn(9)).state_dict(), **WeightFakeQuantize(["a"]).state_dict()}
+        state = {**calibrated(torch.randn(9)).state_dict(), **weight_quantizer(["a"]).state_dict()}
         assert all(isinstance(value, torch.Tensor) for value in state.values())
 
     @pytest.mark.parametrize("method", [CalibrationMethod.MINMAX, CalibrationMethod.ENTROPY])
@@ -429,7 +492,7 @@ def weight_module():
     class Weighted(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight, self.quant = nn.Parameter(torch.randn(4, 3)), WeightFakeQuantize(["fc"], per_channel=True)
+            self.weight, self.quant = nn.Parameter(torch.randn(4, 3)), weight_quantizer(["fc"], per_channel=True)
             self.quant.freeze(self.weight)
 
         def forward(self, x):

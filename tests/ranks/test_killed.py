@@ -69,7 +69,7 @@ def _torchrun(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 0) 
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT), str(folder)))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SCALEPOINT_RANK_TIMEOUT": "30"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
-    command += ["--max-restarts", str(restarts), "-m", "scalepoint", "deploy", "nets:model", *arguments]
+    command += ["--max-restarts", str(restarts), "-m", "scalepoint", "deploy", "nets:model", "--trust", *arguments]
     return subprocess.run(command, check=False, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
 
 

@@ -129,7 +129,8 @@ def test_two_ranks_write_the_file_of_one_byte_for_byte(deployed: Results) -> Non
     for result in deployed:
         assert result["bytes"]
         assert {"config.yaml", "float.onnx", "model.onnx", "quantized", "report.html"} <= set(result["files"])
-        assert not [name for name in result["files"] if name.startswith(".")]  # no journal, nothing temporary
+        hidden = [name for name in result["files"] if name.startswith(".")]
+        assert hidden == [".scalepoint-files.json"]  # no journal, nothing temporary
 
 
 def test_every_rank_returns_what_the_first_found(deployed: Results) -> None:

@@ -37,6 +37,27 @@ def found():
     return compare_runs(made.ordinary(), other())
 
 
+def test_a_change_within_the_noise_of_the_measurement_has_no_verdict():
+    first, second = ordinary_with_latency(0.25, 0.01), ordinary_with_latency(0.25, 0.0)
+    moods = {each.name: (each.mood, each.texts()[2]) for each in compare_runs(first, second).numbers}
+    for name in ("latency", "speed against float"):
+        mood, text = moods[name]
+        assert mood == ""
+        assert "within the noise" in text
+    clear = compare_runs(ordinary_with_latency(0.01, 0.2), ordinary_with_latency(0.01, 0.0))
+    assert {each.name: each.mood for each in clear.numbers}["latency"] == "better"
+
+
+def ordinary_with_latency(spread, more):
+    """A report whose file takes a part more time."""
+    report = made.ordinary()
+    found = report.verification
+    before, after = found.latency.seconds
+    seconds = (before, after * (1 + more))
+    latency = replace(found.latency, seconds=seconds, ratio=seconds[0] / seconds[1], spread=(spread, spread))
+    return replace(report, verification=replace(found, latency=latency))
+
+
 def test_numbers_say_whether_they_are_better(found):
     moods = {each.name: each.mood for each in found.numbers}
     assert moods["top-1"] == moods["size"] == moods["speed against float"] == moods["latency"] == "better"

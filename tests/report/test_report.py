@@ -190,6 +190,10 @@ def test_summary_of_an_ordinary_run():
     [
         (None, "Not verified in a runtime"),
         (Verification("m.onnx", "openvino", Status.CRASHED, "exit -11"), "Not verified: openvino: crashed. exit -11"),
+        (
+            Verification("m.mlpackage", "coreml", Status.NOT_VERIFIED, "fancy can only be checked on macOS"),
+            "Not verified here: fancy can only be checked on macOS",
+        ),
         (made.verification(sqnr=12.0), "departs from the simulation: 12.0 dB, less than the 20 dB"),
         (made.verification(ratio=0.83), "Slower than float: 0.83x its speed"),
         (made.verification(ratio=0.999), "No faster than float: 0.99x"),
@@ -346,6 +350,23 @@ def test_a_speed_is_the_same_number_wherever_it_is_told():
     assert "0.58x" in report.verdict()
     assert "0.58x" in str(report.verification.latency)
     assert "0.59" not in to_html(report).partition("<script")[0] + str(report)
+
+
+def test_an_unverified_run_speaks_of_numbers_of_the_simulation_only_where_it_has_some():
+    report = replace(made.ordinary(), verification=None)
+    assert "of the simulation" in report.verdict()
+    assert "of the simulation" not in replace(report, accuracy=(), layers=()).verdict()
+
+
+def test_layers_that_are_faster_in_float_share_a_card_whatever_their_times():
+    reason = "faster in float: {}, in int8 {}, as such kernels were measured"
+    texts = [("1.2 us", "1.4 us"), ("18 us", "25 us"), ("1.00 ms", "1.50 ms")]
+    rows = [made.left_float(f"layer{index}", reason.format(*times)) for index, times in enumerate(texts)]
+    rows = [replace(row, saves=4e-6) for row in rows]
+    page = to_html(replace(made.bare(), coverage=Coverage(tuple(rows)))).partition('id="left-float"')[2]
+    assert page.count("<h3>faster in float") == 1
+    assert "3 operations" in page
+    assert "12 us" in page
 
 
 def test_only_what_the_config_asked_for_is_called_asked():

@@ -1,6 +1,13 @@
 """Runtimes in processes of their own: limits, hunger, crashes and hangs are findings."""
 
+import os
+import select
+import signal
+import subprocess
 import sys
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -38,6 +45,15 @@ class File:
             print("hello from the runtime")
         if self.kind == "refusing":
             raise ValueError("no kernel for this")
+        if self.kind == "noisy":
+            for _ in range(50):
+                sys.stderr.write("x" * 1_000_000 + chr(10))
+            raise ValueError("no kernel for this")
+        if self.kind == "torn":
+            _tear(self.options["part"])
+        if self.kind == "alive":
+            with open(self.options["fifo"], "w"):
+                time.sleep(60)
         return [("y", x * 2)]
 
     def generate(self, tokens, count):
@@ -46,6 +62,36 @@ class File:
     def executed(self):
         ours = sorted(name for name in sys.modules if name.split(".")[0] in ("scalepoint", "torch"))
         return [{"name": each, "op": "import", "low": None, "why": ""} for each in ours]
+
+
+def _tear(part):
+    # Die in the middle of an answer: after some bytes of its length, or of the frame itself.
+    import os, stat
+    streams = [os.fstat(fd).st_ino for fd in (0, 1, 2)]
+    for fd in range(3, 20):
+        try:
+            found = os.fstat(fd)
+        except OSError:
+            continue
+        if stat.S_ISFIFO(found.st_mode) and found.st_ino not in streams:
+            os.write(fd, {"length": b"abc", "frame": (1000).to_bytes(8, "little") + b"half of it"}[part])
+    os._exit(3)
+"""
+PARENT = """
+import sys
+from pathlib import Path
+import numpy as np
+from scalepoint.runtimes import Runtime
+from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.serving import Served
+
+folder, how = Path(sys.argv[1]), sys.argv[2]
+runtime, options = Runtime("toy", "numpy", folder / "child.py", ("onnx",)), {"fifo": str(folder / "fifo")}
+x = np.zeros((2, 3), np.float32)
+if how == "served":
+    Served(runtime, folder / "alive", options=options)({"x": x})
+with exchange({"x": x}) as files:
+    ask(runtime, {"task": "run", "path": str(folder / "alive"), "options": options, **files.files})
 """
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -120,15 +166,37 @@ def test_a_real_runtime_that_needs_more_than_it_may_have_is_a_finding(name, tmp_
     assert not found.holds
 
 
+def test_a_child_that_prints_without_end_costs_no_memory(run):
+    tracemalloc.start()
+    try:
+        answer, _ = run("noisy")
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+    assert answer.status == Status.FAILED
+    assert "no kernel for this" in answer.message
+
+
+@pytest.mark.parametrize("how", ["asked", "served"])
+def test_a_child_ends_with_a_parent_that_was_killed(runtime, tmp_path, how):
+    (tmp_path / "alive").write_text("alive")
+    os.mkfifo(tmp_path / "fifo")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), how])
+    with (tmp_path / "fifo").open("rb") as fifo:  # opens when the child, in the middle of its run, opens it too
+        parent.kill()
+        parent.wait()
+        readable, _, _ = select.select([fifo], [], [], 30)  # it ends when the child does, which would sleep for 60 s
+        assert readable
+
+
 class TestServed:
     def test_a_file_is_called_again_and_again_in_one_process(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
         served = Served(runtime, tmp_path / "plain")
         for factor in (1, 2, 3):
             assert np.array_equal(served({"x": X * factor})[0], X * factor * 2)
-        child = served._child
         served.close()
-        assert child.poll() == 0
+        assert served._child.wait() == 0
 
     def test_a_language_model_goes_on_in_the_process_that_has_it(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
@@ -142,7 +210,7 @@ class TestServed:
         served = Served(runtime, tmp_path / "plain")
         child = served._child
         del served
-        assert child.poll() == 0
+        assert child.wait() == 0
 
     @pytest.mark.parametrize(
         ("kind", "why"),
@@ -154,6 +222,57 @@ class TestServed:
         with pytest.raises(VerificationError, match=why):
             served({"x": X})
         served.close()
+
+    def test_every_thread_gets_the_answer_to_its_own_request(self, runtime, tmp_path):
+        (tmp_path / "plain").write_text("plain")
+        served, inputs = Served(runtime, tmp_path / "plain"), [X + number for number in range(100)]
+        with ThreadPoolExecutor(8) as pool:
+            outputs = [found[0] for found in pool.map(served, [{"x": x} for x in inputs])]
+        wrong = [number for number, x in enumerate(inputs) if not np.array_equal(outputs[number], 2 * x)]
+        assert wrong == []
+
+    @pytest.mark.parametrize("part", ["length", "frame"])
+    def test_half_an_answer_of_a_dying_child_is_an_error(self, runtime, tmp_path, part):
+        (tmp_path / "torn").write_text("torn")
+        served = Served(runtime, tmp_path / "torn", options={"part": part})
+        with pytest.raises(VerificationError, match="exited with code 3"):
+            served({"x": X})
+        with pytest.raises(VerificationError, match="open it again"):
+            served({"x": X})
+
+    def test_a_call_that_was_interrupted_leaves_no_answer_for_the_next_one(self, runtime, tmp_path):
+        (tmp_path / "hanging").write_text("hanging")
+        served = Served(runtime, tmp_path / "hanging")
+        threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            served({"x": X})
+        with pytest.raises(VerificationError, match="open it again"):
+            served({"x": X})
+
+    def test_a_closed_one_is_refused(self, runtime, tmp_path):
+        (tmp_path / "plain").write_text("plain")
+        served = Served(runtime, tmp_path / "plain")
+        served.close()
+        with pytest.raises(VerificationError, match="closed"):
+            served({"x": X})
+
+    def test_another_process_that_was_forked_is_refused(self, runtime, tmp_path):
+        (tmp_path / "plain").write_text("plain")
+        served = Served(runtime, tmp_path / "plain")
+        served._owner += 1  # as after a fork
+        with pytest.raises(VerificationError, match="another process"):
+            served({"x": X})
+
+    def test_a_child_that_prints_without_end_costs_no_memory(self, runtime, tmp_path):
+        (tmp_path / "noisy").write_text("noisy")
+        served = Served(runtime, tmp_path / "noisy")
+        tracemalloc.start()
+        try:
+            with pytest.raises(VerificationError, match="no kernel for this"):
+                served({"x": X})
+            assert tracemalloc.get_traced_memory()[1] < 5_000_000
+        finally:
+            tracemalloc.stop()
 
     def test_an_input_may_have_any_name(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")

@@ -44,7 +44,7 @@ def test_the_base_spec_does_not_know_the_extra_widths():
         ({"averaging_constant": 0.5, "qparam_calculator_cls": "static"}, "has no effect"),
         ({"scale_rounding": "ceil"}, "is for float8_e8m0fnu scales"),
         ({"exact_zero": True}, "is for qformulation='minval'"),
-        ({"percentile": 40, "range_calculator_cls": "percentile"}, "greater than 50"),
+        ({"percentile": 40, "range_calculator_cls": "percentile"}, "more than 50"),
         ({"bins": 17, "qparam_calculator_cls": "histogram_mse"}, "multiple of 2"),
         ({"on_nan": "ignore"}, "'error' or 'skip'"),
         ({"percentle": 99.0}, "did you mean 'percentile'"),

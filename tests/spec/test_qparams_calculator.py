@@ -21,6 +21,7 @@ from scalepoint.spec import (
     QuantizationComponentFactory,
     QuantizationScheme,
     QuantizationSpec,
+    RunningRangeMixin,
     StaticQParamsCalculator,
 )
 
@@ -105,6 +106,26 @@ def test_a_moving_average_takes_the_first_batch_as_it_is(constant):
     calculator(torch.tensor([-2.0, 1.0]))
     torch.testing.assert_close(calculator.running_min, torch.tensor([constant * -2.0 + (1 - constant) * -1.0]))
     torch.testing.assert_close(calculator.running_max, torch.tensor([constant * 1.0 + (1 - constant) * 3.0]))
+
+
+def test_a_moving_average_widens_each_batch_to_include_zero_before_it_averages():
+    calculator = build(MovingAverageQParamsCalculator, scheme="asymmetric")
+    calculator(torch.tensor([0.5, 2.0]))
+    scale, zero_point, _ = calculator(torch.tensor([-1.0, 2.0]))
+    torch.testing.assert_close(calculator.running_min, torch.tensor([-0.01]))
+    torch.testing.assert_close(scale, torch.tensor([2.01 / 255]))
+    assert zero_point == -127
+
+
+def test_a_rule_of_a_user_gets_ranges_that_include_zero():
+    class Slowest(RunningRangeMixin):
+        def update_running_range(self, min_val, max_val):
+            return torch.maximum(self.running_min, min_val), torch.minimum(self.running_max, max_val)
+
+    calculator = build(Slowest)
+    for values in ([1.0, 4.0], [-3.0, -1.0]):
+        calculator(torch.tensor(values))
+    assert (calculator.running_min, calculator.running_max) == (0.0, 0.0)
 
 
 def test_a_moving_average_constant_of_one_percent_is_the_default():

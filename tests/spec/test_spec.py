@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import yaml
-from pydantic import ValidationError
 
+from scalepoint.errors import SpecError
 from scalepoint.numerics import Float6
 from scalepoint.spec import (
     DefaultFakeQuantize,
@@ -126,7 +126,7 @@ def test_fp4_without_a_scale_type_has_e8m0_scales():
 @pytest.mark.parametrize("dtype", ["float6_e2m3fn", "float6_e3m2", Float6.E2M3], ids=str)
 def test_fp6_has_e8m0_scales_and_no_others(dtype):
     assert QuantizationSpec(dtype=dtype).scale_dtype == torch.float8_e8m0fnu
-    with pytest.raises(ValidationError, match=r"the scale of float6_e.m.fn may be float8_e8m0fnu"):
+    with pytest.raises(SpecError, match=r"the scale of float6_e.m.fn may be float8_e8m0fnu"):
         QuantizationSpec(dtype=dtype, scale_dtype="float8_e4m3fn")
 
 
@@ -174,7 +174,7 @@ def test_fp6_has_e8m0_scales_and_no_others(dtype):
     ids=str,
 )
 def test_what_makes_no_sense_is_refused_with_the_way_out(fields, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(SpecError, match=message):
         QuantizationSpec(**fields)
 
 
@@ -205,7 +205,7 @@ def test_a_dtype_without_arithmetic_is_refused_even_when_it_was_declared_support
 
 @each_spec
 def test_a_spec_cannot_be_changed(spec):
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(SpecError, match="frozen"):
         spec.dtype = torch.int4
 
 
@@ -256,10 +256,21 @@ def test_derived_values_that_agree_are_accepted(target):
     ids=str,
 )
 def test_a_derived_value_that_contradicts_is_refused_with_the_way_out(fields, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(SpecError, match=message):
         QuantizationSpec(**fields)
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(SpecError, match=message):
         QuantizationSpec.from_dict(fields)
+    with pytest.raises(SpecError, match=message):
+        QuantizationSpec().model_copy(update=fields)
+
+
+def test_a_changed_copy_is_checked_as_a_new_spec_is():
+    spec = QuantizationSpec(dtype="int4", granularity={"type": "per_channel", "axis": 0})
+    assert spec.model_copy() == spec.model_copy(deep=True) == spec
+    copied = spec.model_copy(update={"dtype": "int8"})
+    assert (copied.dtype, copied.n_bits, copied.granularity) == (torch.int8, 8, spec.granularity)
+    with pytest.raises(SpecError, match="no field 'dtyp'"):
+        spec.model_copy(update={"dtyp": "int8"})
 
 
 def test_what_was_given_is_never_changed():

@@ -1,6 +1,7 @@
 """How near the outputs of a file are to the simulation's."""
 
 from math import inf, nan
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,6 +11,8 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from scalepoint.errors import VerificationError
+from scalepoint.formats import export
+from scalepoint.quantize import quantize
 from scalepoint.verification import Status, Verification, verify
 from scalepoint.verification.agreement import Agreement, agreements, worst
 
@@ -62,6 +65,41 @@ def test_an_output_that_the_file_has_not_does_not_agree():
     assert worst(found) == -inf
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        pytest.param(torch.zeros(0, 4), "empty (0x4)", id="a batch of none"),
+        pytest.param(torch.zeros(2, 3), "constant, 0 everywhere", id="all zero"),
+        pytest.param(torch.full((2, 3), 7), "constant, 7 everywhere", id="constant integers"),
+    ],
+)
+def test_equal_values_of_an_empty_or_constant_output_prove_nothing(value, words):
+    found = agreements([value], {"y": value.numpy()})[0]
+    assert "exactly" not in str(found)
+    assert str(found) == f"y: nothing was compared, it is {words}"
+
+
+def test_a_constant_that_the_file_changes_does_not_agree():
+    assert agreement([[0.0, 0.0]], [[0.0, 0.1]]).sqnr == -inf
+
+
+@pytest.mark.parametrize(
+    ("shape", "feeds", "has_classes"),
+    [
+        pytest.param((2, 10), {}, True, id="classes"),
+        pytest.param((1, 84, 100), {}, False, id="boxes of a detector"),
+        pytest.param((1, 5, 8, 8), {}, False, id="a map"),
+        pytest.param((2, 6, 100), {"ids": np.zeros((2, 6), np.int64)}, True, id="tokens of a language model"),
+        pytest.param((2, 6, 100), {"ids": np.zeros((2, 7), np.int64)}, False, id="axes of no input"),
+    ],
+)
+def test_top1_is_counted_only_where_the_last_axis_has_classes(shape, feeds, has_classes):
+    value = torch.randn(shape)
+    found = agreements([value], {"y": value.numpy()}, feeds)[0]
+    assert found.top1 == (1.0 if has_classes else None)
+    assert ("top-1" in str(found)) == has_classes
+
+
 class Two(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x + 1, x * 2
@@ -107,3 +145,39 @@ def test_floats_that_the_runtime_rounds_by_itself_cost_agreement_but_not_the_fil
     if not holds:
         with pytest.raises(VerificationError, match="16 bits" if exact else "17.0 dB"):
             found.check()
+
+
+class Still(nn.Module):
+    """A constant output, beside one that depends on the input where `both`."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.linear, self.both = nn.Linear(4, 4), both
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return (y, y.mul(0).relu()) if self.both else y.mul(0).relu()
+
+
+def _verified_still(tmp_path, both):
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    model = quantize(Still(both).eval(), x, forward_loop=[x], target="onnxruntime")
+    export(model, tmp_path / "m.onnx", x)
+    return verify(tmp_path / "m.onnx", model, x)
+
+
+def test_a_file_whose_only_output_is_constant_is_not_verified_and_no_error(tmp_path):
+    found = _verified_still(tmp_path, both=False)
+    assert found.status == Status.NOT_VERIFIED
+    assert "nothing was compared" in found.message
+    assert not found.holds
+    found.check()
+
+
+def test_a_constant_output_beside_another_is_named_and_the_other_one_counts(tmp_path):
+    found = _verified_still(tmp_path, both=True)
+    assert found.status == Status.OK
+    assert found.holds
+    assert "nothing was compared" in str(found.optimized[1])
+    assert "nothing was compared" not in str(found.optimized[0])

@@ -7,6 +7,7 @@ import onnx
 import pytest
 import torch
 
+from scalepoint.errors import UsageError
 from scalepoint.verification import extract_failing
 from tests.formats.onnx.test_export import Net, settled
 from tests.verification.test_layers import deployed
@@ -49,9 +50,22 @@ def test_the_layer_stands_alone_and_shows_its_fault_without_us(files, tmp_path):
     assert float(done.stdout.split("%")[0]) < 90
 
 
-def test_another_extraction_replaces_the_first(files, tmp_path):
+def test_a_folder_with_other_files_is_refused_and_these_stay_when_forced(files, tmp_path):
     folder, quantized, x = files
     (tmp_path / "failing").mkdir()
-    (tmp_path / "failing" / "old").touch()
-    extract_failing(folder / "bad.onnx", quantized, x, tmp_path / "failing")
-    assert not (tmp_path / "failing" / "old").exists()
+    (tmp_path / "failing" / "mine").write_text("mine")
+    with pytest.raises(UsageError, match=r"not empty.*force=True"):
+        extract_failing(folder / "bad.onnx", quantized, x, tmp_path / "failing")
+    for _ in range(2):
+        extract_failing(folder / "bad.onnx", quantized, x, tmp_path / "failing", force=True)
+    assert (tmp_path / "failing" / "mine").read_text() == "mine"
+    assert len(list((tmp_path / "failing").iterdir())) == 5
+
+
+def test_the_folder_of_the_file_itself_is_refused(files):
+    """It would be written over by the extracted layer."""
+    folder, quantized, x = files
+    before = (folder / "bad.onnx").read_bytes()
+    with pytest.raises(UsageError, match="contains the file"):
+        extract_failing(folder / "bad.onnx", quantized, x, folder, force=True)
+    assert (folder / "bad.onnx").read_bytes() == before

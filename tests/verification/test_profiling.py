@@ -1,5 +1,8 @@
 """Where the time goes: rows of layers, by the runtime's own profiler; and how they are told."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -72,6 +75,32 @@ def test_openvino_tells_its_primitives(made):
     rows = profile(folder / "float.onnx", folder / "m.onnx", runtime="openvino")
     assert any("Convolution" in kernel for row in rows for kernel in row.kernels)
     assert all((row.seconds or 0) >= 0 for row in rows)
+
+
+RUNS = 12
+OPENVINO = """
+import json, runpy, sys
+import numpy as np
+
+child, path, runs = sys.argv[1:]
+file = runpy.run_path(child)["File"](path, {"threads": 1, "profile": True})
+feeds = {file.inputs[0]: np.zeros((1, 3, 32, 32), np.float32)}
+for _ in range(int(runs)):
+    file.run(feeds)
+averages = {node.node_name: node.real_time.total_seconds() for node in file.request.profiling_info}
+print(json.dumps({name: [averages[name], times] for (name, _), times in file.taken.items()}))
+"""
+
+
+def test_times_in_openvino_are_those_of_single_runs(made):
+    """OpenVINO gives averages since the file was compiled: single runs add up to as many averages, not more."""
+    child = find_runtime("openvino").child
+    command = [sys.executable, "-c", OPENVINO, str(child), str(made[0] / "float.onnx"), str(RUNS)]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert found
+    for average, times in found.values():
+        assert len(times) == RUNS
+        assert sum(times) == pytest.approx(RUNS * average, abs=1e-9)
 
 
 def test_a_runtime_that_does_not_tell_is_refused(made):

@@ -117,30 +117,39 @@ def timed(tmp_path):
         (tmp_path / f"{name}.onnx").write_text(str(seconds))
     (tmp_path / "broken.onnx").write_text("no number")
 
-    def run(first, second, plain=None):
+    def run(first, second, plain=None, baseline=None):
         names = (tmp_path / f"{each}.onnx" for each in (first, second))
         feeds = {"x": torch.zeros(3, 2).numpy()}
         plain_path = None if plain is None else tmp_path / f"{plain}.onnx"
-        return benchmark(*names, feeds, runtime=runtime, repeats=5, seconds=1, plain_path=plain_path)
+        limits = {"repeats": 5, "seconds": 1}
+        return benchmark(*names, feeds, runtime=runtime, plain_path=plain_path, baseline=baseline, **limits)
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("own", "plain", "baseline", "ratio"),
+    ("own", "plain", "baseline", "file", "ratio"),
     [
-        ("slow", "fast", "the plain export", 2),
-        ("fast", "slow", "the float file", 2),
-        ("slow", None, "the float file", 4),
-        ("slow", "broken", "the float file", 4),
+        ("slow", "fast", "the plain export", "fast.onnx", 2),
+        ("fast", "slow", "the float file", "fast.onnx", 2),
+        ("slow", None, "the float file", "slow.onnx", 4),
+        ("slow", "broken", "the float file", "slow.onnx", 4),
     ],
     ids=["plain is faster", "ours is faster", "ours alone", "plain does not run"],
 )
-def test_the_baseline_is_the_faster_float_file_that_runs(timed, own, plain, baseline, ratio):
+def test_the_baseline_is_the_faster_float_file_that_runs(timed, own, plain, baseline, file, ratio):
     found = timed(own, "quantized", plain)
     assert found.baseline == baseline
+    assert found.baseline_file == file
+    assert file in found.against
     assert found.ratio == pytest.approx(ratio, rel=0.4)
     assert f"of {baseline}'s speed" in str(found)
+
+
+def test_measurements_that_are_compared_have_the_same_baseline(timed):
+    found = timed("slow", "quantized", "fast", baseline="the float file")
+    assert (found.baseline, found.baseline_file) == ("the float file", "slow.onnx")
+    assert found.ratio == pytest.approx(4, rel=0.4)
 
 
 def test_a_file_that_does_not_run_is_an_error(timed):

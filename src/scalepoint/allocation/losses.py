@@ -120,6 +120,7 @@ def _with_spec(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeig
     axis = 1 if live.kind == "conv_transpose" else 0
     layer = QuantizedWeighted(live.operation, live.norm, WeightFakeQuantize([], spec=spec, channel_axis=axis))
     layer.weight_quant.name = live.weight_quant.name
+    layer.weight_quant.enabled = True
     layer.refers["input"] = live.refers["input"]
     layer.freeze()
     layer.training = False

@@ -236,8 +236,8 @@ class _Measured:
                 continue
             left = own * weights[node]
             for reader in node.users:
-                part = own * flow.gain(reader) * weights[reader]
-                if names.get(reader.name) in module.consumers:
+                if names.get(reader.name) in module.consumers:  # never the output node, which has no gain
+                    part = own * flow.gain(reader) * weights[reader]
                     self._add_input(names[reader.name], part)
                     left -= part
             source = node.all_input_nodes[0]

@@ -9,7 +9,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, inliner, shape_inference
 
-from scalepoint.errors import StoreError, shown
+from scalepoint.errors import DocumentError, StoreError, shown
+from scalepoint.untrusted import read_bytes, read_part
 
 OLDEST_OPSET = 10  # QuantizeLinear appeared
 MOST_NODES = 1_000_000  # after inlining functions, which can double at every level
@@ -58,9 +59,11 @@ def _path(source: str | os.PathLike[str]) -> Path:
 def _parse(path: Path) -> ModelProto:
     model = ModelProto()
     try:
-        model.ParseFromString(path.read_bytes())
+        model.ParseFromString(read_bytes(path, MOST_BYTES - 1))
     except DecodeError as error:
         raise StoreError(f"{path} is no ONNX file, or is cut off: write it again") from error
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
     return model
@@ -169,9 +172,7 @@ def _contained(location: str, folder: Path, name: str) -> Path:
 
 def _loaded(tensor: TensorProto, folder: Path | None) -> TensorProto:
     path, offset, length = _external(tensor, folder)
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read(length)
+    data = read_part(path, offset, length, folder=folder)
     return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
 
 

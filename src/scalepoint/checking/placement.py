@@ -137,7 +137,7 @@ def needless_pairs(view: View) -> Iterator[Fault]:
 
 def _needless(view: View, node: Node, uses: list[Use]) -> str | None:
     size = view.size(node.input(0))
-    reader = next((use.node for use in uses if _is_control(use.node)), None)
+    reader = next((use.node for use in uses if _is_control(use.node) and not _is_pool(view, use.node)), None)
     parameter = next((use.node for use in uses if use.node.op in _ONE_OPERAND and use.place > 0), None)
     if reader is not None:
         return f"an operand of {reader.op} is quantized"
@@ -148,6 +148,11 @@ def _needless(view: View, node: Node, uses: list[Use]) -> str | None:
     if node.output in view.graph.outputs and not view.graph.is_constant(node.input(0)):
         return "an output of the model is quantized and dequantized again"
     return None
+
+
+def _is_pool(view: View, node: Node) -> bool:
+    """A mean with a quantized result: torch writes a global average pool so, and the pool runs in int8."""
+    return node.op == "ReduceMean" and bool(view.quantizers(node.output))
 
 
 def _is_control(node: Node) -> bool:

@@ -151,6 +151,13 @@ RULES: tuple[Rule, ...] = (
         fusion.transposed_convolutions,
     ),
     Rule("R25", _W, "it adds noise and nodes, and no speed", "Remove this pair.", placement.needless_pairs),
+    Rule(
+        "R26",
+        _P,
+        "Q fuses into the kernel's weights only if they are a stored constant",
+        "Fold what is computed (a batch norm, a clip) into the weight before the export.",
+        weights.stored_weights,
+    ),
 )
 
 # What only a built engine can show (its inspector's JSON), so no rule here decides it.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from scalepoint.checking.graph import Node
+from scalepoint.checking.graph import COPIES, Node
 from scalepoint.checking.qdq import DEQUANTIZE, E8M0, FP4, FP8, INT4, QUANTIZE, WEIGHTED, View
 from scalepoint.checking.rule import Fault, Severity
 
@@ -64,6 +64,15 @@ def _axis_at(view: View, tensor: str, source: Node, rank: int) -> int | None:
         elif node.op != "Identity":
             return None
     return axis if 0 <= axis < rank else None  # outside: rule R02 speaks of it
+
+
+def stored_weights(view: View) -> Iterator[Fault]:
+    """R26: the weight before Q is stored in the file, not computed there, such as by Mul with a batch norm's factor."""
+    for node in view.nodes(*QUANTIZE):
+        tensor = view.graph.source(node.input(0), COPIES | {"Cast"})
+        maker = view.graph.producer(tensor)
+        if view.graph.is_constant(tensor) and maker is not None and maker.op not in (*DEQUANTIZE, "Constant"):
+            yield Fault(node, node.input(0), f"the weight before {node.op} is computed by {maker.op}")
 
 
 def block_formats(view: View) -> Iterator[Fault]:

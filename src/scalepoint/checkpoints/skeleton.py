@@ -5,6 +5,7 @@
 What the tree computes by itself (rotary frequencies) is there; every parameter must be in the checkpoint, in its shape.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,10 +16,14 @@ from torch import Tensor, nn
 
 from scalepoint.checkpoints.experts import take_apart
 from scalepoint.checkpoints.hollow import Hollows, trim
-from scalepoint.checkpoints.source import Source
-from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError
+from scalepoint.checkpoints.source import CONFIG, TIE, Source
+from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError, install_hint
 from scalepoint.graph.export import quiet
+from scalepoint.numerics import dtype_name
 
+EXPERT = re.compile(r"\.experts\.\d+\.")
+AT_ONCE = 1 << 24  # values that are looked at at a time
+COUNTED = re.compile(r"^(n|num)_.*(layer|block|expert)s?$")
 PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # of a stack
 
 
@@ -42,6 +47,18 @@ class Weights:
             if place in self.names and place not in self._here:
                 self.hollows.fill(tensor, self.source.tensor(self.names[place]))
                 self._here[place] = tensor
+
+    def check_finite(self) -> None:
+        """Read every weight once, a tensor at a time; StoreError names one that holds NaN or infinity."""
+        for name in self.names.values():
+            value = self.source.tensor(name).flatten()
+            starts = range(0, value.numel(), AT_ONCE)
+            bad = sum([int((~value[start : start + AT_ONCE].isfinite()).sum()) for start in starts])
+            if bad:
+                raise StoreError(
+                    f"{self.source.tensors[name].shard.name}: {name} holds NaN or infinity in {bad} of {value.numel()} "
+                    "values: the checkpoint is damaged, or overflowed when it was saved. Fetch or save it again"
+                )
 
     def drop(self) -> None:
         """Give the memory of all back."""
@@ -120,10 +137,20 @@ def _of_expert(name: str, parts: Mapping[str, str]) -> str:
 def _checked(source: Source, names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> str:
     """The name of a parameter in the checkpoint, which has it in this shape."""
     stored = source.tensors.get(names.get(name, name))
+    if stored is None and EXPERT.search(name) and not any(EXPERT.search(each) for each in source.tensors):
+        raise CaptureError(
+            f"{source.folder}: the experts of {source.model_type!r} are stored in one tensor for each layer, and "
+            "scalepoint reads experts that are stored one by one (as in Mixtral, Qwen-MoE and OLMoE)"
+        )
     if stored is None:
         raise StoreError(
             f"{source.folder} has no {name}, which a {source.model_type!r} model of its config.json needs "
             f"({len(source.tensors)} tensors there, such as {next(iter(source.tensors), 'none')})"
+        )
+    if not stored.dtype.is_floating_point:
+        raise StoreError(
+            f"{stored.shard.name}: {name} is stored as {dtype_name(stored.dtype)}, and the weights of a model are "
+            "floats: save the checkpoint again as float32, float16 or bfloat16"
         )
     if stored.shape != shape:
         raise StoreError(
@@ -140,6 +167,26 @@ def _load_buffers(model: nn.Module, source: Source, names: Mapping[str, str]) ->
             buffer.copy_(source.tensor(stored))
 
 
+def check_counts(source: Source) -> None:
+    """Refuse more layers or experts than the checkpoint has weights for: transformers would build them one by one."""
+    sizes = [size for stored in source.tensors.values() for size in stored.shape]
+    most = max([len(source.tensors), *sizes])
+    for key, value in _integers(source.config):
+        if COUNTED.search(key) and value > (len(source.tensors) if "layer" in key else most):
+            raise StoreError(
+                f"{source.folder / CONFIG}: {key} is {value}, and the checkpoint has {len(source.tensors)} tensors"
+            )
+
+
+def _integers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """All whole numbers of a config by their keys; parts of a model have configs of their own."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _integers(value)
+        elif isinstance(value, int):
+            yield key, value
+
+
 def check_config(source: Source) -> None:
     """CaptureError where transformers makes no model of its config.json."""
     with _told(source):
@@ -147,6 +194,7 @@ def check_config(source: Source) -> None:
 
 
 def _tree(source: Source) -> nn.Module:
+    check_counts(source)
     with _told(source):
         config = _config(source)
         config.use_cache = False
@@ -163,7 +211,10 @@ def _config(source: Source) -> Any:
         raise CaptureError(
             f"{source.folder}: config.json asks for code of its own ({source.model_type!r}), which is never run here"
         )
-    return transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+    untied = {TIE: False} if source.config.get(TIE) is False else {}  # by the file, whatever config.json says
+    return transformers.AutoConfig.from_pretrained(
+        source.folder, local_files_only=True, trust_remote_code=False, **untied
+    )
 
 
 @contextmanager
@@ -185,7 +236,7 @@ def _library() -> Any:
     try:
         import transformers  # noqa: PLC0415  # an extra
     except ImportError:
-        raise UsageError("language models need transformers: pip install 'scalepoint[transformers]'") from None
+        raise UsageError(f"language models need transformers: {install_hint('transformers')}") from None
     return transformers
 
 

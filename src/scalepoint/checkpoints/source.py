@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, nearest
 from scalepoint.files import digest
+from scalepoint.untrusted import check_file, open_tensors, read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LARGEST_INDEX = 64_000_000
+LARGEST_FILE = 256_000_000  # of a tokenizer
+OPENED_BY_TRANSFORMERS = (".json", ".model", ".txt", ".jinja", ".safetensors")
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,6 +37,9 @@ TOKENIZER = (
     "chat_template.jinja",
     "generation_config.json",
 )
+HEADS = ("lm_head", "embed_out")
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings", "tokens_embed")
+TIE = "tie_word_embeddings"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -74,6 +79,7 @@ class Source:
         folder = Path(folder)
         if not folder.is_dir():
             raise StoreError(f"{folder}: no such folder. A checkpoint is a folder with {CONFIG} and safetensors files")
+        check_files(folder)
         config = _json(folder / CONFIG)
         found: dict[str, Stored] = {}
         for shard, names in _shards(folder).items():
@@ -83,7 +89,25 @@ class Source:
                     f"{shard.name} lacks {missing[0]} ({len(missing)} in all), which {INDEX} looks for there"
                 )
             found |= {name: tensors[name] for name in (names or tensors)}
+        if config.get(TIE) is not False and cls(folder, config, found).has_own_head():
+            config = {**config, TIE: False}
         return cls(folder, config, found)
+
+    def has_own_head(self) -> bool:
+        """Whether the file holds a head with other values than the embedding.
+
+        transformers uses such a head even if config.json ties it to the embedding.
+        """
+        heads, embeddings = (self._weights_of(names) for names in (HEADS, EMBEDDINGS))
+        if len(heads) != 1 or len(embeddings) != 1:
+            return False
+        if self.tensors[heads[0]].shape != self.tensors[embeddings[0]].shape:
+            return True
+        return not torch.equal(*(self.tensor(name, torch.float32) for name in (heads[0], embeddings[0])))
+
+    def _weights_of(self, layers: Iterable[str]) -> list[str]:
+        """The weights of layers whose names end so."""
+        return [name for name in self.tensors if name.endswith(".weight") and name.split(".")[-2] in layers]
 
     @property
     def model_type(self) -> str:
@@ -114,19 +138,32 @@ class Source:
         if stored is None:
             raise StoreError(f"{self.folder} has no tensor {name!r}: {nearest(name, self.tensors)}")
         try:
-            with safe_open(stored.shard, framework="pt") as file:
+            with open_tensors(stored.shard, folder=self.folder) as file:
                 return file.get_tensor(name).to(dtype or stored.dtype, copy=True)  # type: ignore[no-any-return]
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, DocumentError) as error:
             raise StoreError(f"{stored.shard}: {name} cannot be read: {error}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Check the files that transformers opens by itself: regular, of a sane size, and no links out of the folder."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in OPENED_BY_TRANSFORMERS or path.is_dir():
+            continue
+        try:
+            check_file(path, None if path.suffix == ".safetensors" else LARGEST_FILE, folder=folder)
+        except (OSError, DocumentError) as error:
+            raise StoreError(
+                error.args[0] if isinstance(error, DocumentError) else f"{path}: {error.strerror}"
+            ) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(path.read_text(), LARGEST_INDEX)
+        found = read_json(path, LARGEST_INDEX, folder=path.parent)
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}. A checkpoint folder has a {path.name}") from error
-    except (UnicodeDecodeError, DocumentError) as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
     if not isinstance(found, dict):
         raise StoreError(f"{path} is no JSON object")
     return found
@@ -160,7 +197,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
 def _header(shard: Path) -> dict[str, Stored]:
     """What a shard holds; its length is checked against its header."""
     try:
-        with safe_open(shard, framework="pt") as file:
+        with open_tensors(shard, folder=shard.parent) as file:
             names: Iterable[str] = file.keys()
             slices = {name: file.get_slice(name) for name in names}
             return {
@@ -169,6 +206,8 @@ def _header(shard: Path) -> dict[str, Stored]:
             }
     except FileNotFoundError:
         raise StoreError(f"{shard} is missing: the index names it") from None
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{shard} is damaged or incomplete: {error}. Fetch it again") from error
 

@@ -13,6 +13,7 @@ from scalepoint.cli import beginning, deploying, files, inspecting, machine, pro
 from scalepoint.cli.ending import Code, fail, flushed, interrupted, misused
 from scalepoint.cli.screen import NARROW, abandon, prepare, say, show
 from scalepoint.errors import ScalepointWarning
+from scalepoint.interrupts import remembering_interrupts
 
 _MISUSE: Any = typer.BadParameter.__mro__[2]  # ClickException, under whichever name typer brings it
 EXIT_CODES = (
@@ -37,7 +38,7 @@ app = typer.Typer(
     help="A trained PyTorch model in, a quantized one that is really deployed out.",
     epilog=examples(
         "scalepoint init",
-        "scalepoint deploy deploy:model --data deploy:data --target onnxruntime -o out/",
+        "scalepoint deploy deploy:model --data deploy:data --target onnxruntime -o out/ --trust",
         "scalepoint report out/",
     )
     + f"\n\n{EXIT_CODES}",
@@ -69,29 +70,32 @@ COMMANDS = (
         "deploy",
         (
             "scalepoint deploy mypackage.models:resnet --data calibration.npz -o out/",
-            "scalepoint deploy nets:net --data photos/ --size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225",
-            "scalepoint deploy nets:net --data nets:batches --evaluate nets:accuracy --max-drop 0.5 -o out/",
-            "scalepoint deploy -c scalepoint.yaml --dry-run",
-            "scalepoint deploy -c scalepoint.yaml --smoke",
-            "scalepoint deploy -c scalepoint.yaml --resume",
+            "scalepoint deploy timm:resnet18 -d photos/ --size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225",
+            "scalepoint deploy nets:net --data nets:batches --evaluate nets:accuracy --max-drop 0.5 --trust",
+            "scalepoint deploy -c scalepoint.yaml --trust --dry-run",
+            "scalepoint deploy -c scalepoint.yaml --trust --smoke",
+            "scalepoint deploy -c scalepoint.yaml --trust --resume",
         ),
     ),
     (
         sweeping.sweep,
         "sweep",
-        ("scalepoint sweep -c sweep.yaml -o sweep/", "scalepoint sweep -c sweep.yaml -o sweep/ --resume"),
+        (
+            "scalepoint sweep -c sweep.yaml -o sweep/ --trust",
+            "scalepoint sweep -c sweep.yaml -o sweep/ --trust --resume",
+        ),
     ),
     (
         proving.verify,
         "verify",
-        ("scalepoint verify out/ nets:net --data calibration.npz", "scalepoint verify out/ -c out/config.yaml"),
+        ("scalepoint verify out/", "scalepoint verify out/ mypackage.models:resnet --data calibration.npz"),
     ),
     (
         inspecting.inspect,
         "inspect",
         (
-            "scalepoint inspect nets:net --shape 1,3,224,224",
-            "scalepoint inspect nets:net --target tensorrt --json",
+            "scalepoint inspect mypackage.models:resnet --shape 1,3,224,224",
+            "scalepoint inspect nets:net --target tensorrt --trust --json",
             "scalepoint inspect out/model.onnx",
         ),
     ),
@@ -104,7 +108,7 @@ COMMANDS = (
         (
             "scalepoint compare before/ after/",
             "scalepoint compare before/ after/ --html difference.html",
-            "scalepoint compare out/ nets:net --data calibration.npz",
+            "scalepoint compare out/ mypackage.models:resnet --data calibration.npz",
         ),
     ),
     (machine.targets, "targets", ("scalepoint targets", "scalepoint targets tensorrt", "scalepoint targets --json")),
@@ -122,7 +126,7 @@ def run(arguments: list[str]) -> int:
     prepare()
     is_json, is_debug = "--json" in arguments, "--debug" in arguments
     name = next((each for each in arguments if not each.startswith("-")), "scalepoint")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), remembering_interrupts():
         _quiet_warnings(is_debug)
         try:
             code = app(arguments, standalone_mode=False, prog_name="scalepoint")

@@ -3,6 +3,7 @@
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 import json as writer
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ def init(
     ask: Annotated[
         bool, typer.Option("--ask", help="Ask for model, data, target and metric, and look at the model.")
     ] = False,
+    trust: options.Trust = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
@@ -43,6 +45,8 @@ def init(
     from scalepoint.files import replace_text
 
     answers = asked(folder) if ask else {}
+    if any(text.startswith("deploy:") for text in answers.values()) and not _has_module(folder):
+        names.append("deploy.py")  # what the usual answers name
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         replace_text(folder / name, filled((TEMPLATES / WRITTEN[name]).read_text(encoding="utf-8"), answers))
@@ -51,10 +55,12 @@ def init(
         show_json("init", {"exit_code": 0, "written": paths})
     else:
         show(Text("\n".join(map(str, paths))))
-    change = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    command = f"{change}scalepoint deploy -c scalepoint.yaml"
+    # From here, not from the folder: the answers are names of files and modules as they are found from here.
+    command = shlex.join(["scalepoint", "deploy", "-c", str(folder / "scalepoint.yaml")])
     if ask:
-        look_at(folder)
+        look_at(folder, trust)
+    if not ask or _is_local(folder, answers):
+        command += " --trust"
     say(f"Next: {command} --dry-run\n      {command}")
     return Code.DONE
 
@@ -75,7 +81,7 @@ def asked(folder: Path) -> dict[str, str]:
     from scalepoint.cli.data import Reading, check_data
     from scalepoint.cli.naming import Finder, check_name
 
-    finder = Finder(folder)
+    finder = Finder(folder, trust=True)  # nothing is run here: whether names can be is checked
     targets = ", ".join(_targets())
     questions: tuple[tuple[str, str, str, Check], ...] = (
         ("model", "The model (package.module:name, timm:NAME, hf:FOLDER)", "deploy:model",
@@ -113,14 +119,34 @@ def _answer(question: str, usual: str, check: Check) -> str:
             return text
 
 
-def look_at(folder: Path) -> None:
+def _has_module(folder: Path) -> bool:
+    return any((each / "deploy.py").exists() for each in (folder, Path()))
+
+
+def _is_local(folder: Path, answers: Mapping[str, str]) -> bool:
+    """Whether an answer names code that is run only with --trust."""
+    from scalepoint.cli.data import Reading, check_data
+    from scalepoint.cli.naming import Finder, check_name
+
+    finder = Finder(folder)
+    try:
+        check_name(answers["model"], "model", finder)
+        check_data(answers["data"], Reading(finder=finder))
+        if answers["evaluate"]:
+            check_name(answers["evaluate"], "evaluate", finder)
+    except UsageError:
+        return True
+    return False
+
+
+def look_at(folder: Path, trust: bool) -> None:
     """What the target would quantize of the model; of one that cannot be looked at yet, why."""
     from scalepoint.cli.inspecting import covered
     from scalepoint.cli.settings import finder_of, settings_of
 
     settings = settings_of({"config": folder / "scalepoint.yaml"})
     try:
-        found = covered(settings, finder_of(settings, {}))
+        found, _ = covered(settings, finder_of(settings, {"trust": trust}))
     except ScalepointError as error:
         say(f"not looked at yet: {error.args[0]}", "yellow")
     else:

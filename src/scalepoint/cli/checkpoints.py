@@ -14,6 +14,7 @@ from scalepoint.cli.screen import say, show, show_json
 NOT_HERE = (
     "evaluate",
     "max_drop",
+    "min_speed",
     "budget",
     "leave",
     "dynamic_axes",
@@ -23,6 +24,9 @@ NOT_HERE = (
     "size",
     "mean",
     "std",
+    "weights",
+    "random",
+    "max_batches",
 )
 
 
@@ -47,7 +51,8 @@ class FolderRun:
 
     def check(self) -> bool:
         """What can be refused before the model is looked at; whether a run goes on."""
-        from scalepoint.language.settings import work_of
+        from scalepoint.language.settings import has_blocks, work_of
+        from scalepoint.output_folder import check_path
         from scalepoint.targets import find_target, list_targets
 
         if not find_target(self.settings.target).is_language:
@@ -56,9 +61,11 @@ class FolderRun:
                 f"{', '.join(list_targets(language=True))}, not {self.settings.target!r}"
             )
         given = [name for name in NOT_HERE if getattr(self.settings, name)]
+        given += ["cpu"] if self.settings.cpu != "auto" else []
         if given:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
-        is_left = work_of(self.output).exists()
+        check_path(self.output)
+        is_left = has_blocks(work_of(self.output))
         if self.resume or (is_left and ranks.is_restarted()):
             return True
         if self.force:
@@ -87,17 +94,28 @@ class FolderRun:
                 length=settings.length,
                 samples=settings.samples,
                 cache=settings.cache,
+                allow_departure=True,  # the exit code says it, after the result
                 resume=resume,
+                force=self.force,
                 progress=not self.quiet,
             )
         except KeyboardInterrupt:
-            return interrupted("finished blocks are kept; the same command with --resume goes on from there")
+            return interrupted(self._left_behind())
         return self._finish(done)
 
+    def _left_behind(self) -> str:
+        from scalepoint.language.settings import has_blocks, work_of
+
+        if not has_blocks(work_of(self.output)):
+            return f"nothing was written into {self.output}; run the same command again"
+        return "finished blocks are kept; the same command with --resume goes on from there"
+
     def _finish(self, done: Any) -> int:
+        from scalepoint.report.language import DEPARTS
+
         found = done.report.language
-        is_run = found.status == "ok"
-        code = Code.DONE if is_run else Code.UNVERIFIED
+        is_allowed = found.status == DEPARTS and self.settings.allow_departure
+        code = Code.DONE if found.status == "ok" or is_allowed else Code.UNVERIFIED
         if self.json:
             result = {
                 "exit_code": int(code),
@@ -106,12 +124,14 @@ class FolderRun:
                 "path": done.path,
                 "float_score": done.float_score,
                 "score": done.score,
+                "higher_is_better": done.higher_is_better,
                 "summary": done.report.summary(),
                 "coverage": done.coverage.to_list(),
             }
             show_json("deploy", result)
         else:
             show(*done.report.summary(), f"written: {done.path}")
-        if not is_run:
-            say(f"not verified: {found.runtime}: {found.message or 'no text to judge by'}", style="yellow")
+        if found.status != "ok":
+            hint = " (--allow-departure accepts it)" if found.status == DEPARTS and not is_allowed else ""
+            say(f"not verified: {found.runtime}: {found.message or 'no text to judge by'}{hint}", style="yellow")
         return code

@@ -14,7 +14,8 @@ from typing import Any
 from scalepoint.cli.ending import usage
 from scalepoint.cli.naming import PICKLES, Finder, check_name, named, users_code
 from scalepoint.cli.screen import say
-from scalepoint.errors import ScalepointError
+from scalepoint.errors import DocumentError, ScalepointError
+from scalepoint.untrusted import check_file
 
 FILES = (".npz", ".safetensors")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -102,6 +103,7 @@ def _npz(path: Path) -> dict[str, Any]:
     import numpy as np
     import torch
 
+    _check(path)
     try:
         with zipfile.ZipFile(path) as file:
             unpacked = sum(each.file_size for each in file.infolist())
@@ -120,10 +122,18 @@ def _safetensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    _check(path)
     try:
         return _checked(path, load_file(path))
     except (SafetensorError, OSError, ValueError) as error:
         raise usage(f"{path} is not a safetensors file: {error}") from error
+
+
+def _check(path: Path) -> None:
+    try:
+        check_file(path)
+    except (OSError, DocumentError) as error:
+        raise usage(error.args[0] if isinstance(error, DocumentError) else f"{path} cannot be read: {error}") from error
 
 
 def _checked(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:

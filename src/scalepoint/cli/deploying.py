@@ -13,12 +13,22 @@ import scalepoint
 from scalepoint import ranks
 from scalepoint.cli import options
 from scalepoint.cli.checkpoints import FolderRun, is_folder
-from scalepoint.cli.ending import Code, interrupted
+from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import WORK, check_names, check_output, check_settings, done_in, finder_of, settings_of
+from scalepoint.cli.settings import (
+    WORK,
+    check_inputs,
+    check_names,
+    check_output,
+    check_runtime,
+    check_settings,
+    done_in,
+    finder_of,
+    settings_of,
+)
 from scalepoint.files import replace_text
 from scalepoint.words import decibel, ratio, value_of
 
@@ -31,7 +41,7 @@ from scalepoint.cli.app import run
 
 here = Path(__file__).resolve().parent
 output = sys.argv[1] if len(sys.argv) > 1 else "again"
-sys.exit(run(["deploy", "-c", str(here / "{file}"), "-o", output, *{trust!r}]))
+sys.exit(run(["deploy", "-c", str(here / "{file}"), "-o", output, *{flags!r}]))
 '''
 TOLD = (
     "data", "evaluate", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
@@ -67,6 +77,7 @@ def deploy(
     seed: options.Seed = None,
     allow_departure: options.AllowDeparture = None,
     float_dtype: options.FloatDtype = None,
+    cpu: options.Cpu = None,
     metadata: options.Metadata = None,
     batch_size: options.BatchSize = None,
     size: options.Size = None,
@@ -102,10 +113,14 @@ def _deployed(given: dict[str, Any]) -> int:
             _look(Path(output or "out"), may_exist, resume)
     settings = settings_of(given)
     if is_folder(settings.model):
+        for flag in ("smoke", "dry_run"):
+            if given[flag]:
+                raise usage(f"--{flag.replace('_', '-')} is not for checkpoints of language models")
         return FolderRun(settings, resume, bool(given["force"]), quiet, json).go()
     finder = finder_of(settings, given)
     check_settings(settings, finder)
     settings = with_metadata(settings, finder)
+    check_inputs(settings, finder)
     folder = Path(settings.output)
     resume = resume or (ranks.is_restarted() and (folder / WORK).exists())
     _look(folder, may_exist, resume)
@@ -115,6 +130,7 @@ def _deployed(given: dict[str, Any]) -> int:
         code = preview(settings, finder, "deploy", json=json)
         _talk("dry run: nothing was written", quiet)
         return code
+    check_runtime(settings)
     return Run(settings, finder, bool(given["smoke"]), resume, quiet, json, bool(given["verbose"])).go()
 
 
@@ -149,7 +165,7 @@ def _talk(text: str, quiet: bool) -> None:
 def keywords_of(settings: Any) -> dict[str, Any]:
     """What deploy is told of a config."""
     same = ("target", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-            "leave", "dynamic_axes", "strict", "threads", "seed", "float_dtype", "metadata")  # fmt: skip
+            "leave", "dynamic_axes", "strict", "threads", "seed", "float_dtype", "cpu", "metadata")  # fmt: skip
     told = {name: getattr(settings, name) for name in same}
     return {**told, "config": settings.quantization, "allow_departure": True}  # told by the exit code, after the result
 
@@ -208,31 +224,37 @@ class Run:
 
     def kept(self, done: Any) -> Any:
         """The same, with the configs in its folder and the command in its report."""
+        from scalepoint.output_folder import WrittenFiles
         from scalepoint.report import write
+        from scalepoint.report.folder import HTML_FILE, JSON_FILE
 
         if not ranks.is_main():
             return done
-        command = self._write_configs(done)
+        file, command = self._write_configs(done)
+        paths = [self.folder / "config.yaml", file, self.folder / "reproduce.py"]
         if done.report.reproduction is not None:
             again = replace(done.report.reproduction, command=command)
             done = replace(done, report=replace(done.report, reproduction=again))
             write(done.report, self.folder)
+            paths += [self.folder / JSON_FILE, self.folder / HTML_FILE]
+        WrittenFiles(self.folder).add(paths)
         return done
 
-    def _write_configs(self, done: Any) -> str:
-        """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns the command that makes
-        the kept file again, from wherever it is typed."""
-        here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder)})
+    def _write_configs(self, done: Any) -> tuple[Path, str]:
+        """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns that file, and the
+        command that makes the kept file again, from wherever it is typed."""
+        cpu = getattr(done.report, "environment", {}).get("target cpu", self.settings.cpu)  # as it was made
+        here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder), "cpu": cpu})
         file = self.folder / "config.yaml"
         here.to_file(file)
         if len(getattr(done.report, "attempts", ())) > 1 or self.settings.budget is not None:
             file = self.folder / "kept.yaml"
             kept = {"max_drop": None, "min_speed": None, "budget": None, "quantization": done.report.config}
             here.updated(kept).to_file(file)
-        trust = ["--trust"] if self.finder.trust else []
-        script = AGAIN.format(version=scalepoint.__version__, file=file.name, trust=trust)
+        flags = ["--trust"] * self.finder.trust + ["--smoke"] * self.smoke
+        script = AGAIN.format(version=scalepoint.__version__, file=file.name, flags=flags)
         replace_text(self.folder / "reproduce.py", script)
-        return shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *trust])
+        return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *flags])
 
     def _left_behind(self) -> str:
         """What a run that did not end has done, and how to go on."""
@@ -274,11 +296,8 @@ def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_de
     from scalepoint.report import is_within
 
     found = done.verification
-    if found is not None and found.status.value != "ok":
-        return Code.UNVERIFIED, f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
-    if found is not None and not found.holds and not allow_departure:
-        why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
-        return Code.UNVERIFIED, f"{why} (--allow-departure accepts it)"
+    if found is not None and found.is_refuted and (why := _refuted(found, allow_departure)):
+        return Code.UNVERIFIED, why
     drop = done.drop
     if max_drop is not None and drop is not None and not is_within(done.float_score, done.score, max_drop):
         lost = f"loses {value_of(drop)}" if drop == drop else "has a score of NaN"  # noqa: PLR0124  # only NaN differs
@@ -288,5 +307,17 @@ def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_de
         why = f"the fastest file has {ratio(speed)} the speed of the float one, less than {ratio(min_speed)}"
         return Code.LIMIT, f"{why}; it was kept"
     if found is None:
-        return Code.DONE, "not verified: no runtime of this target is known here; the numbers are the simulation's"
-    return Code.DONE, ""
+        return Code.DONE, "not verified: no runtime of this target is known here"
+    return Code.DONE, "" if found.status.value != "not verified here" else f"not verified here: {found.message}"
+
+
+def _refuted(found: Any, allow_departure: bool) -> str:
+    """What is wrong with the file; "" where that is accepted."""
+    if found.status.value not in ("ok", "not verified here"):
+        return f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"
+    if allow_departure:
+        return ""
+    if found.differences:
+        return f"the file does not hold what the model does: {found.differences[0]}"
+    why = f"{found.runtime} agrees to {decibel(found.sqnr)} dB, less than {found.bound:.0f}"
+    return f"{why} (--allow-departure accepts it)"

@@ -77,14 +77,20 @@ def bench(
     batches: Annotated[
         str | None, typer.Option(help="Sizes of batches, as 1,8,32: how many samples a second at each.")
     ] = None,
-    length: Annotated[int, typer.Option(min=1, help="What free axes are that are not the batch, such as tokens.")] = 1,
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, help="What free axes are that are not the batch, such as tokens; 1 if not said."),
+    ] = None,
     min_ratio: Annotated[
         float | None, typer.Option(min=0, help="Exit with 5 when B is not so many times as fast.")
     ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """The speed of two files in one process, in turns: the ratio of medians, and the time of their layers."""
+    """The speed of two files in one process, in turns: the ratio of medians, and the time of their layers.
+
+    With the inputs that deploy measured with, where they lie beside B; with random ones if --batches or --length is
+    given."""
     _there(first, None)
     _there(second, None)
     from scalepoint.runtimes import find_runtime
@@ -98,15 +104,17 @@ def bench(
     counts, sizes_of = _counts("--threads", threads), _counts("--batches", batches)
     from scalepoint.verification.timing import random_inputs, throughput
 
+    kept = _kept_inputs(first, second, chosen) if batches is None and length is None and len(counts) == 1 else None
     try:
-        feeds = random_inputs(first, chosen, sizes_of[0], length)
+        feeds = random_inputs(first, chosen, sizes_of[0], length or 1) if kept is None else kept
         more: Sequence[Any] = ()
         if len(counts) * len(sizes_of) > 1:
-            more = throughput(first, second, batches=sizes_of, threads=counts, length=length, runtime=chosen)
+            more = throughput(first, second, batches=sizes_of, threads=counts, length=length or 1, runtime=chosen)
     except UsageError as error:
         raise usage(str(error.args[0])) from error
     found = more[0] if more else public("benchmark")(first, second, feeds, runtime=chosen, threads=counts[0])
-    layers = _layers(first, second, feeds, chosen, counts[0])
+    by_layer = _with_layer_names(first)
+    layers = _layers(by_layer, second, feeds, chosen, counts[0])
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
         about = {"exit_code": int(code), "files": [first, second], "bytes": sizes}
@@ -121,11 +129,26 @@ def bench(
             Listing(("file", "median", "size"), rows, numbers=(1, 2)),
             Text(one_line(f"{second.name}: {speed} of {first.name} ({found.how})")),
             *_throughput(more, first, second),
-            *_slowest(layers, first, second),
+            *_slowest(layers, by_layer, second),
         )
     if code:
         say(f"failed: {ratio(found.ratio)} is less than the {min_ratio} asked for", "red")
     return code
+
+
+def _kept_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any] | None:
+    """What deploy measured the second file with; None where it kept nothing, or the first takes other inputs."""
+    from scalepoint.verification.files import about_file
+    from scalepoint.verification.inputs import INPUTS_FILE, load_inputs
+
+    path = second.parent / INPUTS_FILE
+    if not path.is_file():
+        return None
+    feeds = load_inputs(path)
+    if any({each.name for each in about_file(file, runtime).inputs} != set(feeds) for file in (first, second)):
+        return None
+    say(f"inputs: {path}")
+    return feeds
 
 
 def _rates(more: Sequence[Any]) -> list[dict[str, Any]]:
@@ -159,6 +182,12 @@ def _layers(first: Path, second: Path, feeds: Any, runtime: Any, threads: int) -
     from scalepoint.verification import profile
 
     return profile(first, second, feeds, runtime=runtime, threads=threads) if runtime.profiles else ()
+
+
+def _with_layer_names(path: Path) -> Path:
+    """The float file whose nodes are named after layers: torch.onnx.export names those of float_plain otherwise."""
+    own = path.with_name(f"float{path.suffix}")
+    return own if path.stem == "float_plain" and own.is_file() else path
 
 
 def _slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
@@ -199,10 +228,7 @@ def report(
     from scalepoint.files import replace_text
     from scalepoint.report import Report, to_html
 
-    try:
-        found = Report.from_json(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise usage(f"{path} is not a report: {error}") from error
+    found = Report.from_file(path, folder=path.parent if folder.is_dir() else None)
     if html is not None:
         replace_text(html, to_html(found))
         say(f"written: {html}")

@@ -10,11 +10,17 @@ from scalepoint.cli import options
 from scalepoint.cli.data import Batches, load_data
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.metadata import is_file_of_ours, tell_about
+from scalepoint.cli.models import is_library, without_labels
 from scalepoint.cli.naming import Finder, load_model, public
-from scalepoint.cli.screen import Listing, show, show_json
+from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_names, check_settings, finder_of, reading_of, settings_of
 from scalepoint.errors import CoverageError
 from scalepoint.words import count
+
+UNSIZED = (
+    "the sizes of the inputs are not known, so MACs are not counted and no layer is left float because int8 is slower: "
+    "deploy may quantize fewer layers. Give --shape or --data, or let the factory return (model, example_inputs)"
+)
 
 
 def inspect(
@@ -52,36 +58,43 @@ def inspect(
 
 def preview(settings: Any, finder: Finder, command: str, example: Any = None, *, json: bool) -> int:
     """Capture and coverage only; nothing is written."""
-    found = covered(settings, finder, example)
+    found, has_sizes = covered(settings, finder, example)
     if settings.strict:
         found.check()
     if command == "deploy" and found.is_empty:  # what the run would refuse
         raise CoverageError(found.why_empty())
     if json:
         fields = {"exit_code": 0, "dry_run": True, "target": settings.target, "coverage": found.to_list()}
-        show_json(command, fields)
+        show_json(command, {**fields, "has_sizes": has_sizes})
     else:
         show(coverage_listing(found), f"{settings.target}: {found.summary()}")
+    if not has_sizes:
+        say(f"note: {UNSIZED}", "yellow")
     return Code.DONE
 
 
-def covered(settings: Any, finder: Finder, example: Any = None) -> Any:
-    """What of the model is quantized and what not, as deploy has it."""
+def covered(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, bool]:
+    """What of the model is quantized and what not, as deploy has it where the sizes of inputs are known, and whether
+    they are."""
     from scalepoint.deployment.settings import with_speed
+    from scalepoint.targets import find_target
 
     model, inputs, _ = model_and_data(settings, finder, example)
     config = with_speed(settings.quantization, is_strict=settings.strict, has_budget=settings.budget is not None)
-    return public("inspect")(
-        model, inputs, target=settings.target, config=config, leave=settings.leave, dynamic_axes=settings.dynamic_axes
-    )
+    target = find_target(settings.target, settings.cpu)
+    given = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
+    return public("inspect")(model, inputs, target=target, **given), inputs is not None
 
 
 def model_and_data(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, Any, Batches | None]:
-    """The model, its example inputs (those given, its own, or of the first batch) and the data."""
+    """The model, its example inputs and the data. The example is what is given, else what the user's factory returns,
+    else the first batch of the data; a library's model has one of its own only where there is no data."""
     model, inputs = load_model(settings.model, finder)
     batches = load_data(settings.data, reading_of(settings, finder)) if settings.data else None
     if example is not None:
         inputs = example
+    elif batches is not None and is_library(settings.model):
+        inputs = without_labels(model, example_of(model, batches.first()))
     elif inputs is None and batches is not None:
         inputs = example_of(model, batches.first())
     return model, inputs, batches

@@ -18,7 +18,7 @@ import scalepoint
 from scalepoint.cli import declared, options
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.screen import Listing, say, show, show_json
-from scalepoint.errors import TargetError, nearest
+from scalepoint.errors import TargetError, install_hint, nearest
 from scalepoint.processor import CAP, amx
 
 NEEDED = (
@@ -40,7 +40,19 @@ DISTRIBUTION = {
     "onnx_ir": "onnx-ir",
     "ml_dtypes": "ml-dtypes",
     "ai_edge_litert": "ai-edge-litert",
+    "compressed_tensors": "compressed-tensors",
+    "onnxruntime_genai": "onnxruntime-genai",
 }
+OPTIONAL = (  # package, what it is for, the extra that brings it
+    ("openvino", "runs files of target openvino", "openvino"),
+    ("executorch", "writes and runs .pte files", "executorch"),
+    ("ai_edge_litert", "writes and runs .tflite files", "litert"),
+    ("coremltools", "writes and reads files of target coreml", "coreml"),
+    ("transformers", "reads checkpoints of language models, hf:FOLDER, and runs packed folders", "transformers"),
+    ("compressed_tensors", "lets transformers load folders of target compressed-tensors", "transformers"),
+    ("onnxruntime_genai", "runs folders of target ort-genai", "genai"),
+    ("gguf", "writes GGUF files", "gguf"),
+)
 SPACE = 2e9
 CAP_SAID = "".join(f"{name}={value}" for name, value in CAP.items())
 
@@ -128,11 +140,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
         Line("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
         *(_package(name, is_needed=True) for name in NEEDED),
         _package("onnxruntime", "runs target onnxruntime", is_needed=True),
-        _package("openvino", "runs files in OpenVINO (optional)"),
-        _package("executorch", "writes and runs .pte files (optional)"),
-        _package("ai_edge_litert", "writes and runs .tflite files (optional: pip install scalepoint[litert])"),
-        _package("coremltools", "writes and reads files of target coreml (optional: pip install scalepoint[coreml])"),
-        _package("gguf", "writes GGUF files (optional)"),
+        *(_package(name, f"{what} (optional)", extra=extra) for name, what, extra in OPTIONAL),
         _llamacpp(),
         _package("tensorrt", "optional: `scalepoint check` applies its rules without it"),
         _package("PIL", "reads folders of pictures (optional)"),
@@ -159,7 +167,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
     return code
 
 
-def _package(name: str, note: str = "", is_needed: bool = False) -> Line:
+def _package(name: str, note: str = "", is_needed: bool = False, extra: str = "") -> Line:
     """Looked up, not imported: a broken package must not break this."""
     distribution = DISTRIBUTION.get(name, name)
     try:
@@ -167,7 +175,8 @@ def _package(name: str, note: str = "", is_needed: bool = False) -> Line:
     except (ImportError, ValueError):
         is_there = False
     if not is_there:
-        return Line(distribution, "missing", note, f"pip install {distribution}", is_needed)
+        way_out = install_hint(extra) if extra else f"pip install {distribution}"
+        return Line(distribution, "missing", note, way_out, is_needed)
     try:
         return Line(distribution, "ok", version(distribution), is_needed=is_needed)
     except PackageNotFoundError:

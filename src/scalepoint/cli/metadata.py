@@ -39,14 +39,13 @@ def _preprocessing(settings: Any, finder: Finder) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     """A mapping from YAML or JSON."""
-    from scalepoint.documents import MAX_BYTES, parse_json, parse_yaml
+    from scalepoint.untrusted import read_json, read_yaml
 
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise usage(f"metadata {str(path)!r}: more than {MAX_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-        found = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
-    except (OSError, UnicodeDecodeError, DocumentError) as error:
+        found = read_json(path) if path.suffix == ".json" else read_yaml(path)
+    except DocumentError as error:
+        raise usage(f"metadata: {error.args[0]}") from error
+    except OSError as error:
         raise usage(f"metadata {str(path)!r} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise usage(f"metadata {str(path)!r}: a mapping of keys to values is expected, not {type(found).__name__}")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.cli.ending import usage
-from scalepoint.errors import nearest
+from scalepoint.errors import DocumentError, install_hint, nearest
+from scalepoint.untrusted import check_file
 from scalepoint.words import one_line
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -28,7 +29,8 @@ def check_library(text: str, root: Path) -> None:
     library, _, name = text.partition(":")
     package = "transformers" if library == "hf" else library
     if find_spec(package) is None:
-        raise usage(f"model {text!r} needs {package}, which is not installed: pip install {package}")
+        way_out = install_hint("transformers") if library == "hf" else f"pip install {package}"
+        raise usage(f"model {text!r} needs {package}, which is not installed: {way_out}")
     if library == "hf" and not ((root / name) / "config.json").is_file():
         raise usage(f"model {text!r}: {root / name} is no folder that transformers wrote: it has no config.json")
 
@@ -92,7 +94,10 @@ def _hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
     import torch
     import transformers
 
+    from scalepoint.checkpoints.source import check_files
+
     folder = root / name
+    check_files(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         kind = getattr(transformers, (config.architectures or ["?"])[0], None)
@@ -108,6 +113,17 @@ def _hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
         side = getattr(config, "image_size", 224)
         return model, {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), side, side)}
     return model, {"input_ids": torch.ones(2, 8, dtype=torch.int64)}
+
+
+def without_labels(model: Any, inputs: Any) -> Any:
+    """Example inputs by name without the labels that a model of transformers takes to compute a loss: a file that is
+    deployed needs no loss."""
+    if not isinstance(inputs, dict) or not type(model).__module__.startswith("transformers."):
+        return inputs
+    from transformers.utils.generic import find_labels
+
+    labels = find_labels(type(model))  # type: ignore[no-untyped-call]
+    return {name: value for name, value in inputs.items() if name not in labels}
 
 
 MAKERS: dict[str, Callable[[str, Path, bool], tuple[Any, Any]]] = {"timm": _timm, "hf": _hf}
@@ -127,11 +143,14 @@ def load_weights(model: Any, path: Path) -> None:
     from safetensors.torch import load_file
 
     try:
+        check_file(path)
         state: Any = None
         if path.suffix == ".safetensors":
             state = load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  # weights_only=True reads tensors alone
+            state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  # tensors only
+    except DocumentError as error:
+        raise usage(error.args[0]) from error
     except (SafetensorError, OSError, EOFError, RuntimeError) as error:
         raise usage(f"{path} cannot be read: {one_line(error)[:300]}") from error
     except Exception as error:  # whatever weights_only refuses with

@@ -1,4 +1,8 @@
-"""Objects by name: package.module:name, or file.py:name when trusted. Files that would be unpickled are refused."""
+"""Objects by name: package.module:name, or file.py:name. Files that would be unpickled are refused.
+
+Installed modules are imported. Code from the folder of the config file or from the current directory runs only with
+--trust, however it is named: both folders may come from somebody else.
+"""
 
 # ruff: noqa: PLC0415  # torch is imported when a model is
 import sys
@@ -7,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module, invalidate_caches
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +39,8 @@ def public(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Finder:
-    """Where modules and files are looked for: in `root`, the folder of the config, then in the current one. With
-    `trust`, a module may be named by its file. `weights` go into the model that is made; with `random`, a library's
+    """Where modules and files are looked for: in `root`, the folder of the config, then in the current one. Only with
+    `trust` is code of these two folders run. `weights` go into the model that is made; with `random`, a library's
     model has weights of its own."""
 
     root: Path = Path()
@@ -56,6 +61,8 @@ def check_name(text: str, what: str, finder: Finder | None = None) -> None:
     """Refuse what is no package.module:name, before anything slow happens."""
     finder = finder or Finder()
     if what == "model" and is_library(text):
+        package = "transformers" if text.startswith("hf:") else text.partition(":")[0]
+        _check_trust(text, what, finder, _loaded_from_here(package, finder))
         check_library(text, finder.path(text.partition(":")[2]).parent if text.startswith("hf:") else Path())
         return
     module, colon, name = text.partition(":")
@@ -65,17 +72,44 @@ def check_name(text: str, what: str, finder: Finder | None = None) -> None:
             f"{what} {text!r}: a {suffix} file can run code when it is loaded, so it is never opened here: {_BUILD}"
         )
     is_file = module.endswith(".py")
-    if is_file and not finder.trust:
-        better = ".".join(Path(module).with_suffix("").parts)
-        raise usage(
-            f"{what} {text!r}: to run the code of a file, say --trust; or name the module, from the folder it is in: "
-            f"{better}:{name or 'name'}"
-        )
-    if is_file and not finder.path(module).is_file():
-        raise usage(f"{what} {text!r}: there is no file {module} in {_listed(finder)}")
     parts = name.split(".") if is_file else (*module.split("."), *name.split("."))
     if not colon or not name or not all(part.isidentifier() for part in parts):
         raise usage(f"{what} {text!r} is not package.module:name: {_BUILD}")
+    if is_file and not finder.path(module).is_file():
+        raise usage(f"{what} {text!r}: there is no file {module} in {_listed(finder)}")
+    _check_trust(text, what, finder, finder.path(module) if is_file else _local_code(module, finder))
+
+
+def _check_trust(text: str, what: str, finder: Finder, code: Path | None) -> None:
+    if code is not None and not finder.trust:
+        raise usage(
+            f"{what} {text!r} runs code that is not installed: {code}. Read the code, and add --trust if you trust it"
+        )
+
+
+def _local_code(module: str, finder: Finder) -> Path | None:
+    """The file or folder of a module that would be imported from one of our two folders."""
+    name = module.partition(".")[0]
+    invalidate_caches()  # a file may be younger than the last look into its folder
+    specs = [spec for folder in finder.folders if (spec := PathFinder.find_spec(name, [str(folder)])) is not None]
+    for spec in specs:
+        if spec.origin is not None:
+            return Path(spec.origin)
+    for spec in specs:  # a folder without __init__.py: an installed module of the same name comes first
+        others = [each for each in sys.path if Path(each).resolve() not in finder.folders]
+        installed = PathFinder.find_spec(name, others)
+        if (installed is None or installed.origin is None) and name not in sys.builtin_module_names:
+            return Path(next(iter(spec.submodule_search_locations or [name])))
+    return None
+
+
+def _loaded_from_here(package: str, finder: Finder) -> Path | None:
+    """The file of a library that Python itself would load from one of our two folders."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).resolve()
+    return path if (path.parents[1] if path.stem == "__init__" else path.parent) in finder.folders else None
 
 
 def _listed(finder: Finder) -> str:
@@ -106,7 +140,8 @@ def _on_path(*folders: Path) -> None:
 
 
 def _imported(module_name: str, text: str, what: str, finder: Finder) -> Any:
-    _on_path(*finder.folders)
+    if finder.trust:
+        _on_path(*finder.folders)
     try:
         return import_module(module_name)
     except ModuleNotFoundError as error:

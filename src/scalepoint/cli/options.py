@@ -118,6 +118,13 @@ AllowDeparture = Annotated[
 FloatDtype = Annotated[
     str | None, typer.Option(help="Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.")
 ]
+Cpu = Annotated[
+    str | None,
+    typer.Option(
+        help="The CPU that the file is for, of onnxruntime and openvino: vnni uses all 8 bits of the weights, avx2 is "
+        "exact without VNNI too; this machine's if not said."
+    ),
+]
 Metadata = Annotated[
     str | None,
     typer.Option(
@@ -128,7 +135,13 @@ Root = Annotated[
     str | None,
     typer.Option(help="Where modules and files are looked for first; the folder of the config if not said."),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Run the code of a file that is named as path/to/file.py:name.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Run code that is not installed: of the folder of the config file or of the current directory.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Capture and show the plan; write nothing.")]
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="All stages, fast: two batches, one trial, no float file. Does the road hold?")
@@ -136,7 +149,7 @@ Smoke = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on where a run into this folder ended; what changed since is done again.")
 ]
-Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite what is there.")]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite files that are there; no other file is deleted.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No talk on stderr, only errors.")]
 
 # What stands together in the help; the rest stands first.
@@ -146,7 +159,7 @@ PANELS: dict[str, tuple[Any, ...]] = {
     ),
     "Language models": (Judge, Memory, Length, Samples, Cache),
     "Data": (BatchSize, MaxBatches, OnNan, Size, Mean, Std),
-    "Model and file": (Weights, Random, Trust, Root, DynamicAxes, Metadata),
+    "Model and file": (Weights, Random, Trust, Root, DynamicAxes, Cpu, Metadata),
     "How it is run": (Threads, Seed, DryRun, Smoke, Resume, Force),
     "What is said": (Quiet, Verbose, Json, Debug),
 }  # fmt: skip

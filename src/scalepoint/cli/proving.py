@@ -15,6 +15,7 @@ from scalepoint.cli.checkpoints import is_folder
 from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.inspecting import example_of
+from scalepoint.cli.models import without_labels
 from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
@@ -57,16 +58,17 @@ def verify(
     """Run the exported file in its runtime and compare it with the simulation in PyTorch."""
     folder, file = _run_and_file(folder)
     _, quantized, inputs, _ = restored(folder, context.params, 1)
-    float_file = folder / f"float{file.suffix}"
+    float_file, plain_file = (folder / f"{name}{file.suffix}" for name in ("float", "float_plain"))
     found = public("verify")(
         file,
         quantized,
         inputs,
         runtime=runtime,
         float_path=float_file if float_file.exists() else None,
+        plain_path=plain_file if plain_file.exists() else None,
         threads=threads or 1,
     )
-    code = Code.DONE if found.holds else Code.UNVERIFIED
+    code = Code.UNVERIFIED if found.is_refuted else Code.DONE
     if json:
         show_json("verify", {"exit_code": int(code), **found.to_dict()})
     else:
@@ -112,6 +114,11 @@ def compare(
     departs, layer by layer, those with the largest error of their own first."""
     if is_folder(model):
         return compare_folders(folder, Path(str(model)), context.params)
+    if model is not None and ":" not in model:
+        raise usage(
+            f"{model!r} is not a folder in {Path.cwd()}: give another folder that `scalepoint deploy` wrote, or the "
+            "float model as package.module:name"
+        )
     if html is not None:
         raise usage("--html is for two runs: name two folders that `scalepoint deploy` wrote")
     ranks.start()
@@ -169,6 +176,7 @@ def restored(folder: Path, given: Mapping[str, Any], max_batches: int | None) ->
     """The float model, the quantized one that deploy saved of it, example inputs, data."""
     check_names(given)
     saved = folder / "quantized"
+    _check_there(folder)
     if not saved.is_dir():
         raise usage(f"{folder} holds no saved model ({saved.name}/): give the folder that `scalepoint deploy` wrote")
     settings = settings_of(given)
@@ -177,17 +185,30 @@ def restored(folder: Path, given: Mapping[str, Any], max_batches: int | None) ->
     if not settings.model and given.get("config") is None and _has_graph(saved):
         return _alone(saved, settings, reading)
     if not settings.model:
-        hint = f" or -c {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else ""
+        hint = f" or -c {folder / 'config.yaml'}" if _names_model(folder / "config.yaml") else ""
         raise usage(f"which float model was it made from? Name it as package.module:name{hint}")
     if settings.data:
         check_data(settings.data, reading)
     model, inputs = load_model(settings.model, finder)
     batches = load_data(settings.data, reading) if settings.data else None
     if batches is not None:
-        inputs = example_of(model, batches.first())
+        inputs = without_labels(model, example_of(model, batches.first()))
     if inputs is None:
         raise usage("no inputs: give --data, or let the factory return (model, example_inputs)")
     return model, public("load")(saved, model, inputs), inputs, batches
+
+
+def _names_model(config: Path) -> bool:
+    """Whether a config says which model it is for; that of a call from Python does not."""
+    return config.is_file() and public("DeployConfig").from_file(config).model is not None
+
+
+def _check_there(path: Path) -> None:
+    if not path.exists():
+        raise usage(
+            f"{str(path)!r}: there is no such file or folder ({Path.cwd()}): give the folder that `scalepoint deploy` "
+            "wrote"
+        )
 
 
 def _has_graph(saved: Path) -> bool:
@@ -218,10 +239,14 @@ def _file(folder: Path, name: str) -> Path:
     """The file of whatever format the target writes."""
     from scalepoint.formats import find_format, list_formats
 
+    _check_there(folder)
     suffixes = [find_format(each).suffix for each in list_formats()]
     if folder.suffix in suffixes:
-        raise usage(f"{folder} is a file: give the folder that `scalepoint deploy` wrote, {folder.parent}/")
+        raise usage(
+            f"{folder} is a file without the folder quantized/ beside it, which verify compares it with: give the "
+            "folder that `scalepoint deploy` wrote"
+        )
     paths = [folder / f"{name}{suffix}" for suffix in suffixes]
     if not any(path.exists() for path in paths):
-        raise usage(f"{paths[0]} is not there: give the folder that `scalepoint deploy` wrote")
+        raise usage(f"{folder} holds no {name} of any format: give the folder that `scalepoint deploy` wrote")
     return next(path for path in paths if path.exists())

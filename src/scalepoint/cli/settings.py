@@ -1,25 +1,29 @@
 """What a command was told: the config file, and over it the flags. A flag is a key of the file."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scalepoint import ranks
 from scalepoint.cli.data import Reading, check_data
 from scalepoint.cli.ending import usage
+from scalepoint.cli.models import is_library
 from scalepoint.cli.naming import Finder, check_name
-from scalepoint.errors import nearest
+from scalepoint.errors import ConfigError, DocumentError, nearest
+from scalepoint.untrusted import read_json
 
+LARGEST_JOURNAL = 64_000_000
+OF_LANGUAGE = ("judge", "memory", "length", "samples", "cache")
+OF_PICTURES = ("size", "mean", "std")
 WORK = ".scalepoint"  # in an output folder: a run that did not end
 
 
 def settings_of(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
     """A DeployConfig (of a sweep one with a grid): the file that `config` names, and over it all other options that are
     keys of it."""
-    from pydantic import ValidationError
-
-    from scalepoint.complaints import complaints
+    from scalepoint.complaints import cause_of, complaints
     from scalepoint.deployment import DeployConfig, SweepConfig
 
     kind = SweepConfig if is_sweep else DeployConfig
@@ -30,8 +34,10 @@ def settings_of(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
     said = {key: value for key, value in given.items() if key in DeployConfig.model_fields and value not in (None, [])}
     try:
         return settings.updated(said)
-    except ValidationError as error:
-        flags = [f"--{each.key.replace('_', '-')}: {each.message}" for each in complaints(error, said)]
+    except ConfigError as error:
+        if (cause := cause_of(error)) is None:
+            raise
+        flags = [f"--{each.key.replace('_', '-')}: {each.message}" for each in complaints(cause, said)]
         raise usage("; ".join(flags)) from error
 
 
@@ -63,10 +69,26 @@ def check_settings(settings: Any, finder: Finder, *, needs_data: bool = True) ->
     check_with_target(settings)
     if not settings.data and needs_data and settings.quantization.activation != "float":
         raise usage("which data? Give --data, or `data:` in a config given with -c")
+    _check_apply(settings, finder)
     if settings.data:
         check_data(settings.data, reading_of(settings, finder))
     if settings.max_drop is not None and not settings.evaluate:
         raise usage("--max-drop needs --evaluate: the metric that must not drop")
+
+
+def _check_apply(settings: Any, finder: Finder) -> None:
+    """Refuse options that this run would not use: to leave them out silently would look as if they had worked."""
+    defaults = {name: field.default for name, field in type(settings).model_fields.items()}
+    for name in (*OF_LANGUAGE, *OF_PICTURES, "random"):
+        if getattr(settings, name) == defaults[name]:
+            continue
+        flag = f"--{name}"
+        if name in OF_LANGUAGE:
+            raise usage(f"{flag} is for checkpoints of language models, which are folders; {settings.model!r} is none")
+        if name in OF_PICTURES and not (settings.data and finder.path(settings.data).is_dir()):
+            raise usage(f"{flag} is for data that is a folder of pictures; the data is {settings.data!r}")
+        if name == "random" and not is_library(settings.model):
+            raise usage(f"{flag} is for timm:NAME and hf:FOLDER; {settings.model!r} makes its own weights")
 
 
 def check_target(name: str) -> None:
@@ -82,12 +104,41 @@ def check_with_target(settings: Any) -> None:
     """What a target cannot have; of one that is broken the run itself says so."""
     from scalepoint.targets import find_target
 
-    find_target(settings.target).check_float_dtype(settings.float_dtype)
-    find_target(settings.target).check_free_sizes(settings.dynamic_axes)
+    target = find_target(settings.target, settings.cpu)
+    target.check_float_dtype(settings.float_dtype)
+    target.check_free_sizes(settings.dynamic_axes)
+
+
+def check_runtime(settings: Any) -> None:
+    """Refuse a target whose runtime is not installed before the model is made, unless the file may be unverified."""
+    from scalepoint.deployment.story import check_installed
+    from scalepoint.targets import find_target
+
+    target = find_target(settings.target, settings.cpu)
+    if not settings.allow_departure:
+        ranks.told("looking for the runtime", lambda: check_installed(target, allow_departure=False))
+
+
+def check_inputs(settings: Any, finder: Finder) -> None:
+    """Refuse an output folder that contains the checkpoint, the weights or the data, or lies inside one of them."""
+    from scalepoint import output_folder
+
+    names = {
+        "checkpoint": settings.model.partition(":")[2] if str(settings.model).startswith("hf:") else None,
+        "weights": settings.weights,
+        "data": settings.data,
+    }
+    found = {what: finder.path(name) for what, name in names.items() if name}
+    output_folder.check_inputs(
+        Path(settings.output), {what: path for what, path in found.items() if os.path.exists(path)}
+    )
 
 
 def check_output(folder: Path, *, force: bool, resume: bool) -> None:
     """Nothing is overwritten unasked."""
+    from scalepoint.output_folder import check_path
+
+    check_path(folder)
     if folder.exists() and not folder.is_dir():
         raise usage(f"output {str(folder)!r} is a file, not a folder: choose another with -o")
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -104,6 +155,6 @@ def check_output(folder: Path, *, force: bool, resume: bool) -> None:
 def done_in(folder: Path) -> list[str]:
     """The stages of an unfinished run that are done; read without torch."""
     try:
-        return list(json.loads((folder / WORK / "journal.json").read_text())["stages"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return list(read_json(folder / WORK / "journal.json", LARGEST_JOURNAL, folder=folder)["stages"])
+    except (OSError, DocumentError, KeyError, TypeError):
         return []

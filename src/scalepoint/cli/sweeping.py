@@ -16,7 +16,7 @@ from scalepoint.cli.inspecting import model_and_data
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import check_names, check_settings, check_target, finder_of, settings_of
+from scalepoint.cli.settings import check_inputs, check_names, check_settings, check_target, finder_of, settings_of
 
 KEYWORDS = {"quantization": "config"}  # a key of the file that has another name in Python
 
@@ -48,6 +48,7 @@ def sweep(
     grid = settings.checked_grid()
     finder = finder_of(settings, context.params)
     check_settings(settings, finder)
+    check_inputs(settings, finder)
     settings = with_metadata(settings, finder)
     for target in grid.get("target", ()):
         check_target(target)
@@ -77,6 +78,9 @@ def sweep(
 
 
 def _look(folder: Path, may_exist: bool) -> None:
+    from scalepoint.output_folder import check_path
+
+    check_path(folder)
     if folder.is_dir() and any(folder.iterdir()) and not may_exist:
         raise usage(f"output folder {str(folder)!r} is not empty: go on with --resume, or overwrite it with --force")
 

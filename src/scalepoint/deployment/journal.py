@@ -14,9 +14,9 @@ named in a warning, and the stage is due again. What is kept is written when the
 """
 
 import json
-import shutil
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -24,17 +24,24 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint import ranks
-from scalepoint.documents import parse_json
-from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning, UsageError
-from scalepoint.files import digest, locked, replace_text
+from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning, StoreError, UsageError
+from scalepoint.files import LOCK, TEMPORARY, digest, is_full, locked, remove, replace_text, sweep
+from scalepoint.interrupts import check_interrupt
+from scalepoint.output_folder import LIST, check_links, check_path
 from scalepoint.plain import plain
+from scalepoint.untrusted import read_json
 
 FOLDER = ".scalepoint"
 FILE = "journal.json"
 FORMAT = 1
 LARGEST = 64_000_000
+_OURS = re.compile(
+    r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors"
+)  # in the folder of a run
 # what an earlier stage made: that it changed is a consequence, and needs no word
-DERIVED = frozenset(("the quantized model", "the file", "the float file", "the files", "the drop"))
+DERIVED = frozenset(
+    ("the quantized model", "the file", "the float file", "the plain export", "the baseline", "the files", "the drop")
+)
 
 Marks = Mapping[str, str | None]
 T = TypeVar("T")
@@ -108,19 +115,24 @@ class Journal:
             return
         existed = output.exists()
         with locked(folder):
+            _sweep(folder)
             journal = cls(output, _read(folder / FILE) if resume else Pages())
             if not journal._pages.stages:
                 _empty(folder)
             try:
                 yield journal
-            except BaseException:
+            except BaseException as error:
                 if not journal._pages.stages:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
                     if not existed:
                         with suppress(OSError):  # what a metric of the user wrote there stays
                             output.rmdir()
+                elif isinstance(error, StoreError) and is_full(error):
+                    raise StoreError(
+                        f"{error.args[0]}; finished stages are kept, resume=True goes on from them"
+                    ) from error
                 raise
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
 
     def has(self, stage: str) -> bool:
         return stage in self._pages.stages
@@ -146,6 +158,7 @@ class Journal:
     @contextmanager
     def stage(self, name: str, marks: Marks) -> Iterator[Stage]:
         """A stage with what is known of it; what it keeps is written down when it ends well."""
+        check_interrupt()
         stage = Stage(name, marks, ranks.told(name, lambda: self.find(name, marks)))
         with ranks.agreed(name):
             yield stage
@@ -158,14 +171,13 @@ class Journal:
         replace_text(self.folder / FILE, json.dumps(self._pages.model_dump(), indent=1) + "\n")
 
 
-def check_output(folder: Path, *, force: bool, resume: bool) -> None:
-    """Refuse a folder that holds something, unless it may be overwritten, or an unfinished run there goes on; and one
-    whose name no runtime can be told."""
-    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):
-        raise UsageError(
-            f"output={str(folder)!r} is no text in this locale's encoding, and runtimes open files by text: choose "
-            "another name, or run with PYTHONUTF8=1"
-        )
+def check_output(folder: Path, *, force: bool, resume: bool, names: Iterable[str] = ()) -> None:
+    """Refuse a folder that contains something, unless files there may be overwritten or an unfinished run goes on.
+
+    `names` are the files and folders that will be written there: symbolic links in their places are refused.
+    """
+    check_path(folder)
+    check_links(folder, (FOLDER, LIST, *names))
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"output={str(folder)!r} is a file: give a folder")
     if force or resume or not folder.exists():
@@ -197,8 +209,8 @@ def _read(path: Path) -> Pages:
         _warn(f"{path.parent} holds no unfinished run: nothing to resume, starting from the beginning")
         return Pages()
     try:
-        found = Pages.model_validate(parse_json(path.read_text(), LARGEST))
-    except (OSError, UnicodeDecodeError, DocumentError, ValidationError) as error:
+        found = Pages.model_validate(read_json(path, LARGEST, folder=path.parent))
+    except (OSError, DocumentError, ValidationError) as error:
         reason = error.args[0] if isinstance(error, DocumentError) else str(error).splitlines()[0]
         _warn(f"{path} is damaged ({reason}): starting from the beginning")
         return Pages()
@@ -208,12 +220,25 @@ def _read(path: Path) -> Pages:
     return found
 
 
+def _sweep(folder: Path) -> None:
+    """Delete what a killed run left half-written in its own folder, and in those of its trials."""
+    for place in (folder, *(each.parent for each in folder.rglob(f"{TEMPORARY}*"))):
+        if place.is_dir():
+            sweep(place)
+
+
 def _empty(folder: Path) -> None:
+    """Delete what runs of ours keep in their folder, except the lock. What somebody else put there stays."""
     for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != ".lock":
-            path.unlink()
+        if _OURS.fullmatch(path.name):
+            remove(path)
+
+
+def _remove(folder: Path) -> None:
+    with suppress(OSError):
+        _empty(folder)
+        (folder / LOCK).unlink()
+        folder.rmdir()
 
 
 def _warn(message: str) -> None:

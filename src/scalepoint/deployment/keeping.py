@@ -10,16 +10,27 @@ from typing import Any
 import torch
 
 from scalepoint.allocation import Budget
-from scalepoint.deployment.run import Run
+from scalepoint.deployment.run import MODEL, Run
 from scalepoint.deployment.settings import DeployConfig
 from scalepoint.deployment.trials import Trial
+from scalepoint.documents import dump_yaml
 from scalepoint.errors import VerificationError
 from scalepoint.files import replace_text
 from scalepoint.progress import Event, tell
 from scalepoint.quantize import QuantConfig
+from scalepoint.report.folder import HTML_FILE, JSON_FILE
 from scalepoint.verification import Status, extract_failing
+from scalepoint.verification.extraction import NAMES as EXTRACTED
+from scalepoint.verification.inputs import INPUTS_FILE
 
 CONFIG, LOG, FAILING = "config.yaml", "log.txt", "failing"
+# what is written into an output folder, beside the files of the target's format; the last two by the command line
+NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, INPUTS_FILE, "kept.yaml", "reproduce.py")
+OBJECTS = ("model", "data", "evaluate")
+BY_PYTHON = """\
+# A call from Python: its model, data and metric were objects, which have no name here. Name them to run this again:
+#   scalepoint deploy package.module:model --data package.module:data -c config.yaml -o again
+"""
 
 
 @contextmanager
@@ -56,7 +67,8 @@ def keep_failing(run: Run, best: Trial) -> None:
     args, kwargs = run.inputs
     folder = run.journal.folder.parent / FAILING
     with suppress(VerificationError):  # a file that does not run has no layer to look at
-        if extract_failing(best.path, best.model, args, folder, kwargs=kwargs):
+        if extract_failing(best.path, best.model, args, folder, kwargs=kwargs, force=True):
+            run.written += (folder / name for name in EXTRACTED)
             tell(Event("file", str(folder / "run.py")))
 
 
@@ -68,7 +80,7 @@ def keep(
     budget: Budget | None,
     choices: Sequence[str],
 ) -> None:
-    """config.yaml with every default written out (what Python gives as objects is empty there), and the log."""
+    """config.yaml with every default written out (what Python gives as objects is left out), and the log."""
     same = (
         "accuracy",
         "max_batches",
@@ -81,10 +93,11 @@ def keep(
         "threads",
         "seed",
     )
-    told: dict[str, Any] = {name: getattr(run, name) for name in same}
+    told: dict[str, Any] = {name: getattr(run, name) for name in same} | {"max_batches": run.asked_batches}
     folder = run.journal.folder.parent
     asked = DeployConfig(
         target=run.target.name,
+        cpu=run.target.options.get("cpu", "auto"),
         output=str(folder),
         max_drop=limits[0],
         min_speed=limits[1],
@@ -94,7 +107,10 @@ def keep(
         quantization=config,
         **told,
     )
-    asked.to_file(folder / CONFIG)
+    fields = {key: value for key, value in asked.to_dict().items() if key not in OBJECTS}
+    replace_text(folder / CONFIG, BY_PYTHON + dump_yaml(fields))
+    run.written.append(folder / CONFIG)
     log = run.journal.folder / LOG
     if log.is_file():
         replace_text(folder / LOG, log.read_text(encoding="utf-8"))
+        run.written.append(folder / LOG)

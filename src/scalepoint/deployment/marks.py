@@ -2,7 +2,8 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import islice
@@ -16,12 +17,14 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.numerics import dtype_name
 from scalepoint.plain import plain
+from scalepoint.quantize.feeding import batches_of
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target
 
 FEW = 4  # batches of the data that are looked at
 LENGTH = 16
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def mark(*parts: object) -> str:
@@ -34,7 +37,7 @@ def mark_of_model(model: nn.Module) -> str:
     classes = {type(module) for module in model.modules()}
     forwards = {f"{each.__module__}.{each.__qualname__}": mark_of_code(each.forward) for each in classes}
     modules = {name: type(module).__qualname__ for name, module in model.named_modules()}
-    return mark(fingerprint(model), sorted(forwards.items()), modules, repr(model))
+    return mark(fingerprint(model), sorted(forwards.items()), modules, _without_addresses(repr(model)))
 
 
 def mark_of_target(target: Target) -> str:
@@ -61,7 +64,12 @@ def _told(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
         return sorted(repr(_told(each)) for each in value)
     if isinstance(value, list | tuple):
         return [_told(each) for each in value]
-    return _told_of_code(value) if callable(value) else repr(value)
+    return _told_of_code(value) if callable(value) else _without_addresses(repr(value))
+
+
+def _without_addresses(text: str) -> str:
+    """The text of a repr() without memory addresses, which are different in every process."""
+    return ADDRESS.sub("", text)
 
 
 def _told_of_code(function: Any) -> Any:
@@ -87,14 +95,25 @@ def _told_of_cell(cell: CellType) -> Any:
 
 
 def _code(code: CodeType) -> list[object]:
-    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return [code.co_code.hex(), code.co_names, constants]
+    return [code.co_code.hex(), code.co_names, [_constant(each) for each in code.co_consts]]
+
+
+def _constant(value: Any) -> Any:
+    """A constant of the bytecode. `x in {"a", "b"}` makes a frozenset, whose repr() follows the hash seed of the
+    process: its elements are sorted."""
+    if isinstance(value, CodeType):
+        return _code(value)
+    if isinstance(value, frozenset):
+        return ["frozenset", *sorted(repr(_constant(each)) for each in value)]
+    return [_constant(each) for each in value] if isinstance(value, tuple) else repr(value)
 
 
 def mark_of_values(value: Any) -> str:
     """Tensors and arrays by type, shape and bytes."""
     found = hashlib.sha256()
     for leaf in pytree.tree_leaves(dict(value) if isinstance(value, Mapping) else value):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.is_meta or leaf.layout != torch.strided):
+            continue  # `feed` refuses it, and says which batch it is
         array = leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
         if isinstance(array, Tensor):
             found.update(f"{dtype_name(array.dtype)} {list(array.shape)}".encode())
@@ -103,7 +122,7 @@ def mark_of_values(value: Any) -> str:
         elif isinstance(array, np.ndarray):
             found.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
         else:
-            found.update(repr(leaf).encode())
+            found.update(_without_addresses(repr(leaf)).encode())
     return found.hexdigest()[:LENGTH]
 
 
@@ -111,40 +130,56 @@ class Watched:
     """Calibration data on its way to the model, and its mark: a function by its code, batches by the first few; None of
     what can be read only once."""
 
-    def __init__(self, source: Any) -> None:
-        is_batches = isinstance(source, Iterable) and not isinstance(source, Iterator | Tensor | Mapping | str | bytes)
+    def __init__(self, source: Any, look: Callable[[Any], None] | None = None) -> None:
+        """`look` is called with every batch, before the model is."""
+        is_batches = isinstance(source, Iterable) and not isinstance(source, Tensor | Mapping | str | bytes)
         self.source = source
-        self.data: Any = _Passing(source) if is_batches and not callable(source) else source
+        self.data: Any = source
+        if is_batches and not callable(source):
+            self.data = _looked_at(source, look) if isinstance(source, Iterator) else _Passing(source, look)
 
     @property
     def mark(self) -> str | None:
-        """After the data was read."""
+        """After the data was read. Batches that the mark needs and that were not read yet are read now."""
         if isinstance(self.data, _Passing):
-            return self.data.mark
+            return self.data.mark if self.data.is_complete else self.mark_now()
         return mark_of_code(self.source) if callable(self.source) else None
 
     def mark_now(self) -> str | None:
         """The same, from a look at the first batches."""
         if isinstance(self.data, _Passing):
-            for _ in islice(self.data, FEW):
+            for _ in islice(batches_of(self.data), FEW):
                 pass
+            return self.data.mark
         return self.mark
+
+
+def _looked_at(batches: Iterator[Any], look: Callable[[Any], None] | None) -> Iterator[Any]:
+    if look is None:
+        return batches
+    return (batch for batch in batches if look(batch) is None)
 
 
 class _Passing:
     """Batches that leave a mark of the first few."""
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Any, look: Callable[[Any], None] | None) -> None:
         self.batches = batches
+        self.look = look
         self.mark: str | None = None
+        self.is_complete = False  # whether all batches that the mark is made of were read
 
     def __iter__(self) -> Iterator[Any]:
         marks: list[str] = []
         for batch in self.batches:
+            if self.look is not None:
+                self.look(batch)
             if len(marks) < FEW:
                 marks.append(mark_of_values(batch))
                 self.mark = mark(marks, self._size())
+                self.is_complete = len(marks) == FEW
             yield batch
+        self.is_complete = True
 
     def __len__(self) -> int:
         return len(self.batches)

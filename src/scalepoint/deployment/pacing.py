@@ -73,8 +73,10 @@ def _cheap(rows: Sequence[LayerTime], times: Sequence[LayerTime]) -> list[str]:
 
 
 def _but_one(last: Trial, moved: Sequence[str]) -> list[str]:
-    """Without the largest weight where nothing would be quantized any more."""
+    """Without the largest weight where nothing would be quantized any more; none where nothing is quantized now."""
     rows = [row for row in coverage(last.model).operations if row.precision != FLOAT]
+    if not rows:
+        return []
     if not {row.name for row in rows} <= set(moved):
         return list(moved)
     largest = max(rows, key=lambda row: row.parameters).name

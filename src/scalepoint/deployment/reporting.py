@@ -11,11 +11,13 @@ import torch
 from scalepoint import targets
 from scalepoint.analysis import compare, histograms
 from scalepoint.checking import check, has_rules
+from scalepoint.deployment.known import known_of
 from scalepoint.deployment.marks import mark, mark_of_values
 from scalepoint.deployment.placed import placement
 from scalepoint.deployment.run import SMOKE_BATCHES, Run, package_version
 from scalepoint.deployment.trials import Bar, Trial
 from scalepoint.formats.otherwise import otherwise, uncast
+from scalepoint.plain import plain
 from scalepoint.processor import amx
 from scalepoint.quantize import coverage, record_of
 from scalepoint.report import (
@@ -61,7 +63,7 @@ def make_report(
         verification=best.verification,
         findings=_findings(run, best),
         timings=dict(run.timings),
-        warnings=(*((SMOKE,) if run.smoke else ()), *otherwise(best.model, run.inputs), *uncast(best.model)),
+        warnings=_warnings(run, best),
         graph=placement(best.model),
         attempts=tuple(Attempt(each.score, each.raised, each.start, each is best, each.speed) for each in trials),
         max_drop=bar.max_drop,
@@ -71,6 +73,12 @@ def make_report(
         reproduction=reproduction(run, best),
         migrated=record_of(best.model).migrated,
     )
+
+
+def _warnings(run: Run, best: Trial) -> tuple[str, ...]:
+    constant = record_of(best.model).constant
+    own = (*((SMOKE,) if run.smoke else ()), *((constant,) if constant else ()))
+    return (*own, *otherwise(best.model, run.inputs), *uncast(best.model))
 
 
 def _by_layer(run: Run, best: Trial) -> tuple[tuple[ReportedLayer, ...], tuple[Histogram, ...]]:
@@ -121,16 +129,9 @@ def reproduction(run: Run, best: Trial) -> Reproduction:
     found = {name: package_version(name) for name in PACKAGES}
     pinned = [f"{name}=={number}" for name, number in found.items() if number]
     config = best.config.to_dict()
-    lines = ["# model, example_inputs and calibration_data are yours", "import scalepoint"]
-    options = {
-        "target": repr(run.target.name),
-        "accuracy": repr(run.accuracy) if run.accuracy else "",
-        "max_batches": repr(run.max_batches) if run.max_batches else "",
-        "leave": repr(run.leave) if run.leave else "",
-        "dynamic_axes": repr(run.dynamic_axes) if run.dynamic_axes else "",
-        "float_dtype": repr(run.float_dtype) if run.float_dtype else "",
-        "threads": repr(run.threads),
-    }
+    yours = "model, example_inputs, calibration_data" + (" and kwargs" if run.inputs[0] and run.inputs[1] else "")
+    lines = [f"# {yours} are yours", "import scalepoint"]
+    options = {"target": repr(run.target.name), **_options(run, best)}
     if hasattr(targets, f"{run.target.name}_target") and run.target.options:
         lines.append("from scalepoint import targets")
         given = ", ".join(f"{name}={value!r}" for name, value in run.target.options.items())
@@ -139,7 +140,7 @@ def reproduction(run: Run, best: Trial) -> Reproduction:
         written = pformat(config, width=100, sort_dicts=False)
         lines += ["from scalepoint.quantize import QuantConfig", "", f"config = QuantConfig.from_dict(\n{written}\n)"]
         options["config"] = "config"
-    said = "".join(f"    {name}={value},\n" for name, value in options.items() if value)
+    said = "".join(f"    {name}={value},\n" for name, value in options.items())
     lines += ["", f"done = scalepoint.deploy(\n    model,\n    example_inputs,\n    calibration_data,\n{said})"]
     marks = {"model": run.model_mark, "calibration data": run.data_mark or "read once, not marked"}
     return Reproduction(
@@ -147,6 +148,28 @@ def reproduction(run: Run, best: Trial) -> Reproduction:
         call="\n".join(lines),
         marks={**marks, "example inputs": mark_of_values(run.inputs), "config": mark(config)},
     )
+
+
+def _options(run: Run, best: Trial) -> dict[str, str]:
+    """The keywords of the call that are different from the defaults of deploy, as Python writes them. `threads` and
+    `seed` are always shown: the numbers depend on them."""
+    known = plain(known_of(run.model))
+    given: dict[str, Any] = {
+        "accuracy": run.accuracy,
+        "max_batches": run.max_batches,
+        "on_nan": None if run.on_nan == "error" else run.on_nan,
+        "leave": run.leave,
+        "dynamic_axes": run.dynamic_axes,
+        "strict": run.strict,
+        "float_dtype": run.float_dtype,
+        "metadata": {key: value for key, value in run.metadata.items() if known.get(key) != value},
+        "smoke": run.smoke,
+        "allow_departure": best.verification is not None and not best.verification.holds,
+    }
+    found = {name: pformat(value, width=100, sort_dicts=False) for name, value in given.items() if value}
+    if run.inputs[0] and run.inputs[1]:  # inputs by name alone are a dict of example_inputs
+        found["kwargs"] = "kwargs"
+    return {**found, "threads": repr(run.threads), "seed": repr(run.seed)}
 
 
 def environment(target: Target) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from scalepoint.verification import Verification
 class Deployment:
     """What deploy made. Of the trials only the best keeps its model and its files."""
 
-    model: fx.GraphModule
+    model: fx.GraphModule = field(repr=False)  # torch shows the names of classes as they are, controls too
     path: Path
-    float_path: Path
+    float_path: Path | None  # None after smoke=True, which writes no float file
     coverage: Coverage
     verification: Verification | None
     report: Report
@@ -37,13 +37,28 @@ class Deployment:
         return cls(best.model, best.path, best.float_file, coverage(best.model), *found)
 
     @property
+    def higher_is_better(self) -> bool:
+        """The direction of the scores: True for a metric of `evaluate`, False for perplexity."""
+        return all(metric.higher_is_better for metric in self.report.accuracy[:1])
+
+    @property
     def drop(self) -> float | None:
-        return None if self.float_score is None or self.score is None else self.float_score - self.score
+        """How much worse the score is than the float model's; below 0: it is better."""
+        if self.float_score is None or self.score is None:
+            return None
+        change = self.score - self.float_score
+        return -change if self.higher_is_better else change
 
     def checked(self) -> Self:
-        """Itself, where the file does as the simulation; else an error."""
+        """Return itself where the file does as the simulation.
+
+        Raises:
+            VerificationError: the runtime cannot run the file, or computes something else.
+        """
         if self.verification is not None:
             self.verification.check()
+        if self.report.language is not None:
+            self.report.language.check(str(self.path))
         return self
 
     def __str__(self) -> str:

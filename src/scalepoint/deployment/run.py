@@ -17,20 +17,24 @@ from scalepoint.deployment.journal import Journal, Stage
 from scalepoint.deployment.marks import mark, mark_of_code, mark_of_model, mark_of_target, mark_of_values
 from scalepoint.deployment.trials import Trial
 from scalepoint.errors import UsageError
-from scalepoint.files import copy_whole, digest, remove
+from scalepoint.files import copy_whole, digest
 from scalepoint.formats import find_format
 from scalepoint.graph.free import Axes
 from scalepoint.progress import Event, say, tell, timed
 from scalepoint.quantize import QuantConfig, save
-from scalepoint.quantize.feeding import length_of
+from scalepoint.quantize.feeding import Data, length_of
+from scalepoint.quantize.store import files_in
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import Target
+from scalepoint.verification.inputs import save_inputs
+from scalepoint.verification.result import PLAIN_BASELINE
+from scalepoint.verification.simulation import feeds_of
 from scalepoint.version import __version__
 
 Evaluate = Callable[[Any], float]
 Marks = dict[str, str | None]
 VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
-FILE, FLOAT_FILE, MODEL = "model", "float", "quantized"
+FILE, FLOAT_FILE, PLAIN_FILE, MODEL = "model", "float", "float_plain", "quantized"
 SMOKE_BATCHES = 2
 MarksOf = TypeVar("MarksOf", bound=Callable[..., Marks])
 
@@ -63,9 +67,12 @@ class Run:
     seed: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)  # that the file keeps
     data_mark: str | None = None
+    baseline: str | None = None  # which float file the first trial was compared with: all others are too
     timings: dict[str, float] = field(default_factory=dict)
+    written: list[Path] = field(default_factory=list)  # what this run has put into the output folder
 
     def __post_init__(self) -> None:
+        self.asked_batches = self.max_batches
         self.format = find_format(self.target.format)
         self.model_mark = mark_of_model(self.model)
         _check_same(self.model_mark)
@@ -95,10 +102,13 @@ class Run:
         """Whether it can be read (again): weights alone need none, and an iterator gives it once."""
         return not isinstance(self.data, Iterator) and length_of(self.data) != 0
 
-    def example(self) -> list[Any]:
-        """The example as one batch of data."""
+    def example(self) -> Data:
+        """The example as data of one batch. A batch is a tuple or a dict: for an example that has both positional and
+        keyword inputs, return a function that calls the model with them."""
         args, kwargs = self.inputs
-        return [kwargs if kwargs and not args else tuple(args)]
+        if args and kwargs:
+            return lambda model: model(*args, **kwargs)
+        return [kwargs or tuple(args)]
 
     @_of_first
     def marks_of_quantizing(self, config: QuantConfig) -> Marks:
@@ -142,6 +152,8 @@ class Run:
         return {
             "the file": digest(path),
             "the float file": "none" if self.smoke else digest(float_path),
+            "the plain export": digest(plain) if (plain := self.plain_path) else "none",
+            "the baseline": str(self.baseline),
             "the example inputs": mark_of_values(self.inputs),
             "threads": str(self.threads),
             "smoke": str(self.smoke),
@@ -155,21 +167,29 @@ class Run:
         judged: Marks = {"the model": self.model_mark, **VERSIONS} if path is None else {"the file": digest(path)}
         return {**judged, "the metric": mark_of_code(self.evaluate)}
 
+    @property
+    def plain_path(self) -> Path | None:
+        """The float model by torch.onnx.export, where it was written."""
+        path = self.file(self.journal.folder, PLAIN_FILE)
+        return path if path.is_file() else None
+
     def place(self, best: Trial, output: Path) -> Trial:
         """The files of the best trial in the output folder; each appears whole."""
-        path, float_path = self.file(output, FILE), self.file(output, FLOAT_FILE)
+        path, float_path = self.file(output, FILE), None if self.smoke else self.file(output, FLOAT_FILE)
         found = best.verification and replace(best.verification, path=str(path))
         placed = replace(best, file=path, float_file=float_path, verification=found)
         if not ranks.is_main():
             return placed
-        sources = (*(() if self.smoke else self.format.files(best.float_file)), *self.format.files(best.path))
-        old = {each.name for each in (*self.format.files(path), *self.format.files(float_path))}
+        plain = self.plain_path if self.baseline == PLAIN_BASELINE else None
+        floats = [] if self.smoke else [each for each in (best.float_file, plain) if each is not None]
+        sources = [file for each in (*floats, best.path) for file in self.format.files(each)]
+        if found is not None and found.latency is not None:
+            sources.append(save_inputs(self.journal.folder, feeds_of(best.model, self.inputs)))
         for source in sources:
             copy_whole(source, output / source.name)
             tell(Event("file", str(output / source.name)))
-        for name in old - {source.name for source in sources}:
-            remove(output / name)
         save(best.model, output / MODEL, with_graph=None)  # where it has a form as data, load needs no float model
+        self.written += (*(output / source.name for source in sources), *files_in(output / MODEL))
         return placed
 
 

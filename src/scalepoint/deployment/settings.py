@@ -1,20 +1,23 @@
 """DeployConfig: everything deploy can be told, as a file: flag of the command line = key here = keyword of deploy."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from scalepoint.allocation import Budget, check_choices
-from scalepoint.complaints import complaints, told, told_plainly
+from scalepoint.complaints import cause_of, complaints, told
 from scalepoint.deployment.allocating import CHOICES
-from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
+from scalepoint.documents import Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
 from scalepoint.files import replace_text
 from scalepoint.graph.free import axes_of
+from scalepoint.processor import check_threads
 from scalepoint.quantize.config import Config, QuantConfig
 from scalepoint.spec.spec import SchemaGenerator
+from scalepoint.untrusted import read_text
 
 
 def _parts(value: Any) -> Any:
@@ -30,6 +33,7 @@ def _axes(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch.manual_seed takes
 Channels = Annotated[tuple[float, ...], BeforeValidator(_parts)]
 Choices = Annotated[tuple[str, ...], BeforeValidator(_parts), AfterValidator(check_choices)]
 FreeAxes = Annotated[dict[str, dict[int, str]] | None, BeforeValidator(_axes)]
@@ -48,8 +52,9 @@ def check_options(given: Mapping[str, Any]) -> None:
     """What deploy was given, before any work, by the rules of a config file: it is written into one at the end."""
     try:
         DeployConfig.model_validate(given)
-    except ValidationError as error:
-        raise UsageError(told_plainly(error, given)) from error
+    except ConfigError as error:
+        raise UsageError(error.args[0]) from error
+    check_threads(given.get("threads", 1))
 
 
 class DeployConfig(Config):
@@ -85,9 +90,10 @@ class DeployConfig(Config):
     strict: bool = False
     allow_departure: bool = False
     float_dtype: Literal["float32", "float16", "bfloat16"] | None = None  # of what is not quantized
+    cpu: Literal["auto", "vnni", "avx2"] = "auto"  # of onnxruntime and openvino: auto looks at this machine
     metadata: dict[str, Any] | str | None = None  # that the file keeps: labels, preprocessing, ...; or a file of it
     threads: Count = 1
-    seed: int = 0  # of random numbers, on the command line also of the model's and the data's
+    seed: Seed = 0  # of random numbers, on the command line also of the model's and the data's
     quantization: QuantConfig = QuantConfig()
 
     @classmethod
@@ -95,10 +101,8 @@ class DeployConfig(Config):
         """Read YAML or JSON, by the ending of the name."""
         path = Path(path)
         try:
-            if path.stat().st_size > MAX_BYTES:
-                raise DocumentError(f"{path}: more than {MAX_BYTES} bytes, too large for a config")
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except OSError as error:
             raise DocumentError(f"{path} cannot be read: {error}") from error
         try:
             data = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
@@ -108,8 +112,10 @@ class DeployConfig(Config):
             raise DocumentError(f"{path}: a config is a mapping of keys, not {type(data).__name__}")
         try:
             return cls.model_validate(data)
-        except ValidationError as error:
-            raise ConfigError(told(error, data, str(path), Places(text))) from error
+        except ConfigError as error:
+            if (cause := cause_of(error)) is None:
+                raise
+            raise ConfigError(told(cause, data, str(path), Places(text))) from cause
 
     def updated(self, given: Mapping[str, Any]) -> Self:
         """The same with other values, which are checked."""
@@ -118,7 +124,8 @@ class DeployConfig(Config):
     def to_file(self, path: str | Path) -> None:
         path = Path(path)
         fields = self.to_dict()
-        replace_text(path, self.model_dump_json(indent=2) if path.suffix == ".json" else dump_yaml(fields))
+        as_json = json.dumps(self.model_dump(mode="json"), indent=2)  # pydantic's own fails on half a character
+        replace_text(path, as_json if path.suffix == ".json" else dump_yaml(fields))
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.model_dump(mode="json", exclude={"quantization"}), "quantization": self.quantization.to_dict()}
@@ -143,7 +150,9 @@ class SweepConfig(DeployConfig):
                 raise ConfigError(f"grid: {key!r} is no key of a config: {nearest(key, DeployConfig.model_fields)}")
             try:
                 found[key] = [getattr(plain.updated({key: value}), key) for value in values]
-            except ValidationError as error:
-                said = "; ".join(each.message for each in complaints(error, {key: values}))
+            except ConfigError as error:
+                if (cause := cause_of(error)) is None:
+                    raise
+                said = "; ".join(each.message for each in complaints(cause, {key: values}))
                 raise ConfigError(f"grid: {key}: {said}") from error
         return found

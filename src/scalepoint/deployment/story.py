@@ -14,15 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from torch import fx, nn
+from torch.export import ExportedProgram
 
 from scalepoint import ranks
 from scalepoint.allocation import Budget, check_choices
+from scalepoint.complaints import told_plainly
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
+from scalepoint.deployment.dropped import DroppedInputs
 from scalepoint.deployment.journal import Journal, check_output
-from scalepoint.deployment.keeping import LOG, Log, keep, keep_failing, seeded
+from scalepoint.deployment.keeping import LOG, NAMES, Log, keep, keep_failing, seeded
 from scalepoint.deployment.known import known_of
 from scalepoint.deployment.marks import Watched
 from scalepoint.deployment.pacing import check_pace, next_float
@@ -30,27 +33,38 @@ from scalepoint.deployment.raising import next_step, start_of, unraised
 from scalepoint.deployment.ranges import RANGES, other_ranges
 from scalepoint.deployment.reporting import make_report
 from scalepoint.deployment.result import Deployment
-from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, Run
+from scalepoint.deployment.run import FILE, FLOAT_FILE, MODEL, PLAIN_FILE, Run
 from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import check_options, with_speed
 from scalepoint.deployment.sizes import telling_of_sizes
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
-from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
-from scalepoint.formats import Writing, check_metadata, export
+from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
+from scalepoint.files import sweep as sweep_files
+from scalepoint.files import sweep_temporary
+from scalepoint.formats import Writing, check_metadata, export, find_format
 from scalepoint.graph.blame import user_level
-from scalepoint.graph.capture import as_inputs, check_model, unwrapped
+from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrapped
+from scalepoint.graph.example import check_example
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
+from scalepoint.output_folder import LIST, WrittenFiles
 from scalepoint.plain import plain
-from scalepoint.progress import Callback, Event, listening, tell
+from scalepoint.progress import Callback, Event, listening, say, tell
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
+from scalepoint.quantize.config import FLOAT
 from scalepoint.quantize.feeding import check_data, own_inputs
+from scalepoint.quantize.placement import check_formulations
 from scalepoint.report import Allocated, Raised, Report, write
-from scalepoint.report.folder import HTML_FILE
+from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.runtimes import find_runtime
+from scalepoint.runtimes.process import missing
 from scalepoint.targets import Target, find_target
+from scalepoint.targets.cpu import AUTOMATIC
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.turns import in_turn
 from scalepoint.verification import Status, Verification, verify
+from scalepoint.verification.simulation import feeds_of
+from scalepoint.verification.timing import write_plain_file
 
 SIZES = 3  # files that are tried for a budget of size
 
@@ -58,7 +72,7 @@ SIZES = 3  # files that are tried for a budget of size
 @in_turn
 @ranks.together()
 def deploy(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     example_inputs: Any,
     calibration_data: Any,
     *,
@@ -80,6 +94,7 @@ def deploy(
     strict: bool = False,
     allow_departure: bool = False,
     float_dtype: str | None = None,
+    cpu: Literal["auto", "vnni", "avx2"] = "auto",
     metadata: Mapping[str, Any] | None = None,
     threads: int = 1,
     seed: int = 0,
@@ -100,28 +115,61 @@ def deploy(
     speed=1.8 times the float model by MACs) gives every layer one of the `choices`, so that the output loses least.
     `dynamic_axes` names axes that take other sizes, {"x": {2: "height"}}. allow_departure=True takes a file that
     departs, on_nan="skip" leaves batches with NaN out, `float_dtype` types what stays float, `metadata` is kept in the
-    file. smoke=True is fast, resume=True goes on, force=True overwrites; one `seed`, one file; `callback(event)` hears.
+    file. `cpu` is the CPU that onnxruntime and openvino files are for: "vnni" uses all 8 bits of the weights, "avx2" is
+    exact without VNNI too, "auto" looks at this machine. smoke=True is fast, resume=True goes on, force=True
+    overwrites; one `seed`, one file; `callback(event)` hears.
     """
     options = {"max_drop": max_drop, "min_speed": min_speed, "max_trials": max_trials, "max_batches": max_batches}
-    _check(calibration_data, evaluate, accuracy, {**options, "on_nan": on_nan, "leave": leave, "threads": threads})
+    _check(
+        calibration_data,
+        evaluate,
+        accuracy,
+        {**options, "on_nan": on_nan, "leave": leave, "threads": threads, "seed": seed},
+    )
     wished = _checked_budget(budget, choices, max_drop, calibration_data)
-    model, found, folder = _checked_model(model), find_target(target), Path(output or "out")
+    model, found, folder = _checked_model(model), find_target(target, cpu), Path(output or "out")
     inputs, axes = _checked_inputs(found, model, as_inputs(example_inputs, kwargs), dynamic_axes)
     check_pace(min_speed, calibration_data, found, others=(max_drop, budget), smoke=smoke)
     wanted = with_speed(QuantConfig.build(config), is_strict=strict, has_budget=wished is not None)
+    check_formulations(wanted, found)
+    calibration_data = _checked_data(calibration_data, wanted)
     said = _checked_file(found, float_dtype, model, metadata)
-    with seeded(seed), listening(callback), _opened(folder, resume=resume, force=force) as journal:
+    ranks.told("looking for the runtime", lambda: check_installed(found, allow_departure=allow_departure))
+    if isinstance(target, str) and cpu == "auto" and progress is not False:
+        _tell_cpu(found, wanted)
+    with seeded(seed), listening(callback), _opened(folder, found, resume=resume, force=force) as journal:
         run = Run(model=model, inputs=inputs, data=calibration_data, target=found, journal=journal, evaluate=evaluate,
             leave=tuple(leave), dynamic_axes=axes, strict=strict, threads=threads, max_batches=max_batches,
             on_nan=on_nan, float_dtype=float_dtype, smoke=smoke, progress=progress, accuracy=accuracy, seed=seed,
             metadata=said)  # fmt: skip
-        done = _made(run, wanted, (max_drop, min_speed), 1 if smoke else max_trials, wished, tuple(choices))
+        done = _made(run, wanted, (max_drop, min_speed), max_trials, wished, tuple(choices))
     return done if allow_departure else done.checked()
 
 
-def _checked_model(model: nn.Module) -> nn.Module:
+def check_installed(target: Target, *, allow_departure: bool) -> None:
+    """Refuse a target whose file cannot be written or verified here, before any work."""
+    find_format(target.format).check_installed()
+    runtime = None if target.runtime is None else find_runtime(target.runtime)
+    if runtime is None or runtime.is_here:
+        return
+    why = missing(runtime).message
+    if not allow_departure:
+        raise VerificationError(
+            f"target {target.name!r} is verified in its runtime, and {why}. allow_departure=True (--allow-departure) "
+            "writes the file without"
+        )
+    warnings.warn(ScalepointWarning(f"{why}. The file will not be verified"), stacklevel=user_level())
+
+
+def _tell_cpu(target: Target, config: QuantConfig) -> None:
+    """Say for which CPUs the file will be, where nobody chose. Products with float activations never saturate."""
+    if "cpu" in target.options and config.activation != FLOAT:
+        say(AUTOMATIC[str(target.options["cpu"])])
+
+
+def _checked_model(model: nn.Module | ExportedProgram) -> nn.Module:
     """The model itself, with shapes and values."""
-    model = unwrapped(model)
+    model = as_module(model) if isinstance(model, ExportedProgram) else unwrapped(model)
     check_model(model)
     hollow = [name for name, value in model.named_parameters() if value.is_meta]
     if hollow:
@@ -145,15 +193,21 @@ def _checked_inputs(
 ) -> tuple[tuple[Any, Any], Axes]:
     """The example as the model takes it, and which of its axes are free by name."""
     inputs, axes = own_inputs(model, *given), axes_of(dynamic_axes)
+    check_example(model, inputs)
     target.check_free_sizes(axes)
     return inputs, checked_axes(axes, named_inputs(model, *inputs)) if axes else axes
 
 
 @contextmanager
-def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[Journal]:
+def _opened(folder: Path, target: Target, *, resume: bool, force: bool) -> Iterator[Journal]:
     """The journal, with the log of the run in it, where the folder may be written to."""
-    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume))
+    suffix = find_format(target.format).suffix
+    names = (*NAMES, *(f"{name}{suffix}" for name in (FILE, FLOAT_FILE, PLAIN_FILE)))
+    ranks.told("looking at the output", lambda: check_output(folder, force=force, resume=resume, names=names))
     with Journal.opened(folder, resume=resume) as journal, listening(Log(journal.folder / LOG)):
+        if ranks.is_main():
+            sweep_files(folder, (LIST, *names))
+            sweep_temporary()
         yield journal
 
 
@@ -171,7 +225,7 @@ def _made(
     if budget is not None:
         trials, allocation = _budgeted(run, config, budget, choices)
     else:
-        trials, allocation = _search(run, config, bar, most)
+        trials, allocation = _search(run, config, bar, 1 if run.smoke else most)
     chosen = best_of(trials, bar)
     best = run.place(chosen, folder)
     trials = [best if trial is chosen else closed(trial) for trial in trials]
@@ -182,7 +236,15 @@ def _made(
         with ranks.alone():
             keep_failing(run, best)
         keep(run, config, limits, most, budget, choices)
+        _record(run, folder)
     return Deployment.of(best, report, bar.float_score, trials)
+
+
+def _record(run: Run, folder: Path) -> None:
+    """List the files of this run as ours, and delete those of an earlier run that this one has not replaced."""
+    files = [*run.written, folder / JSON_FILE, folder / HTML_FILE]
+    written = WrittenFiles(folder)
+    written.remove_all_but(written.add(files))
 
 
 def _search(run: Run, config: QuantConfig, bar: Bar, most: int) -> tuple[list[Trial], Allocated | None]:
@@ -212,7 +274,7 @@ def _budgeted(
     for number in range(SIZES):
         chosen = widths.within(budget)
         trial = _attempt(run, number, Step(widths.config(config, chosen.chosen), chosen=chosen.chosen))
-        if budget.unit != "size" or run.smoke:
+        if budget.unit != "size" or run.smoke or trial.float_file is None:
             break
         size, whole = _sizes(run, trial.path, trial.float_file)
         widths = corrected(widths, chosen, size, whole)
@@ -257,7 +319,8 @@ def _tell(run: Run, number: int, path: Path, found: Verification | None, score: 
 
 def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphModule, TuneReport | None]:
     args, kwargs = run.inputs
-    name, place, data = f"{folder.name} quantized", folder / MODEL, Watched(run.data)
+    dropped = DroppedInputs(run.model, run.inputs)
+    name, place, data = f"{folder.name} quantized", folder / MODEL, Watched(run.data, dropped.look)
     marks = run.marks_of_quantizing(config)
     if run.journal.has(name):
         marks["the calibration data"] = run.data_mark = data.mark_now()
@@ -274,7 +337,8 @@ def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphMod
                 model = insert_qdq(result.model, result.matches, config, strict=run.strict, copy=False)
             how = tuning_for(model, run.accuracy, has_data=run.has_data)
             corrects = how is None if config.correct_bias is None else config.correct_bias  # else tuning does it
-            with run.timed("calibrating", is_phase=False), telling_of_sizes(model):
+            dropped.look_at_first(run.data)
+            with run.timed("calibrating", is_phase=False), telling_of_sizes(model), dropped.warned_about():
                 calibrate(
                     model, data.data, max_batches=run.max_batches, on_nan=run.on_nan, progress=run.progress,
                     freeze_weights=True, correct_bias=corrects,
@@ -309,10 +373,21 @@ def _exported(run: Run, folder: Path, model: fx.GraphModule) -> tuple[Path, Path
                         model, path, args, kwargs=kwargs, float_path=also, float_dtype=run.float_dtype,
                         metadata=run.metadata,
                     )  # fmt: skip
+                    if also:
+                        _export_plain(run, model)
             stage.keep(files=run.format.files(path))
             if also:
-                float_stage.keep(files=run.format.files(also))
+                floats = [also, *filter(None, [run.plain_path])]
+                float_stage.keep(files=[file for each in floats for file in run.format.files(each)])
     return path, float_path
+
+
+def _export_plain(run: Run, model: fx.GraphModule) -> None:
+    """The float model by torch.onnx.export, where the speed is measured: it may be faster than our float file."""
+    runtime = None if run.target.runtime is None else find_runtime(run.target.runtime)
+    if runtime is not None and runtime.is_here and not runtime.why_not_run:
+        writing = Writing(run.inputs, names=tuple(feeds_of(model, run.inputs)))
+        write_plain_file(run.model, run.format, writing, run.file(run.journal.folder, PLAIN_FILE))
 
 
 def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> Verification | None:
@@ -325,12 +400,14 @@ def _verified(run: Run, path: Path, float_path: Path, model: fx.GraphModule) -> 
         if found is None:
             timed = None if run.smoke else float_path
             found = _told(lambda: verify(
-                path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed, float_model=run.model,
-                threads=run.threads, layers=not run.smoke,
+                path, model, args, kwargs=kwargs, runtime=run.target.runtime, float_path=timed,
+                plain_path=run.plain_path, baseline=run.baseline, threads=run.threads, layers=not run.smoke,
             ))  # fmt: skip
             found = found if run.smoke else replace(found, float_size=_sizes(run, float_path)[0])
-            if found.status == Status.OK:  # what went wrong is tried again
+            if found.status in (Status.OK, Status.NOT_VERIFIED):  # what went wrong is tried again
                 stage.keep(vars(found))
+    if run.baseline is None and found.latency is not None:
+        run.baseline = found.latency.baseline
     return found
 
 
@@ -376,6 +453,18 @@ def _check(data: Any, evaluate: Any, accuracy: str | None, options: Mapping[str,
         )
 
 
+def _checked_data(data: Any, config: QuantConfig) -> Any:
+    """No data is needed, and None may be given, where activations stay float."""
+    if data is not None:
+        return data
+    if config.activation != "float":
+        raise UsageError(
+            "calibration_data=None: give batches like those that the model will meet. Only weight-only configs need no "
+            "data, such as QuantConfig.weight_only('int4')"
+        )
+    return []
+
+
 def _checked_budget(budget: Any, choices: Sequence[str], max_drop: float | None, data: Any) -> Budget | None:
     if budget is None:
         return None
@@ -384,4 +473,7 @@ def _checked_budget(budget: Any, choices: Sequence[str], max_drop: float | None,
     if isinstance(data, Iterator):
         raise UsageError("budget= reads the data several times, an iterator gives it once: pass a list or a function")
     check_choices(choices)
-    return Budget.build(budget)
+    try:
+        return Budget.build(budget)
+    except ValidationError as error:
+        raise ConfigError(f"budget={shown(budget)}: {told_plainly(error, budget)}") from error

@@ -22,14 +22,19 @@ from torch import nn
 
 from scalepoint import ranks
 from scalepoint.deployment.journal import stages_in
+from scalepoint.deployment.marks import mark_of_target
 from scalepoint.deployment.story import deploy
 from scalepoint.errors import ScalepointError, StoreError, UsageError, nearest
-from scalepoint.files import locked, replace_text
+from scalepoint.files import LOCK, locked, replace_text
+from scalepoint.files import sweep as sweep_files
+from scalepoint.output_folder import check_links, check_path
 from scalepoint.plain import plain
+from scalepoint.progress import say
 from scalepoint.quantize.feeding import is_split
 from scalepoint.report import Report, Sweep, SweepRow, sweep_page
 from scalepoint.report.folder import JSON_FILE
 from scalepoint.report.sweep import FILE
+from scalepoint.targets import Target
 
 PAGE = "sweep.html"
 MOST_RUNS = 1000
@@ -74,13 +79,15 @@ def sweep(
         raise UsageError("a sweep gives every rank whole runs, a DistributedSampler a part of the data: leave it away")
     folder = Path(output)
     with _opened(folder, resume=resume, force=force) as known:
-        rows = {name: row for name, row in known.items() if name in points and row.settings == plain(points[name])}
+        rows = {name: row for name, row in known.items() if name in points and row.settings == _plain(points[name])}
         due = [name for name in points if name not in rows]
         for first in range(0, len(due), ranks.size()):
             turn = due[first : first + ranks.size()]
             with ranks.agreed("a run of the sweep") as told:
                 if ranks.rank() < len(turn):
                     name = turn[ranks.rank()]
+                    if options.get("progress") is not False:
+                        say(f"run {len(rows) + 1} of {len(points)}: {name}")
                     shown = options if ranks.is_main() else {**options, "progress": False, "callback": None}
                     with ranks.alone():
                         inputs = (example_inputs, calibration_data)
@@ -103,12 +110,15 @@ def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, Sw
     with ExitStack() as held:
 
         def looked() -> Any:
+            check_path(folder)
+            check_links(folder, (LOCK, FILE, PAGE))
             if folder.exists() and any(folder.iterdir()) and not (resume or force):
                 raise UsageError(
                     f"{folder} is not empty: go on with resume=True, overwrite with force=True, or choose another"
                 )
             known = _known(folder) if resume else {}
             held.enter_context(locked(folder))
+            sweep_files(folder, (FILE, PAGE))
             return plain(known)
 
         found = ranks.told("looking at the output", looked)
@@ -163,17 +173,27 @@ def _run(
     finish: Callable[[Any, Path, Mapping[str, Any]], object] | None,
 ) -> SweepRow:
     """One run, from where it was."""
+    check_links(folder.parent, (folder.name,))
     goes_on = folder.is_dir() and bool(stages_in(folder))
     try:
         done = deploy(
             model, *inputs, output=folder, resume=goes_on, force=True, **{"allow_departure": True, **options, **point}
         )
     except (ScalepointError, ValidationError) as error:
-        return SweepRow(folder.name, plain(point), "failed", str(error))
+        return SweepRow(folder.name, _plain(point), "failed", str(error))
     if finish is not None:
         finish(done, folder, point)
     report: Report = done.report
-    return SweepRow.of(folder.name, point, report, done.path.stat().st_size)
+    return SweepRow.of(folder.name, _plain(point), report, done.path.stat().st_size)
+
+
+def _plain(point: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run as JSON, the same in every process: a target by its name, options and fingerprint."""
+    return {key: _plain_target(each) if isinstance(each, Target) else plain(each) for key, each in point.items()}
+
+
+def _plain_target(target: Target) -> dict[str, Any]:
+    return {"name": target.name, "options": plain(target.options), "fingerprint": mark_of_target(target)}
 
 
 def _write(folder: Path, found: Sweep) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import fx
@@ -43,9 +43,9 @@ class Trial:
     """One config and what became of it."""
 
     config: QuantConfig
-    kept: fx.GraphModule | None  # the model, of the best so far; the others need no memory
+    kept: fx.GraphModule | None = field(repr=False)  # the model, of the best so far; the others need no memory
     file: Path | None  # of the best; the others are gone when the run ends
-    float_file: Path
+    float_file: Path | None  # None once a smoke run has ended: it writes none
     verification: Verification | None
     score: float | None
     is_judged_in_runtime: bool = False

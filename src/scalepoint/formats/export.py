@@ -16,6 +16,7 @@ from scalepoint.formats.registry import find_format
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs
 from scalepoint.numerics import dtype_name
+from scalepoint.output_folder import check_path
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.targets import Target, find_target
 from scalepoint.targets.target import float_dtype_of
@@ -45,6 +46,8 @@ def export(
     file, beside versions, target, config and calibration; `about` reads it.
     """
     path = Path(path)
+    for each in (path, *(() if float_path is None else (Path(float_path),))):
+        check_path(each, "path")
     own = record_of(model).target if has_record(model) else None
     chosen = find_target(target) if target is not None else own
     if chosen is not None and own is not None and chosen.name != own.name:

@@ -73,7 +73,8 @@ def _round_scales(model: fx.GraphModule, dtype: torch.dtype) -> None:
     """To what the file can hold, before codes are made with them; never to zero."""
     for module in model.modules():
         if isinstance(module, Quantizing) and module.spec.scale_dtype is None:
-            module.take(QParams(held_as(module.scale, dtype)))
+            least = None if module.minval is None else module.minval.to(dtype).to(torch.float32)
+            module.take(QParams(held_as(module.scale, dtype), None, least))
 
 
 def _replaced(

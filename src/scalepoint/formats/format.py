@@ -12,13 +12,14 @@ scales and tables back and says in words where they are others than the model's,
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from scalepoint.errors import UsageError, shown
+from scalepoint.errors import ExportError, UsageError, shown
 from scalepoint.targets import Target
 
 
@@ -69,6 +70,8 @@ class FileFormat:
     exposed: Callable[[fx.GraphModule, Path, Writing], None] | None = None  # with the codes of activations as outputs
     check: Callable[[fx.GraphModule, Writing], None] | None = None  # raises for a model that cannot be written
     compare: Callable[[Path, fx.GraphModule], Sequence[str]] | None = None  # what a file holds that the model does not
+    package: str = ""  # that has to be installed to write such files, where scalepoint does not bring it
+    install: str = ""  # how it is installed
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
@@ -85,6 +88,14 @@ class FileFormat:
             calls["compare"] = ("path", "model")
         for called, given in calls.items():
             _check_call(f"format {self.name!r}: {called}=", getattr(self, called), given)
+
+    def check_installed(self) -> None:
+        """Raise ExportError if the package that writes such files is not installed; nothing is imported."""
+        if self.package and find_spec(self.package) is None:
+            raise ExportError(
+                f"{self.suffix} files are written by {self.package}, which is not installed: "
+                f"{self.install or f'pip install {self.package}'}"
+            )
 
 
 def _check_call(where: str, function: Any, given: Sequence[str]) -> None:

@@ -10,13 +10,20 @@ There is no time and no path in it: the same model is the same bytes.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import is_dataclass
+from datetime import date, time
+from enum import Enum
+from numbers import Number
+from os import PathLike
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import fx
 
-from scalepoint.errors import UsageError, shown
+from scalepoint.documents import parse_json
+from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.plain import plain
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.targets import Target
@@ -25,7 +32,9 @@ from scalepoint.version import __version__
 from scalepoint.words import one_line
 
 OURS = "scalepoint."
+KEPT = (str, Number, Enum, PathLike, date, time, torch.dtype, type(None))
 LARGEST = 1_000_000  # characters of all that is given
+LARGEST_DESCRIPTION = 64_000_000  # bytes: quantizers and layers of large models are in it too
 
 
 def metadata_of(model: fx.GraphModule, target: Target | None, given: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -60,7 +69,7 @@ def check_metadata(given: Mapping[str, Any] | None) -> dict[str, str]:
 
 def _kept(key: str, value: Any) -> str:
     try:
-        text = value if isinstance(value, str) else _text(value)
+        text = value if isinstance(value, str) else _text(_checked(key, value))
         text.encode()
     except RecursionError as error:
         raise UsageError(f"metadata: {key!r} holds itself, or is nested too deep for JSON") from error
@@ -69,10 +78,53 @@ def _kept(key: str, value: Any) -> str:
     return text
 
 
+def _checked(key: str, value: Any) -> Any:
+    """The value, if it has a form that says what it is: of other objects only a type and an address would be kept."""
+    if isinstance(value, Mapping):
+        for each in value.values():
+            _checked(key, each)
+    elif isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
+        for each in value:
+            _checked(key, each)
+    elif not (isinstance(value, KEPT) or is_dataclass(value) or hasattr(value, "tolist")) or isinstance(value, type):
+        raise UsageError(
+            f"metadata: {key!r} holds {shown(value)}, which a file cannot hold: give text, numbers, lists or mappings"
+        )
+    return value
+
+
 def made_for(found: Mapping[str, str]) -> dict[str, str]:
     """The target of a file that scalepoint wrote, and its options: {"target": "onnxruntime", "cpu": "avx2"}."""
     mine = {key.removeprefix(f"{LABEL}."): value for key, value in found.items() if key.startswith(f"{LABEL}.")}
     return {"target": found[LABEL], **mine} if LABEL in found else {}
+
+
+class DescribedInput(BaseModel):
+    """One input, as a file states it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+class Description(BaseModel):
+    """What a .pte or .tflite file states about itself, as JSON; other keys are for its runtime."""
+
+    made_for: dict[str, str] = {}
+    quantizers: dict[str, str] = {}
+    inputs: tuple[DescribedInput, ...] = ()
+
+
+def read_description(text: str) -> Description:
+    """Parse the description in a file, which anybody may have written."""
+    try:
+        return Description.model_validate(parse_json(text, LARGEST_DESCRIPTION))
+    except DocumentError as error:
+        raise StoreError(f"its description cannot be read: {error.args[0]}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise StoreError(f"its description cannot be read: {one_line(where)}: {first['msg']}") from error
 
 
 def read_value(text: str) -> Any:
@@ -80,8 +132,8 @@ def read_value(text: str) -> Any:
     if not text.startswith(("{", "[")):
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # somebody else's text
+        return parse_json(text, LARGEST_DESCRIPTION)
+    except DocumentError:  # somebody else's text
         return text
 
 

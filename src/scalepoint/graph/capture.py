@@ -25,11 +25,13 @@ from scalepoint.graph.blame import user_level, user_line
 from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.dry_run import dry_run
-from scalepoint.graph.export import export, fixed_batch, load, quiet, widened
+from scalepoint.graph.example import check_dense
+from scalepoint.graph.export import fixed_batch, load, quiet, widened
+from scalepoint.graph.first_run import export_after_first_run
 from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
 from scalepoint.graph.left import Seen, replaced, restore
 from scalepoint.graph.lift import lift
-from scalepoint.graph.modes import keeping_attributes
+from scalepoint.graph.modes import plain_attention, without_cache
 from scalepoint.graph.nodes import name_dtypes, tensor_of
 from scalepoint.graph.origin import note_origin, origin_of
 from scalepoint.graph.resizing import allowed, tried
@@ -80,7 +82,7 @@ def capture(
     working = _copied(model) if copy else shadow(model)
     modes = {name: module.training for name, module in working.named_modules()}
     working.eval()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_cache(working), plain_attention():
         if args is None and not kwargs:
             if leave:
                 raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
@@ -110,11 +112,11 @@ def _captured(
     inputs = widened(*given) if dynamic else given
     with ExitStack() as stack:
         left = stack.enter_context(replaced(model, leave, *inputs)) if leave else ()
-        stack.enter_context(keeping_attributes(model))
         uncast = stack.enter_context(autocast_off())
         stack.enter_context(as_called())
-        program = export(model, *given, dynamic, axes)
+        program = export_after_first_run(model, given, inputs, dynamic=dynamic, axes=axes)
     graph_module = _finish(program, model, left)
+    _check_output(graph_module, type(model).__name__)
     is_wide = _is_widened(graph_module, given)
     note_origin(graph_module, is_widened=is_wide, leave=leave, uncast=tuple(sorted(uncast)))
     note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
@@ -126,6 +128,21 @@ def _captured(
     if dynamic:
         _tell_of_fixed_batch(graph_module)
     return graph_module
+
+
+def _check_output(graph_module: fx.GraphModule, name: str) -> None:
+    """A model whose forward has no return statement computes nothing that a file could hold."""
+    result = next(node for node in graph_module.graph.nodes if node.op == "output")
+    if not result.all_input_nodes:
+        is_none = all(leaf is None for leaf in pytree.tree_leaves(result.args[0]))
+        given = "None" if is_none else shown(result.args[0])
+        raise CaptureError(f"{name}.forward returns {given}, no tensor: return what the model computes")
+
+
+def as_module(program: ExportedProgram) -> nn.Module:
+    """A program as a model that can be run and captured again."""
+    with quiet():
+        return _with_state(program)
 
 
 def _with_state(program: ExportedProgram) -> nn.Module:
@@ -317,6 +334,7 @@ def as_tensor(value: np.ndarray | Tensor) -> Tensor:
     """What gradients can go through: an array's values, or those of a tensor that inference mode made."""
     if isinstance(value, np.ndarray):
         return from_array(value)
+    check_dense(value)
     return value.clone() if value.is_inference() else value
 
 

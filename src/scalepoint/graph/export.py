@@ -51,9 +51,9 @@ def export(
         try:
             program = _export_once(model, wide if is_dynamic else (args, kwargs), strict, free)
         except Exception as error:  # torch.export raises every kind; each is a rung of the ladder
-            if "not a known type" in str(error):
-                _register_outputs(model, args, kwargs)
             first = first or error
+            if "not a known type" in str(error) and not _register_outputs(model, args, kwargs):
+                break  # no rung can hold what the model gives
             continue
         check_names(program, axes or {})
         if why := why_fixed(program, axes or {}):
@@ -142,17 +142,21 @@ def _has_batch(shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 or (len(shape) == 1 and not (is_concrete_int(shape[0]) and shape[0] == 1))
 
 
-def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell torch.export of the dataclass or dict that the model gives, so that the next rung takes it."""
+def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell torch.export of the dataclass or dict that the model gives, so that the next rung takes it; False where
+    there is nothing to tell."""
     kind = type(dry_run(model, args, kwargs))
     if kind in pytree.SUPPORTED_NODES:
-        return
+        return False
     if issubclass(kind, dict):
         pytree.register_pytree_node(
             kind, lambda d: (list(d.values()), list(d)), lambda v, keys: kind(**dict(zip(keys, v, strict=True)))
         )
     elif is_dataclass(kind):
         torch.export.register_dataclass(kind)
+    else:
+        return False
+    return True
 
 
 def _explained(
@@ -201,8 +205,11 @@ def _hint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def _unknown_output(model: nn.Module, said: str) -> str:
     found = re.search(r"<class '([^']+)'>", said)
     given = f"it gives a {found[1].rpartition('.')[2] if found else 'value'}, which a graph cannot hold"
-    if getattr(getattr(model, "config", None), "use_cache", False):
-        return f"{given}. A file keeps nothing between two calls: set model.config.use_cache = False"
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        return (
+            f"{given}. A file keeps nothing between two calls. use_cache is off in all configs while the model is "
+            "captured: do not pass use_cache=True as an input, and return no cache"
+        )
     return f"{given}. Return tensors, numbers, tuples, lists, dicts or dataclasses of them"
 
 

@@ -9,8 +9,8 @@ tuned after them.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor, fx
 
 from scalepoint.checkpoints import Cache, Source
@@ -26,6 +26,7 @@ from scalepoint.spec import QuantizationSpec
 from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.targets.language import with_cache
 from scalepoint.tuning.checkpoint import Checkpoint
+from scalepoint.untrusted import open_tensors
 
 ATTENTION = "attention"
 
@@ -95,9 +96,9 @@ def stored_cache(model: fx.GraphModule, kept: Checkpoint, groups: int) -> Cache 
     return Cache(spec.n_bits, scales, format_of(spec.dtype).is_float)  # type: ignore[arg-type]  # pairs
 
 
-def _scale(files: Mapping[str, object], place: str, groups: int) -> Tensor:
+def _scale(files: Mapping[str, Path], place: str, groups: int) -> Tensor:
     """(groups, channels): heads that share keys have the same scales; (1, 1) where there is one for all."""
-    with safe_open(files[place], framework="pt") as file:
+    with open_tensors(files[place]) as file:
         scale: Tensor = file.get_tensor(f"{place}|scale").clone()
     if scale.numel() == 1:
         return scale.reshape(1, 1)

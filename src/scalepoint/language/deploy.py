@@ -10,7 +10,6 @@ keeps codes, writes, and runs the file, and tells the others.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,16 +24,17 @@ from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skeleton
 from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
-from scalepoint.errors import StoreError, UsageError
-from scalepoint.files import locked
+from scalepoint.errors import CalibrationError, NonFiniteError, StoreError, UsageError
+from scalepoint.files import LOCK, is_full, locked, remove, room_needed, sweep, sweep_temporary
 from scalepoint.language.cache import check_cached, check_placed, groups_of, stored_cache
 from scalepoint.language.proof import Proof, prove
 from scalepoint.language.quantized import Codes
 from scalepoint.language.reporting import report_of, write_report
-from scalepoint.language.settings import Asked, asked, with_head
+from scalepoint.language.settings import REPORTS, STAGED, TUNING, Asked, asked, has_blocks, with_head
 from scalepoint.language.storage import as_stored, not_held
 from scalepoint.language.streams import Scored, scored
 from scalepoint.language.text import Text, sequences
+from scalepoint.output_folder import LIST, WrittenFiles, move_into
 from scalepoint.progress import timed
 from scalepoint.quantize import QuantConfig, coverage, insert_qdq
 from scalepoint.quantize.stubs import Quantizing
@@ -62,20 +62,28 @@ def deploy_checkpoint(
     accuracy: Accuracy = "balanced",
     memory: int | str | None = None,
     cache: str | None = None,
+    allow_departure: bool = False,
     length: int = 512,
     samples: int = 16,
     verify: bool = True,
     resume: bool = False,
+    force: bool = False,
     progress: bool | None = None,
 ) -> Deployment:
     """Quantize the checkpoint in the folder `source` for a runtime of language models, and prove it there.
 
     `data` calibrates (a text file, a .jsonl, a folder of such, or sequences of tokens), `judge` is other text that
-    perplexity is measured on: without it, what comes after the calibration text in `data`. Blocks come and go: memory
+    perplexity is measured on: without it, what comes after the calibration text in `data`. Of each, sequences of
+    `length` tokens are taken: `samples` calibrate, and at most 16 are judged. Blocks come and go: memory
     holds one, and activations up to `memory`. `cache` keeps keys and values of earlier tokens in few bits ("int8",
-    "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed.
+    "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. An `output` that
+    contains something is refused; force=True overwrites files there, deletes those of an earlier run of ours, and
+    leaves all others. The score is perplexity, lower is better. VerificationError where the runtime cannot run what was
+    written, or computes something else than the simulation: the file and its report are kept, and
+    allow_departure=True returns them instead.
     """
-    job = asked(source, output, target, config, accuracy, memory, cache)
+    texts = {"calibration data": data, "text to judge by": judge}
+    job = asked(source, output, target, config, accuracy, memory, cache, texts, may_exist=force, resume=resume)
     _check_same(job)
     timings: dict[str, float] = {}
     check_config(job.source)
@@ -95,20 +103,42 @@ def deploy_checkpoint(
             with timed(timings, "writing", show=progress):
                 job.path.parent.mkdir(parents=True, exist_ok=True)
                 cached = stored_cache(model, kept, groups_of(job.source)) if cache else None
-                job.format.write(QuantizedCheckpoint(job.source, codes, cache=cached), job.path)
+                _write(job, QuantizedCheckpoint(job.source, codes, cache=cached))
             proof: Proof | None = None
             if verify and scores is not None:
                 with timed(timings, f"running it in {job.target.runtime}", show=progress):
                     proof = prove(job, judging, scores)
             report = report_of(job, model, codes, tuned, scores, proof, timings)
             write_report(report, job)
-            shutil.rmtree(job.work, ignore_errors=True)
+            _remove_work(job)
             return report
 
         report = _by_first(written)
     score = next(iter(report.accuracy), None)
     before, after = (None, None) if score is None else (score.float_value, score.final)
-    return Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+    done = Deployment(model, job.path, job.source.folder, coverage(model), None, report, before, after, (), tuned)
+    return done if allow_departure else done.checked()
+
+
+def _write(job: Asked, checkpoint: QuantizedCheckpoint) -> None:
+    """Let the format write a folder in the folder of the run, and move its files to the output when all are whole."""
+    if job.format.suffix:
+        job.format.write(checkpoint, job.path)
+        WrittenFiles(job.path.parent).add([job.path])
+        return
+    staged = job.work / STAGED
+    remove(staged)
+    job.format.write(checkpoint, staged)
+    move_into(staged, job.path)
+
+
+def _remove_work(job: Asked) -> None:
+    """Delete what this run kept to go on from. What somebody else put there stays."""
+    for name in (STAGED, TUNING, LOCK):
+        with suppress(OSError):
+            remove(job.work / name)
+    with suppress(OSError):
+        job.work.rmdir()
 
 
 @contextmanager
@@ -119,25 +149,37 @@ def _working(job: Asked) -> Iterator[None]:
         return
     was_there = job.output.exists()
     with locked(job.work):
+        sweep(job.work)
+        sweep_temporary()
+        if job.report_folder.is_dir():
+            sweep(job.report_folder, (LIST, *REPORTS, job.path.name))
         try:
             yield
-        except Exception as error:
-            has_pieces = any((job.work / "tuning").glob("piece-*.safetensors"))
-            if not has_pieces:
-                shutil.rmtree(job.work, ignore_errors=True)
+        except BaseException as error:
+            # the same weights and data would give NaN again: there is nothing to go on from
+            is_kept = has_blocks(job.work) and not isinstance(error, NonFiniteError)
+            if not is_kept:
+                _remove_work(job)
             if job.path.parent == job.output and not was_there:
                 with suppress(OSError):
                     job.output.rmdir()  # where it is empty
-            way_out = "; finished blocks are kept, resume=True goes on from them" if has_pieces else ""
+            way_out = "; finished blocks are kept, resume=True (--resume) goes on from them" if is_kept else ""
             if _is_out_of_memory(error):
                 less = f"memory={job.tuning.memory // 2_000_000}MB, fewer samples= or a shorter length= need less"
                 raise StoreError(f"{job.output} could not be made: memory ran out; {less}{way_out}") from error
             if isinstance(error, OSError | SafetensorError):
-                raise StoreError(f"{job.output} could not be made: {error}{way_out}") from error
+                raise StoreError(f"{job.output} could not be made: {error}{_room(job, error)}{way_out}") from error
+            if isinstance(error, StoreError) and is_full(error):
+                raise StoreError(f"{error.args[0]}{way_out}") from error
             raise
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _room(job: Asked, error: BaseException) -> str:
+    """What a full disk lacks: the weights that are chosen are at most as large as those of the checkpoint."""
+    return f". {room_needed(job.work, job.source.size)}" if is_full(error) else ""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
     """As Python, the system and torch say it."""
     is_told = isinstance(error, RuntimeError | OSError | SafetensorError) and "allocate memory" in str(error)
     return isinstance(error, MemoryError) or is_told
@@ -165,6 +207,7 @@ def _check_same(job: Asked) -> None:
 def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:
     """The graph of the model with its quantizers on, its weights hollow."""
     tree, weights = skeleton(job.source)
+    ranks.told("checking the weights", weights.check_finite)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
     if job.cache:
@@ -194,8 +237,13 @@ def _texts(job: Asked, data: Text, judge: Text, length: int, samples: int) -> tu
         first = sequences(data, job.source, length=length, count=samples, what="calibration data")
         return first, sequences(judge, job.source, length=length, count=JUDGED, what="text to judge by")
     found = sequences(data, job.source, length=length, count=samples + JUDGED, what="calibration data")
-    cut = min(samples, max(1, len(found) // 2))
-    return found[:cut], found[cut:] or found[:1]
+    if len(found) < 2:
+        raise CalibrationError(
+            f"the calibration data is one sequence of {found[0].shape[1]} tokens, and perplexity is measured on other "
+            "ones than those that calibrate: give more data, a shorter length=, or other text as judge="
+        )
+    cut = min(samples, len(found) // 2)
+    return found[:cut], found[cut : cut + JUDGED]
 
 
 def _tuned(
@@ -205,9 +253,9 @@ def _tuned(
         model,
         [(each,) for each in data],
         job.tuning,
-        folder=job.work / "tuning",
+        folder=job.work / TUNING,
         resume=resume,
         progress=progress,
         lender=weights,
     )
-    return report, Checkpoint.reopened(job.work / "tuning")
+    return report, Checkpoint.reopened(job.work / TUNING)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor, fx
 
 from scalepoint.checkpoints import Packed
@@ -13,7 +12,9 @@ from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.numerics import E4M3
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import QuantizationSpec
 from scalepoint.tuning.checkpoint import Checkpoint
+from scalepoint.untrusted import open_tensors
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,24 @@ class Codes(Mapping[str, Packed]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def specs(self) -> Iterator[tuple[QuantizationSpec, int]]:
+        """The spec of every weight and its columns; no codes are read."""
+        for place in self._places.values():
+            yield place.layer.weight_quant.spec, int(place.layer.canonical(place.layer.weight).shape[1])
+
     def __getitem__(self, name: str) -> Packed:
         found = self._places[name]
         spec = found.layer.weight_quant.spec
-        with safe_open(found.file, framework="pt") as file:
+        with open_tensors(found.file) as file:
 
             def stored(key: str) -> Tensor:
                 return file.get_tensor(f"{found.place}|weight_quant.{key}").clone()  # type: ignore[no-any-return]
 
             codes, scale, zero = stored("chosen"), stored("scale"), stored("zero_point")
+            least = stored("minval") if spec.qformulation == "minval" else None
         rows = len(codes)
+        if least is not None:
+            return Packed(codes, _by_row(scale, rows), spec, minval=_by_row(least, rows))
         scale, zero = _by_row(scale, rows), _by_row(zero, rows)
         is_plain = found.layer.weight_quant.quantizer.grid.format.is_float or not bool(zero.any())
         activation, activation_scale = None, None
@@ -68,7 +77,7 @@ class Codes(Mapping[str, Packed]):
             return None
         place, stub = found.stub
         key = "calculator.tensor_scale" if stub.calculator.always_called else "scale"
-        with safe_open(found.file, framework="pt") as file:
+        with open_tensors(found.file) as file:
             names = [name for name in file.keys() if name.startswith(f"{place}|") and name.endswith(key)]  # noqa: SIM118
             return file.get_tensor(names[0]).clone() if names else None
 
@@ -92,14 +101,3 @@ def _stubs(model: fx.GraphModule) -> dict[str, tuple[str, QuantStub]]:
                 if isinstance(part, QuantizedWeighted):
                     found[names[id(part)]] = (str(before.target), stub)
     return found
-
-
-def bits_per_weight(codes: Mapping[str, Packed], floats: int) -> float:
-    """Mean bits of all weights, scales and zero points counted; `floats` weights have 16."""
-    bits = weights = 0.0
-    for packed in codes.values():
-        each = packed.codes.numel()
-        own = packed.bits * each + 16 * packed.scale.numel()
-        bits += own + (0 if packed.zero_point is None else packed.bits * packed.zero_point.numel())
-        weights += each
-    return (bits + 16 * floats) / max(weights + floats, 1)

@@ -1,21 +1,26 @@
 """The report of a language model's deployment."""
 
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from torch import fx
 
+from scalepoint.checkpoints import Source
 from scalepoint.deployment.reporting import environment, tuned
 from scalepoint.errors import ScalepointError
-from scalepoint.language.proof import Proof
-from scalepoint.language.quantized import Codes, bits_per_weight
-from scalepoint.language.settings import Asked
+from scalepoint.language.proof import FLOAT_RUNTIME, Proof
+from scalepoint.language.quantized import Codes
+from scalepoint.language.settings import REPORTS, Asked
 from scalepoint.language.streams import Scored
 from scalepoint.language.text import tokenizer_of
+from scalepoint.numerics import dtype_name
+from scalepoint.output_folder import WrittenFiles
 from scalepoint.quantize import coverage
 from scalepoint.report import Language, Metric, Report, write
 from scalepoint.tuning import TuneReport
+from scalepoint.words import plural
 
 
 def report_of(
@@ -31,7 +36,8 @@ def report_of(
     metrics: tuple[Metric, ...] = ()
     if scores is not None:
         in_runtime = None if proof is None else proof.perplexity
-        metrics = (Metric("perplexity", scores.float_perplexity, scores.perplexity, in_runtime),)
+        values = (scores.float_perplexity, scores.perplexity, in_runtime)
+        metrics = (Metric("perplexity", *values, higher_is_better=False),)
     return Report(
         title=job.source.folder.resolve().name,
         target=job.target.name,
@@ -42,6 +48,7 @@ def report_of(
         accuracy=metrics,
         timings=dict(timings),
         tuning=tuned(found),
+        warnings=_wider(job, codes),
         language=_language(job, codes, scores, proof),
     )
 
@@ -50,7 +57,7 @@ def _language(job: Asked, codes: Codes, scores: Scored | None, proof: Proof | No
     shown = proof or Proof(job.target.runtime or "", "")
     prompt, written, float_written = _texts(job, shown)
     return Language(
-        bits=bits_per_weight(codes, _float_weights(job, codes)),
+        bits=_bits(job),
         size=_size(job.path),
         float_size=job.source.size,
         tokens=0 if scores is None else scores.tokens,
@@ -64,6 +71,10 @@ def _language(job: Asked, codes: Codes, scores: Scored | None, proof: Proof | No
         prompt=prompt,
         written=written,
         float_written=float_written,
+        float_dtype=_dtype(job.source),
+        float_prefill=shown.float_prefill,
+        float_decode=shown.float_decode,
+        float_runtime=FLOAT_RUNTIME if shown.float_prefill is not None else "",
     )
 
 
@@ -81,10 +92,33 @@ def _texts(job: Asked, proof: Proof) -> tuple[str, str, str]:
     return first, second, third
 
 
-def _float_weights(job: Asked, codes: Codes) -> int:
-    """Parameters that stay float."""
-    sizes = {name: each.nbytes // each.dtype.itemsize for name, each in job.source.tensors.items()}
-    return sum(size for name, size in sizes.items() if name not in codes)
+def _dtype(source: Source) -> str:
+    """The type that most bytes of the checkpoint have."""
+    sizes: Counter[str] = Counter()
+    for stored in source.tensors.values():
+        sizes[dtype_name(stored.dtype)] += stored.nbytes
+    return sizes.most_common(1)[0][0] if sizes else ""
+
+
+def _bits(job: Asked) -> float:
+    """Bits per weight of what was written: the bytes of all its tensors over the weights of the checkpoint.
+
+    Scales, zero points, float tensors and what a format stores twice count.
+    """
+    stored = [each for each in job.source.tensors.values() if each.dtype.is_floating_point]
+    weights = sum(each.nbytes // each.dtype.itemsize for each in stored)
+    count = _size if job.format.tensor_bytes is None else job.format.tensor_bytes
+    return 8 * count(job.path) / max(weights, 1)
+
+
+def _wider(job: Asked, codes: Codes) -> tuple[str, ...]:
+    """A warning for every kind of layer whose codes take more bits in the file than their type has."""
+    found = Counter(
+        (dtype_name(spec.dtype), why) for spec, columns in codes.specs() if (why := job.format.wider(spec, columns))
+    )
+    return tuple(
+        f"{dtype} codes of {plural(count, 'layer')} are stored as {why}" for (dtype, why), count in found.items()
+    )
 
 
 def _size(path: Path) -> int:
@@ -92,5 +126,6 @@ def _size(path: Path) -> int:
 
 
 def write_report(report: Report, job: Asked) -> None:
-    """Beside the file, or in the folder."""
-    write(report, job.path if job.path.is_dir() else job.path.parent)
+    """Next to the file, or in the folder."""
+    write(report, job.report_folder)
+    WrittenFiles(job.report_folder).add(job.report_folder / name for name in REPORTS)

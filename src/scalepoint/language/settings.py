@@ -1,10 +1,12 @@
 """What deploy_checkpoint was asked for, checked before any work."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scalepoint import ranks
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.deployment.accuracy import CLOSED, Accuracy, check_accuracy
@@ -12,14 +14,19 @@ from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageErr
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.registry import find_checkpoint_format
 from scalepoint.language.cache import with_cached
+from scalepoint.output_folder import LIST, WrittenFiles, check_inputs, check_links, check_path
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT, Override
+from scalepoint.quantize.placement import check_formulations
+from scalepoint.report.folder import HTML_FILE, JSON_FILE
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.tuning import TuneConfig
 
 STEPS = tuple(step for step in CLOSED if step != "intercept")  # most layers have no bias that could take it up
 PRESETS: dict[str, tuple[str, ...]] = {"fast": (), "balanced": STEPS, "best": (*STEPS, "sign_round", "clip")}
+REPORTS = (JSON_FILE, HTML_FILE)
+TUNING, STAGED = "tuning", "written"  # in the folder of a run: chosen codes, the folder that is being written
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,24 @@ class Asked:
         return self.output / f"{self.source.folder.resolve().name}{self.format.suffix}"
 
     @property
+    def report_folder(self) -> Path:
+        """Where the report goes: next to the file, or into the folder."""
+        return self.path if not self.format.suffix else self.path.parent
+
+    @property
     def work(self) -> Path:
         return work_of(self.output)
 
 
+def has_blocks(work: Path) -> bool:
+    """Whether the folder of a run has finished blocks to go on from."""
+    return any((work / TUNING).glob("piece-*.safetensors"))
+
+
 def work_of(output: Path) -> Path:
     """Where a killed run goes on from."""
-    return output.with_name(f".{output.name}.work")
+    place = output if output.name not in ("", "..") else output.resolve()
+    return place.with_name(f".{place.name}.work")
 
 
 def asked(
@@ -59,6 +77,10 @@ def asked(
     accuracy: Accuracy,
     memory: int | str | None,
     cache: str | None = None,
+    texts: Mapping[str, Any] | None = None,
+    *,
+    may_exist: bool = False,
+    resume: bool = False,
 ) -> Asked:
     """Everything resolved; what cannot be is refused here."""
     chosen = find_target(target)
@@ -71,12 +93,13 @@ def asked(
     form = find_checkpoint_format(chosen.format)
     opened = Source.open(source)
     where = Path(output)
-    if where.resolve() == opened.folder.resolve():
-        raise UsageError(f"{where} is the checkpoint itself: choose another output")
+    check_path(where)
+    check_inputs(where, {"checkpoint": opened.folder, **_files_of(texts or {})})
     if where.is_file() and where.suffix != (form.suffix or None):
         raise UsageError(f"{where} is a file: choose a folder as output")
     chosen = replace(chosen, weight=_fitting(chosen.weight, opened, form))
     complete = complete_config(QuantConfig.build(config), chosen, is_rounded=not PRESETS[accuracy])
+    check_formulations(complete, chosen)
     activation = complete.spec_for("input", (), ())
     weight = complete.spec_for("weight", (), ())
     try:
@@ -85,7 +108,7 @@ def asked(
             chosen.weight if weight is None else None if isinstance(weight, str) else weight,
             None if isinstance(activation, str) else activation,
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         if isinstance(error, ScalepointError):
             raise
         raise StoreError(f"{opened.folder / CONFIG} says what {form.name} cannot tell: {error}") from error
@@ -96,7 +119,34 @@ def asked(
         tuning = TuneConfig(steps=steps, **({} if memory is None else {"memory": memory}))
     except ValueError:
         raise UsageError(f'memory={memory!r}: a number of bytes from 1,000,000 on, or text as "2GB"') from None
-    return Asked(opened, where, chosen, form, complete, tuning, cache or "")
+    job = Asked(opened, where, chosen, form, complete, tuning, cache or "")
+    ranks.told("looking at the output", lambda: check_output(job, force=may_exist, resume=resume))
+    return job
+
+
+def _files_of(texts: Mapping[str, Any]) -> dict[str, Path]:
+    """The texts that are files or folders; what else they may be is looked at when they are read."""
+    return {what: Path(text) for what, text in texts.items() if isinstance(text, str | Path) and os.path.exists(text)}
+
+
+def check_output(job: Asked, *, force: bool, resume: bool) -> None:
+    """Refuse an output that contains something, unless force=True may overwrite files there or a run goes on."""
+    check_links(job.work.parent, [job.work.name])
+    check_links(job.report_folder, (LIST, *REPORTS, *([] if job.path == job.report_folder else [job.path.name])))
+    is_left = has_blocks(job.work)
+    if force or (resume and is_left):
+        return
+    if is_left:
+        raise UsageError(f"{job.output} has an unfinished run: go on with resume=True, or begin anew with force=True")
+    if job.output.is_dir() and any(job.output.iterdir()):
+        raise UsageError(f"{job.output} is not empty: choose another output, or overwrite files there with force=True")
+    written = WrittenFiles(job.report_folder)
+    others = [name for name in REPORTS if (job.report_folder / name).exists() and name not in written]
+    there = [job.output.name] if job.output.is_file() else others
+    if there:
+        raise UsageError(
+            f"{job.report_folder / there[0]} is there already: choose another output, or overwrite it with force=True"
+        )
 
 
 def _fitting(weight: QuantizationSpec, source: Source, form: CheckpointFormat) -> QuantizationSpec:

@@ -7,7 +7,7 @@ import torch
 
 from scalepoint.checkpoints.packed import outer_of
 from scalepoint.checkpoints.skeleton import Weights
-from scalepoint.formats.checkpoint import Snap
+from scalepoint.formats.checkpoint import Snap, SnapMinima
 from scalepoint.language.settings import Asked
 from scalepoint.numerics import E4M3, QParams
 from scalepoint.patterns import Fused
@@ -34,6 +34,8 @@ def as_stored(job: Asked, layer: QuantizedWeighted, weights: Weights) -> Callabl
     if quant.quantizer.grid.format.is_float:  # their scales are of the type that their format says
         return _two_level if quant.spec.scale_dtype == E4M3 else None
     dtype = form.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
+    if quant.spec.qformulation == "minval" and form.snap_minima is not None:
+        return partial(_with_minima, form.snap_minima, quant.spec, layer.canonical(layer.weight).shape[1])
     if form.snap is not None:
         return partial(_snapped, form.snap, quant.spec, layer.canonical(layer.weight).shape[1], dtype)
     return None if dtype == torch.float32 else partial(_rounded, dtype)
@@ -52,8 +54,18 @@ def _rounded(dtype: torch.dtype, qparams: QParams) -> QParams:
     return qparams._replace(scale=qparams.scale.clamp(least, info.max).to(dtype).to(torch.float32))
 
 
+def _with_minima(snap: SnapMinima, spec: QuantizationSpec, columns: int, qparams: QParams) -> QParams:
+    """Scales and minima of blocks, or of rows, as the format has them."""
+    scale, least = qparams.scale, qparams.minval
+    if least is None:
+        return qparams
+    rows = scale.shape[0] if scale.ndim else 1
+    found = snap(spec, columns, scale.reshape(rows, -1), least.reshape(rows, -1))
+    return qparams._replace(scale=found[0].reshape(scale.shape), minval=found[1].reshape(least.shape))
+
+
 def _snapped(snap: Snap, spec: QuantizationSpec, columns: int, dtype: torch.dtype, qparams: QParams) -> QParams:
     """Scales of blocks where the format has them; others, of a row or of all, as its type of numbers."""
-    if qparams.scale.ndim != 2 or spec.qformulation != "zp":
+    if qparams.scale.ndim != 2:
         return _rounded(dtype, qparams)
     return qparams._replace(scale=snap(spec, columns, qparams.scale))

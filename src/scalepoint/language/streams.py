@@ -4,6 +4,7 @@ load a piece -> run all sequences through it, in both streams -> drop it -> the 
 at the head: a sequence at a time, so that logits are never all in memory
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,13 +15,19 @@ from torch.nn import functional as F
 
 from scalepoint import ranks
 from scalepoint.checkpoints.skeleton import Weights
-from scalepoint.errors import CaptureError
+from scalepoint.errors import CaptureError, NonFiniteError, UsageError
 from scalepoint.progress import phase
 from scalepoint.tuning.checkpoint import Checkpoint
 from scalepoint.tuning.lending import borrow, give_back
 from scalepoint.tuning.pieces import Piece, cut
 from scalepoint.tuning.state import restore
 from scalepoint.tuning.walk import Walk
+
+FLOAT_NAN = (
+    "the weights are finite, but its logits are not, so values overflow on the way. Check the checkpoint and its "
+    "config.json by running it in transformers"
+)
+QUANTIZED_NAN = "the float model's is a number, so the codes are the cause: give more bits, or smaller blocks"
 
 
 @dataclass(frozen=True)
@@ -35,13 +42,28 @@ class Scored:
 
 
 def perplexity(run: Callable[[Tensor], Tensor], tokens: Sequence[Tensor]) -> float:
-    """exp of the mean loss of every next token; `run` gives the logits (batch, length, vocabulary) of tokens."""
+    """exp of the mean loss of every next token; `run` gives the logits (batch, length, vocabulary) of tokens.
+
+    Raises:
+        NonFiniteError: it is NaN, because logits are.
+        UsageError: there is no next token in `tokens`.
+    """
     total, count = 0.0, 0
     for each in tokens:
         own = each if each.ndim == 2 else each[None]
         loss, number = loss_of(run(own), own)
         total, count = total + loss, count + number
-    return float(torch.tensor(total / max(count, 1), dtype=torch.float64).exp())
+    if not count:
+        raise UsageError("perplexity needs at least one sequence of 2 tokens or more")
+    return _perplexity(total, count, "the perplexity is NaN: the logits hold NaN or infinity")
+
+
+def _perplexity(loss: float, count: int, message: str) -> float:
+    """exp(loss / count), or NonFiniteError with this message."""
+    found = float(torch.tensor(loss / count, dtype=torch.float64).exp())
+    if math.isnan(found):
+        raise NonFiniteError(message)
+    return found
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> tuple[float, int]:
@@ -105,7 +127,8 @@ def _at_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Scored:
             first = noisy.clone() if not index else first
     rows = [row for turn in zip_longest(*told.all) for row in turn if row is not None]  # in the order of the text
     before, after, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
-    before, after = (torch.tensor([before, after], dtype=torch.float64) / max(count, 1)).exp().tolist()
+    before = _perplexity(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN}")
+    after = _perplexity(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN}")
     sqnr = float("inf") if not noise else 10 * float(torch.tensor(signal / noise, dtype=torch.float64).log10())
     return Scored(before, after, count, first, sqnr)
 

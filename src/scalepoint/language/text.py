@@ -5,26 +5,36 @@
 a folder                 all such files in it, in the order of their names
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from scalepoint.checkpoints import Source
-from scalepoint.errors import CalibrationError, StoreError, UsageError, shown
+from scalepoint.documents import parse_json
+from scalepoint.errors import CalibrationError, DocumentError, StoreError, UsageError, shown
+from scalepoint.untrusted import open_text
 
 Text = str | Path | Sequence[Tensor] | None  # a path, or sequences of tokens
 SUFFIXES = (".txt", ".md", ".jsonl")
 LARGEST = 64_000_000  # characters that are read of a text: enough for any calibration
+PIECE = 1_000_000  # characters that are tokenized at once at most
+CHARACTERS = 8  # that a token has at most, in most texts
+CONTEXTS = ("original_max_position_embeddings", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+MARGIN = 16  # tokens beyond those that are wanted: the end of a text that was cut may have other ones
 
 
 def sequences(given: Text, source: Source, *, length: int, count: int, what: str) -> list[Tensor]:
-    """So many sequences of so many tokens, each of shape (1, length); the text is cut where they end."""
+    """Return at most `count` sequences of shape (1, length); what follows the last whole one is left out.
+
+    Rows of token tensors are cut in the same way. A row that is shorter than `length` is one sequence as it is.
+    """
     if given is not None and not isinstance(given, str | Path):
-        return _checked(given, source)
+        rows = _rows(given, source, length, count)
+        check_context(rows, source, what)
+        return rows
     if given is None:
         raise CalibrationError(
             f"no {what}: give a text file, a .jsonl with a field 'text', a folder of such, or tokens; accuracy='fast' "
@@ -37,7 +47,26 @@ def sequences(given: Text, source: Source, *, length: int, count: int, what: str
             f"{given} has {tokens.numel()} tokens, less than one sequence of {length}: give more text, or a shorter "
             "length"
         )
-    return [part[None] for part in tokens[: whole * length].reshape(whole, length)[:count]]
+    found = [part[None] for part in tokens[: whole * length].reshape(whole, length)[:count]]
+    check_context(found, source, what)
+    return found
+
+
+def context_of(source: Source, default: int) -> int:
+    """The most tokens of a sequence: the shortest context that config.json names."""
+    config = source.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    known = [config.get(name) for name in CONTEXTS] + [rope.get(CONTEXTS[0])]
+    return min([each for each in known if isinstance(each, int) and each > 1], default=default)
+
+
+def check_context(found: Sequence[Tensor], source: Source, what: str) -> None:
+    """Refuse sequences that are longer than the model's context: it has no positions for them."""
+    longest = max((each.shape[1] for each in found), default=0)
+    if longest > (context := context_of(source, longest)):
+        raise UsageError(
+            f"{what}: sequences of {longest} tokens, and config.json allows {context}: give length={context}, or less"
+        )
 
 
 def tokenized(path: Path, source: Source, enough: int) -> Tensor:
@@ -45,11 +74,22 @@ def tokenized(path: Path, source: Source, enough: int) -> Tensor:
     tokenizer = tokenizer_of(source)
     found: list[int] = []
     for text in _texts(path):
-        for start in range(0, len(text), 1_000_000):
-            found += tokenizer.encode(text[start : start + 1_000_000], add_special_tokens=False)
+        for start in range(0, len(text), PIECE):
+            found += _encoded(tokenizer, text[start : start + PIECE], enough - len(found))
             if len(found) >= enough:
                 return torch.tensor(found[:enough])
     return torch.tensor(found, dtype=torch.int64)
+
+
+def _encoded(tokenizer: Any, text: str, enough: int) -> list[int]:
+    """Return the first `enough` tokens of a text, or all; no more of the text is tokenized than these need."""
+    size = CHARACTERS * (enough + MARGIN)
+    while size < len(text):
+        found: list[int] = tokenizer.encode(text[:size], add_special_tokens=False)
+        if len(found) >= enough + MARGIN:
+            return found[:enough]
+        size *= 2
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def tokenizer_of(source: Source) -> Any:
@@ -73,10 +113,14 @@ def _texts(path: Path) -> Iterator[str]:
         raise UsageError(f"{path} has no {', '.join(SUFFIXES)} files")
     for file in files:
         try:
-            with file.open(encoding="utf-8") as opened:
+            with open_text(file) as opened:
                 yield from _lines(file, opened) if file.suffix == ".jsonl" else [opened.read(LARGEST)]
         except UnicodeDecodeError as error:
             raise UsageError(f"{file} is no UTF-8 text: {error}") from error
+        except DocumentError as error:
+            raise UsageError(error.args[0]) from error
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _is_there(path: Path) -> bool:
@@ -87,28 +131,38 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _lines(file: Path, lines: Iterable[str]) -> Iterator[str]:
+def _lines(file: Path, opened: IO[str]) -> Iterator[str]:
+    lines = iter(lambda: opened.readline(LARGEST), "")  # a file without line breaks must not become one string
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            said = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{file}, line {number}: no JSON: {error}") from error
+            said = parse_json(line, 4 * LARGEST)
+        except DocumentError as error:
+            raise UsageError(f"{file}, line {number}: no JSON: {error.args[0]}") from error
         if not isinstance(said, dict) or not isinstance(said.get("text"), str):
             raise UsageError(f"{file}, line {number}: an object with a field 'text' is wanted, not {shown(said)}")
         yield said["text"]
 
 
-def _checked(given: Sequence[Tensor], source: Source) -> list[Tensor]:
+def _rows(given: Iterable[Tensor], source: Source, length: int, count: int) -> list[Tensor]:
+    """The first `count` sequences of token tensors, each of shape (1, length) or shorter."""
     size = source.config.get("vocab_size")
-    found = []
+    found: list[Tensor] = []
     for tokens in given:
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim not in (1, 2) or not len(tokens):
-            raise UsageError(f"tokens are integer tensors of shape (length,) or (batch, length), not {shown(tokens)}")
+        is_whole = isinstance(tokens, Tensor) and not tokens.is_floating_point() and not tokens.is_complex()
+        if not is_whole or tokens.ndim not in (1, 2) or not len(tokens) or tokens.shape[-1] < 2:
+            raise UsageError(
+                "tokens are integer tensors of shape (length,) or (batch, length), with a length of at least 2, not "
+                f"{shown(tokens)}"
+            )
         if isinstance(size, int) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
             raise UsageError(f"tokens from {int(tokens.min())} to {int(tokens.max())}: the vocabulary has {size}")
-        found.append(tokens.reshape(-1, tokens.shape[-1]))
+        for row in tokens.to(torch.int64).reshape(-1, tokens.shape[-1]):
+            whole = max(len(row) // length, 1)
+            found += [part[None] for part in row[: whole * length].split(length)]
+            if len(found) >= count:
+                return found[:count]
     if not found:
         raise CalibrationError("no tokens were given")
     return found

@@ -1,17 +1,57 @@
 """Patterns: the public, stable path for writing your own."""
 
-from scalepoint.patterns.base import BASE_PATTERNS
+from scalepoint.patterns.base import (
+    BASE_PATTERNS,
+    AdaptiveAvgPoolPattern,
+    AttentionSpelledOutPattern,
+    ConcatPattern,
+    ConvBNAddReLUPattern,
+    ConvBNPattern,
+    ConvBNReLUPattern,
+    ConvTransposeBNReLUPattern,
+    EmbeddingPattern,
+    GatedLinearPattern,
+    GroupNormPattern,
+    HeadPattern,
+    LayerNormPattern,
+    LinearPattern,
+    LinearReLUPattern,
+    MHAInProjectionPattern,
+    RMSNormPattern,
+    RMSNormSpelledOutPattern,
+    ScaledDotProductAttentionPattern,
+    StemConvBNReLUMaxPoolPattern,
+)
 from scalepoint.patterns.fused import Fused
 from scalepoint.patterns.language import Pattern, PatternMatch, Point, Refusal, chain, join, kind_of, op, optional
 from scalepoint.patterns.plan import TransformationPlan
 
 __all__ = [
     "BASE_PATTERNS",
+    "AdaptiveAvgPoolPattern",
+    "AttentionSpelledOutPattern",
+    "ConcatPattern",
+    "ConvBNAddReLUPattern",
+    "ConvBNPattern",
+    "ConvBNReLUPattern",
+    "ConvTransposeBNReLUPattern",
+    "EmbeddingPattern",
     "Fused",
+    "GatedLinearPattern",
+    "GroupNormPattern",
+    "HeadPattern",
+    "LayerNormPattern",
+    "LinearPattern",
+    "LinearReLUPattern",
+    "MHAInProjectionPattern",
     "Pattern",
     "PatternMatch",
     "Point",
+    "RMSNormPattern",
+    "RMSNormSpelledOutPattern",
     "Refusal",
+    "ScaledDotProductAttentionPattern",
+    "StemConvBNReLUMaxPoolPattern",
     "TransformationPlan",
     "chain",
     "join",

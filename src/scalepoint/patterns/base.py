@@ -2,13 +2,17 @@
 
     y = act(BN(conv(x, w) + b) + r)  ->  one kernel; Q/DQ on x and r, never in between.
 
-Layer norm has no points: no latency to win, accuracy to lose.
+Layer norm has no points: no latency to win, accuracy to lose. Each pattern is a class, so that a match can be told by
+`isinstance(match.pattern, ConvBNPattern)`; its fields may be given another value: `ConvBNPattern(qdq_points=())`.
 """
+
+from dataclasses import dataclass
 
 from torch import fx
 
 from scalepoint.graph.kinds import ACTIVATIONS
 from scalepoint.patterns.fused import (
+    Fused,
     FusedAttention,
     FusedConcat,
     FusedConvBN,
@@ -25,7 +29,7 @@ from scalepoint.patterns.fused import (
     FusedPool,
     FusedStemConvBNReLUMaxPool,
 )
-from scalepoint.patterns.language import Nodes, Pattern, Point, chain, join, kind_of, op, optional
+from scalepoint.patterns.language import Element, Nodes, Pattern, Point, chain, join, kind_of, op, optional
 
 MOVES = ("reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "clone", "expand", "flatten")
 PICKS = ("select", "unflatten", "getitem", "split", "split_with_sizes", "chunk", "slice", "unbind")
@@ -132,45 +136,115 @@ BATCH_NORM = op("batch_norm")
 ACTIVATION = op("activation", *ACTIVATIONS)
 LINEAR = op("linear")
 
-STEM = Pattern(
-    "StemConvBNReLUMaxPoolPattern",
-    chain(op("conv", where=is_first), optional(BATCH_NORM), ACTIVATION, op("max_pool")),
-    FusedStemConvBNReLUMaxPool,
-    (Point.INPUT,),
-)
-CONV_BN_ADD_RELU = Pattern(
-    "ConvBNAddReLUPattern",
-    chain(CONV, optional(BATCH_NORM), join("add", where=is_main_branch), optional(ACTIVATION)),
-    FusedConvBNAddReLU,
-    (Point.INPUT, Point.RESIDUAL_INPUT),
-)
-CONV_BN_RELU = Pattern(
-    "ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), ACTIVATION), FusedConvBNReLU, (Point.INPUT,)
-)
-CONV_BN = Pattern("ConvBNPattern", chain(CONV, optional(BATCH_NORM)), FusedConvBN, (Point.INPUT,))
-CONV_TRANSPOSE = Pattern(
-    "ConvTransposeBNReLUPattern",
-    chain(op("conv_transpose"), optional(BATCH_NORM), optional(ACTIVATION)),
-    FusedConvTransposeBNReLU,
-    (Point.INPUT,),
-)
-MHA_IN_PROJECTION = Pattern(
-    "MHAInProjectionPattern", chain(op("linear", where=feeds_attention)), FusedMHAInProjection, (Point.INPUT,)
-)
-LINEAR_RELU = Pattern("LinearReLUPattern", chain(LINEAR, ACTIVATION), FusedLinearReLU, (Point.INPUT,))
-LINEAR_ONLY = Pattern("LinearPattern", chain(LINEAR), FusedLinear, (Point.INPUT,))
-ATTENTION = Pattern(
-    "ScaledDotProductAttentionPattern",
-    chain(op("attention")),
-    FusedAttention,
-    (Point.INPUT, Point.KEY_INPUT, Point.VALUE_INPUT),
-)
-ADAPTIVE_AVG_POOL = Pattern(
-    "AdaptiveAvgPoolPattern", chain(op("adaptive_avg_pool")), FusedPool, (Point.INPUT, Point.OUTPUT)
-)
-ATTENTION_SPELLED_OUT = Pattern(
-    "AttentionSpelledOutPattern",
-    chain(
+
+@dataclass(frozen=True)
+class StemConvBNReLUMaxPoolPattern(Pattern):
+    """The first convolution, batch norm, activation, max pool."""
+
+    name: str = "StemConvBNReLUMaxPoolPattern"
+    match: tuple[Element, ...] = chain(op("conv", where=is_first), optional(BATCH_NORM), ACTIVATION, op("max_pool"))
+    make: type[Fused] = FusedStemConvBNReLUMaxPool
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class ConvBNAddReLUPattern(Pattern):
+    """A convolution, optional batch norm, an add with a residual, optional activation."""
+
+    name: str = "ConvBNAddReLUPattern"
+    match: tuple[Element, ...] = chain(
+        CONV, optional(BATCH_NORM), join("add", where=is_main_branch), optional(ACTIVATION)
+    )
+    make: type[Fused] = FusedConvBNAddReLU
+    qdq_points: tuple[Point, ...] = (Point.INPUT, Point.RESIDUAL_INPUT)
+
+
+@dataclass(frozen=True)
+class ConvBNReLUPattern(Pattern):
+    """A convolution, optional batch norm, activation."""
+
+    name: str = "ConvBNReLUPattern"
+    match: tuple[Element, ...] = chain(CONV, optional(BATCH_NORM), ACTIVATION)
+    make: type[Fused] = FusedConvBNReLU
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class ConvBNPattern(Pattern):
+    """A convolution, optional batch norm."""
+
+    name: str = "ConvBNPattern"
+    match: tuple[Element, ...] = chain(CONV, optional(BATCH_NORM))
+    make: type[Fused] = FusedConvBN
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class ConvTransposeBNReLUPattern(Pattern):
+    """A transposed convolution, optional batch norm, optional activation."""
+
+    name: str = "ConvTransposeBNReLUPattern"
+    match: tuple[Element, ...] = chain(op("conv_transpose"), optional(BATCH_NORM), optional(ACTIVATION))
+    make: type[Fused] = FusedConvTransposeBNReLU
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class MHAInProjectionPattern(Pattern):
+    """A linear layer whose readers are attention cores."""
+
+    name: str = "MHAInProjectionPattern"
+    match: tuple[Element, ...] = chain(op("linear", where=feeds_attention))
+    make: type[Fused] = FusedMHAInProjection
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class LinearReLUPattern(Pattern):
+    """A linear layer, activation."""
+
+    name: str = "LinearReLUPattern"
+    match: tuple[Element, ...] = chain(LINEAR, ACTIVATION)
+    make: type[Fused] = FusedLinearReLU
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class LinearPattern(Pattern):
+    """A linear layer."""
+
+    name: str = "LinearPattern"
+    match: tuple[Element, ...] = chain(LINEAR)
+    make: type[Fused] = FusedLinear
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class ScaledDotProductAttentionPattern(Pattern):
+    """A call of scaled dot product attention."""
+
+    name: str = "ScaledDotProductAttentionPattern"
+    match: tuple[Element, ...] = chain(op("attention"))
+    make: type[Fused] = FusedAttention
+    qdq_points: tuple[Point, ...] = (Point.INPUT, Point.KEY_INPUT, Point.VALUE_INPUT)
+
+
+@dataclass(frozen=True)
+class AdaptiveAvgPoolPattern(Pattern):
+    """An adaptive or global average pool."""
+
+    name: str = "AdaptiveAvgPoolPattern"
+    match: tuple[Element, ...] = chain(op("adaptive_avg_pool"))
+    make: type[Fused] = FusedPool
+    qdq_points: tuple[Point, ...] = (Point.INPUT, Point.OUTPUT)
+
+
+@dataclass(frozen=True)
+class AttentionSpelledOutPattern(Pattern):
+    """Attention written as matrix products and a softmax."""
+
+    name: str = "AttentionSpelledOutPattern"
+    match: tuple[Element, ...] = chain(
         op("scores", "matmul"),
         optional(op("scale", "mul", "div")),
         optional(join("bias", "add")),
@@ -184,16 +258,27 @@ ATTENTION_SPELLED_OUT = Pattern(
         optional(op("cast_back", *CASTS)),
         optional(op("dropout")),
         join("context", "matmul", where=takes_probabilities),
-    ),
-    FusedAttention,
-    (Point.INPUT, Point.KEY_INPUT, Point.VALUE_INPUT),
-)
-GATED_LINEAR = Pattern(
-    "GatedLinearPattern", chain(LINEAR, ACTIVATION, join("gate", "mul")), FusedGatedLinear, (Point.INPUT,)
-)
-RMS_NORM_SPELLED_OUT = Pattern(
-    "RMSNormSpelledOutPattern",
-    chain(
+    )
+    make: type[Fused] = FusedAttention
+    qdq_points: tuple[Point, ...] = (Point.INPUT, Point.KEY_INPUT, Point.VALUE_INPUT)
+
+
+@dataclass(frozen=True)
+class GatedLinearPattern(Pattern):
+    """A linear layer, activation, a product with another tensor."""
+
+    name: str = "GatedLinearPattern"
+    match: tuple[Element, ...] = chain(LINEAR, ACTIVATION, join("gate", "mul"))
+    make: type[Fused] = FusedGatedLinear
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class RMSNormSpelledOutPattern(Pattern):
+    """An RMS norm written as single operations."""
+
+    name: str = "RMSNormSpelledOutPattern"
+    match: tuple[Element, ...] = chain(
         op("square", "pow", where=is_square),
         op("mean"),
         op("eps", "add", where=is_scaling),
@@ -201,21 +286,89 @@ RMS_NORM_SPELLED_OUT = Pattern(
         join("normalize", "mul", where=is_normalized_input),
         optional(op("cast", *CASTS)),
         op("weight", "mul", where=is_scaling),
-    ),
-    FusedNorm,
-    why_float=NORM,
-)
-HEAD = Pattern("HeadPattern", chain(op("head")), FusedHead, (Point.INPUT,))
-CONCAT = Pattern("ConcatPattern", chain(op("cat")), FusedConcat)
-LAYER_NORM = Pattern("LayerNormPattern", chain(op("layer_norm")), FusedNorm, why_float=NORM)
-RMS_NORM = Pattern("RMSNormPattern", chain(op("rms_norm")), FusedNorm, why_float=NORM)
-GROUP_NORM = Pattern("GroupNormPattern", chain(op("norm", "group_norm", "instance_norm")), FusedNorm, why_float=NORM)
-EMBEDDING = Pattern(
-    "EmbeddingPattern",
-    chain(op("embedding", "embedding", "embedding_bag")),
-    FusedEmbedding,
-    why_float="it looks rows up and multiplies nothing",
-)
+    )
+    make: type[Fused] = FusedNorm
+    why_float: str = NORM
+
+
+@dataclass(frozen=True)
+class HeadPattern(Pattern):
+    """A flatten and a linear layer, as a 1x1 convolution."""
+
+    name: str = "HeadPattern"
+    match: tuple[Element, ...] = chain(op("head"))
+    make: type[Fused] = FusedHead
+    qdq_points: tuple[Point, ...] = (Point.INPUT,)
+
+
+@dataclass(frozen=True)
+class ConcatPattern(Pattern):
+    """A concatenation."""
+
+    name: str = "ConcatPattern"
+    match: tuple[Element, ...] = chain(op("cat"))
+    make: type[Fused] = FusedConcat
+
+
+@dataclass(frozen=True)
+class LayerNormPattern(Pattern):
+    """A layer norm."""
+
+    name: str = "LayerNormPattern"
+    match: tuple[Element, ...] = chain(op("layer_norm"))
+    make: type[Fused] = FusedNorm
+    why_float: str = NORM
+
+
+@dataclass(frozen=True)
+class RMSNormPattern(Pattern):
+    """An RMS norm."""
+
+    name: str = "RMSNormPattern"
+    match: tuple[Element, ...] = chain(op("rms_norm"))
+    make: type[Fused] = FusedNorm
+    why_float: str = NORM
+
+
+@dataclass(frozen=True)
+class GroupNormPattern(Pattern):
+    """A group norm or an instance norm."""
+
+    name: str = "GroupNormPattern"
+    match: tuple[Element, ...] = chain(op("norm", "group_norm", "instance_norm"))
+    make: type[Fused] = FusedNorm
+    why_float: str = NORM
+
+
+@dataclass(frozen=True)
+class EmbeddingPattern(Pattern):
+    """A lookup of rows."""
+
+    name: str = "EmbeddingPattern"
+    match: tuple[Element, ...] = chain(op("embedding", "embedding", "embedding_bag"))
+    make: type[Fused] = FusedEmbedding
+    why_float: str = "it looks rows up and multiplies nothing"
+
+
+STEM = StemConvBNReLUMaxPoolPattern()
+CONV_BN_ADD_RELU = ConvBNAddReLUPattern()
+CONV_BN_RELU = ConvBNReLUPattern()
+CONV_BN = ConvBNPattern()
+CONV_TRANSPOSE = ConvTransposeBNReLUPattern()
+MHA_IN_PROJECTION = MHAInProjectionPattern()
+LINEAR_RELU = LinearReLUPattern()
+LINEAR_ONLY = LinearPattern()
+ATTENTION = ScaledDotProductAttentionPattern()
+ADAPTIVE_AVG_POOL = AdaptiveAvgPoolPattern()
+ATTENTION_SPELLED_OUT = AttentionSpelledOutPattern()
+GATED_LINEAR = GatedLinearPattern()
+RMS_NORM_SPELLED_OUT = RMSNormSpelledOutPattern()
+HEAD = HeadPattern()
+CONCAT = ConcatPattern()
+LAYER_NORM = LayerNormPattern()
+RMS_NORM = RMSNormPattern()
+GROUP_NORM = GroupNormPattern()
+EMBEDDING = EmbeddingPattern()
 
 BASE_PATTERNS = (
     STEM,

@@ -5,11 +5,13 @@ they were; the fused module adds none of its own.
 """
 
 from collections.abc import Mapping, Sequence
+from math import sqrt
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from scalepoint.graph.modules import tensors_of
+from scalepoint.graph.modules import Operation, Slot, tensors_of
 
 
 class Fused(nn.Module):
@@ -91,6 +93,26 @@ class FusedMHAInProjection(Fused):
 
 class FusedAttention(Fused):
     """y = softmax(q k^T / sqrt(d)) v"""
+
+    def forward(self, *inputs: Any) -> Any:
+        if torch.onnx.is_in_onnx_export() and not self.training and self._is_plain():
+            # torch's exporters multiply q and k by the root of the scale, between their quantizers and the product
+            query, key, value = inputs
+            scale = next(iter(self.parts.values())).arguments.get("scale")  # type: ignore[union-attr,operator]
+            scores = query @ key.transpose(-2, -1)
+            scores = scores * (1 / sqrt(int(query.shape[-1])) if scale is None else float(scale))
+            return torch.softmax(scores, -1) @ value
+        return super().forward(*inputs)
+
+    def _is_plain(self) -> bool:
+        """Whether it is attention over q, k, v without a mask, a causal one, grouped heads or dropout."""
+        part = next(iter(self.parts.values()), None)
+        if len(self.parts) != 1 or self.wiring != [[0, 1, 2]] or not isinstance(part, Operation):
+            return False
+        slots = [part.arguments.get(name) for name in ("query", "key", "value")]
+        others = ("attn_mask", "is_causal", "enable_gqa", "dropout_p")
+        is_bare = part.kind == "attention" and not any(part.arguments.get(name) for name in others)
+        return is_bare and slots == [Slot(0), Slot(1), Slot(2)]
 
 
 class FusedPool(Fused):

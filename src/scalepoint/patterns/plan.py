@@ -109,7 +109,10 @@ def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> Transform
 def _check_patterns(patterns: tuple[Pattern, ...]) -> None:
     strangers = [pattern for pattern in patterns if not isinstance(pattern, Pattern)]
     if strangers:
-        raise PatternError(f"patterns are Pattern values, not {strangers[0]!r}")
+        stranger = strangers[0]
+        if isinstance(stranger, type) and issubclass(stranger, Pattern):
+            raise PatternError(f"patterns are Pattern values, not classes: pass {stranger.__name__}()")
+        raise PatternError(f"patterns are Pattern values, not {stranger!r}")
     twice = [name for name, count in Counter(pattern.name for pattern in patterns).items() if count > 1]
     if twice:
         raise PatternError(f"two patterns are called {twice[0]!r}: plans and reports tell patterns by their names")

@@ -18,15 +18,17 @@ from torch import fx, nn
 
 from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
+from scalepoint.graph.blame import user_level
 from scalepoint.graph.modes import evaluating
-from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split
+from scalepoint.quantize.constant import ConstantData
+from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split, length_of
 from scalepoint.quantize.means import Means, take_back
 from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
 from scalepoint.quantize.outliers import Factors, even_out, open_factors
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, reader_names
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.turns import in_turn
 
@@ -52,9 +54,9 @@ def calibrate(
     batches, each a tensor, a tuple or list of inputs (what comes after the model's own inputs, such as labels, is left
     away), or a dict of inputs by name. on_unseen="skip" leaves a stub that saw nothing as it is, float; on_nan="skip"
     leaves out batches whose inputs hold NaN or infinity, and tensors inside the model that do. The progress bar shows
-    on a terminal unless `progress` says otherwise. With `correct_bias` (as the config says, unless given) biases take
-    up what rounded weights add to the means of outputs, found in the same pass; it needs frozen weights. False takes
-    back what an earlier calibration added.
+    on a terminal unless `progress` says otherwise. With `correct_bias` biases take up what rounded weights add to the
+    means of outputs, found in the same pass. None is as the config says, and True where the config does not say; weights
+    that are not frozen get no correction then. False takes back what an earlier calibration added.
     """
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
@@ -81,13 +83,29 @@ def calibrate(
                 weight.unfreeze()  # it is another weight now
         means = Means(model) if stubs and corrects else None
         if stubs:
-            fed = _observe(run, stubs, means, on_nan, on_unseen)
-            amend_record(model, calibrated=(fed.calls, fed.samples))
+            constant = ConstantData(model, stubs)
+            with constant.watching():
+                fed = _observe(run, stubs, means, on_nan, on_unseen)
+            amend_record(model, calibrated=(fed.calls, fed.samples), constant=_warned(constant.warning()))
+        elif _needs_check(model, forward_loop):
+            run("checking the data", only_first=True)
     _switch_on(stubs, weights)
     if freeze_weights:
         freeze(model)
     _correct(model, means, correct_bias)
     return model
+
+
+def _warned(message: str) -> str:
+    if message:
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+    return message
+
+
+def _needs_check(model: nn.Module, data: Data) -> bool:
+    """Whether data that calibrates nothing is run all the same: only weights quantized on request need none."""
+    rows = record_of(model).coverage.operations if has_record(model) else ()
+    return length_of(data) != 0 or any(row.is_for_speed for row in rows)
 
 
 def _correct(model: nn.Module, means: Means | None, given: bool | None) -> None:
@@ -116,8 +134,10 @@ def _corrects(model: nn.Module, given: bool | None, is_frozen: bool) -> bool:
     """Weights that go on moving have no rounding to correct."""
     if given and not is_frozen:
         raise UsageError("correct_bias=True needs weights that no longer move: pass freeze_weights=True with it")
-    said = given if given is not None else has_record(model) and bool(record_of(model).config.correct_bias)
-    return said and is_frozen
+    said = given
+    if said is None and has_record(model):
+        said = record_of(model).config.correct_bias is not False
+    return bool(said) and is_frozen
 
 
 def _migrations(model: nn.Module) -> Sequence[str]:
@@ -201,11 +221,12 @@ def _observe(
 def _derive(calls: int, stubs: Sequence[QuantStub], on_unseen: str) -> None:
     unseen = [stub for stub in stubs if not stub.has_observed and not stub.quantizer.is_disabled()]
     if unseen and on_unseen == "error":
-        names = ", ".join(f"{stub.name} (read by {', '.join(stub.consumers)})" for stub in unseen[:5])
+        names = ", ".join(f"{stub.name} (read by {reader_names(stub.consumers)})" for stub in unseen[:5])
         more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
         raise CalibrationError(
             f"{len(unseen)} of {len(stubs)} stubs saw nothing in {calls} calls: {names}{more}. {_why(unseen)} Give "
-            "data that reaches them, or leave them float: on_unseen='skip'"
+            "data that reaches them, or leave their layers float in the config; calibrate(on_unseen='skip') does that "
+            "too"
         )
     for stub in stubs:
         if stub in unseen:

@@ -15,32 +15,32 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
-    ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 from torch import nn
 
-from scalepoint.complaints import UnknownFieldError, told_plainly
+from scalepoint.complaints import CheckedModel, UnknownFieldError
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
 from scalepoint.extensions import brought
 from scalepoint.spec import (
+    CompressionTargetTensor,
     ExtendedQuantizationSpec,
     PerBlockGranularity,
     PerChannelGranularity,
     PerTensorGranularity,
     QuantizationGranularity,
+    QuantizationScheme,
     QuantizationSpec,
     palette_spec,
 )
-from scalepoint.spec.extended import spec_class, spec_from_dict
+from scalepoint.spec.extended import sparsity_of, spec_class, spec_from_dict
 from scalepoint.spec.sparsity import SparsityField
 from scalepoint.spec.spec import SchemaGenerator
 
@@ -70,7 +70,7 @@ _COMPONENTS = {
 }
 
 
-class Config(BaseModel):
+class Config(CheckedModel):
     """Frozen, and a misspelt field is refused with the nearest known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
@@ -160,6 +160,30 @@ class TensorQuantConfig(Config):
         return "symmetric" if self.symmetric else "asymmetric"
 
 
+def short_form(spec: QuantizationSpec, target: CompressionTargetTensor) -> TensorQuantConfig | QuantizationSpec:
+    """Return the TensorQuantConfig that stands for this spec, or the spec itself if there is none."""
+    is_weight, granularity = target == CompressionTargetTensor.WEIGHT, spec.granularity
+    per_channel = isinstance(granularity, PerChannelGranularity)
+    block = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
+    sparsity = sparsity_of(spec)
+    has_width = isinstance(spec.dtype, torch.dtype) and spec.n_bits in TensorQuantConfig.WIDTHS
+    if not has_width or not isinstance(block, int | None) or (not is_weight and (per_channel or block or sparsity)):
+        return spec
+    plain = spec.replace(granularity=PerChannelGranularity()) if per_channel else spec  # the layer gives the axis
+    for method in CalibrationMethod:
+        short = TensorQuantConfig(
+            n_bits=spec.n_bits,
+            symmetric=spec.qscheme == QuantizationScheme.SYMMETRIC,
+            per_channel=per_channel,
+            calibration_method=method,
+            block_size=block,
+            sparsity=sparsity,
+        )
+        if plain == (short.weight_spec() if is_weight else short.activation_spec()):
+            return short
+    return spec
+
+
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in TensorQuantConfig.WIDTHS)
 
 
@@ -178,7 +202,7 @@ def _tensor_config(value: Any) -> Any:
 
 
 def _dumped(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return value.model_dump(mode="json") if isinstance(value, CheckedModel) else value
 
 
 def _class_name(value: Any) -> str:
@@ -271,8 +295,8 @@ class QuantConfig(Config):
     "smooth", "equalize", "absorb", "awq", "rotate", in the order given. With `speed_first` what int8 would make slower
     stays float, where the target knows the times of its kernels: so it is in deploy unless this says False, and not in
     the single steps unless it says True. With `correct_bias` calibration shifts biases by what rounded weights add to
-    the means of outputs: so it is in deploy, where nothing else is tuned, unless this says False. With `outliers`
-    channels of linear layers' inputs that stand out get a factor before their quantizer, where the target has that for
+    the means of outputs: so do deploy, quantize and calibrate with frozen weights unless this says False. Tuning chooses
+    biases itself, and takes back what calibration added unless this says True. With `outliers` channels of linear layers' inputs that stand out get a factor before their quantizer, where the target has that for
     free, where the data shows that it is clearly better, and where nothing is migrated.
     """
 
@@ -366,8 +390,8 @@ class QuantConfig(Config):
         if isinstance(value, Mapping):
             try:
                 return cls.from_dict(dict(value))
-            except ValidationError as error:
-                raise ConfigError(f"config: {told_plainly(error, value)}") from error
+            except ConfigError as error:
+                raise ConfigError(f"config: {error.args[0]}") from error
         raise ConfigError(f"config is a {cls.__name__} or a mapping of its fields, not {shown(value)}")
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     function    called with the model, runs what data it likes through it
 
 Either ends after `max_batches` calls of the model. What comes after the model's own inputs in a batch, such as labels,
-is left away.
+is left away. Data is made under the default dtype of the caller, as the caller's own loop would make it.
 
 Several ranks (`ranks.py`) share the data when the caller says how what they saw is merged: batch i goes to rank
 i modulo their number, so every batch runs whole on one of them. A function, and a loader with a DistributedSampler,
@@ -13,6 +13,7 @@ give every rank its own part already. Limits and counts are over all ranks, and 
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,8 +26,18 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from scalepoint import ranks
-from scalepoint.errors import BatchNote, CalibrationError, NonFiniteError, ScalepointError, UsageError, shown
+from scalepoint.ambient import as_called, inside_users_code
+from scalepoint.errors import (
+    BatchNote,
+    CalibrationError,
+    NonFiniteError,
+    ScalepointError,
+    TensorError,
+    UsageError,
+    shown,
+)
 from scalepoint.graph.capture import as_tensor
+from scalepoint.graph.example import check_values, has_ids, ids_out_of_range
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
 from scalepoint.turns import in_turn
@@ -59,32 +70,41 @@ def feed(
     skip_nan: bool = False,
     progress: bool | None = None,
     merge: Callable[[], None] | None = None,
+    only_first: bool = False,
 ) -> Fed:
     """Run the data through the model, without gradients. An error tells which batch it was; no call at all is one.
 
     With `merge`, ranks share the data, and it is called once all have seen their part; without, each runs all of it.
+    only_first=True runs the first batch alone, to check the data: NaN in its inputs or outputs is a NonFiniteError.
     """
     if merge is None:
         progress = progress if ranks.is_main() else False
         with ranks.alone():
-            return _fed(model, data, what, max_batches, skip_nan, progress)
-    fed = _fed(model, data, what, max_batches, skip_nan, progress)
+            return _fed(model, data, what, max_batches, skip_nan, progress, only_first)
+    fed = _fed(model, data, what, max_batches, skip_nan, progress, only_first)
     if ranks.size() > 1:
         merge()
     return fed
 
 
 def _fed(
-    model: nn.Module, data: Data, what: str, max_batches: int | None, skip_nan: bool, progress: bool | None
+    model: nn.Module,
+    data: Data,
+    what: str,
+    max_batches: int | None,
+    skip_nan: bool,
+    progress: bool | None,
+    only_first: bool,
 ) -> Fed:
     """This rank's part; counted over all."""
     fed = Fed()
     with ranks.agreed(what) as told:
         check_data(data)
         _check_shared(data)
-        most = None if max_batches is None else _part(max_batches)
-        with phase(what, total=_expected(data, max_batches), show=progress) as running:
-            inside = _Calls(fed, most, running)
+        most = 1 if only_first else None if max_batches is None else _part(max_batches)
+        total = 1 if only_first else _expected(data, max_batches)
+        with phase(what, total=total, show=progress) as running:
+            inside = _Calls(fed, most, running, checks=only_first)
             _feed(model, data, what, inside, max_batches, skip_nan, told)
         told.mine = [fed.calls, fed.samples, fed.skipped]
     calls, samples, skipped = zip(*told.all, strict=True)
@@ -104,10 +124,12 @@ def _feed(
 ) -> None:
     entered = model.register_forward_pre_hook(inside.entered, with_kwargs=True)
     handles = [entered, model.register_forward_hook(inside.left)]
+    handles.append(model.register_forward_hook(inside.ended, always_call=True))  # also after an error
     try:
         with torch.inference_mode(is_of_inference(model)), torch.no_grad():
             if callable(data):
-                data(model)
+                with as_called():
+                    data(model)
             else:
                 _feed_batches(model, data, inside, max_batches, skip_nan)
     except _Enough:
@@ -121,6 +143,9 @@ def _feed(
         raise
     except Exception as error:
         told.at = inside.batch
+        if isinstance(error, IndexError) and inside.is_inside and has_ids(inside.given):
+            said = ids_out_of_range(model, inside.given)
+            raise CalibrationError(f"batch {inside.batch} of the data: {said} ({error})") from error
         error.add_note(BatchNote(f"{what}: batch {inside.batch}"))
         raise
     finally:
@@ -148,13 +173,14 @@ def is_of_inference(model: nn.Module) -> bool:
 
 
 class _Calls:
-    """Counts the calls of a model."""
+    """Counts the calls of a model; with `checks`, NaN in the inputs or outputs of a call is an error."""
 
-    def __init__(self, fed: Fed, most: int | None, running: Phase) -> None:
-        self.fed, self.most, self.running = fed, most, running
+    def __init__(self, fed: Fed, most: int | None, running: Phase, *, checks: bool = False) -> None:
+        self.fed, self.most, self.running, self.checks = fed, most, running, checks
         self.is_inside = False
         self.number: int | None = None  # of the batch, where the data is batches
         self.given: Any = ()  # the inputs of the call that runs
+        self.settings = ExitStack()  # under which the model runs inside a function for data
 
     @property
     def batch(self) -> int:
@@ -170,8 +196,16 @@ class _Calls:
         self.fed.calls += 1
         self.fed.samples += _samples((args, kwargs))
         self.is_inside, self.given = True, (args, kwargs)
+        if self.checks:
+            _check_no_nan(self.given)
+        self.settings.enter_context(inside_users_code())
+
+    def ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.settings.close()
 
     def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.checks:
+            _check_no_nan(output)
         self.is_inside, self.given = False, ()
         self.running.advance()
 
@@ -189,11 +223,11 @@ class _Calls:
 def _feed_batches(
     model: nn.Module, data: Iterable[Any], inside: _Calls, max_batches: int | None, skip_nan: bool
 ) -> None:
-    batches, last = iter(_of_this_rank(data)), LIMIT if max_batches is None else max_batches
+    batches, last = batches_of(_of_this_rank(data)), LIMIT if max_batches is None else max_batches
     size, fed = ranks.size(), inside.fed
     for index in range(ranks.rank(), last + size, size):
         inside.number = index
-        if index >= last and max_batches is not None:
+        if (index >= last and max_batches is not None) or (inside.most is not None and fed.calls >= inside.most):
             return  # one more than is asked for is never made
         try:
             batch = next(batches)
@@ -201,7 +235,10 @@ def _feed_batches(
             return
         if index >= LIMIT:
             raise CalibrationError(f"the data did not end after {LIMIT} batches: pass max_batches=")
-        args, kwargs = inputs_of(batch, model)
+        try:
+            args, kwargs = inputs_of(batch, model)
+        except TensorError as error:
+            raise TensorError(f"batch {index} of the data: {error.args[0]}") from error
         if skip_nan and not _is_finite((args, kwargs)):
             fed.skipped.append(index)
             continue
@@ -219,6 +256,19 @@ def _feed_batches(
                 ) from error
             error.add_note(BatchNote(said))
             raise
+
+
+def batches_of(data: Iterable[Any]) -> Iterator[Any]:
+    """The batches, each made under the default dtype of the caller."""
+    with as_called():
+        batches = iter(data)
+    while True:
+        with as_called():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _of_this_rank(data: Iterable[Any]) -> Iterable[Any]:
@@ -298,14 +348,14 @@ def _takes_model(function: Any) -> bool:
 
 def first_inputs(model: nn.Module, data: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs of the first batch."""
-    for batch in data:
+    for batch in batches_of(data):
         return inputs_of(batch, model)
     raise CalibrationError("the data is empty: 0 batches")
 
 
 def inputs_of(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as the model's inputs: labels and other extras that come after them are left away."""
-    names, required = _input_names(model)
+    names, required = input_names(model)
     if isinstance(batch, Mapping):
         missing = [name for name in required if name not in batch]
         if missing:
@@ -330,7 +380,8 @@ def own_inputs(
     return (args if is_open else args[: max(most, 1)]), kwargs
 
 
-def _input_names(model: nn.Module) -> tuple[list[str], list[str]]:
+def input_names(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The parameters of forward that are inputs by name, and those of them that have no default."""
     if isinstance(model, fx.GraphModule):
         signature = inspect.signature(model.forward)
     else:
@@ -354,9 +405,19 @@ def _is_finite(inputs: Any) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in _floats(inputs))
 
 
+def _check_no_nan(values: Any) -> None:
+    """Infinity is allowed here: masks contain it."""
+    if any(bool(tensor.isnan().any()) for tensor in _floats(values)):
+        raise NonFiniteError(
+            "Nothing was changed. Mend the data or the model, or leave such batches out: on_nan='skip'"
+        )
+
+
 def _tensor(value: Any) -> Any:
     if isinstance(value, np.ndarray | Tensor):
-        return as_tensor(value)
+        tensor = as_tensor(value)
+        check_values(tensor)
+        return tensor
     if isinstance(value, int | float | bool | type(None) | list | tuple | Mapping):
         return value
     raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")

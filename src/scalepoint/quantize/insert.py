@@ -24,6 +24,7 @@ from scalepoint.quantize.pays import leave_what_loses
 from scalepoint.quantize.placement import (
     Decision,
     Site,
+    check_formulations,
     check_overrides,
     decide,
     facts_of,
@@ -62,6 +63,8 @@ def insert_qdq(
     config = QuantConfig.build(config)
     found = target if target is not None else transformed_of(model).target
     chosen = None if found is None else find_target(found)
+    if chosen is not None:
+        check_formulations(config, chosen)
     quantized = copying.deepcopy(model) if copy else model
     marks = fingerprint(quantized)
     decisions, rows, coverage = decisions_for(quantized, matches, config, chosen)
@@ -231,7 +234,6 @@ def weight_address(site: Site) -> int:
 def _quantizer(site: Site, spec: QuantizationSpec) -> WeightFakeQuantize:
     quantizer = WeightFakeQuantize([], spec=spec, channel_axis=1 if site.kind == "conv_transpose" else 0)
     quantizer.name = f"{site.name}.weight"
-    quantizer.enabled = False
     return quantizer
 
 

@@ -99,3 +99,4 @@ class Means:
                 shift = run_with(layer.operation, picture, weight - values, None).flatten(2).mean(2)[0]
             if bool(torch.isfinite(shift).all()):
                 layer.shift_bias(shift)
+                layer.is_corrected = True

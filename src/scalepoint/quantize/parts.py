@@ -47,6 +47,14 @@ def norm_settings(norm: nn.Module) -> NormSettings:
     return NormSettings(held.get("weight"), held.get("bias"), mean, var, float(norm.arguments.get("eps", 1e-5)))
 
 
+def owners_of(part: nn.Module) -> list[nn.Module]:
+    """The part, and the modules that own the parameters it refers to."""
+    if isinstance(part, HeadConvolution):
+        return owners_of(part.linear.owner)
+    owners = [reference.owner for reference in part.references().values()] if isinstance(part, Operation) else []
+    return [part, *owners]
+
+
 def can_fold(norm: nn.Module) -> bool:
     """A batch norm without running statistics has nothing that could be folded."""
     if isinstance(norm, Operation):

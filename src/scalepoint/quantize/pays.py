@@ -25,7 +25,7 @@ from scalepoint.quantize.parts import kind_of_part, weight_shape
 from scalepoint.quantize.placement import Decision, unpacked
 from scalepoint.targets import Target
 from scalepoint.targets.kernels import Kernels, Shape, kernels
-from scalepoint.words import time_of
+from scalepoint.words import two_times
 
 SMALLEST = 15e-6  # seconds of all products: below, the call itself weighs more than any layer
 LEAST_GAIN = 0.03  # of the predicted time: less is within what a prediction can tell
@@ -121,7 +121,8 @@ def _together(free: Sequence[Decision], lists: Sequence[Sequence[Decision]]) -> 
 
 def _why(before: float, after: float) -> str:
     if after > before:
-        return f"faster in float: {time_of(before)}, in int8 {time_of(after)}, as such kernels were measured"
+        in_float, in_int8 = two_times(before, after)
+        return f"faster in float: {in_float}, in int8 {in_int8}, as such kernels were measured"
     return "what stands around it is faster in float, and conversions would cost more than int8 wins"
 
 

@@ -428,6 +428,22 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach().sum())) or bool(torch.isfinite(tensor).all())
 
 
+def check_formulations(config: QuantConfig, target: Target) -> None:
+    """Raise TargetError for a formulation ('minval') that the target has for no tensor; no model is needed."""
+    asked: list[tuple[str, str, Any]] = [
+        ("weight", "weight", config.weight),
+        ("activation", "activation", config.activation),
+    ]
+    for override in config.overrides:
+        where = f"override for {override.label}, "
+        asked.append((f"{where}weight", "weight", override.weight))
+        inputs = {"activation": override.activation, "input": override.input, "output": override.output}
+        asked += [(f"{where}{name}", "activation", spec) for name, spec in inputs.items()]
+    for where, role, spec in asked:
+        if isinstance(spec, QuantizationSpec):
+            target.check_formulation(spec, role, where)
+
+
 def check_overrides(sites: Sequence[Site], left: Sequence[Left], config: QuantConfig) -> None:
     """A name or type that fits nothing is a mistake, not a wish; what cannot be quantized can only be left float."""
     for override in config.overrides:

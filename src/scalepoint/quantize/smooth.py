@@ -21,6 +21,7 @@ from scalepoint.graph.nodes import tensor_of
 from scalepoint.patterns.language import kind_of
 from scalepoint.quantize.config import SmoothQuantConfig
 from scalepoint.quantize.placement import Site
+from scalepoint.quantize.stubs import Consumers, as_consumers, reader_names
 from scalepoint.quantize.weighted import QuantizedWeighted
 
 LEAST = 1e-5
@@ -35,7 +36,7 @@ class SmoothQuantObserver(nn.Module):
 
     def __init__(
         self,
-        consumers: Sequence[str],
+        consumers: Consumers,
         layer_norm: nn.Module,
         enabled: bool = False,
         config: SmoothQuantConfig | None = None,
@@ -43,7 +44,7 @@ class SmoothQuantObserver(nn.Module):
         activation_max: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.consumers = list(consumers)
+        self.consumers = as_consumers(consumers)
         self.enabled = enabled
         self.config = config or SmoothQuantConfig(enabled=enabled)
         self.refers: dict[str, Any] = {"norm": layer_norm, "linears": list(downstream_linears)}
@@ -110,13 +111,20 @@ class SmoothQuantObserver(nn.Module):
 
     @torch.no_grad()
     def compute_smooth_scales(self) -> Tensor | None:
-        """Smooth; returns s, or None when no linear reads the norm."""
+        """Smooth, and forget what was observed: the norm gives other values from now on.
+
+        Returns:
+            The scales s, or None if no linear reads the norm.
+
+        Raises:
+            NotObservedError: Nothing was observed since the last call. It is a RuntimeError.
+        """
         if not self.downstream_linears:
             return None
         if self.activation_max is None:
             raise NotObservedError(
-                f"{self.name or 'a SmoothQuantObserver'} (read by {', '.join(self.consumers)}) has observed nothing: "
-                "register_forward_hook(), then run data through the model"
+                f"{self.name or 'a SmoothQuantObserver'} (read by {reader_names(self.consumers)}) has observed "
+                "nothing: register_forward_hook(), then run data through the model"
             )
         weights = [weight_of(linear) for linear in self.downstream_linears]
         largest = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
@@ -125,7 +133,7 @@ class SmoothQuantObserver(nn.Module):
         scale_norm(self.layer_norm, s)
         for weight in weights:
             weight.mul_(s.to(weight.dtype))
-        self.activation_max = self.activation_max.to(s.device) / s
+        self.reset()
         return s
 
     def _best_alpha(self, weights: Sequence[Tensor], largest: Tensor) -> float:

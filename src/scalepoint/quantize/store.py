@@ -17,17 +17,29 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from scalepoint import ranks
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.files import TEMPORARY, digest, locked, replace_text, sweep
+from scalepoint.files import (
+    LOCK,
+    digest,
+    finish_file,
+    is_full,
+    locked,
+    make_anew,
+    remove,
+    replace_text,
+    room_needed,
+    sweep,
+    temporary_path,
+)
 from scalepoint.graph.described import Described, Description, description_of
 from scalepoint.graph.rebuilt import rebuild
 from scalepoint.migrated import MigrationReport
+from scalepoint.output_folder import check_path
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint
@@ -41,9 +53,10 @@ from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.targets import Target
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_of
 from scalepoint.turns import in_turn
+from scalepoint.untrusted import open_tensors, read_json
 from scalepoint.version import __version__
 
-MANIFEST = "scalepoint.json"
+MANIFEST, TENSORS = "scalepoint.json", "tensors"
 FORMAT = 1
 LARGEST_MANIFEST = 256_000_000
 CONSTANT = "constant:"  # before the names of tensors that only the graph has
@@ -57,6 +70,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
     model nor its Python class; None does so where the graph has such a form. Of several ranks the first writes; of a
     model whose parameters lie in parts (fully_shard) all have to call it."""
     folder = Path(folder)
+    check_path(folder, "folder")
     if not isinstance(model, fx.GraphModule) or not has_record(model):
         raise UsageError("only a model that insert_qdq made can be saved")
     if folder.exists() and not folder.is_dir():
@@ -67,9 +81,12 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
         return folder
     with locked(folder):
         old = _named_by(folder)
-        temporary = folder / f"{TEMPORARY}{os.getpid()}-tensors"
+        sweep(folder, (MANIFEST, TENSORS))
+        holder = temporary_path(folder / TENSORS)  # safetensors writes a file of its own next to the one it is given
+        temporary = holder / "file"
         committed, path = False, temporary
         try:
+            make_anew(holder)
             _write_tensors(tensors, temporary)
             file_digest = digest(temporary)
             path = folder / f"tensors-{file_digest[:16]}.safetensors"
@@ -78,17 +95,24 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
             replace_text(folder / MANIFEST, _sealed(_manifest(model) | graph | {"aliases": aliases, "tensors": stored}))
             committed = True
         except OSError as error:
+            size = sum(each.nbytes for each in tensors.values())
+            room = f". {room_needed(holder, size)}" if is_full(error) else ""
             raise StoreError(
-                f"cannot write into {folder}: {error.strerror or error}. What was there is intact"
+                f"cannot write into {folder}: {error.strerror or error}. What was there is intact{room}"
             ) from error
         finally:
-            temporary.unlink(missing_ok=True)
+            remove(holder)
             if not committed and path.name != old:
                 path.unlink(missing_ok=True)
         if old is not None and old != path.name:
             (folder / old).unlink(missing_ok=True)
-        sweep(folder)
     return folder
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of the model that `save` wrote there."""
+    names = (LOCK, MANIFEST, _named_by(folder) or MANIFEST)
+    return [folder / name for name in dict.fromkeys(names) if (folder / name).is_file()]
 
 
 def _graph(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -120,8 +144,7 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        finish_file(path)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(None, str(error)) from error
 
@@ -222,6 +245,7 @@ class Manifest(BaseModel):
     is_norm_frozen: bool
     migrated: dict[str, Any] = {}
     calibrated: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
+    constant: str = ""
     graph: dict[str, Any] | None = None
     aliases: dict[str, str]
     tensors: TensorFile
@@ -257,6 +281,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
         "is_norm_frozen": record.is_norm_frozen,
         "migrated": {} if record.migrated is None else record.migrated.to_dict(),
         "calibrated": None if record.calibrated is None else list(record.calibrated),
+        **({"constant": record.constant} if record.constant else {}),
     }
 
 
@@ -268,10 +293,12 @@ def _sealed(manifest: dict[str, Any]) -> str:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        sealed = parse_json(path.read_text(), LARGEST_MANIFEST)
+        sealed = read_json(path, LARGEST_MANIFEST, folder=folder)
     except FileNotFoundError:
         raise StoreError(f"{folder} holds no saved model: there is no {MANIFEST}") from None
-    except (OSError, UnicodeDecodeError, DocumentError) as error:
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
+    except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     manifest = sealed.get("manifest") if isinstance(sealed, dict) else None
     if not isinstance(manifest, dict):
@@ -295,12 +322,16 @@ def _read_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
     path = folder / _tensor_file(manifest)
     if not path.is_file():
         raise StoreError(f"{path} is missing: the folder was changed after it was written")
-    if digest(path) != manifest["tensors"]["sha256"]:
-        raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path, folder=folder) as file:  # checks its length before all of it is read
+            if digest(path) != manifest["tensors"]["sha256"]:
+                raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
     except SafetensorError as error:
+        raise StoreError(f"{path} was changed or damaged after it was written: {error}") from error
+    except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     lost = [original for original in manifest["aliases"].values() if original not in tensors]
     if lost:
@@ -380,7 +411,8 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)
-    amend_record(model, calibrated=tuple(manifest["calibrated"]) if manifest["calibrated"] else None)
+    calibrated = tuple(manifest["calibrated"]) if manifest["calibrated"] else None
+    amend_record(model, calibrated=calibrated, constant=manifest["constant"])
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # torch's word for other shapes

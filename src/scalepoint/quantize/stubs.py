@@ -4,7 +4,8 @@ Both hold the parameters that the deployed file will hold (`scale`, `zero_point`
 which observes and does the arithmetic.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -12,9 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, UsageError, shown
+from scalepoint.errors import (
+    BlockSizeMismatchError,
+    NotObservedError,
+    ScalepointWarning,
+    SpecError,
+    UsageError,
+    shown,
+)
+from scalepoint.graph.blame import user_level
 from scalepoint.numerics import QParams
-from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig
+from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig, short_form
 from scalepoint.spec import (
     CompressionTargetTensor,
     DefaultFakeQuantize,
@@ -25,20 +34,34 @@ from scalepoint.spec import (
     PerTensorGranularity,
     QParamsCalculatorBase,
     QuantizationComponentFactory,
+    QuantizationScheme,
     QuantizationSpec,
 )
+from scalepoint.spec.export_form import FORMS
 from scalepoint.spec.extended import sparsity_of
 from scalepoint.spec.state import Stateful
 
 LEAST_WEIGHT_RANGE = 1e-8
 
+Consumers = Iterable[str | nn.Module] | str | nn.Module
+
+
+def as_consumers(consumers: Consumers) -> list[Any]:
+    """List the readers of a tensor: names, or the modules themselves."""
+    return [consumers] if isinstance(consumers, str | nn.Module) else list(consumers)
+
+
+def reader_names(consumers: Iterable[str | nn.Module]) -> str:
+    """Name the readers for a message. A module has no name of its own: its class stands for it."""
+    return ", ".join(reader if isinstance(reader, str) else type(reader).__name__ for reader in consumers)
+
 
 class Quantizing(Stateful):
     """What both have: the spec, the parameters and the switch `enabled`."""
 
-    def __init__(self, consumers: Sequence[str], spec: QuantizationSpec, target: CompressionTargetTensor) -> None:
+    def __init__(self, consumers: Consumers, spec: QuantizationSpec, target: CompressionTargetTensor) -> None:
         super().__init__()
-        self.consumers = list(consumers)
+        self.consumers = as_consumers(consumers)
         self.spec = spec
         self.quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, target)
         self.quantizer.disable_fake_quant()  # it observes; when to simulate is said here
@@ -60,6 +83,11 @@ class Quantizing(Stateful):
     @enabled.setter
     def enabled(self, on: bool) -> None:
         self.switch("is_enabled", on)
+
+    @property
+    def config(self) -> TensorQuantConfig | QuantizationSpec:
+        """The spec in its short form, or the spec itself if it has no short form. Both have n_bits and quant_min."""
+        return short_form(self.spec, self.quantizer.quantization_target)
 
     @property
     def name(self) -> str:
@@ -153,7 +181,7 @@ class Quantizing(Stateful):
         many = self.scale.numel() > 1
         scale = f"{tuple(self.scale.shape)}" if many else f"{float(self.scale):.6g}"
         zero = "" if many else f", zero_point={int(self.zero_point)}"
-        return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {', '.join(self.consumers)}"
+        return f"{_short(self.spec)}, scale={scale}{zero}, enabled={self.enabled}, for {reader_names(self.consumers)}"
 
 
 def in_types(qparams: QParams, dtypes: tuple[torch.dtype, ...]) -> QParams:
@@ -182,6 +210,16 @@ def take_shapes(module: nn.Module, names: Sequence[str], state_dict: dict[str, A
             setattr(module, name, torch.empty_like(saved, device=device))
 
 
+def warn_if_exported_off() -> None:
+    """Warn where torch.onnx.export records a quantizer that is off: its file is a float model."""
+    if torch.onnx.is_in_onnx_export():
+        message = (
+            "torch.onnx.export: quantizers of this model are off, so the file is float there. Call calibrate(model, "
+            "data) or enable_fake_quant(model) before the export"
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+
+
 def _is_exporting() -> bool:
     """An exported eval graph holds constant scales, as the switch to eval mode left them."""
     return torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
@@ -200,7 +238,7 @@ class QuantStub(Quantizing):
 
     def __init__(
         self,
-        consumers: Sequence[str],
+        consumers: Consumers,
         n_bits: int = 8,
         symmetric: bool = True,
         calibration_method: CalibrationMethod = CalibrationMethod.MINMAX,
@@ -252,6 +290,11 @@ class QuantStub(Quantizing):
         self.switch("is_following", on)
 
     @property
+    def fixed_parameters(self) -> bool:
+        """Whether `fixed_calibration` was given."""
+        return self.fixed_calibration is not None
+
+    @property
     def is_fixed(self) -> bool:
         """Whether calibration has nothing to find: the parameters are given, or made anew for every tensor."""
         return self.fixed_calibration is not None or not self.calculator.observes
@@ -263,6 +306,8 @@ class QuantStub(Quantizing):
     def forward(self, tensor: Tensor) -> Tensor:
         calibrating, following, enabled = self.are_on(("is_calibrating", "is_following", "is_enabled"))
         observing = calibrating or (following and self.training)
+        if not enabled and not self.skipped_because:
+            warn_if_exported_off()
         if not (observing or enabled) or self.quantizer.passes(tensor, observing):
             return tensor
         if observing and self.fixed_calibration is None:
@@ -283,7 +328,7 @@ class QuantStub(Quantizing):
             return
         if not self.calculator.is_initialized:
             raise NotObservedError(
-                f"{self.name or 'a QuantStub'} (read by {', '.join(self.consumers)}) has observed nothing: run data "
+                f"{self.name or 'a QuantStub'} (read by {reader_names(self.consumers)}) has observed nothing: run data "
                 "through the model while it is calibrating"
             )
         self.take(self.calculator.settle())
@@ -301,15 +346,16 @@ class QuantStub(Quantizing):
 
 
 class WeightFakeQuantize(Quantizing):
-    """Stands on a weight: the scale follows the live weight, until `freeze` makes it a constant.
+    """Stands on a weight: identity until enabled, as a QuantStub.
 
+    The scale follows the live weight, until `freeze` makes it a constant.
     Codes are the nearest ones, unless an algorithm has chosen others (`choose`); the weight itself stays as it is, so
     a quantizer that is switched off gives the float model.
     """
 
     def __init__(
         self,
-        consumers: Sequence[str],
+        consumers: Consumers,
         n_bits: int = 8,
         symmetric: bool = True,
         per_channel: bool = False,
@@ -319,16 +365,18 @@ class WeightFakeQuantize(Quantizing):
     ) -> None:
         if spec is None:
             spec = TensorQuantConfig(n_bits=n_bits, symmetric=symmetric, per_channel=per_channel).weight_spec()
-        if isinstance(spec.granularity, PerChannelGranularity) and spec.granularity.axis is None:
-            spec = spec.replace(granularity=PerChannelGranularity(axis=channel_axis))
+        if isinstance(spec.granularity, PerChannelGranularity):
+            if spec.granularity.axis is None:
+                spec = spec.replace(granularity=PerChannelGranularity(axis=channel_axis))
+            channel_axis = spec.granularity.axis
         super().__init__(consumers, spec, CompressionTargetTensor.WEIGHT)
         self.calculator.grid = replace(self.calculator.grid, least_range=LEAST_WEIGHT_RANGE)
         self.register_buffer("chosen", None)
         self.register_buffer("mask", None)
         self.sparsity = sparsity_of(spec)
         self.pruning = 1.0  # how far it has come in a training, from 0 to 1
+        self.channel_axis = channel_axis
         self.add_switch("is_frozen", False)
-        self.enabled = True
 
     chosen: Tensor | None
     mask: Tensor | None  # which weights stay, of a sparse one
@@ -340,6 +388,8 @@ class WeightFakeQuantize(Quantizing):
 
     def forward(self, weight: Tensor) -> Tensor:
         enabled, frozen = self.are_on(("is_enabled", "is_frozen"))
+        if not enabled:
+            warn_if_exported_off()
         if not enabled or self.quantizer.is_disabled():
             return weight
         if frozen and self.chosen is not None:
@@ -377,8 +427,11 @@ class WeightFakeQuantize(Quantizing):
     def follow(self, weight: Tensor) -> None:
         """Take the parameters of the live weight; the quantizer is disabled when its blocks do not fit."""
         self.quantizer(self.pruned(weight, anew=not self.frozen))
-        if not self.quantizer.is_disabled():
-            self.take(self.calculator.stored)
+        if self.quantizer.is_disabled():
+            return
+        if not self.calculator.is_initialized:
+            raise NotObservedError(f"{self.name or 'a WeightFakeQuantize'} has no scale: its observer is off")
+        self.take(self.calculator.stored)
 
     def freeze(self, weight: Tensor, least: Tensor | None = None) -> None:
         """Keep the scale of this weight as a constant, so that an exported file holds constant scales; `least` is what
@@ -430,6 +483,15 @@ class WeightFakeQuantize(Quantizing):
         """What codes stand for."""
         found: Tensor = self.quantizer.dequantize(codes, *self.qparams_for(codes), output_dtype=dtype)
         return found
+
+    def exported(self, values: Tensor) -> Tensor:
+        """The Q/DQ nodes of values that are those of codes already: there is nothing to clip."""
+        quantizer = self.quantizer
+        grid = quantizer.grid
+        if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING:
+            grid = replace(grid, scheme=QuantizationScheme.SYMMETRIC)
+        form = FORMS["onnx"]
+        return form(values, self.qparams_for(values), grid, quantizer.granularity, self.name)
 
     def pruned(self, weight: Tensor, *, anew: bool = False) -> Tensor:
         """The weight without what its mask takes away; `anew` makes the mask from this weight."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import UsageError
 from scalepoint.graph import Operation
-from scalepoint.graph.modules import tensors_of
+from scalepoint.graph.modules import Computed, tensors_of
 from scalepoint.numerics import (
     Lines,
     QParams,
@@ -28,8 +28,10 @@ from scalepoint.numerics import (
     round_trip_folded,
     steps_of,
 )
-from scalepoint.quantize.parts import kind_of_part, norm_settings, run_with
-from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes
+from scalepoint.quantize.constants import RealTensors
+from scalepoint.quantize.parts import kind_of_part, norm_settings, owners_of, run_with
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes, warn_if_exported_off
+from scalepoint.spec.export_form import in_onnx_export
 from scalepoint.spec.state import Stateful
 
 TINY = 1e-12
@@ -74,9 +76,11 @@ class QuantizedWeighted(Stateful):
         self.register_buffer("bias_shift", None)
         self.add_switch("is_norm_frozen", False)
         self._kept: _Kept | None = None
+        self._real: RealTensors | None = None  # for a plain ONNX export
 
     refers: dict[str, nn.Module | None]
     bias_shift: Tensor | None
+    is_corrected: bool = False  # whether the shift is calibration's; tuning chooses its own
 
     @property
     def operation(self) -> Any:
@@ -122,13 +126,14 @@ class QuantizedWeighted(Stateful):
             result: Tensor = self.norm(y)
             return result
         if not self._may_keep(x):
-            weight, bias = self._live()
+            weight, bias = self._exported() if self._is_constant_here() else self._live()
             with keeping(x):
                 return run_with(self.operation, x, weight, bias)
         kept = self._kept
         if kept is None or kept.marks is None or kept.marks != self._marks():
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._kept = self._evaluated()
+            self._real = self._real_tensors()
         stub = self.input_stub
         if kept.scale is None or stub is None:
             return run_with(self.operation, x, kept.weight, kept.bias)
@@ -244,6 +249,7 @@ class QuantizedWeighted(Stateful):
             raise UsageError(
                 f"{self.weight_quant.name}: a shift of shape {tuple(shift.shape)} for {self.channels} output channels"
             )
+        self.is_corrected = False
         with torch.inference_mode(False):
             self.bias_shift = None if shift is None else shift.detach().to(torch.float32).clone()
 
@@ -276,6 +282,34 @@ class QuantizedWeighted(Stateful):
             return weight, bias
         rounded = (_whole(bias, scale) * scale).to(bias.dtype)
         return weight, bias + (rounded - bias).detach()
+
+    def _real_tensors(self) -> RealTensors | None:
+        """References to all that `deployed` reads; None where a weight is made of other parameters."""
+        parts = [self.operation, *(each for each in (self.norm, self.input_stub) if each is not None)]
+        owners = [owner for part in parts for owner in owners_of(part)]
+        return None if any(isinstance(owner, Computed) for owner in owners) else RealTensors.of([self, *owners])
+
+    def _is_constant_here(self) -> bool:
+        """Whether torch.onnx.export records, and weight and bias can be constants of its file."""
+        return self._real is not None and not self.training and in_onnx_export()
+
+    def _exported(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in a plain ONNX export: constants, the weight behind Q/DQ where it is quantized."""
+        assert self._real is not None  # noqa: S101  # asked before
+        if not self.weight_quant.enabled:
+            warn_if_exported_off()
+        kind = self.weight.dtype
+        with self._real.in_place():
+            values, bias = self._constants(kind)
+            values, bias = values.detach().clone(), None if bias is None else bias.detach().to(kind).clone()
+        return (self.canonical(self.weight_quant.exported(values)) if self._is_quantizing else values), bias
+
+    def _constants(self, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """What the codes stand for, or the folded weight where it is not quantized; and the bias."""
+        if not self._is_quantizing:
+            return self.folded()
+        codes, bias, scale = self.deployed()
+        return self.weight_quant.values(codes, kind), bias if bias is None or scale is None else bias * scale
 
     def _evaluated(self) -> _Kept:
         """What eval multiplies by, from what is deployed."""
@@ -344,12 +378,18 @@ class QuantizedWeighted(Stateful):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self._kept = None
+        self._kept = self._real = None
         is_whole = not self.weight.is_meta and not hasattr(self.weight, "full_tensor")  # one in parts is, in a forward
         if not mode and self.weight_quant.enabled and not self.weight_quant.frozen and is_whole:
             self.freeze()  # eval mode has the scales of the weight as it is now, for an export that may follow
             self.weight_quant.unfreeze()
+        if not mode and is_whole:
+            self._real = self._real_tensors()
         return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._real = None  # parameters may be others now
+        return super()._apply(fn, recurse)
 
     def freeze_norm(self, frozen: bool = True) -> None:
         self.switch("is_norm_frozen", frozen)
@@ -401,13 +441,14 @@ class QuantizedWeighted(Stateful):
         return tuple(mark for value in known for mark in (value._version, value.data_ptr()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._real = None
         if prefix + "bias_shift" not in state_dict:
             self.bias_shift = None
         take_shapes(self, ("bias_shift",), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_kept": None, "_real": None}
 
     def extra_repr(self) -> str:
         norm = "" if self.norm is None else f", {type(self.norm).__name__} folded in"

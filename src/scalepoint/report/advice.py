@@ -1,5 +1,6 @@
 """What to do next, from what was found: the worst trouble first, each step as text to type."""
 
+import shlex
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,7 @@ from scalepoint.words import POOR_DB, short
 
 if TYPE_CHECKING:
     from scalepoint.report.model import Report
+    from scalepoint.verification import Verification
 
 SMOKE = "a smoke run"  # begins the warning of one
 MOST = 3
@@ -16,12 +18,23 @@ def next_steps(report: "Report") -> tuple[str, ...]:
     """At most three; of a run that went well, how to measure it again."""
     if any(each.startswith(SMOKE) for each in report.warnings):
         return ("a full run: the same without smoke; --force writes into the same folder",)
-    steps = [*_runtime(report), *_accuracy(report)]
+    steps = [*_quantizing(report), *_runtime(report), *_accuracy(report)]
     found = report.verification
     if found is not None and found.status.value == "ok" and found.is_run and found.float_size:
-        folder, file = PurePath(found.path).parent, PurePath(found.path)
-        steps.append(f"measure the speed again: scalepoint bench {folder / f'float{file.suffix}'} {file}")
+        steps.append(f"measure the speed again: {_bench(found)}")
     return tuple(steps[:MOST])
+
+
+def _bench(found: "Verification") -> str:
+    """The command that compares the same files with the same inputs as the run did."""
+    file, latency = PurePath(found.path), found.latency
+    float_file = latency.baseline_file if latency is not None else ""
+    words = ["scalepoint", "bench", str(file.parent / (float_file or f"float{file.suffix}")), str(file)]
+    if file.suffix == ".onnx" and found.runtime != "onnxruntime":  # which bench takes for such files
+        words += ["--runtime", found.runtime]
+    if latency is not None and latency.threads != 1:
+        words += ["--threads", str(latency.threads)]
+    return shlex.join(words)
 
 
 def _is_typed(report: "Report") -> bool:
@@ -29,10 +42,19 @@ def _is_typed(report: "Report") -> bool:
     return report.reproduction is not None and bool(report.reproduction.command)
 
 
+def _quantizing(report: "Report") -> list[str]:
+    if not report.coverage.is_float_for_speed:
+        return []
+    option = "speed_first: false under quantization:" if _is_typed(report) else "QuantConfig(speed_first=False)"
+    return [f"quantize all the same, smaller but slower: {option} in the config"]
+
+
 def _runtime(report: "Report") -> list[str]:
     found = report.verification
     if found is None:
         return [] if report.findings is None else [f"build the engine for {short(report.target, 40)} from the file"]
+    if found.status.value == "not verified here":
+        return []
     if found.status.value != "ok":
         return ["see which runtimes are here: scalepoint doctor"]
     steps = []
@@ -61,4 +83,5 @@ def _compare(report: "Report") -> str:
     if not _is_typed(report) or report.verification is None:
         return "scalepoint.compare(model, done.model, data)"
     folder = PurePath(report.verification.path).parent
-    return f"scalepoint compare {folder} -c {folder}/config.yaml"
+    trust = " --trust" if "--trust" in str(report.reproduction and report.reproduction.command).split() else ""
+    return f"scalepoint compare {folder} -c {folder}/config.yaml{trust}"

@@ -137,9 +137,9 @@ def shares(parts: Iterable[tuple[str, float]], classes: Mapping[str, str]) -> li
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers between two values."""
-    if not high > low:
-        return [low]
     rough = (high - low) / about
+    if not 1e-300 < rough < math.inf:  # also a report of somebody else, with numbers of any size
+        return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -323,7 +323,7 @@ def histogram(values: Histogram) -> Picture:
     shapes = [rectangle(x_of(values.low), top, reached, floor - top, "range")]
     for left, right, count in zip(edges, edges[1:], counts, strict=False):
         if count:
-            tall = round((floor - top) * math.log1p(count) / largest, 2)
+            tall = round((floor - top) * math.log1p(max(count, 0)) / largest, 2)
             css = "inside" if values.low <= (left + right) / 2 <= values.high else "outside"
             bar = round(max(x_of(right) - x_of(left) - 0.4, 0.4), 2)
             shapes.append(rectangle(x_of(left), round(floor - tall, 2), bar, tall, css))

@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scalepoint.documents import parse_yaml
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.plain import plain
 from scalepoint.report.beside import Beside
 from scalepoint.report.folder import JSON_FILE
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import low_share
+from scalepoint.untrusted import read_yaml
 from scalepoint.words import decibel, printed, ratio, share_of, size_of, time_of, value_of
 
 CONFIG_FILE = "config.yaml"
 SAME = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
-BETTER_LOW = ("perplexity",)
 PLACES = ("output", "root")  # a run's own, whatever it computes
 WRITTEN: Mapping[str, Callable[[float], str]] = {
     "score": value_of,
@@ -36,6 +35,7 @@ WRITTEN: Mapping[str, Callable[[float], str]] = {
 
 
 LEAST_SHARE = 0.0005  # what is told as 0.0 % is no change
+LEAST_NOISE = 0.03  # of times: two files with the same kernels differ by as much
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Number:
     first: float | None
     second: float | None
     is_better_high: bool | None = True  # None: neither is
+    noise: float = 0.0  # of a measured time: a change by less, as a part of the first, tells nothing
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the change is smaller than what two measurements of one file may differ by."""
+        return self._share is not None and abs(self._share) <= self.noise
 
     @property
     def change(self) -> float | None:
@@ -61,12 +67,12 @@ class Number:
 
     @property
     def mood(self) -> str:
-        """better, worse, same; empty where one is not known, or where neither is better."""
+        """better, worse, same; empty where one is not known, neither is better, or the change is noise."""
         change = self.change
         is_zero = self._share is not None and abs(self._share) < LEAST_SHARE
         if self.first == self.second or is_zero:
             return "same"
-        if change is None or math.isnan(change) or self.is_better_high is None:
+        if change is None or math.isnan(change) or self.is_better_high is None or self.is_noise:
             return ""
         return "better" if (change > 0) == self.is_better_high else "worse"
 
@@ -77,7 +83,7 @@ class Number:
             turned = f"{first} -> {second}" if self.mood in ("better", "worse") else ""
             return first, second, "same" if self.mood == "same" else turned
         if self._share is not None:
-            return first, second, f"{self._share:+.1%}"
+            return first, second, f"{self._share:+.1%}{', within the noise' if self.is_noise else ''}"
         if self.unit == "share":
             return first, second, f"{100 * self.change:+.3g} points"
         return first, second, f"{self.change:+.1f} dB" if self.unit == "dB" else f"{self.change:+.4g}"
@@ -195,12 +201,12 @@ def _read(run: str | Path | Report) -> tuple[Report, Mapping[str, Any]]:
         return run, {}
     path = Path(run) / JSON_FILE
     try:
-        report = Report.from_json(path.read_text(encoding="utf-8"))
+        report = Report.from_file(path, folder=path.parent)
         config = path.with_name(CONFIG_FILE)
-        known = parse_yaml(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        known = read_yaml(config, folder=config.parent) if config.is_file() else {}
     except OSError as error:
         raise StoreError(f"{run} is no run: {path} cannot be read. Give a folder that `deploy` wrote") from error
-    except (DocumentError, UnicodeDecodeError, StoreError) as error:
+    except (DocumentError, StoreError) as error:
         raise StoreError(f"{run}: {error.args[0]}") from error
     return report, known if isinstance(known, dict) else {}
 
@@ -209,7 +215,7 @@ def _numbers(first: Report, second: Report) -> Iterator[Number]:
     ours, theirs = ({each.name: each for each in report.accuracy} for report in (first, second))
     for name in dict.fromkeys((*ours, *theirs)):
         pair = [each.get(name) for each in (ours, theirs)]
-        is_high = name not in BETTER_LOW
+        is_high = all(each.higher_is_better for each in pair if each is not None)
         first_final, second_final = (None if each is None else each.final for each in pair)
         first_float, second_float = (None if each is None else each.float_value for each in pair)
         yield Number(name, "score", first_final, second_final, is_high)
@@ -230,7 +236,8 @@ def _numbers(first: Report, second: Report) -> Iterator[Number]:
     one, other = _facts(first), _facts(second)
     for name, unit, key, is_better_high in rows:
         if one[key] is not None or other[key] is not None:
-            yield Number(name, unit, one[key], other[key], is_better_high)
+            noise = max(each.get(f"{key} noise") or 0.0 for each in (one, other))
+            yield Number(name, unit, one[key], other[key], is_better_high, noise)
 
 
 def _facts(report: Report) -> dict[str, float | None]:
@@ -245,6 +252,8 @@ def _facts(report: Report) -> dict[str, float | None]:
         "logits": None if words is None else words.logits_db,
         "speed": None if latency is None else latency.ratio,
         "latency": None if latency is None else latency.seconds[1],
+        "speed noise": None if latency is None else max(LEAST_NOISE, sum(latency.spread)),
+        "latency noise": None if latency is None else max(LEAST_NOISE, latency.spread[1]),
         "agreement": None if found is None or found.status.value != "ok" else found.sqnr,
         "worst": worst[0].sqnr_db if worst else None,
         "macs": low_share(report.coverage.share_of_macs()),

@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 
 from scalepoint import words
 from scalepoint.covered import CoverageRow
-from scalepoint.report import charts, terminal
+from scalepoint.report import charts, language, terminal
 from scalepoint.report.beside import layer_texts, written
 from scalepoint.report.model import Report, ReportedLayer
 from scalepoint.report.placement_graph import Placement, draw_placement
@@ -133,7 +133,6 @@ def environment() -> "Environment":
     env.policies["json.dumps_kwargs"] = {"ensure_ascii": True, "allow_nan": False, "separators": (",", ":")}
     env.filters |= {
         "breakable": lambda text: escape(words.visible(text)).replace(".", Markup(".<wbr>")),  # paths wrap at dots
-        "change": words.change_of,
         "count": words.count,
         "json_text": _json_text,
         "number": charts.number,
@@ -251,7 +250,9 @@ class ReportView:
         if found is None:
             return "plain"
         is_slow = found.latency is not None and found.latency.ratio < 1
-        return "bad" if not found.holds else "warn" if is_slow else "good"
+        if found.holds and not is_slow:
+            return "good"
+        return "bad" if found.is_refuted else "warn"
 
     @cached_property
     def classes(self) -> dict[str, str]:
@@ -377,14 +378,16 @@ class ReportView:
         groups: dict[tuple[str, bool], list[CoverageRow]] = defaultdict(list)
         for row in self.report.coverage.operations:
             if row.precision == terminal.NOT_LOW:
-                groups[row.reason or "no reason given", row.is_asked].append(row)
+                groups[row.cause or "no reason given", row.is_asked].append(row)
         total = sum(row.macs or 0 for row in self.report.coverage.operations)
         found = []
         for (reason, is_asked), rows in groups.items():
             macs = sum(row.macs or 0 for row in rows)
             is_known = total and all(row.macs is not None for row in rows)
             share = f", {words.share_of(macs / total)} of the MACs" if is_known else ""
-            note = f"{words.plural(len(rows), 'operation')}{share}{', as asked' if is_asked else ''}"
+            saved = sum(max(0.0, row.saves or 0.0) for row in rows)
+            saves = f", float saves {words.time_of(saved)}" if saved >= 1e-6 else ""
+            note = f"{words.plural(len(rows), 'operation')}{share}{saves}{', as asked' if is_asked else ''}"
             found.append((macs, FloatGroup(reason, note, rows)))
         return [group for _, group in sorted(found, key=lambda pair: -pair[0])]
 
@@ -398,18 +401,18 @@ class ReportView:
         decibels = [
             None if value is None else f"{words.decibel(value)} dB" for value in (found.logits_db, found.agreement_db)
         ]
-        speeds = [None if value is None else f"{value:.1f}" for value in (found.prefill, found.decode)]
-        sizes = (
-            f"{words.size_of(found.float_size)} -> {words.size_of(found.size)}, {words.ratio(found.smaller)} smaller"
-        )
+        rates = (found.prefill, found.decode, found.float_prefill, found.float_decode)
+        speeds = [None if value is None else f"{value:.1f}" for value in rates]
         rows = (
             ("bits a weight", f"{found.bits:.2f}"),
-            ("size", sizes),
+            ("size", language.sizes(found)),
             ("judged on", f"{found.tokens} tokens" if found.tokens else "nothing"),
             ("logits against float", decibels[0]),
             (f"{words.short(found.runtime) or 'the runtime'} against the simulation", decibels[1]),
             ("reads, tokens a second", speeds[0]),
             ("writes, tokens a second", speeds[1]),
+            (f"the float model in {words.short(found.float_runtime)} reads", speeds[2]),
+            (f"the float model in {words.short(found.float_runtime)} writes", speeds[3]),
         )
         return [(title, value) for title, value in rows if value]
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -21,7 +22,9 @@ from scalepoint.plain import plain
 from scalepoint.report import advice, terminal
 from scalepoint.report.chosen import Allocated, Tuned
 from scalepoint.report.language import Language
+from scalepoint.untrusted import read_text
 from scalepoint.verification.result import Verification
+from scalepoint.words import change_of
 
 SCHEMA = 1
 LARGEST = 256_000_000
@@ -42,6 +45,7 @@ class Metric:
     float_value: float
     quantized_value: float | None = None
     runtime_value: float | None = None
+    higher_is_better: bool = True  # False: perplexity, losses and other errors
 
     def __post_init__(self) -> None:
         if self.quantized_value is None and self.runtime_value is None:
@@ -58,8 +62,20 @@ class Metric:
     def change(self) -> float:
         return self.final - self.float_value
 
+    @property
+    def drop(self) -> float:
+        """How much worse the final value is than the float model's, whichever direction is better; below 0: better."""
+        return -self.change if self.higher_is_better else self.change
+
+    @property
+    def change_text(self) -> str:
+        """The signed change, with the direction where it is not the usual one."""
+        return change_of(self.change) if self.higher_is_better else f"{change_of(self.change)}, lower is better"
+
     def is_within(self, max_drop: float) -> bool:
-        return is_within(self.float_value, self.final, max_drop)
+        if self.higher_is_better:
+            return is_within(self.float_value, self.final, max_drop)
+        return is_within(-self.float_value, -self.final, max_drop)
 
 
 @dataclass(frozen=True)
@@ -221,6 +237,14 @@ class Report:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the report"
             raise StoreError(f"not a report: {where}: {first['msg']}") from error
+
+    @classmethod
+    def from_file(cls, path: Path, *, folder: Path | None = None) -> "Report":
+        """Read a report.json, which must be in `folder` once links are followed if that is given."""
+        try:
+            return cls.from_json(read_text(path, LARGEST, folder=folder))
+        except DocumentError as error:
+            raise StoreError(f"not a report: {error.args[0]}") from error
 
     @classmethod
     def from_json(cls, text: str) -> "Report":

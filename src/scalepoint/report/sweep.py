@@ -1,6 +1,9 @@
 """Many runs in one table: what each was, what came of it, and which of them none other beats.
 
 rows  ->  front: no other row is as good in both, and better in one
+
+Every run has measured its speed against a float file of its own: of another target, or another export. Here the speed
+of all runs is that against the fastest of these float files, so that a faster file never has a lower speed.
 """
 
 import json
@@ -14,11 +17,11 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.plain import plain
 from scalepoint.report.model import LARGEST, Report
 from scalepoint.report.terminal import NARROW, low_share, plain_table
+from scalepoint.untrusted import read_json
 from scalepoint.words import decibel, one_line, plural, printed, ratio, share_of, short, size_of, time_of, value_of
 
 FILE = "sweep.json"
@@ -36,11 +39,16 @@ class SweepRow:
     score: float | None = None
     float_score: float | None = None
     size: float | None = None
-    speed: float | None = None  # times the float file's
+    speed: float | None = None  # times that of the float file of the same run; Sweep.speed_of compares runs
     latency: float | None = None
     last_db: float | None = None  # SQNR of the last layer's output against the float model
     low: float | None = None  # share of the MACs in low precision
     verdict: str = ""
+
+    @property
+    def float_latency(self) -> float | None:
+        """Seconds of the float file that the run was compared with."""
+        return None if self.speed is None or self.latency is None else self.speed * self.latency
 
     @property
     def is_done(self) -> bool:
@@ -84,10 +92,21 @@ class Sweep:
 
     def front(self, cost: str = "size") -> tuple[SweepRow, ...]:
         """The runs that no other beats in quality and in `cost`, "size" or "speed"; those that cost least first."""
-        price = _price(cost)
+        price = self._price(cost)
         known = [row for row in self.rows if row.is_done and row.quality is not None and price(row) is not None]
         best = [row for row in known if not _is_beaten(row, known, price)]
         return tuple(sorted(best, key=lambda row: price(row) or 0.0))
+
+    def speed_of(self, row: SweepRow) -> float | None:
+        """Times the speed of the fastest float file of all runs; without times, that of the run's own float file."""
+        floats = [each.float_latency for each in self.rows if each.float_latency]
+        return min(floats) / row.latency if floats and row.latency else row.speed
+
+    def _price(self, cost: str) -> Callable[[SweepRow], float | None]:
+        """What is better when it is less."""
+        if cost == "size":
+            return lambda row: row.size
+        return lambda row: None if (speed := self.speed_of(row)) is None else -speed
 
     def summary(self) -> str:
         failed = sum(not row.is_done for row in self.rows)
@@ -106,22 +125,15 @@ class Sweep:
     def from_file(cls, path: str | Path) -> "Sweep":
         """What `to_json` wrote."""
         try:
-            data = parse_json(Path(path).read_text(encoding="utf-8"), LARGEST)
+            data = read_json(Path(path), LARGEST)
             if not isinstance(data, dict) or data.get("schema") != SCHEMA:
                 raise StoreError(f"{path} is no sweep of schema {SCHEMA}")
             return cls(TypeAdapter(tuple[SweepRow, ...]).validate_python(data.get("rows")))
-        except (OSError, UnicodeDecodeError, DocumentError, ValidationError) as error:
+        except (OSError, DocumentError, ValidationError) as error:
             raise StoreError(f"{path} is no sweep: {str(error).splitlines()[0]}") from error
 
     def __str__(self) -> str:
         return printed(SweepTable(self))
-
-
-def _price(cost: str) -> Callable[[SweepRow], float | None]:
-    """What is better when it is less."""
-    if cost == "size":
-        return lambda row: row.size
-    return lambda row: None if row.speed is None else -row.speed
 
 
 def _is_beaten(row: SweepRow, others: Sequence[SweepRow], price: Callable[[SweepRow], float | None]) -> bool:
@@ -133,13 +145,14 @@ def _is_beaten(row: SweepRow, others: Sequence[SweepRow], price: Callable[[Sweep
     return False
 
 
-def cells(row: SweepRow) -> tuple[str, str, str, str, str, str]:
+def cells(sweep: Sweep, row: SweepRow) -> tuple[str, str, str, str, str, str]:
     """Score, error at the end, size, speed, latency, coverage, as people read them."""
+    speed = sweep.speed_of(row)
     return (
         "" if row.score is None else value_of(row.score),
         decibel(row.last_db),
         "" if row.size is None else size_of(row.size),
-        "" if row.speed is None else ratio(row.speed),
+        "" if speed is None else ratio(speed),
         "" if row.latency is None else time_of(row.latency),
         share_of(row.low),
     )
@@ -159,7 +172,7 @@ class SweepTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         on = marks(self.sweep)
-        rows = [(short(row.name, 48), *cells(row), on[row.name]) for row in self.sweep.rows]
+        rows = [(short(row.name, 48), *cells(self.sweep, row), on[row.name]) for row in self.sweep.rows]
         heads = ("run", "score", "last dB", "size", "speed", "latency", "in low", "on the front of")
         if options.max_width < NARROW:
             quality = 1 if self.sweep.is_scored else 2

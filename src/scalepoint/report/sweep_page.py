@@ -15,7 +15,10 @@ BEST_DB = 150.0  # an exact output is drawn here
 def sweep_page(sweep: Sweep) -> str:
     """Render a sweep as one self-contained page."""
     quality = "score" if sweep.is_scored else "SQNR of the last layer in dB"
-    labels = {"size": f"size in MB; upwards: {quality}", "speed": f"times the float file's speed; upwards: {quality}"}
+    labels = {
+        "size": f"size in MB; upwards: {quality}",
+        "speed": f"times the speed of the fastest float file; upwards: {quality}",
+    }
     plots = [(cost, f"Quality against {cost}", label, _pictures(sweep, cost, label)) for cost, label in labels.items()]
     failed = [row for row in sweep.rows if not row.is_done]
     return render_page(
@@ -43,10 +46,12 @@ class _Frame:
 
 def _pictures(sweep: Sweep, cost: str, label: str) -> list[Picture]:
     """The same plot for wide and for narrow screens; the style sheet shows one of them."""
-    known = [row for row in sweep.rows if row.is_done and row.quality is not None and _cost(row, cost) is not None]
+    known = [
+        row for row in sweep.rows if row.is_done and row.quality is not None and _cost(sweep, row, cost) is not None
+    ]
     if not known:
         return []
-    costs, qualities = [_cost(row, cost) or 0.0 for row in known], [_quality(row) for row in known]
+    costs, qualities = [_cost(sweep, row, cost) or 0.0 for row in known], [_quality(row) for row in known]
     ranges = _widened(min(costs), max(costs)), _widened(min(qualities), max(qualities))
     return [
         _picture(sweep, known, cost, label, _Frame(width, *ranges), css)
@@ -56,7 +61,7 @@ def _pictures(sweep: Sweep, cost: str, label: str) -> list[Picture]:
 
 def _picture(sweep: Sweep, known: Sequence[SweepRow], cost: str, label: str, frame: _Frame, css: str) -> Picture:
     def at(row: SweepRow) -> tuple[float, float]:
-        return frame.x(_cost(row, cost) or 0.0), frame.y(_quality(row))
+        return frame.x(_cost(sweep, row, cost) or 0.0), frame.y(_quality(row))
 
     front = sweep.front(cost)
     labels = Labels(right=frame.width - 4)
@@ -64,7 +69,7 @@ def _picture(sweep: Sweep, known: Sequence[SweepRow], cost: str, label: str, fra
     for row in sorted(known, key=lambda row: row not in front):
         x, y = at(row)
         radius, dot = (6, "dot") if row in front else (4, "dot-weight")
-        shapes.append(circle(x, y, radius, dot, f"{short(row.name)}: {', '.join(filter(None, cells(row)))}"))
+        shapes.append(circle(x, y, radius, dot, f"{short(row.name)}: {', '.join(filter(None, cells(sweep, row)))}"))
         if row in front:
             shapes.append(labels.near(short(row.name, 28), x, y, "front-name"))
     return Picture(frame.width, HEIGHT, f"{len(known)} runs: {label}", css, shapes)
@@ -81,9 +86,9 @@ def _grid(frame: _Frame, label: str) -> list[Shape]:
     return shapes
 
 
-def _cost(row: SweepRow, cost: str) -> float | None:
+def _cost(sweep: Sweep, row: SweepRow, cost: str) -> float | None:
     if cost == "speed":
-        return row.speed
+        return sweep.speed_of(row)
     return None if row.size is None else row.size / 1e6
 
 

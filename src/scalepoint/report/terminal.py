@@ -16,7 +16,6 @@ from rich.text import Text
 
 from scalepoint.report import language
 from scalepoint.words import (
-    change_of,
     change_of_size,
     decibel,
     one_line,
@@ -33,11 +32,13 @@ from scalepoint.words import (
 if TYPE_CHECKING:
     from scalepoint.report.chosen import Allocated
     from scalepoint.report.model import Report
+    from scalepoint.verification import Verification
 
 NARROW = 72
 NOT_LOW = "float"
 FEW = 4
 POINTS = 8
+NOT_QUANTIZED = "Nothing was quantized: int8 is slower than float for every layer here (speed_first=False forces it)."
 
 
 def low_share(shares: dict[str, float] | None) -> float | None:
@@ -46,24 +47,39 @@ def low_share(shares: dict[str, float] | None) -> float | None:
 
 
 def verdict(report: "Report") -> str:
-    found = report.verification
     if report.language is not None:
         return language.verdict(report.language)
+    if report.coverage.is_float_for_speed:
+        return f"{NOT_QUANTIZED} {_runtime_verdict(report)}"
+    return _runtime_verdict(report)
+
+
+def _runtime_verdict(report: "Report") -> str:
+    found = report.verification
     if found is None:
+        simulated = " All numbers are of the simulation." if report.accuracy or report.layers else ""
         checked = checked_of(report)
-        return f"Not verified in a runtime: all numbers are of the simulation.{checked and ' ' + checked}"
-    if found.status.value != "ok":
-        return f"Not verified: {found.runtime}: {found.status.value}. {one_line(found.message)}".strip()
+        return f"Not verified in a runtime.{simulated}{checked and ' ' + checked}"
     if not found.holds:
-        return (
-            f"{found.runtime} departs from the simulation: {decibel(found.sqnr)} dB, "
-            f"less than the {found.bound:.0f} dB asked for."
-        )
+        return _unverified(found)
     agrees = f"in {found.runtime} it runs as simulated ({_agreement(found.sqnr)})"
     if found.latency is not None and found.latency.ratio < 1:
         word = "Slower than" if found.latency.is_slower else "No faster than"
         return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."
-    return f"Verified: {agrees}."
+    return f"I{agrees[1:]}." if report.coverage.is_float_for_speed else f"Verified: {agrees}."
+
+
+def _unverified(found: "Verification") -> str:
+    if found.differences:
+        return f"The file does not hold what the model does: {one_line(found.differences[0])}"
+    if found.status.value == "not verified here":
+        return f"Not verified here: {one_line(found.message)}"
+    if found.status.value != "ok":
+        return f"Not verified: {found.runtime}: {found.status.value}. {one_line(found.message)}".strip()
+    return (
+        f"{found.runtime} departs from the simulation: {decibel(found.sqnr)} dB, "
+        f"less than the {found.bound:.0f} dB asked for."
+    )
 
 
 def checked_of(report: "Report") -> str:
@@ -85,7 +101,7 @@ def summary(report: "Report") -> list[str]:
     """Plain lines, one thing each; none for what was not measured."""
     lines = [f"{short(report.title)} for {short(report.target)}. {verdict(report)}"]
     lines += [
-        f"{short(each.name)}: {value_of(each.float_value)} -> {value_of(each.final)} ({change_of(each.change)}"
+        f"{short(each.name)}: {value_of(each.float_value)} -> {value_of(each.final)} ({each.change_text}"
         f"{', in the runtime' if each.runtime_value is not None else ', simulated'})"
         for each in report.accuracy
     ]
@@ -95,6 +111,7 @@ def summary(report: "Report") -> list[str]:
         f"{what}: {text}" for what, text in (("precision", allocation_of(report)), ("tuned", tuning_of(report))) if text
     ]
     lines += [f"{name}: {before} -> {after} ({note})" for name, before, after, note in _measured(report)]
+    lines += _baseline(report)
     lines.append(f"coverage: {report.coverage.summary()}")
     lines += [f"migrations: {report.migrated.summary()}"] if report.migrated else []
     worst = [f"{short(each.name, 40)} {decibel(each.sqnr_db)} ({quality(each.sqnr_db)})" for each in report.worst()]
@@ -184,6 +201,12 @@ def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
     return rows
 
 
+def _baseline(report: "Report") -> list[str]:
+    """Which float file the latency is compared with."""
+    latency = None if report.verification is None else report.verification.latency
+    return [] if latency is None else [f"Latency is compared with {one_line(latency.against)}."]
+
+
 @dataclass(frozen=True)
 class Shown:
     """A report that rich can print at any width."""
@@ -196,6 +219,7 @@ class Shown:
         yield Text(f"{short(report.title)} for {short(report.target)}", style="bold")
         yield Text(verdict(report))
         yield from _titled("", _against(report, narrow))
+        yield from map(Text, _baseline(report))
         yield from map(Text, _limits(report))
         for line in () if report.language is None else language.lines(report.language):
             yield Text(line)
@@ -248,7 +272,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
 def against(report: "Report") -> list[tuple[str, str, str, str]]:
     """Float against quantized, a row each number."""
     return [
-        (short(each.name), value_of(each.float_value), value_of(each.final), change_of(each.change))
+        (short(each.name), value_of(each.float_value), value_of(each.final), each.change_text)
         for each in report.accuracy
     ] + _measured(report)
 

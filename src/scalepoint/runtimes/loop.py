@@ -4,10 +4,14 @@ A runtime can crash, hang or eat all memory; here it takes only itself down. CHI
 with a class File(path, options) that has `inputs` (names), `run(feeds) -> [(name, array), ..]` and
 `executed() -> [{"name", "op", "low", "why"}, ..]`; where the runtime tells the time of nodes, with the option "profile"
 `profiled() -> [{"name", "op", "seconds"}, ..]`, medians of the runs but the first; where it runs language models
-`generate(tokens, count) -> {"tokens", "prefill_seconds", "decode_seconds"}`. Nothing of scalepoint is imported.
+`generate(tokens, count) -> {"tokens", "prefill_seconds", "decode_seconds"}`. A class that evaluates a file
+itself, because the runtime does not run on this machine, names in `gaps` the exceptions that it raises for what it
+cannot evaluate.
+Nothing of scalepoint is imported.
 
 A request is a line of JSON on stdin, its answer a line of JSON on stdout; tensors travel in .npz files, or, where a
-file is called again and again, as .npz frames in the same pipes.
+file is called again and again, as .npz frames in the same pipes. The parent keeps stdin open as long as it wants an
+answer: when stdin ends, because the parent was killed too, this process exits.
 """
 
 import io
@@ -15,17 +19,22 @@ import json
 import os
 import resource
 import runpy
+import select
 import statistics
 import sys
+import threading
 import time
+from _thread import interrupt_main
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import numpy as np
 
 OUT_OF_MEMORY = 70  # how this program ends then
+NOT_EVALUATED = 71  # exit code for an operation that the stand-in for a runtime cannot evaluate
 HUNGRY = ("bad_alloc", "allocate memory", "failed to allocate")  # how runtimes say so
 LEAST_RUNS = 5
+GRACE = 1.0  # seconds to exit by itself; the parent waits 5
 TIMES = ("prefill_seconds", "decode_seconds")
 Arrays = dict[str, np.ndarray]
 
@@ -33,17 +42,38 @@ Arrays = dict[str, np.ndarray]
 def main() -> None:
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a runtime prints is no answer
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     request = json.loads(sys.stdin.buffer.readline())
     if request.get("memory"):
         resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
+    gaps: tuple[type[Exception], ...] = ()
     try:
-        TASKS[request["task"]](runpy.run_path(sys.argv[1])["File"], request, pipe)
+        kind = runpy.run_path(sys.argv[1])["File"]
+        gaps = tuple(getattr(kind, "gaps", ()))
+        TASKS[request["task"]](kind, request, pipe)
+    except gaps as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(NOT_EVALUATED)
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
     except Exception as error:
         if any(words in str(error).lower() for words in HUNGRY):
             sys.exit(OUT_OF_MEMORY)
         raise
+
+
+def _exit_with_parent() -> None:
+    """Exit soon after the parent closed stdin, also in the middle of a run that nobody waits for any more.
+
+    `poll` reports the end of a pipe without reading from it, so requests stay for the main thread.
+    """
+    stdin = select.poll()
+    stdin.register(0, 0)
+    stdin.poll()
+    time.sleep(GRACE)  # enough for a main thread that waits for the next request
+    interrupt_main()  # temporary folders are removed on the way out
+    time.sleep(GRACE)
+    os._exit(1)
 
 
 def run(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
@@ -108,7 +138,10 @@ def serve(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> 
     file = kind(request["path"], request["options"])
     _answer(pipe, {"inputs": list(file.inputs)})
     while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
-        answer = _packed(_called(file, io.BytesIO(sys.stdin.buffer.read(size))))
+        frame = sys.stdin.buffer.read(size)
+        if len(frame) < size:
+            return  # the parent was killed while it wrote
+        answer = _packed(_called(file, io.BytesIO(frame)))
         pipe.write(len(answer).to_bytes(8, "little") + answer)
         pipe.flush()
 

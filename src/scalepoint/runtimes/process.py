@@ -4,29 +4,32 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from scalepoint.processor import child_environment, signal_of
-from scalepoint.runtimes.loop import OUT_OF_MEMORY
+from scalepoint.files import TemporaryFolder
+from scalepoint.processor import check_threads, child_environment, signal_of
+from scalepoint.runtimes.loop import NOT_EVALUATED, OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
 
 SECONDS = 600
 LOOP = Path(__file__).with_name("loop.py")
 TRACEBACK = "Traceback (most recent call last)"
+STDERR_BYTES = 65_536  # that are kept of what a child prints: the end of it, where the error stands
 
 
 class Status(StrEnum):
     """How a run in the runtime ended."""
 
     OK = "ok"
+    NOT_VERIFIED = "not verified here"  # a limit of the check itself: no fault of the file, never an error
     UNAVAILABLE = "unavailable"  # not installed
     FAILED = "failed"  # the runtime refused the file, or the run
     CRASHED = "crashed"
@@ -51,25 +54,116 @@ def ask(runtime: Runtime, request: Mapping[str, Any], *, seconds: float = SECOND
     """Run one task in a child process that has `memory` bytes at most."""
     if not runtime.is_here:
         return missing(runtime)
+    check_threads(request.get("options", {}).get("threads") or 0)
     limit = memory or all_memory()
-    try:
-        done = subprocess.run(  # noqa: S603  # our own file, no shell
-            command(runtime),
-            input=json.dumps({**request, "memory": limit}),
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env=child_environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    with Child(runtime) as child:
+        with child.within(seconds):
+            child.send(json.dumps({**request, "memory": limit}).encode() + b"\n")
+            output = child.output.read().decode(errors="replace")  # until it ends
+            code = child.wait()
+        errors = child.errors()
+    if child.is_late:
         return Answer(Status.TIMEOUT, f"{runtime.name} did not end within {seconds:.0f} s")
-    if done.returncode:
-        return ended(runtime, done.returncode, done.stderr, limit)
+    if code:
+        return ended(runtime, code, errors, limit)
     try:
-        return Answer(Status.OK, data=json.loads(done.stdout.strip().splitlines()[-1]))
+        return Answer(Status.OK, data=json.loads(output.strip().splitlines()[-1]))
     except (ValueError, IndexError):
-        return Answer(Status.FAILED, f"{runtime.name} gave no answer{_last_line(done.stderr)}")
+        return Answer(Status.FAILED, f"{runtime.name} gave no answer{_last_line(errors)}")
+
+
+class Child:
+    """The process of a runtime. Its stdin stays open as long as the parent wants it: at the end of stdin it exits.
+
+    A thread reads its stderr and keeps the last STDERR_BYTES of it. A child that prints gigabytes costs no memory.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.is_late = False
+        self._process = subprocess.Popen(  # noqa: S603  # our own file, no shell
+            command(runtime),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=child_environment(),
+        )
+        self.lock = threading.Lock()  # held from a request until its answer
+        self._kept = b""
+        self._reader = threading.Thread(target=self._keep_end_of_stderr, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.close()
+
+    @property
+    def output(self) -> IO[bytes]:
+        assert self._process.stdout is not None  # noqa: S101  # it is a pipe
+        return self._process.stdout
+
+    def send(self, data: bytes) -> None:
+        """Write to its stdin. Nothing is raised where it has exited: then its stdout has ended too."""
+        assert self._process.stdin is not None  # noqa: S101
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Kill it after so many seconds, which ends a read of its stdout."""
+        timer = threading.Timer(seconds, self._kill_late)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def errors(self) -> str:
+        """The end of its stderr, once it has exited."""
+        self._reader.join(timeout=5)  # not for ever: a process that it started may hold the pipe open
+        return self._kept.decode(errors="replace")
+
+    def close(self) -> None:
+        """Close its stdin, which asks it to exit; kill it if it does not within 5 s.
+
+        A request of another thread is waited for, but not for ever: this also runs when Python exits.
+        """
+        is_idle = self.lock.acquire(timeout=5)
+        if not is_idle:
+            self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                assert pipe is not None  # noqa: S101
+                pipe.close()
+        if is_idle:
+            self.lock.release()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.wait()
+        self._reader.join(timeout=5)
+        if not self._reader.is_alive() and self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _kill_late(self) -> None:
+        self.is_late = True
+        self.kill()
+
+    def _keep_end_of_stderr(self) -> None:
+        assert self._process.stderr is not None  # noqa: S101
+        while chunk := os.read(self._process.stderr.fileno(), STDERR_BYTES):
+            self._kept = (self._kept + chunk)[-STDERR_BYTES:]
 
 
 def missing(runtime: Runtime) -> Answer:
@@ -85,10 +179,13 @@ def ended(runtime: Runtime, code: int, errors: str, memory: int) -> Answer:
     """Why a child ended that should not have."""
     if code == OUT_OF_MEMORY or "std::bad_alloc" in errors:
         return Answer(Status.FAILED, f"{runtime.name} needs more memory than the {memory / 1e9:.2f} GB it may have")
+    if code == NOT_EVALUATED:
+        return Answer(Status.NOT_VERIFIED, _last_line(errors).removeprefix(": "))
     end = signal_of(code)
     if end is not None:
         return Answer(Status.CRASHED, f"{runtime.name} died of {end}{_last_line(errors)}")
-    return Answer(Status.FAILED, _last_line(errors).removeprefix(": "))
+    said = _last_line(errors).removeprefix(": ")
+    return Answer(Status.FAILED, said or f"{runtime.name} exited with code {code} and printed no error")
 
 
 def _last_line(text: str) -> str:
@@ -119,8 +216,8 @@ def named(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
 @contextmanager
 def exchange(inputs: Mapping[str, np.ndarray]) -> Iterator[Exchange]:
     """Files that are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        yield Exchange(Path(folder), inputs)
+    with TemporaryFolder() as folder:
+        yield Exchange(folder, inputs)
 
 
 def precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:

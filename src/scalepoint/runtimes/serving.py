@@ -2,25 +2,26 @@
 
 import io
 import json
-import subprocess
-import tempfile
-import threading
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from scalepoint.errors import VerificationError
-from scalepoint.processor import child_environment
-from scalepoint.runtimes.process import SECONDS, Status, all_memory, command, ended, missing, named
+from scalepoint.processor import check_threads
+from scalepoint.runtimes.process import SECONDS, Child, Status, all_memory, ended, missing, named
 from scalepoint.runtimes.runtime import Runtime
 
 
 class Served:
-    """A file in its runtime until `close`; `seconds` limits one call, `options` are the runtime's own."""
+    """A file in its runtime until `close`; `seconds` limits one call, `options` are the runtime's own.
+
+    Several threads may call it: the child answers one request at a time.
+    """
 
     def __init__(
         self,
@@ -34,26 +35,21 @@ class Served:
     ) -> None:
         if not runtime.is_here:
             raise VerificationError(missing(runtime).message)
+        check_threads(threads)
         self.runtime, self.path, self.seconds, self.memory = runtime, path, seconds, memory or all_memory()
-        self.is_late = False
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the child lives
-        self._child = subprocess.Popen(  # noqa: S603  # our own file, no shell
-            command(runtime),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=child_environment(),
-        )
-        self.close = weakref.finalize(self, _end, self._child, self._errors)
+        self._where = f"{path} in {runtime.name}"
+        self._child, self._owner, self._is_broken = Child(runtime), os.getpid(), False
+        self.close = weakref.finalize(self, self._child.close)
         request = {
             "task": "serve",
             "path": str(path),
             "options": {"threads": threads, **(options or {})},
             "memory": self.memory,
         }
-        with self._watched():
-            self._send(json.dumps(request).encode() + b"\n")
-            answer = self._or_why(self._pipe.readline())
+        with self._exchange():
+            self._child.send(json.dumps(request).encode() + b"\n")
+            line = self._child.output.readline()
+            answer = self._whole(line, line.endswith(b"\n"))
         self.inputs: list[str] = json.loads(answer)["inputs"]
 
     def __call__(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -69,59 +65,46 @@ class Served:
         buffer = io.BytesIO()
         np.savez(buffer, **dict[str, Any](arrays))
         frame = buffer.getvalue()
-        with self._watched():
-            self._send(len(frame).to_bytes(8, "little") + frame)
-            size = int.from_bytes(self._or_why(self._pipe.read(8)), "little")
-            answer = self._or_why(self._pipe.read(size))
+        with self._exchange():
+            self._child.send(len(frame).to_bytes(8, "little") + frame)
+            size = int.from_bytes(self._read(8), "little")
+            answer = self._read(size)
         with np.load(io.BytesIO(answer), allow_pickle=False) as file:
             return [file[str(index)] for index in range(len(file.files))]
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """A child that hangs is ended, which its pipe then tells."""
-        timer = threading.Timer(self.seconds, self._too_late)
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()
+    def _exchange(self) -> Iterator[None]:
+        """One request and its answer, for one thread at a time and within the time of a call.
 
-    def _too_late(self) -> None:
-        self.is_late = True
-        self._child.kill()
+        After an exchange that did not end (Ctrl-C, a time limit), the next answer in the pipe would be the answer to
+        this request: the child is killed, and later calls are refused.
+        """
+        if os.getpid() != self._owner:  # two processes that share a pipe would get each other's answers
+            raise VerificationError(f"{self._where}: it was opened in another process: open it again in this one")
+        with self._child.lock:
+            if not self.close.alive:
+                raise VerificationError(f"{self._where}: it is closed")
+            if self._is_broken:
+                raise VerificationError(f"{self._where}: an earlier call did not end: open it again")
+            self._is_broken = True
+            try:
+                with self._child.within(self.seconds):
+                    yield
+                self._is_broken = False
+            finally:
+                if self._is_broken:
+                    self._child.kill()
 
-    def _send(self, data: bytes) -> None:
-        assert self._child.stdin is not None  # noqa: S101  # it is a pipe
-        with suppress(BrokenPipeError, ValueError):  # then nothing comes back, and what it said does
-            self._child.stdin.write(data)
-            self._child.stdin.flush()
+    def _read(self, size: int) -> bytes:
+        data = self._child.output.read(size)
+        return self._whole(data, len(data) == size)
 
-    @property
-    def _pipe(self) -> IO[bytes]:
-        assert self._child.stdout is not None  # noqa: S101
-        return self._child.stdout
-
-    def _or_why(self, found: bytes) -> bytes:
-        """What came; an error that says why nothing did."""
-        if found:
-            return found
-        where, code = f"{self.path} in {self.runtime.name}", self._child.wait()
-        if self.is_late:
-            raise VerificationError(f"{where}: {Status.TIMEOUT.value}: no answer within {self.seconds:.0f} s")
-        self._errors.seek(0)
-        answer = ended(self.runtime, code, self._errors.read().decode(errors="replace"), self.memory)
-        raise VerificationError(f"{where}: {answer.status.value}: {answer.message}")
-
-
-def _end(child: "subprocess.Popen[bytes]", errors: IO[bytes]) -> None:
-    """No more requests end it; whoever does not heed that is killed."""
-    for pipe in (child.stdin, child.stdout, errors):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
-    try:
-        child.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+    def _whole(self, data: bytes, is_whole: bool) -> bytes:
+        """What came; an error that says why it ends early."""
+        if is_whole:
+            return data
+        code = self._child.wait()
+        if self._child.is_late:
+            raise VerificationError(f"{self._where}: {Status.TIMEOUT.value}: no answer within {self.seconds:.0f} s")
+        answer = ended(self.runtime, code, self._child.errors(), self.memory)
+        raise VerificationError(f"{self._where}: {answer.status.value}: {answer.message}")

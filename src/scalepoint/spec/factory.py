@@ -1,16 +1,22 @@
 """From a spec to its modules: range calculator -> qparams calculator -> fake quantizer."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
+from scalepoint.errors import SpecError
+from scalepoint.numerics import QuantizationScheme
 from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase, PartialConstructor
+from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranularity
 from scalepoint.spec.qparams_calculator import (
     DefaultQParamsCalculator,
     QParamsCalculatorBase,
 )
 from scalepoint.spec.range_calculator import RangeCalculatorBase
-from scalepoint.spec.registry import constructor_parameters, member
-from scalepoint.spec.spec import QuantizationSpec
+from scalepoint.spec.registry import constructor_parameters, member, scheme_of
+from scalepoint.spec.spec import QuantizationSpec, to_code_type
 
 
 class QuantizationComponentFactory:
@@ -28,30 +34,28 @@ class QuantizationComponentFactory:
     def create_qparams_calculator(
         spec: QuantizationSpec, target: CompressionTargetTensor | str
     ) -> QParamsCalculatorBase:
-        kind = spec.qparam_calculator_cls
-        if kind is DefaultQParamsCalculator:
-            is_weight = member(CompressionTargetTensor, target) == CompressionTargetTensor.WEIGHT
-            kind = QParamsCalculatorBase.get_class("static" if is_weight else "moving_average")
-        calculator: QParamsCalculatorBase = kind(
-            granularity=spec.granularity,
-            range_calculator=QuantizationComponentFactory.create_range_calculator(spec),
-            float_range=spec.float_range,
-            qformulation=spec.qformulation,
-            **{**_grid_fields(spec), **spec.get_extra_args()},
-        )
-        return calculator
+        return _qparams_calculator(spec, target, {})
 
     @staticmethod
     def create_fake_quantizer(
         spec: QuantizationSpec, target: CompressionTargetTensor | str, **overrides: Any
     ) -> FakeQuantizeImplBase:
-        """The quantizer of a spec; `overrides` go to its own constructor."""
-        fields = _grid_fields(spec)
+        """Build the quantizer of a spec.
+
+        Args:
+            spec: How the tensor is quantized.
+            target: Whether it is a weight or an activation.
+            overrides: Arguments of the quantizer's constructor. `dtype`, `qscheme` (a torch.qscheme too), `quant_min`,
+                `quant_max`, `ch_axis` and `is_dynamic` are those of a torchao QuantizationSpec, which prepare_pt2e
+                passes: they change the spec, None leaves it as it is.
+        """
+        spec, limits = _with_torchao_fields(spec, overrides)
+        fields = _grid_fields(spec) | limits
         del fields["scale_dtype"]
         quantizer: FakeQuantizeImplBase = spec.fake_quantize_cls(
             granularity=spec.granularity,
             qformulation=spec.qformulation,
-            qparams_calculator=QuantizationComponentFactory.create_qparams_calculator(spec, target),
+            qparams_calculator=_qparams_calculator(spec, target, limits),
             **{
                 "quantization_target": member(CompressionTargetTensor, target),
                 "n_bits": spec.n_bits,
@@ -67,7 +71,56 @@ class QuantizationComponentFactory:
         spec: QuantizationSpec, target: CompressionTargetTensor | str
     ) -> PartialConstructor:
         """A constructor without arguments, as PT2E wants one."""
-        return PartialConstructor(partial(QuantizationComponentFactory.create_fake_quantizer, spec, target))
+        made = PartialConstructor(partial(QuantizationComponentFactory.create_fake_quantizer, spec, target))
+        if isinstance(spec.granularity, PerChannelGranularity):
+            made.__name__ = "PerChannelFakeQuantize"  # torchao 0.18 passes ch_axis only to names with "PerChannel"
+        return made
+
+
+def _qparams_calculator(
+    spec: QuantizationSpec, target: CompressionTargetTensor | str, limits: Mapping[str, float]
+) -> QParamsCalculatorBase:
+    kind = spec.qparam_calculator_cls
+    if kind is DefaultQParamsCalculator:
+        is_weight = member(CompressionTargetTensor, target) == CompressionTargetTensor.WEIGHT
+        kind = QParamsCalculatorBase.get_class("static" if is_weight else "moving_average")
+    calculator: QParamsCalculatorBase = kind(
+        granularity=spec.granularity,
+        range_calculator=QuantizationComponentFactory.create_range_calculator(spec),
+        float_range=spec.float_range,
+        qformulation=spec.qformulation,
+        **{**_grid_fields(spec), **limits, **spec.get_extra_args()},
+    )
+    return calculator
+
+
+def _with_torchao_fields(spec: QuantizationSpec, overrides: dict[str, Any]) -> tuple[QuantizationSpec, dict[str, Any]]:
+    """Take the fields of a torchao QuantizationSpec out of `overrides`; the limits of the codes are returned apart."""
+    fields = {name: overrides.pop(name, None) for name in ("dtype", "qscheme", "ch_axis", "is_dynamic")}
+    limits = {name: overrides.pop(name, None) for name in ("quant_min", "quant_max")}
+    dtype, qscheme = fields["dtype"], fields["qscheme"]
+    if dtype is not None and to_code_type(dtype) not in (spec.dtype, spec.target_dtype):
+        spec = spec.replace(dtype=dtype)
+    if qscheme is not None:
+        scheme = scheme_of(qscheme)
+        if (scheme == QuantizationScheme.ASYMMETRIC) != (spec.qscheme == QuantizationScheme.ASYMMETRIC):
+            spec = spec.replace(qscheme=scheme)
+        if isinstance(qscheme, torch.qscheme):
+            _check_granularity(spec, qscheme)
+    if fields["ch_axis"] is not None and isinstance(spec.granularity, PerChannelGranularity):
+        spec = spec.replace(granularity=PerChannelGranularity(axis=fields["ch_axis"]))
+    if fields["is_dynamic"] and not spec.qparam_calculator_cls.always_called:
+        raise SpecError("is_dynamic=True needs a spec with qparam_calculator_cls='dynamic'")
+    return spec, {name: value for name, value in limits.items() if value is not None}
+
+
+def _check_granularity(spec: QuantizationSpec, qscheme: torch.qscheme) -> None:
+    """Refuse a torch.qscheme whose granularity is not that of the spec; torch has none for blocks."""
+    is_per_channel = qscheme in (torch.per_channel_affine, torch.per_channel_symmetric)
+    opposite = PerTensorGranularity if is_per_channel else PerChannelGranularity
+    if isinstance(spec.granularity, opposite):
+        needed = "PerChannelGranularity(axis)" if is_per_channel else "PerTensorGranularity()"
+        raise SpecError(f"qscheme={qscheme} contradicts {spec.granularity!r}: give the spec granularity={needed}")
 
 
 def _grid_fields(spec: QuantizationSpec) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 A new kind of rounding derives from DefaultFakeQuantize, or implements quantize and dequantize on the base.
 """
 
+import sys
 import warnings
 from abc import abstractmethod
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +27,8 @@ from scalepoint.numerics import (
 from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.export_form import FORMS, in_onnx_export
 from scalepoint.spec.granularity import QuantizationGranularity
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
-from scalepoint.spec.registry import Registry, member
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, as_qparams
+from scalepoint.spec.registry import Registry, member, scheme_of
 from scalepoint.spec.state import Stateful
 
 _SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
@@ -66,11 +68,12 @@ class FakeQuantizeImplBase(Registry, Stateful):
         **extra: Any,
     ) -> None:
         super().__init__()
+        _join_torchao()
         fmt = format_of(dtype)
         self.dtype, self.target_dtype = dtype, target_dtype
         self.n_bits = fmt.bits if n_bits is None else n_bits
         self.quantization_target = member(CompressionTargetTensor, quantization_target)
-        scheme, formulation = member(QuantizationScheme, qscheme), member(QuantizationFormulation, qformulation)
+        scheme, formulation = scheme_of(qscheme), member(QuantizationFormulation, qformulation)
         self.grid = Grid(fmt, quant_min, quant_max, scheme, formulation)
         self.strict = strict
         self.reason = ""
@@ -185,6 +188,11 @@ class FakeQuantizeImplBase(Registry, Stateful):
     def disable_fake_quant(self) -> None:
         self.switch("fake_quant_enabled", False)
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call fn on this module, as nn.Module does. torchao's `disable_observer` and the like take effect here."""
+        _join_torchao()
+        return super().apply(fn)
+
     def is_disabled(self) -> bool:
         """Whether the quantizer gave up because its blocks do not fit the tensor; `reason` says why."""
         return self.is_on("disabled")
@@ -250,7 +258,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
         if not calculator.is_initialized and calculator.is_on("export_mode"):
             raise NotObservedError(self._without_parameters())
         with torch.set_grad_enabled(calculator.learns and torch.is_grad_enabled()):
-            qparams: QParams = calculator(tensor)
+            qparams = as_qparams(calculator(tensor), type(calculator).__name__)
         return qparams if qparams.scale.numel() else None
 
     def give_up(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
@@ -285,6 +293,18 @@ class FakeQuantizeImplBase(Registry, Stateful):
             )
         if not torch.compiler.is_compiling():
             self._fitting_shape = tensor.shape
+
+
+def _join_torchao() -> None:
+    """Make our quantizers instances of torchao's and torch's FakeQuantizeBase, once one of them is imported.
+
+    Their functions `enable_observer`, `disable_observer`, `enable_fake_quant` and `disable_fake_quant` skip every other
+    module (torchao 0.18, torch 2.13). The switches that they write are ours.
+    """
+    for name in ("torchao.quantization.pt2e.fake_quantize", "torch.ao.quantization.fake_quantize"):
+        base = getattr(sys.modules.get(name), "FakeQuantizeBase", None)
+        if base is not None and not issubclass(FakeQuantizeImplBase, base):
+            base.register(FakeQuantizeImplBase)
 
 
 class PartialConstructor:

@@ -6,9 +6,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_serializer, model_validator
+from pydantic import ConfigDict, Field, StrictInt, field_validator, model_serializer, model_validator
 from torch import nn
 
+from scalepoint.complaints import CheckedModel
 from scalepoint.errors import SpecError, nearest, shown
 from scalepoint.numerics import check_divides
 from scalepoint.spec.registry import Registry
@@ -16,10 +17,11 @@ from scalepoint.spec.registry import Registry
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class QuantizationGranularity(BaseModel, Registry):
+class QuantizationGranularity(CheckedModel, Registry):
     """Base and registry; `{"type": key, ...}` builds one and is what one dumps to."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    error_class = SpecError
     _registry: ClassVar[dict[str, Any]] = {}
 
     def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, distributed
 
-from scalepoint.errors import FrozenError, NonFiniteError, SpecError, TensorError, UsageError
+from scalepoint.errors import FrozenError, NonFiniteError, SpecError, TensorError, UsageError, shown
 from scalepoint.numerics import (
     E4M3,
     CodeType,
@@ -28,7 +28,7 @@ from scalepoint.numerics import (
 from scalepoint.numerics.blocks import as_stored, block_counts
 from scalepoint.spec.granularity import PerTensorGranularity, QuantizationGranularity
 from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
-from scalepoint.spec.registry import Registry, member
+from scalepoint.spec.registry import Registry, member, scheme_of
 from scalepoint.spec.state import Stateful
 
 OnNan = Literal["error", "skip"]
@@ -79,7 +79,7 @@ class QParamsCalculatorBase(Registry, Stateful):
             fmt,
             quant_min,
             quant_max,
-            member(QuantizationScheme, qscheme),
+            scheme_of(qscheme),
             member(QuantizationFormulation, qformulation),
             scale_dtype,
             member(ScaleRounding, scale_rounding),
@@ -136,15 +136,14 @@ class QParamsCalculatorBase(Registry, Stateful):
         seen = self._range_of(tensor)
         if seen is None:
             return self.stored
-        qparams = self.compute_qparams(tensor, *seen)
+        qparams = as_qparams(self.compute_qparams(tensor, *seen), type(self).__name__)
         self.store(qparams)
         self.observed_batches.add_(1)
         return qparams
 
     def anew(self, tensor: Tensor) -> QParams:
         """The parameters of this very tensor, for calculators that are always called; nothing is observed."""
-        qparams: QParams = self(tensor)
-        return qparams
+        return as_qparams(self(tensor), type(self).__name__)
 
     @property
     def observes(self) -> bool:
@@ -152,7 +151,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         return True
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
-        """The parameters for a tensor with this range; the hook of calculators with a memory."""
+        """Return the parameters for a tensor with this range. A subclass may return a plain tuple of the three."""
         return self.choose(min_val, max_val)
 
     def choose(self, min_val: Tensor, max_val: Tensor) -> QParams:
@@ -315,6 +314,15 @@ class QParamsCalculatorBase(Registry, Stateful):
 
     def _where(self) -> str:
         return self.name or f"an unnamed {type(self).__name__}"
+
+
+def as_qparams(value: Any, source: str) -> QParams:
+    """Make QParams of what a calculator gave: (scale, zero_point, minval), the last two may be None."""
+    if isinstance(value, QParams):
+        return value
+    if not isinstance(value, tuple | list) or not 1 <= len(value) <= 3 or not isinstance(value[0], Tensor):
+        raise SpecError(f"{source} must return (scale, zero_point, minval), got {shown(value)}")
+    return QParams(*value)
 
 
 def _short(value: Tensor | None) -> str:

@@ -7,7 +7,10 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
 from scalepoint.errors import SpecError, UnknownKeyError, nearest
+from scalepoint.numerics import QuantizationScheme
 
 C = TypeVar("C", bound=type)
 E = TypeVar("E", bound=Enum)
@@ -69,6 +72,21 @@ def member(kind: type[E], value: object) -> E:
     except ValueError:
         allowed = ", ".join(repr(str(known.value)) for known in kind)
         raise SpecError(f"{value!r} is not a {kind.__name__}: use {allowed}") from None
+
+
+_TORCH_SCHEMES = {
+    torch.per_tensor_affine: QuantizationScheme.ASYMMETRIC,
+    torch.per_channel_affine: QuantizationScheme.ASYMMETRIC,
+    torch.per_tensor_symmetric: QuantizationScheme.SYMMETRIC,
+    torch.per_channel_symmetric: QuantizationScheme.SYMMETRIC,
+}
+
+
+def scheme_of(value: object) -> QuantizationScheme:
+    """Our scheme, from itself, its name, or the torch.qscheme that torchao uses."""
+    if isinstance(value, torch.qscheme) and value in _TORCH_SCHEMES:
+        return _TORCH_SCHEMES[value]
+    return member(QuantizationScheme, value)
 
 
 @cache

@@ -100,7 +100,14 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
     @abstractmethod
     def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
-        """Return (running_min, running_max) after a later batch with this range; the first is taken as it is."""
+        """Return (running_min, running_max) after a later batch.
+
+        Args:
+            min_val: The least value of the batch per block, at most 0.
+            max_val: The largest value of the batch per block, at least 0.
+
+        The range of the first batch becomes the running range without a call of this method.
+        """
         raise SpecError(f"{type(self).__name__} must implement update_running_range(min_val, max_val)")
 
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
@@ -109,7 +116,15 @@ class RunningRangeMixin(QParamsCalculatorBase):
         return self.choose(*self._followed(min_val, max_val))
 
     def _followed(self, min_val: Tensor, max_val: Tensor) -> Range:
-        return follow_range(self, (min_val, max_val), lambda _, new: self.update_running_range(*new))
+        new = self._batch_range(min_val, max_val)
+        return follow_range(self, new, lambda _, batch: self.update_running_range(*batch))
+
+    def _batch_range(self, min_val: Tensor, max_val: Tensor) -> Range:
+        """Widen the range of a batch to include zero, before it is averaged.
+
+        The average of [0.5, 2] and [-1, 2] with c = 0.01 starts at -0.01 that way. Widening the average gives 0.
+        """
+        return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
 
     def statistics(self) -> dict[str, Tensor]:
         kept = {} if not self.history else {"history": torch.stack([each.flatten(1) for each in self.history])}
@@ -149,7 +164,7 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
 @QParamsCalculatorBase.register("moving_average")
 class MovingAverageQParamsCalculator(RunningRangeMixin):
-    """running = c * new + (1 - c) * running, the first batch taken as it is."""
+    """running = c * new + (1 - c) * running, where `new` is the range of a batch, widened to include zero."""
 
     def __init__(self, *args: Any, averaging_constant: float = 0.01, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,6 +186,10 @@ class GlobalMinMaxQParamsCalculator(RunningRangeMixin):
     """The extremes of all batches."""
 
     is_ordered = False
+
+    def _batch_range(self, min_val: Tensor, max_val: Tensor) -> Range:
+        """Keep the range as observed: widening the extremes to include zero later gives the same parameters."""
+        return min_val, max_val
 
     def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
         return extremes((self.running_min, self.running_max), (min_val, max_val))

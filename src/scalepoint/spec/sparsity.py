@@ -9,19 +9,21 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, WithJsonSchema, model_validator
 from torch import Tensor
 
+from scalepoint.complaints import CheckedModel
 from scalepoint.errors import SpecError, nearest, shown
 from scalepoint.numerics.sparsity import keep_of, keep_share
 
 _RATIO = re.compile(r"(\d+):(\d+)")
 
 
-class Sparsity(BaseModel):
+class Sparsity(CheckedModel):
     """`share` of all weights goes, `block` output channels together; or `keep` of every `of` stay."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    error_class = SpecError
 
     share: float | None = None
     block: Annotated[StrictInt, Field(gt=0)] = 1

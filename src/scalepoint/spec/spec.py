@@ -1,10 +1,10 @@
 """QuantizationSpec: how one tensor is quantized, as plain frozen data."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     ModelWrapValidatorHandler,
@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic.json_schema import GenerateJsonSchema
 
+from scalepoint.complaints import CheckedModel
 from scalepoint.errors import DocumentError, SpecError, nearest, shown
 from scalepoint.numerics import (
     ALIASES,
@@ -130,7 +131,7 @@ class SchemaGenerator(GenerateJsonSchema):
         return super().encode_default(list(dft) if isinstance(dft, FloatRange) else dft)
 
 
-class QuantizationSpec(BaseModel):
+class QuantizationSpec(CheckedModel):
     """How one tensor is quantized. Immutable and hashable; a misspelt field is refused by name.
 
     `n_bits`, `target_dtype`, `quant_min` and `quant_max` follow from the fields; a dump holds them too. Given, they
@@ -138,6 +139,7 @@ class QuantizationSpec(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+    error_class = SpecError
 
     SUPPORTED_DTYPES: ClassVar[set[CodeType]] = {
         dtype for dtype, row in FORMATS.items() if row.is_float or row.bits in (2, 4, 8)
@@ -284,6 +286,10 @@ class QuantizationSpec(BaseModel):
         if "dtype" in changes and "scale_dtype" not in changes:
             fields["scale_dtype"] = None
         return type(self)(**{**fields, **changes})
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the spec; `update` is checked as `replace` checks it. Pydantic's own method would take any value."""
+        return self.replace(**update) if update else super().model_copy(deep=deep)
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:

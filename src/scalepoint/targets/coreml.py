@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from scalepoint.patterns import Pattern, chain, op
+from scalepoint.patterns import ConvBNPattern, ConvBNReLUPattern, LinearReLUPattern, chain, op
 from scalepoint.patterns.base import BATCH_NORM, CONV, GATED_LINEAR, LINEAR, LINEAR_RELU, MHA_IN_PROJECTION
 from scalepoint.patterns.fused import FusedConvBN, FusedConvBNReLU, FusedLinearReLU
 from scalepoint.patterns.language import optional
@@ -28,9 +28,9 @@ INDICES = tuple(to_dtype(f"uint{bits}") for bits in WIDTHS)
 NARROW = tuple(map(to_dtype, ("int4", "uint4", "int8", "uint8")))
 
 COREML_PATTERNS = (
-    Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), FOLDED), FusedConvBNReLU, BOTH),
-    Pattern("ConvBNPattern", chain(CONV, optional(BATCH_NORM)), FusedConvBN, BOTH),
-    Pattern("LinearReLUPattern", chain(LINEAR, FOLDED), FusedLinearReLU, BOTH),
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED), make=FusedConvBNReLU, qdq_points=BOTH),
+    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=BOTH),
+    LinearReLUPattern(match=chain(LINEAR, FOLDED), make=FusedLinearReLU, qdq_points=BOTH),
     replace(MHA_IN_PROJECTION, qdq_points=BOTH),
     *(pattern for pattern in PATTERNS if pattern.name not in OWN and pattern not in (LINEAR_RELU, GATED_LINEAR)),
 )
@@ -56,12 +56,13 @@ COREML = Target(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
     accepts=(
-        Accepted("activation", (torch.uint8,), (), ("per_tensor",)),
+        Accepted("activation", (torch.uint8,), (), ("per_tensor",), dynamic=False),
         Accepted(
             "activation",
             (torch.int8,),
             (QuantizationScheme.SYMMETRIC, QuantizationScheme.ASYMMETRIC),
             ("per_tensor",),
+            dynamic=False,
         ),
         Accepted("weight", NARROW, (), ("per_tensor", "per_channel", "per_block")),
         Accepted("weight", INDICES, (), ("per_grouped_channel",)),  # palettes

@@ -6,6 +6,12 @@ from scalepoint.errors import TargetError, nearest
 from scalepoint.processor import flags
 
 CHOICES = ("auto", "vnni", "avx2")
+AUTOMATIC = {
+    "vnni": "cpu: this CPU has VNNI, so weights use all 8 bits; on a CPU without VNNI the file can saturate. "
+    "cpu='avx2' (--cpu avx2) makes a file for both",
+    "avx2": "cpu: this CPU has no VNNI, so weights are scaled to be exact without it, on every CPU. "
+    "cpu='vnni' (--cpu vnni) uses all 8 bits, for CPUs with VNNI only",
+}  # what is said where nobody chose
 
 
 def instruction_set(cpu: str = "auto") -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from scalepoint.numerics import dtype_name
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.language import Element
-from scalepoint.spec import QuantizationGranularity, QuantizationSpec
+from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationSpec
 from scalepoint.targets.target import Accepted, Spelling, Target
 
 MOST_KINDS = 3  # of one operation, before they are named below the table
@@ -140,12 +140,16 @@ def _element(element: Element, many: dict[str, list[str]]) -> str:
     return f"[{text}]" if element.is_optional else text
 
 
+def _also_minval(row: Accepted) -> str:
+    return "; also minval" if QuantizationFormulation.MINVAL in row.formulations else ""
+
+
 def _accepted(rows: Iterable[Accepted]) -> Section:
     cells = tuple(
         (
             row.role,
             ", ".join(map(dtype_name, row.dtypes)),
-            ", ".join(scheme.value for scheme in row.schemes) or "any",
+            (", ".join(scheme.value for scheme in row.schemes) or "any") + _also_minval(row),
             ", ".join(row.granularities) or "any",
             ", ".join(map(str, row.block_sizes)) or ("any" if "per_block" in row.granularities else ""),
             ", ".join(row.kinds) or "all",

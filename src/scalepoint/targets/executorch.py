@@ -10,7 +10,21 @@ embedding stands between float tensors, and is float unless constant scales are 
 import torch
 from torch import fx
 
-from scalepoint.patterns import Pattern, Point, chain, kind_of, op, optional
+from scalepoint.patterns import (
+    AdaptiveAvgPoolPattern,
+    ConvBNPattern,
+    ConvBNReLUPattern,
+    ConvTransposeBNReLUPattern,
+    HeadPattern,
+    LinearPattern,
+    LinearReLUPattern,
+    Pattern,
+    Point,
+    chain,
+    kind_of,
+    op,
+    optional,
+)
 from scalepoint.patterns.base import (
     ATTENTION,
     ATTENTION_SPELLED_OUT,
@@ -66,13 +80,12 @@ def embeds_patches(conv: fx.Node, nodes: Nodes) -> str | None:
 
 PATTERNS = (
     Pattern("PatchPattern", chain(op("conv", where=embeds_patches), optional(BATCH_NORM)), FusedConvBN, BOTH),
-    Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), FOLDED), FusedConvBNReLU, BOTH),
-    Pattern("ConvBNPattern", chain(CONV, optional(BATCH_NORM)), FusedConvBN, BOTH),
-    Pattern(
-        "ConvTransposeBNReLUPattern",
-        chain(op("conv_transpose"), optional(BATCH_NORM), optional(FOLDED)),
-        FusedConvTransposeBNReLU,
-        BOTH,
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED), make=FusedConvBNReLU, qdq_points=BOTH),
+    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=BOTH),
+    ConvTransposeBNReLUPattern(
+        match=chain(op("conv_transpose"), optional(BATCH_NORM), optional(FOLDED)),
+        make=FusedConvTransposeBNReLU,
+        qdq_points=BOTH,
     ),
     Pattern(
         "AddReLUPattern",
@@ -80,11 +93,13 @@ PATTERNS = (
         FusedAdd,
         (Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
-    Pattern("AdaptiveAvgPoolPattern", chain(op("adaptive_avg_pool", where=reads_convolution)), FusedPool, BOTH),
+    AdaptiveAvgPoolPattern(
+        match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=BOTH
+    ),
     Pattern("HeadReLUPattern", chain(op("linear", where=follows_convolution), FOLDED), FusedLinearReLU, BOTH),
-    Pattern("HeadPattern", chain(op("linear", where=follows_convolution)), FusedLinear, BOTH),
-    Pattern("LinearReLUPattern", chain(LINEAR, FOLDED), FusedLinearReLU, BOTH),
-    Pattern("LinearPattern", chain(LINEAR), FusedLinear, BOTH),
+    HeadPattern(match=chain(op("linear", where=follows_convolution)), make=FusedLinear, qdq_points=BOTH),
+    LinearReLUPattern(match=chain(LINEAR, FOLDED), make=FusedLinearReLU, qdq_points=BOTH),
+    LinearPattern(match=chain(LINEAR), make=FusedLinear, qdq_points=BOTH),
     without_points(CONCAT, "XNNPACK joins int8 tensors of one scale alone"),
     *(
         without_points(pattern, "XNNPACK has no int8 kernel for it")
@@ -155,7 +170,7 @@ EXECUTORCH = Target(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
     accepts=(
-        Accepted("activation", (INT8,), (), ("per_tensor",)),
+        Accepted("activation", (INT8,), (), ("per_tensor",), dynamic=False),
         Accepted("activation", (INT8,), (QuantizationScheme.ASYMMETRIC,), ("per_token",), (), ("linear",)),
         Accepted("weight", (INT8,), SYMMETRIC, ("per_channel",)),
         Accepted("weight", (INT4,), SYMMETRIC, ("per_block", "per_channel"), GROUPS, ("linear",)),

@@ -12,7 +12,7 @@ import torch
 from scalepoint.patterns import BASE_PATTERNS, Point
 from scalepoint.patterns.fused import FusedAttention, FusedPool
 from scalepoint.patterns.language import without_points
-from scalepoint.spec import PerBlockGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import PerBlockGranularity, QuantizationFormulation, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.target import Accepted, Target
 
@@ -25,6 +25,7 @@ SIGNED = tuple(map(to_dtype, ("int8", "int4", "int3", "int2")))
 UNSIGNED = tuple(map(to_dtype, ("uint8", "uint4", "uint3", "uint2")))
 FIVE = tuple(map(to_dtype, ("int5", "uint5")))
 FLOATS = (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
+ZP, MINVAL = QuantizationFormulation.ZP, QuantizationFormulation.MINVAL
 TOKENS = Accepted("activation", (torch.int8, torch.uint8, *FLOATS))
 CACHED = Accepted("activation", tuple(map(to_dtype, ("int8", "int4", "float8_e4m3fn"))), kinds=("attention",))
 BY_CHANNEL = (-1, 1, -1, 1)  # of (batch, heads, tokens, channels): one scale for all tokens
@@ -94,7 +95,11 @@ GGUF = replace(
     name="gguf",
     summary="one file for llama.cpp: weights of 2 to 8 bits in blocks",
     weight=_blocks("int4", 32),
-    accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED, *FIVE), "per_block", "per_channel")),
+    accepts=(
+        TOKENS,
+        # Q2_K, Q4_1, Q4_K, Q5_1 and Q5_K hold a minimum; the format refuses it for more than 5 bits
+        replace(_weights((*SIGNED, *UNSIGNED, *FIVE), "per_block", "per_channel"), formulations=(ZP, MINVAL)),
+    ),
     table=_blocks("int8", 32),
     head=_blocks("int8", 32),
     caches=_cached(BY_TOKEN, "dynamic", QuantizationScheme.SYMMETRIC_WITH_CLIPPING),

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from scalepoint.patterns import Pattern, chain, kind_of, op
+from scalepoint.patterns import ConcatPattern, chain, kind_of, op
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.patterns.language import Nodes
 from scalepoint.targets.executorch import BOTH, EXECUTORCH
@@ -28,7 +28,7 @@ def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
     return None if all(map(from_convolution, given)) else "not all of its inputs come from convolutions"
 
 
-CONCAT = Pattern("ConcatPattern", chain(op("cat", where=joins_integers)), FusedConcat, BOTH)
+CONCAT = ConcatPattern(match=chain(op("cat", where=joins_integers)), make=FusedConcat, qdq_points=BOTH)
 
 
 def of_other_axes(facts: Facts) -> str | None:

@@ -10,7 +10,18 @@ from functools import cache
 import torch
 from torch import fx
 
-from scalepoint.patterns import Pattern, Point, chain, kind_of, op, optional
+from scalepoint.patterns import (
+    AdaptiveAvgPoolPattern,
+    ConcatPattern,
+    ConvBNPattern,
+    ConvBNReLUPattern,
+    Pattern,
+    Point,
+    chain,
+    kind_of,
+    op,
+    optional,
+)
 from scalepoint.patterns.base import (
     ATTENTION,
     ATTENTION_SPELLED_OUT,
@@ -74,17 +85,19 @@ BLOCKS = (16, 32, 64, 128, 256)
 SYMMETRIC = (QuantizationScheme.SYMMETRIC, QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 BOTH = (Point.INPUT, Point.OUTPUT)
 PATTERNS = (
-    Pattern("ConvBNReLUPattern", chain(CONV, optional(BATCH_NORM), FOLDED), FusedConvBNReLU, BOTH),
-    Pattern("ConvBNPattern", chain(CONV, optional(BATCH_NORM)), FusedConvBN, BOTH),
+    ConvBNReLUPattern(match=chain(CONV, optional(BATCH_NORM), FOLDED), make=FusedConvBNReLU, qdq_points=BOTH),
+    ConvBNPattern(match=chain(CONV, optional(BATCH_NORM)), make=FusedConvBN, qdq_points=BOTH),
     Pattern(
         "AddReLUPattern",
         chain(op("add", where=joins_convolutions), optional(FOLDED)),
         FusedAdd,
         (Point.INPUT, Point.RESIDUAL_INPUT, Point.OUTPUT),
     ),
-    Pattern("AdaptiveAvgPoolPattern", chain(op("adaptive_avg_pool", where=reads_convolution)), FusedPool, BOTH),
+    AdaptiveAvgPoolPattern(
+        match=chain(op("adaptive_avg_pool", where=reads_convolution)), make=FusedPool, qdq_points=BOTH
+    ),
     Pattern("AvgPoolPattern", chain(op("avg_pool", where=reads_convolution)), FusedPool, BOTH),
-    Pattern("ConcatPattern", chain(op("cat", where=reads_convolution)), FusedConcat, BOTH),
+    ConcatPattern(match=chain(op("cat", where=reads_convolution)), make=FusedConcat, qdq_points=BOTH),
     MHA_IN_PROJECTION,
     GATED_LINEAR,
     LINEAR_RELU,
@@ -166,7 +179,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
             qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
         ),
         accepts=(
-            Accepted("activation", (torch.uint8,), (), ("per_tensor",)),
+            Accepted("activation", (torch.uint8,), (), ("per_tensor",), dynamic=False),
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
             Accepted(
                 "weight",

@@ -50,7 +50,7 @@ def openvino_target(cpu: str = "auto") -> Target:
         summary="OpenVINO on CPUs: u8 activations, s8 weights; weight-only int8 and int4",
         patterns=tuple(map(inputs_only, PATTERNS)),
         accepts=(
-            Accepted("activation", (torch.uint8, torch.int8), (), ("per_tensor",)),
+            Accepted("activation", (torch.uint8, torch.int8), (), ("per_tensor",), dynamic=False),
             Accepted("weight", (torch.int8,), (), ("per_tensor", "per_channel")),
             Accepted("weight", (to_dtype("int4"),), SYMMETRIC, ("per_channel",), (), ("conv", "linear")),
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),

@@ -1,8 +1,9 @@
 """The targets by name: our own, and those that other packages bring through the entry point "scalepoint.targets"."""
 
-from scalepoint.errors import TargetError
+from scalepoint.errors import TargetError, UsageError, nearest, shown
 from scalepoint.extensions import Extensions
 from scalepoint.targets.coreml import COREML
+from scalepoint.targets.cpu import CHOICES
 from scalepoint.targets.executorch import EXECUTORCH
 from scalepoint.targets.language import LANGUAGE
 from scalepoint.targets.litert import LITERT
@@ -13,6 +14,7 @@ from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
 _OWN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE)
+_BY_CPU = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
 _ALL = Extensions(Target, "scalepoint.targets", _OWN, TargetError)
 
 
@@ -23,6 +25,23 @@ def list_targets(*, language: bool = False) -> list[str]:
     return [name for name in _ALL.names() if (name in own) == language]
 
 
-def find_target(target: str | Target) -> Target:
-    """A target from itself or from its name."""
-    return _ALL.find(target)
+def find_target(target: str | Target, cpu: str = "auto") -> Target:
+    """A target from itself or from its name.
+
+    Args:
+        target: A target, or the name of one.
+        cpu: For targets that run on CPUs: "vnni" uses all 8 bits of the weights, "avx2" chooses scales that are exact
+            on CPUs without VNNI too, "auto" looks at this machine, or leaves a target that was given as it is.
+    """
+    found = _ALL.find(target)
+    if cpu not in CHOICES:
+        raise UsageError(f"cpu={shown(cpu)}: {nearest(str(cpu), CHOICES)}")
+    if cpu in ("auto", found.options.get("cpu")):
+        return found
+    if found.name not in _BY_CPU or "cpu" not in found.options:
+        raise UsageError(f"cpu={cpu!r} cannot be used with target {found.name!r}: it is for {' and '.join(_BY_CPU)}")
+    if not isinstance(target, str):
+        raise UsageError(
+            f"cpu={cpu!r} contradicts the target, which was made with cpu={found.options['cpu']!r}: omit one of them"
+        )
+    return _BY_CPU[found.name](cpu)

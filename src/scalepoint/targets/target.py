@@ -15,7 +15,8 @@ from scalepoint.errors import SpecError, TargetError, shown
 from scalepoint.numerics import CodeType, dtype_name, format_of
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
-from scalepoint.spec import QuantizationGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationScheme, QuantizationSpec
+from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.spec import to_dtype
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -68,6 +69,8 @@ class Accepted:
     granularities: tuple[str, ...] = ()
     block_sizes: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
+    formulations: tuple[QuantizationFormulation, ...] = (QuantizationFormulation.ZP,)
+    dynamic: bool = True  # whether its parameters may be made for every call; False: they are constants of the file
 
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
         """How unlike a dtype the row's own are: another one, of another kind, of another width."""
@@ -82,19 +85,29 @@ class Accepted:
             return f"dtype {dtype_name(spec.dtype)}"
         if self.kinds and kind not in self.kinds:
             return f"{dtype_name(spec.dtype)} for {kind}"
-        if self.schemes and spec.qscheme not in self.schemes:
-            return f"{dtype_name(spec.dtype)} with scheme {spec.qscheme.value}"
-        if self.granularities and key not in self.granularities:
-            return f"{dtype_name(spec.dtype)} with granularity {key}"
-        blocks = getattr(granularity, "block_size", None)
+        for said, value, allowed in (
+            ("scheme", spec.qscheme, self.schemes),
+            ("formulation", spec.qformulation, self.formulations),
+            ("granularity", key, self.granularities),
+        ):
+            if allowed and value not in allowed:
+                return f"{dtype_name(spec.dtype)} with {said} {value}"
+        return self._complaint_of_parameters(spec)
+
+    def _complaint_of_parameters(self, spec: QuantizationSpec) -> str | None:
+        blocks = getattr(spec.granularity, "block_size", None)
         if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
             return f"{dtype_name(spec.dtype)} in blocks of {blocks}"
+        if not self.dynamic and issubclass(spec.qparam_calculator_cls, DynamicQParamsCalculator):
+            return f"{dtype_name(spec.dtype)} with scales that are made for every call (dynamic)"
         return None
 
     def __str__(self) -> str:
         words = ["/".join(map(dtype_name, self.dtypes)), "/".join(scheme.value for scheme in self.schemes)]
         blocks = f" of {'/'.join(map(str, self.block_sizes))}" if self.block_sizes else ""
         words.append("/".join(self.granularities) + blocks)
+        if self.formulations != (QuantizationFormulation.ZP,):
+            words.append(f"formulation {'/'.join(each.value for each in self.formulations) or 'any'}")
         return " ".join(word for word in words if word)
 
 
@@ -205,6 +218,17 @@ class Target:
                 "deploy once for each size, with an example of it"
             )
 
+    def check_formulation(self, spec: QuantizationSpec, role: str, where: str) -> None:
+        """Raise TargetError where no tensor of this role can have the spec's formulation."""
+        rows = [row for row in self.accepts if row.role == role]
+        if not rows or any(not row.formulations or spec.qformulation in row.formulations for row in rows):
+            return
+        given = spec.qformulation.value
+        raise TargetError(
+            f"{where}: target {self.name!r} cannot run qformulation={given!r}: its kernels and files have integer zero "
+            "points. Use qformulation='zp'"
+        )
+
     def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:
         """Raise TargetError for what cannot run here, with the nearest choice that can."""
         if not self.accepts:
@@ -219,5 +243,6 @@ class Target:
         nearest_first = sorted(complaints, key=lambda pair: pair[0].distance(spec.dtype))
         complaint = nearest_first[0][1] if complaints else f"any {role}"
         row = next((row for row, _ in nearest_first if not (kind and row.kinds) or kind in row.kinds), None)
-        way = f"the nearest it can: {row}" if row else "leave it float"
+        constant = ", with constant scales" if row and not row.dynamic and "dynamic" in str(complaint) else ""
+        way = f"the nearest it can: {row}{constant}" if row else "leave it float"
         raise TargetError(f"{where}: target {self.name!r} cannot run {complaint} as {role} ({way})")

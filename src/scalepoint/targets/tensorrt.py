@@ -128,8 +128,8 @@ TENSORRT = Target(
         qscheme="symmetric_with_clipping", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
     ),
     accepts=(
-        Accepted("activation", (torch.int8,), _SYMMETRIC, ("per_tensor",)),
-        Accepted("activation", (torch.float8_e4m3fn,), (), ("per_tensor",)),
+        Accepted("activation", (torch.int8,), _SYMMETRIC, ("per_tensor",), dynamic=False),
+        Accepted("activation", (torch.float8_e4m3fn,), (), ("per_tensor",), dynamic=False),
         Accepted("activation", (torch.float8_e4m3fn,), (), ("per_token_block",), (32,), ("linear",)),
         Accepted("activation", (torch.float4_e2m1fn_x2,), (), ("per_token_block",), (16,), ("linear",)),
         Accepted("weight", (torch.int8,), _SYMMETRIC, ("per_tensor", "per_channel")),

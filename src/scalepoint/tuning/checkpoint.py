@@ -6,6 +6,7 @@ piece-0007.safetensors what the layers and activation quantizers of one piece ho
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,20 +15,21 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scalepoint import ranks
-from scalepoint.documents import parse_json
-from scalepoint.errors import DocumentError, ScalepointWarning
+from scalepoint.errors import DocumentError, ScalepointWarning, StoreError
 from scalepoint.files import digest, locked, replace_file, replace_text, sweep
 from scalepoint.tuning.report import TunedLayer, TunedPiece
 from scalepoint.tuning.state import States
 from scalepoint.tuning.walk import Walk
+from scalepoint.untrusted import check_file, open_tensors, read_json
 
 FILE = "tuning.json"
 LARGEST = 64_000_000
+_PIECE = re.compile(r"piece-\d{4,}\.safetensors$")
 
 
 class Entry(BaseModel):
@@ -73,7 +75,10 @@ class Checkpoint:
         """What a run that ended has left. Of several ranks the first reads."""
         pages = Pages(mark="")
         if ranks.is_main():
-            pages = Pages.model_validate(parse_json((folder / FILE).read_text(), LARGEST))
+            try:
+                pages = _pages(folder / FILE)
+            except (OSError, DocumentError, ValidationError) as error:
+                raise StoreError(f"{folder} holds no finished tuning: {str(error).splitlines()[0]}") from error
         found = cls(None, pages.mark, resume=False)
         found.folder, found.pages = folder, pages
         return found
@@ -93,10 +98,11 @@ class Checkpoint:
             return None
         path = self.folder / Path(entry.file).name
         try:
+            check_file(path, folder=self.folder)
             if digest(path) != entry.sha256:
                 raise OSError("its checksum does not fit")
             tensors, done = load_file(path), TypeAdapter(Done).validate_python(entry.done)
-        except (OSError, SafetensorError, ValidationError) as error:
+        except (OSError, SafetensorError, DocumentError, ValidationError) as error:
             _warn(f"{path} cannot be used ({str(error).splitlines()[0]}): {name} is tuned again")
             return None
         return _states(tensors), done
@@ -107,7 +113,7 @@ class Checkpoint:
         found: dict[Path, list[str]] = {}
         for entry in self.pages.pieces.values():
             path = self.folder / Path(entry.file).name
-            with safe_open(path, framework="pt") as file:
+            with open_tensors(path, folder=self.folder) as file:
                 found[path] = [key.partition("|")[0] for key in file.keys() if key.endswith("|")]  # noqa: SIM118
         return found
 
@@ -140,7 +146,8 @@ def _states(tensors: Mapping[str, Tensor]) -> States:
 
 def _swept(folder: Path) -> None:
     with locked(folder):
-        sweep(folder)
+        pieces = (_PIECE.search(each.name) for each in folder.iterdir())
+        sweep(folder, (FILE, *(found[0] for found in pieces if found)))
 
 
 def mark_of(model: object, walk: Walk, config: str) -> str:
@@ -164,13 +171,17 @@ def _mark_of_batch(walk: Walk, index: int) -> str:
     return found.hexdigest()
 
 
+def _pages(path: Path) -> Pages:
+    return Pages.model_validate(read_json(path, LARGEST, folder=path.parent))
+
+
 def _read(path: Path, mark: str) -> Pages:
     try:
-        pages = Pages.model_validate(parse_json(path.read_text(), LARGEST))
+        pages = _pages(path)
     except FileNotFoundError:
         _warn(f"{path.parent} holds no unfinished tuning: starting from the beginning")
         return Pages(mark=mark)
-    except (OSError, UnicodeDecodeError, DocumentError, ValidationError) as error:
+    except (OSError, DocumentError, ValidationError) as error:
         _warn(f"{path} is damaged ({str(error).splitlines()[0]}): starting from the beginning")
         return Pages(mark=mark)
     if pages.mark != mark:

@@ -59,6 +59,7 @@ class Collector:
     rows: int
     holdout: float
     names: dict[str, str]
+    nan_hint: str = "Mend the data, or leave such batches out: on_nan='skip'"
     against_itself: bool = False  # the outputs should be those of the float weight in the quantized stream
     uses: list[Use] = field(default_factory=list)
     _open: dict[int, tuple[Sums, Sums]] = field(default_factory=dict)  # of weights with uses to come
@@ -180,7 +181,7 @@ class Collector:
                 for start in range(0, len(chosen), CHUNK):
                     part = chosen[start : start + CHUNK]
                     pair = geometry.rows(exact, part), geometry.rows(noisy, part)
-                    self._check(use, pair)
+                    self.check_finite(self.names.get(use.node.name, use.place), pair)
                     wanted = pair[0]
                     if weight is not None:
                         wanted = torch.einsum("rgn,gon->rgo", wanted, weight) if own is None else own[part]
@@ -219,12 +220,10 @@ class Collector:
             side = side + bias.detach().reshape(side.shape[1:])
         return Beside(drift, side)
 
-    def _check(self, use: Use, pair: Sequence[Tensor]) -> None:
-        if not all(bool(rows.sum().isfinite()) or bool(rows.isfinite().all()) for rows in pair):
-            name = self.names.get(use.node.name, use.place)
-            raise NonFiniteError(
-                f"{name}: its input holds NaN or infinity. Mend the data, or leave such batches out: on_nan='skip'"
-            )
+    def check_finite(self, name: str, values: Sequence[Tensor]) -> None:
+        """Raise NonFiniteError if an input of this layer holds NaN or infinity."""
+        if not all(bool(rows.sum().isfinite()) or bool(rows.isfinite().all()) for rows in values):
+            raise NonFiniteError(f"{name}: its input holds NaN or infinity. {self.nan_hint}")
 
 
 def why_not(use: Use, geometry: Geometry | None) -> str:

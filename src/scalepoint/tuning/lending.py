@@ -28,8 +28,9 @@ class Lender(Protocol):
 
 
 def borrow(walk: Walk, piece: Piece, lender: Lender) -> None:
-    """The weights of a piece are here."""
-    lender.load(tensor for node in piece.nodes for tensor in walk.tensors(node))
+    """Load the weights of a piece, also those that the graph names before it."""
+    nodes = [*piece.nodes, *(node for node in piece.entries if node.op == "get_attr")]
+    lender.load(tensor for node in nodes for tensor in walk.tensors(node))
 
 
 def give_back(walk: Walk, piece: Piece, lender: Lender) -> None:

@@ -3,13 +3,13 @@
 What a quantizer gave is kept as its codes, a byte an element, and comes back bit for bit.
 """
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scalepoint.files import TemporaryFolder
 from scalepoint.numerics import QParams
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.spec import PerTensorGranularity
@@ -21,7 +21,7 @@ class Shelf:
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
         self.values: dict[Any, Any] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryFolder | None = None
         self._count = 0
 
     def put(self, key: Any, value: Any, quantizer: QuantStub | None = None) -> None:
@@ -57,16 +57,16 @@ class Shelf:
 
     def _spilled(self, value: Tensor) -> "_OnDisk":
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="scalepoint-")
+            self._folder = TemporaryFolder()
         self._count += 1
-        path = Path(self._folder.name) / str(self._count)
+        path = self._folder.path / str(self._count)
         value.detach().reshape(-1).view(torch.uint8).numpy().tofile(path)
         return _OnDisk(path, value.dtype, value.shape)
 
     def close(self) -> None:
         self.values.clear()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
 
 class _OnDisk:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ConfigError
 from scalepoint.numerics import QParams
+from scalepoint.output_folder import check_path
 from scalepoint.progress import phase
 from scalepoint.quantize.calibrate import OnNan, freeze
 from scalepoint.quantize.config import Config
@@ -41,6 +42,10 @@ from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, s
 from scalepoint.tuning.walk import Walk
 from scalepoint.turns import in_turn
 
+LENT_NAN = (
+    "Its weights are finite, so values overflow before it: check the checkpoint and its config.json by running it in "
+    "transformers"
+)
 CLEAR_GAIN = 0.9  # what the error of a piece must fall to before a range of 8 bits leaves min-max
 Proposal = tuple[str, QuantStub, QParams]  # an activation quantizer under its name, and other parameters
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -99,9 +104,13 @@ def tune(
     """
     config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
     config.check(is_lent=lender is not None)
+    if folder is not None:
+        check_path(Path(folder), "folder")
     names = record_of(model).names
     if lender is None:
         freeze(model)
+        if record_of(model).config.correct_bias is None:
+            _take_back_correction(model)
     start = time.perf_counter()
     walk = Walk(model, memory=config.memory, keeps_outputs=lender is None)
     try:
@@ -116,6 +125,13 @@ def tune(
         walk.shelf.close()
     layers, pieces = tuple(run.rows), tuple(run.pieces)
     return TuneReport(layers, run.left, len(walk.owners), walk.sample_count, time.perf_counter() - start, pieces)
+
+
+def _take_back_correction(model: fx.GraphModule) -> None:
+    """Drop the bias shifts of calibration: tuning measures errors against the nearest codes and chooses shifts itself."""
+    for layer in model.modules():
+        if isinstance(layer, QuantizedWeighted) and layer.is_corrected:
+            layer.shift_bias(None)
 
 
 def _is_open(walk: Walk, node: fx.Node) -> bool:
@@ -151,6 +167,8 @@ class _Tuning:
 
     def __post_init__(self) -> None:
         self.collector = Collector(self.walk, self.config.rows, self.config.holdout, self.names)
+        if self.lender is not None:
+            self.collector.nan_hint = LENT_NAN
         self.judge = Judge(self.walk, self.collector)
         self.solver = Solver(self.collector, self.config.steps, self.config.ridge)
         found = [find_step(name) for name in self.config.steps if name != INTERCEPT]
@@ -216,7 +234,9 @@ class _Tuning:
         with ranks.agreed("observing"):
             for where in self.walk.stub_nodes[id(stub)]:
                 for index in range(self.walk.count if self.walk.has(where.all_input_nodes[0]) else 0):
-                    stub.quantizer(self.walk.value(where.all_input_nodes[0], index, noisy=False))
+                    value = self.walk.value(where.all_input_nodes[0], index, noisy=False)
+                    self.collector.check_finite(self._name(node), [value])
+                    stub.quantizer(value)
         if ranks.size() > 1:
             merge_stubs([stub])
         record([stub], False)

@@ -123,6 +123,9 @@ class Walk:
         """Run a node on all batches in both streams."""
         if node.op in ("placeholder", "output"):
             return
+        if node.op == "get_attr":  # read from the model whenever it is wanted: lent weights come and go
+            self.there.add(node)
+            return
         stub, is_same = self.stub(node), node in self.same
         is_read = self._is_read(node)
         if is_read:
@@ -138,6 +141,8 @@ class Walk:
 
     def exact(self, node: fx.Node, index: int) -> Any:
         """What a node gives in one batch of the float stream: of the shelf, or run now and put there."""
+        if node.op == "get_attr":
+            return self.value(node, index, noisy=False)
         key = (False, node, index)
         if key in self.shelf:
             return self.shelf.get(key)
@@ -173,6 +178,8 @@ class Walk:
         return node in self.there
 
     def value(self, node: fx.Node, index: int, *, noisy: bool) -> Any:
+        if node.op == "get_attr":
+            return (self._noisy if noisy else self._exact).fetch_attr(str(node.target))
         return self.shelf.get((noisy and node not in self.same, node, index))
 
     def entries(self, piece: Piece, index: int, *, noisy: bool) -> dict[fx.Node, Any]:
@@ -211,8 +218,9 @@ class Walk:
         return any(isinstance(each, Quantizing) and each.enabled for part in parts for each in part.modules())
 
     def _run(self, runner: fx.Interpreter, node: fx.Node, index: int, *, noisy: bool) -> Any:
-        with _environment(runner, {each: self.value(each, index, noisy=noisy) for each in node.all_input_nodes}):
-            return runner.run_node(node)
+        with _environment(runner, {each: self.value(each, index, noisy=noisy) for each in node.all_input_nodes}) as env:
+            weights = [env[each] for each in node.all_input_nodes if each.op == "get_attr"]
+            return _own(runner.run_node(node), weights)
 
     def input(self, node: fx.Node, name: str, index: int, *, noisy: bool) -> Tensor:
         """What reaches the layer of a node in one batch of one stream."""
@@ -243,6 +251,13 @@ class _Inputs(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         self.walk[0].take(inputs)
+
+
+def _own(value: Any, weights: Sequence[Any]) -> Any:
+    """The value, copied where it is a view of a weight: the memory of lent weights is taken away after their piece."""
+    storages = {each.untyped_storage().data_ptr() for each in weights if isinstance(each, Tensor)}
+    is_view = isinstance(value, Tensor) and value.untyped_storage().data_ptr() in storages
+    return value.clone() if is_view else value
 
 
 @contextmanager

@@ -16,7 +16,7 @@ MOST_FAR, FAR = 0.02, 2  # the share of codes that may be more than so many step
 CLEARLY_BETTER_DB = 6.0
 SATURATION = (
     "u8 x s8 products saturate: this CPU adds them in pairs of 16 bits",
-    "Export for cpu='avx2' (the pair-safe scale)",
+    "Deploy with cpu='avx2' (--cpu avx2: the pair-safe scale)",
 )
 
 

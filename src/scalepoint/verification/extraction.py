@@ -13,14 +13,20 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from scalepoint.files import replace_folder
+from scalepoint.errors import StoreError, UsageError
+from scalepoint.files import replace_file, replace_text
+from scalepoint.output_folder import check_inputs, check_links, check_path
 from scalepoint.verification.layers import Compared, compared
 
+NAMES = ("model.onnx", "inputs.npz", "expected.npz", "run.py")
 SCRIPT = '''"""{where}: what ONNX Runtime gives for one layer, and what it should. Needs numpy and onnxruntime alone."""
 
+import os
 from pathlib import Path
 
 import numpy as np
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime
 
 here = Path(__file__).resolve().parent
@@ -42,9 +48,13 @@ def extract_failing(
     folder: str | Path,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    force: bool = False,
 ) -> Path | None:
     """Write the first layer of a file that departs by itself into `folder`; None where none does: then roundings grow
-    from layer to layer."""
+    from layer to layer. A folder that contains something is refused; force=True overwrites the four files there, and
+    leaves all others."""
+    folder = Path(folder)
+    _check_folder(folder, Path(path), force=force)
     found = compared(path, model, inputs, kwargs=kwargs)
     made = {name: place for place, node in enumerate(found.proto.graph.node) for name in node.output}
     departing = sorted((name for name, layer in found.layers.items() if not layer.holds), key=made.__getitem__)
@@ -52,8 +62,20 @@ def extract_failing(
         return None
     tensor = departing[0]
     proto = _part(found.proto, tensor)
-    replace_folder(Path(folder), lambda place: _write(place, proto, tensor, found))
-    return Path(folder)
+    _write(folder, proto, tensor, found)
+    return folder
+
+
+def _check_folder(folder: Path, file: Path, *, force: bool) -> None:
+    check_path(folder, "folder")
+    check_inputs(folder, {"file": file})
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"folder={str(folder)!r} is a file: give a folder")
+    check_links(folder, NAMES)
+    if not force and folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(
+            f"{folder} is not empty: choose another folder=, or overwrite {', '.join(NAMES)} there with force=True"
+        )
 
 
 def _part(proto: Any, tensor: str) -> Any:
@@ -84,12 +106,24 @@ def _part(proto: Any, tensor: str) -> Any:
 
 
 def _write(folder: Path, proto: Any, tensor: str, found: Compared) -> None:
-    import onnx  # noqa: PLC0415
-
-    onnx.save(proto, folder / "model.onnx")
     names = [each.name for each in proto.graph.input]
     arrays: dict[str, Any] = {f"input_{place}": found.feeds[name] for place, name in enumerate(names)}
-    np.savez(folder / "inputs.npz", names=np.array(names), **arrays)
-    np.savez(folder / "expected.npz", output=found.expected[tensor])
     where = re.sub(r"[^\w./ -]", "_", found.layers[tensor].where, flags=re.ASCII)[:80]  # it stands in a script
-    (folder / "run.py").write_text(SCRIPT.format(where=where), encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
+    model, inputs, expected, script = (folder / name for name in NAMES)
+    replace_file(model, lambda path: _write_bytes(path, proto.SerializeToString(deterministic=True)))
+    replace_file(inputs, lambda path: _save_arrays(path, {"names": np.array(names), **arrays}))
+    replace_file(expected, lambda path: _save_arrays(path, {"output": found.expected[tensor]}))
+    replace_text(script, SCRIPT.format(where=where))
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    with path.open("wb") as file:  # np.savez would put .npz after the temporary name
+        np.savez(file, **arrays)

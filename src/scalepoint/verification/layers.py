@@ -6,7 +6,6 @@ weighted layer that has none after it, is compared. Nothing carries over from la
 optimisations are on, and all kernels run in the graph they will run in.
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ import numpy as np
 from torch import fx
 
 from scalepoint.errors import VerificationError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats.onnx.turned import as_in_file
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Status, find_runtime
 from scalepoint.runtimes.process import ask, exchange, precision
+from scalepoint.untrusted import LARGEST_PROTOBUF, check_file
 from scalepoint.verification.simulation import as_array, feeds_of, simulate
 
 WEIGHTED = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
@@ -126,13 +127,14 @@ def compared(
     with _weighted_outputs(model) as floats:
         _, codes = simulate(model, given)
     feeds = feeds_of(model, given)
+    check_file(Path(path), LARGEST_PROTOBUF)
     proto = onnx.load(path)
     free, _ = _run(str(path), feeds, threads, seconds, expose=True)
     known = _matched(proto.graph, {name: [as_array(each) for each in calls] for name, calls in codes.items()}, free)
     wanted = _float_outputs(proto.graph, floats)
     _force(proto, known, wanted)
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        forced = Path(folder) / "forced.onnx"
+    with TemporaryFolder() as folder:
+        forced = folder / "forced.onnx"
         onnx.save(proto, forced)
         feeds |= {name + GIVEN: value for name, value in known.items()}
         found, executed = _run(str(forced), feeds, threads, seconds)

@@ -63,7 +63,10 @@ OWN_BASELINE, PLAIN_BASELINE = "the float file", "the plain export"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Files in one process, in turns: the fastest float one against the quantized one."""
+    """Files in one process, in turns: the fastest float one against the quantized one.
+
+    `baseline_file` is the name of that float file. It is "" where the file was not kept.
+    """
 
     ratio: float  # float time / quantized time: above 1 is faster
     seconds: tuple[float, float]  # medians
@@ -73,6 +76,7 @@ class Benchmark:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the inputs
     spread: tuple[float, float] = (0.0, 0.0)  # from the first to the third quartile, as a part of the median
     baseline: str = OWN_BASELINE  # which float file was the faster: ours, or that of torch.onnx.export
+    baseline_file: str = ""
 
     @property
     def is_slower(self) -> bool:
@@ -89,6 +93,14 @@ class Benchmark:
         """Samples, by the one and by the other."""
         first, second = self.seconds
         return (self.batch or 1) / first, (self.batch or 1) / second
+
+    @property
+    def against(self) -> str:
+        """Which float file the speed is compared with."""
+        if not self.baseline_file:
+            return f"{self.baseline}, the fastest float file"
+        how = ", which torch.onnx.export writes" if self.baseline == PLAIN_BASELINE else ""
+        return f"the fastest float file, {self.baseline_file}{how}"
 
     @property
     def how(self) -> str:
@@ -129,6 +141,14 @@ class Verification:
     is_run: bool = True  # False: not in the runtime, but evaluated from the file read back
     differences: tuple[str, ...] = ()  # what the file holds that the model does not, bit by bit
     resized: Resized | None = None  # where axes are free by name
+    machine_cpu: str = ""  # of the machine that ran it: "vnni" or "avx2"
+
+    @property
+    def origin(self) -> str:
+        """What the file was made for, and on which other kind of CPU it was verified."""
+        made = ", ".join(f"{key} {each}" for key, each in self.made_for.items())
+        is_elsewhere = self.machine_cpu and self.made_for.get("cpu", self.machine_cpu) != self.machine_cpu
+        return f"{made}; verified on another CPU, {self.machine_cpu}" if is_elsewhere else made
 
     @property
     def sqnr(self) -> float:
@@ -155,11 +175,19 @@ class Verification:
         that is as near as asked."""
         return min(self.bound, ROUNDED_DB) if self.exact else self.bound
 
+    @property
+    def is_refuted(self) -> bool:
+        """Whether something is wrong: False where the file agrees, and where it could not be verified here."""
+        return not self.holds and (self.status != Status.NOT_VERIFIED or bool(self.differences))
+
     def check(self) -> None:
-        """Raise VerificationError when the file does not run as the simulation says."""
-        if self.holds:
+        """Raise VerificationError when the file does not run as the simulation says.
+
+        A file that could not be verified here is no error: `status` and `message` say why.
+        """
+        if not self.is_refuted:
             return
-        if self.status != Status.OK:
+        if self.status not in (Status.OK, Status.NOT_VERIFIED):
             raise VerificationError(f"{self.path} in {self.runtime}: {self.status.value}: {self.message}")
         if self.differences:
             named = "; ".join(self.differences[:NAMED])
@@ -194,9 +222,7 @@ class Verification:
     def rows(self) -> list[tuple[str, str]]:
         rows = [("message", self.message)] if self.message else []
         rows += [("warning", self.warning)] if self.warning else []
-        rows += (
-            [("made for", ", ".join(f"{key} {each}" for key, each in self.made_for.items()))] if self.made_for else []
-        )
+        rows += [("made for", self.origin)] if self.made_for else []
         rows += [("not as the model", each) for each in self.differences]
         rows += [("agreement", str(each)) for each in self.optimized]
         rows += [("at other sizes", str(self.resized))] if self.resized else []
@@ -213,6 +239,7 @@ class Verification:
             rows.append(("size", f"{size_of(self.size)}, {share_of(self.size / self.float_size)} of the float file"))
         if self.latency:
             rows.append(("speed", str(self.latency)))
+            rows.append(("compared with", self.latency.against))
         if why := because(self.times):
             is_slower = self.latency is not None and self.latency.is_slower
             rows.append(("slower because of" if is_slower else "loses time in", why))

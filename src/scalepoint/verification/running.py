@@ -1,6 +1,5 @@
 """verify: the exported file in its real runtime, against the simulation: what agrees, what really runs in int8."""
 
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats import About, Writing
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.free import resized
@@ -22,12 +22,13 @@ from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
 from scalepoint.runtimes.runtime import Executed
+from scalepoint.targets.cpu import instruction_set
 from scalepoint.turns import in_turn
-from scalepoint.verification.agreement import Agreement, agreements, worst
+from scalepoint.verification.agreement import Agreement, agreements, nothing_compared, worst
 from scalepoint.verification.departure import departure, foreseen
 from scalepoint.verification.files import about_file, existing, format_of
 from scalepoint.verification.profiling import layer_names, profile
-from scalepoint.verification.result import BOUND_DB, Benchmark, Departure, Resized, Verification
+from scalepoint.verification.result import BOUND_DB, OWN_BASELINE, Benchmark, Departure, Resized, Verification
 from scalepoint.verification.simulation import feeds_of, simulate
 from scalepoint.verification.times import LayerTime
 from scalepoint.verification.timing import benchmark, blamed, plain_file
@@ -48,6 +49,8 @@ def verify(
     runtime: str | Runtime | None = None,
     float_path: str | Path | None = None,
     float_model: nn.Module | None = None,
+    plain_path: str | Path | None = None,
+    baseline: str | None = None,
     threads: int = 1,
     seconds: float = 600,
     memory: int | None = None,
@@ -57,7 +60,9 @@ def verify(
     """Run the file in its runtime, in a process of its own, and compare with the simulation in PyTorch.
 
     `runtime` is that of the model's target unless given. `float_path`, the float export, adds sizes and the latency
-    ratio; with `float_model` its baseline is the faster of that file and of what torch.onnx.export makes of the model.
+    ratio. The baseline of the ratio is the faster of that file and of `plain_path`, which torch.onnx.export wrote; with
+    `float_model` instead of `plain_path` such a file is written for the measurement. `baseline` chooses one of the two,
+    "the float file" or "the plain export", for measurements that are to be compared with each other.
     A run has `seconds` and `memory` (bytes; all of this machine's unless given): beyond them it failed, which the
     status says. layers=False leaves out the search for the first tensor that departs.
     """
@@ -67,13 +72,13 @@ def verify(
     expected, codes = simulate(model, given)
     feeds = feeds_of(model, given)
     with exchange(feeds) as files:
-        run = _Run(chosen, path, expected, files, threads, seconds, memory)
+        run = _Run(chosen, path, expected, feeds, files, threads, seconds, memory)
         answer = run.answer(executed=True)
         if answer.status != Status.OK:
             answer = blamed(chosen, answer, files, None if float_path is None else Path(float_path), seconds)
-            return replace(found, status=answer.status, message=answer.message)
+            return replace(found, status=answer.status, message=answer.message, is_run=not chosen.why_not_run)
         executed = list((answer.data or {})["executed"])
-        found = replace(found, optimized=agreements(expected, files.outputs(answer)))
+        found = replace(found, optimized=run.compared(answer))
         found = replace(found, **run.otherwise(executed), resized=_resized(run, model, given))
         if layers and codes and said is not None and isinstance(model, fx.GraphModule):
             found = replace(found, departure=_departure(run, codes, said, found, Shown(model, given)))
@@ -81,23 +86,32 @@ def verify(
         limit = min(found.bound, EVALUATED_DB)
         found = replace(found, is_run=False, message=chosen.why_not_run, bound=limit)
     elif float_path is not None:
-        speed = _speed(run, float_path, float_model, given, feeds)
+        speed = _speed(run, (float_path, plain_path, baseline), float_model, given, feeds)
         found = replace(found, float_size=about_file(float_path, chosen).size, latency=speed)
         found = replace(found, times=_times(run, float_path, feeds, model))
+    if found.status == Status.OK and (why := nothing_compared(found.optimized)):
+        found = replace(found, status=Status.NOT_VERIFIED, message=why)
     low, fallbacks = precision(executed)
     counts = dict(Counter(each["op"] for each in executed))
     return replace(found, executed=counts, low_precision=low, fallbacks=fallbacks)
 
 
 def _speed(
-    run: "_Run", float_path: str | Path, float_model: nn.Module | None, inputs: tuple[Any, Any], feeds: Feeds
+    run: "_Run",
+    floats: tuple[str | Path, str | Path | None, str | None],
+    float_model: nn.Module | None,
+    inputs: tuple[Any, Any],
+    feeds: Feeds,
 ) -> Benchmark:
-    """Against the float file, and what torch.onnx.export makes of the float model where it is given."""
-    limits: dict[str, Any] = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory}
-    if float_model is None:
-        return benchmark(float_path, run.path, feeds, **limits)
-    with plain_file(float_model, format_of(run.path, run.runtime), Writing(inputs, names=tuple(feeds))) as plain:
-        return benchmark(float_path, run.path, feeds, plain_path=plain, **limits)
+    """Against the faster of the float files, or of ours and of what torch.onnx.export makes of the float model."""
+    own, plain, baseline = floats
+    limits = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory, "baseline": baseline}
+    if plain is not None or float_model is None:
+        return benchmark(own, run.path, feeds, plain_path=plain, **limits)
+    form = format_of(run.path, run.runtime)
+    with plain_file(float_model, form, Writing(inputs, names=tuple(feeds))) as written:
+        found = benchmark(own, run.path, feeds, plain_path=written, **limits)
+    return found if found.baseline == OWN_BASELINE else replace(found, baseline_file="")  # it is gone by now
 
 
 def _times(run: "_Run", float_path: str | Path, feeds: Feeds, model: nn.Module) -> tuple[LayerTime, ...]:
@@ -125,6 +139,7 @@ class _Run:
     runtime: Runtime
     path: Path
     expected: list[Tensor]
+    feeds: Feeds
     files: Exchange
     threads: int
     seconds: float
@@ -143,7 +158,11 @@ class _Run:
 
     def agreements(self, **options: Any) -> tuple[Agreement, ...]:
         answer = self.answer(**options)
-        return agreements(self.expected, self.files.outputs(answer)) if answer.status == Status.OK else ()
+        return self.compared(answer) if answer.status == Status.OK else ()
+
+    def compared(self, answer: Any) -> tuple[Agreement, ...]:
+        """The outputs of a run that went well, against the simulation's."""
+        return agreements(self.expected, self.files.outputs(answer), self.feeds)
 
 
 def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
@@ -157,11 +176,13 @@ def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | 
         expected, _ = simulate(model, others)
     except RuntimeError as error:  # the float graph ran there
         return replace(found, message=f"the simulation fails: {one_line(str(error))}")
-    with exchange(feeds_of(model, others)) as files:
-        answer = replace(run, expected=expected, files=files).answer()
+    feeds = feeds_of(model, others)
+    with exchange(feeds) as files:
+        other = replace(run, expected=expected, feeds=feeds, files=files)
+        answer = other.answer()
         if answer.status != Status.OK:
             return replace(found, message=f"{answer.status.value}: {answer.message}")
-        return replace(found, agreed=agreements(expected, files.outputs(answer)))
+        return replace(found, agreed=other.compared(answer))
 
 
 def _about(path: Path, runtime: Runtime) -> About | None:
@@ -179,7 +200,7 @@ def _differences(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, .
 
 def _expected(path: Path, runtime: Runtime, said: About | None, bound: float) -> Verification:
     """What the file itself says, before it runs."""
-    found = Verification(str(path), runtime.name, Status.OK, bound=bound)
+    found = Verification(str(path), runtime.name, Status.OK, bound=bound, machine_cpu=instruction_set())
     if said is None:
         return found
     warning = foreseen(said.made_for, path, bool(said.quantizers))
@@ -213,7 +234,7 @@ def _exposed(run: _Run, shown: Shown) -> tuple[Any, Mapping[str, str]]:
     form = format_of(run.path, run.runtime)
     if form.exposed is None:
         return None, {}
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        path = Path(folder) / f"exposed{form.suffix}"
+    with TemporaryFolder() as folder:
+        path = folder / f"exposed{form.suffix}"
         form.exposed(shown.model, path, Writing(shown.inputs))
         return replace(run, path=path).answer(), form.about(path).quantizers

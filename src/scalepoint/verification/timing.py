@@ -1,6 +1,5 @@
 """benchmark: the speed of files in one process, in turns."""
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from scalepoint.errors import UsageError, VerificationError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats import FileFormat, Writing
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Answer, Exchange, ask, exchange
@@ -31,11 +31,21 @@ def benchmark(
     seconds: float = 20,
     memory: int | None = None,
     plain_path: str | Path | None = None,
+    baseline: str | None = None,
 ) -> Benchmark:
-    """The speed of one file against another in one process, interleaved; without inputs, random ones of their shape.
+    """The speed of one file against another in one process, interleaved.
 
-    `runtime` is that of the file's kind unless given. `plain_path` is another float file, of torch.onnx.export: the
-    faster of the two is the baseline.
+    Args:
+        float_path: The file to compare with.
+        quantized_path: The file that should be faster.
+        inputs: Arrays by the names of the inputs; random ones of their shape unless given.
+        runtime: The first that reads files of this kind unless given.
+        threads: Of the runtime.
+        repeats: Runs of each file at most.
+        seconds: For all runs together; each file runs at least 5 times.
+        memory: Bytes that the runtime may have; all of this machine's unless given.
+        plain_path: Another float file, of torch.onnx.export: the faster of the two is the baseline.
+        baseline: Which of the two is the baseline, "the float file" or "the plain export", whichever is faster now.
     """
     paths = [existing(float_path), existing(quantized_path)]
     found = runtime_for(paths[1]) if runtime is None else find_runtime(runtime)
@@ -53,7 +63,9 @@ def benchmark(
     if answer.status != Status.OK or answer.data is None:
         raise VerificationError(f"{found.name} could not run the files: {answer.status.value}: {answer.message}")
     own, quantized, *plain = answer.data["quartiles"]
-    faster = min([own, *plain], key=lambda quarters: quarters[1])
+    floats = {OWN_BASELINE: own} | dict(zip((PLAIN_BASELINE,), plain, strict=False))
+    named = baseline if baseline in floats else min(floats, key=lambda name: floats[name][1])
+    faster = floats[named]
     return Benchmark(
         ratio=faster[1] / quantized[1],
         seconds=(faster[1], quantized[1]),
@@ -62,7 +74,8 @@ def benchmark(
         runtime=found.name,
         shapes={name: value.shape for name, value in feeds.items()},
         spread=(_spread(faster), _spread(quantized)),
-        baseline=OWN_BASELINE if faster is own else PLAIN_BASELINE,
+        baseline=named,
+        baseline_file=paths[0].name if named == OWN_BASELINE or plain_path is None else Path(plain_path).name,
     )
 
 
@@ -101,13 +114,17 @@ def _spread(quarters: Sequence[float]) -> float:
 @contextmanager
 def plain_file(model: nn.Module, form: FileFormat, writing: Writing) -> Iterator[Path | None]:
     """The float model as the exporter that people use writes it, for a while; None where that cannot."""
+    with TemporaryFolder() as folder:
+        yield write_plain_file(model, form, writing, folder / f"plain{form.suffix}")
+
+
+def write_plain_file(model: nn.Module, form: FileFormat, writing: Writing, path: Path) -> Path | None:
+    """Write the float model as the exporter that people use writes it. None where that cannot."""
     size = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        path = Path(folder) / f"plain{form.suffix}"
-        if form.plain is not None and size < LARGEST_PLAIN:
-            with suppress(Exception):  # an exporter raises what it likes, and then there is no such file to beat
-                form.plain(model, path, writing)
-        yield path if path.is_file() else None
+    if form.plain is not None and size < LARGEST_PLAIN:
+        with suppress(Exception):  # an exporter raises what it likes, and then there is no such file to beat
+            form.plain(model, path, writing)
+    return path if path.is_file() else None
 
 
 def blamed(runtime: Runtime, answer: Answer, files: Exchange, float_path: Path | None, seconds: float) -> Answer:

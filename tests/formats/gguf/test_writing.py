@@ -186,12 +186,13 @@ def refusal(config):
 @pytest.mark.parametrize(
     ("family", "fields", "says"),
     [
-        ("llama", {"model_type": "lama"}, "model type 'lama' is not known here: did you mean 'llama'"),
+        ("llama", {"model_type": "mamba"}, r"models of the type 'mamba' .*: it writes gemma, .*, llama, "),
         ("llama", {"hidden_act": "relu"}, "its activation is relu, llama.cpp computes silu"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope of type 'dynamic'"),
         ("llama", {"rms_norm_eps": None}, "config.json has no rms_norm_eps"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is on"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=False, llama.cpp always takes True"),
+        ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob=False, llama.cpp always takes True"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "some layers have no experts"),
         ("gemma2", {"query_pre_attn_scalar": 32}, "llama.cpp divides by the root of 64"),
         ("gemma2", {"layer_types": ["full_attention", "full_attention"]}, "every 2th layer"),

@@ -13,4 +13,6 @@ COREML = FileFormat(
     about=about,
     summary="Core ML programs: weights as constexpr, activations between quantize and dequantize",
     compare=differences,
+    package="coremltools",
+    install="pip install 'scalepoint[coreml]'",
 )

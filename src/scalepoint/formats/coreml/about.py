@@ -20,10 +20,12 @@ def about(path: Path) -> About:
     """Its inputs, its quantizers, what it was made for; the size of all its files."""
     spec = read_spec(path)
     said = dict(spec.description.metadata.userDefined)
-    block = next(iter(spec.mlProgram.functions["main"].block_specializations.values()))
-    quantizers = {_name(op): _name(op) for op in block.operations if op.type == "quantize"}
+    blocks = list(spec.mlProgram.functions["main"].block_specializations.values())
+    if not blocks:
+        raise StoreError(f"{path} is only a part of a Core ML package: its program has no function 'main'")
+    quantizers = {_name(op): _name(op) for op in blocks[0].operations if op.type == "quantize" and op.outputs}
     return About(
-        size=sum(each.stat().st_size for each in path.rglob("*") if each.is_file()),
+        size=sum(each.lstat().st_size for each in path.rglob("*") if each.is_file() and not each.is_symlink()),
         inputs=tuple(map(_input, spec.description.input)),
         made_for=made_for(said),
         quantizers=quantizers,

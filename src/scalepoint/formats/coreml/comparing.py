@@ -37,23 +37,35 @@ def _weights(stored: fx.GraphModule, found: dict[str, Any], kind: torch.dtype) -
         if not isinstance(module, StoredWeight | StoredPalette):
             continue
         op = found.get(label(path))
-        if op is None:
+        if op is not None:
+            yield from _weight(path, module, op, kind)
+        elif not any(_is_equal(path, module, each, kind) for each in found.values()):
             yield f"{path}: its weight is not in the file as codes"
-            continue
-        if (stored_in := _type_of(op)) != module.fmt:
-            yield f"{path}: its codes are stored as {stored_in}, not as {module.fmt}"
-        yield from _unequal(path, "codes", _dense(op), module.codes)
-        if isinstance(module, StoredPalette):
-            held = op.inputs.get("lut")
-            values = np.zeros(0) if held is None else held.val
-            tables = module.tables.to(kind)
-            yield from _unequal(path, "entries", np.asarray(values).reshape(-1), tables.reshape(-1))
-            continue
-        scale, zero = module.parameters_of()
-        yield from _unequal(path, "scales", _like(op.scale.val, scale), scale.to(kind))
-        yield from _unequal(
-            path, "zero points", _like(_zero(op), scale), torch.zeros_like(scale) if zero is None else zero
-        )
+
+
+def _is_equal(path: str, module: StoredWeight | StoredPalette, op: Any, kind: torch.dtype) -> bool:
+    """Whether an operation under another name has this weight: coremltools stores equal constants once."""
+    is_candidate = _type_of(op) == module.fmt and tuple(op.outputs[0].shape) == tuple(module.codes.shape)
+    return is_candidate and not any(_weight(path, module, op, kind))
+
+
+def _weight(path: str, module: StoredWeight | StoredPalette, op: Any, kind: torch.dtype) -> Iterator[str]:
+    if (stored_in := _type_of(op)) != module.fmt:
+        yield f"{path}: its codes are stored as {stored_in}, not as {module.fmt}"
+    yield from _unequal(path, "codes", _dense(op), module.codes)
+    if isinstance(module, StoredPalette):
+        held = op.inputs.get("lut")
+        values = np.zeros(0) if held is None else held.val
+        tables = module.tables.to(kind)
+        yield from _unequal(path, "entries", np.asarray(values).reshape(-1), tables.reshape(-1))
+        return
+    scale, zero = module.parameters_of()
+    held_scale = np.asarray(op.scale.val)
+    if held_scale.size not in (1, scale.numel()):
+        yield f"{path}: {held_scale.size} scales in the file, {scale.numel()} in the model"
+        return
+    yield from _unequal(path, "scales", _like(held_scale, scale), scale.to(kind))
+    yield from _unequal(path, "zero points", _like(_zero(op), scale), torch.zeros_like(scale) if zero is None else zero)
 
 
 def _stubs(stored: fx.GraphModule, found: list[Any], kind: torch.dtype) -> Iterator[str]:

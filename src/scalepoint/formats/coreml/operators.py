@@ -30,6 +30,72 @@ def register(is_new: bool, sparse: frozenset[str] = frozenset()) -> None:
     made = _Translations(is_new, sparse)
     for name in ("quantize", "dequantize", "look_up"):
         registry.set_func_by_name(getattr(made, name), f"scalepoint::{name}")
+    for name, translation in ACTIVATIONS.items():
+        registry.set_func_by_name(translation, name)
+
+
+def _celu(context: Any, node: Any) -> None:
+    """alpha elu(x / alpha)"""
+    from coremltools.converters.mil import Builder  # noqa: PLC0415
+
+    x, alpha = _with_setting(context, node, 1.0)
+    curved = Builder.elu(x=Builder.mul(x=x, y=np.float32(1 / alpha)), alpha=1.0)
+    context.add(Builder.mul(x=curved, y=np.float32(alpha), name=node.name))
+
+
+def _hardshrink(context: Any, node: Any) -> None:
+    """x where |x| > lambda, else 0"""
+    from coremltools.converters.mil import Builder  # noqa: PLC0415
+
+    x, limit = _with_setting(context, node, 0.5)
+    kept = Builder.greater(x=Builder.abs(x=x), y=np.float32(limit))
+    context.add(Builder.mul(x=x, y=Builder.cast(x=kept, dtype="fp32"), name=node.name))
+
+
+def _softshrink(context: Any, node: Any) -> None:
+    """x - clip(x, -lambda, lambda)"""
+    from coremltools.converters.mil import Builder  # noqa: PLC0415
+
+    x, limit = _with_setting(context, node, 0.5)
+    inner = Builder.clip(x=x, alpha=np.float32(-limit), beta=np.float32(limit))
+    context.add(Builder.sub(x=x, y=inner, name=node.name))
+
+
+def _log_sigmoid(context: Any, node: Any) -> None:
+    """-softplus(-x)"""
+    from coremltools.converters.mil import Builder  # noqa: PLC0415
+
+    x, _ = _with_setting(context, node, 0.0)
+    soft = Builder.softplus(x=Builder.mul(x=x, y=np.float32(-1)))
+    context.add(Builder.mul(x=soft, y=np.float32(-1), name=node.name))
+
+
+def _hardtanh(context: Any, node: Any) -> None:
+    """clip(x, low, high): coremltools passes whole numbers on as integers, which its clip refuses."""
+    from coremltools.converters.mil import Builder  # noqa: PLC0415
+    from coremltools.converters.mil.frontend.torch.ops import _get_inputs  # noqa: PLC0415
+
+    x, *limits = _get_inputs(context, node)
+    low, high = (float(each.val) for each in limits) if limits else (-1.0, 1.0)
+    context.add(Builder.clip(x=x, alpha=np.float32(low), beta=np.float32(high), name=node.name))
+
+
+ACTIVATIONS = {
+    "celu": _celu,
+    "hardshrink": _hardshrink,
+    "softshrink": _softshrink,
+    "log_sigmoid": _log_sigmoid,
+    "hardtanh": _hardtanh,
+}
+"""Activations of torch that coremltools 9 does not translate, or not with every setting."""
+
+
+def _with_setting(context: Any, node: Any, default: float) -> tuple[Any, float]:
+    """The tensor, and the number that follows it."""
+    from coremltools.converters.mil.frontend.torch.ops import _get_inputs  # noqa: PLC0415
+
+    x, *settings = _get_inputs(context, node)
+    return x, float(settings[0].val) if settings and settings[0] is not None else default
 
 
 class _Translations:

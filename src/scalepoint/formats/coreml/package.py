@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scalepoint.errors import ExportError, StoreError
+from scalepoint.errors import DocumentError, ExportError, StoreError, install_hint
+from scalepoint.untrusted import LARGEST_PROTOBUF, check_file, read_bytes
 
 HOME = Path("Data") / "com.apple.CoreML"
 
@@ -19,7 +20,7 @@ def coremltools() -> Any:
             import coremltools as found  # noqa: PLC0415  # only files of Core ML need it
         except ImportError as error:
             raise ExportError(
-                "Core ML files are written by coremltools, which is not here: pip install scalepoint[coreml]"
+                f"Core ML files are written by coremltools, which is not installed: {install_hint('coreml')}"
             ) from error
     return found
 
@@ -43,7 +44,12 @@ def read_spec(path: Path) -> Any:
     file = path / HOME / "model.mlmodel"
     spec = tools.proto.Model_pb2.Model()
     try:
-        spec.ParseFromString(file.read_bytes())
+        for each in path.rglob("*"):  # coremltools opens the weights by itself
+            if not each.is_dir():
+                check_file(each, folder=path)
+        spec.ParseFromString(read_bytes(file, LARGEST_PROTOBUF, folder=path))
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
     except Exception as error:  # protobuf raises its own kinds
         raise StoreError(f"{path} is not a Core ML package, or only a part of one: {error}") from error
     if spec.WhichOneof("Type") != "mlProgram":

@@ -13,4 +13,6 @@ EXECUTORCH = FileFormat(
     about=about,
     summary="an ExecuTorch program, lowered to XNNPACK",
     exposed=write_exposed,
+    package="executorch",
+    install="pip install 'scalepoint[executorch]'",
 )

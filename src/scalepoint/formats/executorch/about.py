@@ -1,20 +1,24 @@
 """What a .pte file says of itself: a method of the program gives it, as a constant."""
 
-import json
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scalepoint.errors import StoreError
+from pydantic import BaseModel, ValidationError
+
+from scalepoint.documents import parse_json
+from scalepoint.errors import DocumentError, StoreError
+from scalepoint.files import TemporaryFolder
 from scalepoint.formats.executorch.writing import ABOUT, INSTALL
 from scalepoint.formats.format import About, FileInput
-from scalepoint.formats.metadata import made_for
+from scalepoint.formats.metadata import Description, made_for, read_description
+from scalepoint.untrusted import LARGEST_FLATBUFFER, check_file, read_head, read_part, read_text
 
 MAGIC = b"ET12"
+LARGEST_TEXT = 2**32  # bytes of a program as JSON
 _NUMBER = re.compile(r"(: -?)inf\b")  # as flatc writes it
 
 
@@ -24,39 +28,69 @@ def files_of(path: Path) -> Sequence[Path]:
 
 def about(path: Path) -> About:
     """Its inputs, and what it was made for; of files that others wrote only the size."""
-    said = _said(path)
-    metadata = said.get("made_for", {})
+    size = _size(path)
+    try:
+        said = _description(program(path))
+    except StoreError as error:
+        raise StoreError(f"{path}: {error.args[0]}") from error
     return About(
-        size=path.stat().st_size,
-        inputs=tuple(FileInput(each["name"], each["dtype"], tuple(each["shape"])) for each in said.get("inputs", ())),
-        made_for=made_for(metadata),
-        quantizers=said.get("quantizers", {}),
-        metadata=metadata,
+        size=size,
+        inputs=tuple(FileInput(each.name, each.dtype, each.shape) for each in said.inputs),
+        made_for=made_for(said.made_for),
+        quantizers=said.quantizers,
+        metadata=said.made_for,
     )
 
 
-def _said(path: Path) -> dict[str, Any]:
-    plans = {plan["name"]: plan for plan in program(path)["execution_plan"]}
+def _size(path: Path) -> int:
+    try:
+        return check_file(path)
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+class _Value(BaseModel):
+    val_type: str = ""
+    val: dict[str, Any] = {}
+
+
+class _Plan(BaseModel):
+    name: str
+    values: tuple[_Value, ...]
+
+
+class _Program(BaseModel):
+    """The part of a program that is looked at here."""
+
+    execution_plan: tuple[_Plan, ...]
+
+
+def _description(program: dict[str, Any]) -> Description:
+    try:
+        plans = {plan.name: plan for plan in _Program.model_validate(program).execution_plan}
+    except ValidationError as error:
+        raise StoreError(f"it is damaged: {error.error_count()} fields are not as ExecuTorch writes them") from error
     if ABOUT not in plans:
-        return {}
-    values = plans[ABOUT]["values"]
-    texts = [each["val"]["string_val"] for each in values if each.get("val_type") == "String"]
-    found: dict[str, Any] = json.loads(texts[0])
-    return found
+        return Description()
+    texts = [each.val.get("string_val") for each in plans[ABOUT].values if each.val_type == "String"]
+    if not texts or not isinstance(texts[0], str):
+        raise StoreError("it is damaged: the description in it is not a text")
+    return read_description(texts[0])
 
 
 def program(path: Path) -> dict[str, Any]:
     """The program in the file, as its public schema has it, without weights."""
-    with path.open("rb") as file:
-        head = file.read(64)
+    head, there = read_head(path, 64), check_file(path)
     if head[4:8] != MAGIC:
-        raise StoreError(f"{path} is no ExecuTorch program")
+        raise StoreError("it is no ExecuTorch program")
     size = int.from_bytes(head[16:24], "little")
-    with path.open("rb") as file:
-        data = file.read(size)
-    if len(data) < size:
-        raise StoreError(f"{path} is only a part of an ExecuTorch program: {len(data):,} of at least {size:,} bytes")
-    return decoded(data, "exir/_serialize/program.fbs")
+    if there < size:
+        raise StoreError(f"only a part of an ExecuTorch program: {there:,} of at least {size:,} bytes")
+    if size > LARGEST_FLATBUFFER:
+        raise StoreError(f"a program of {size:,} bytes: at most {LARGEST_FLATBUFFER:,} are read")
+    return decoded(read_part(path, 0, size), "exir/_serialize/program.fbs")
 
 
 def decoded(data: bytes, schema: str) -> dict[str, Any]:
@@ -65,18 +99,25 @@ def decoded(data: bytes, schema: str) -> dict[str, Any]:
     if spec is None or not spec.submodule_search_locations:
         raise StoreError(f"a .pte file is read by ExecuTorch: {INSTALL}")
     home = Path(next(iter(spec.submodule_search_locations)))
-    with tempfile.TemporaryDirectory(prefix="scalepoint-") as folder:
-        binary = Path(folder) / "data.bin"
+    with TemporaryFolder() as folder:
+        binary = folder / "data.bin"
         binary.write_bytes(data)
-        options = ["--json", "--defaults-json", "--strict-json", "--raw-binary", "-o", folder]
+        options = ["--json", "--defaults-json", "--strict-json", "--raw-binary", "-o", str(folder)]
         done = subprocess.run(  # noqa: S603  # a program of an installed package, no shell
             [str(home / "data/bin/flatc"), *options, str(home / schema), "--", str(binary)],
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
         )
         written = binary.with_suffix(".json")
         if done.returncode or not written.is_file():
             raise StoreError(f"a flatbuffer that flatc cannot read: {(done.stderr or done.stdout).strip()[:200]}")
-        found: dict[str, Any] = json.loads(_NUMBER.sub(r"\1Infinity", written.read_text(encoding="utf-8")))
+        try:
+            text = read_text(written, LARGEST_TEXT)
+            found = parse_json(_NUMBER.sub(r"\1Infinity", text), LARGEST_TEXT)
+        except DocumentError as error:  # flatc copies the bytes of a damaged text as they are
+            raise StoreError(f"it is damaged: {error.args[0]}") from error
+        if not isinstance(found, dict):
+            raise StoreError("it is damaged: the program is not a table")
         return found

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import ExportError
+from scalepoint.errors import ExportError, install_hint
 from scalepoint.files import replace_file
 from scalepoint.formats.executorch.attention import spell_out
 from scalepoint.formats.executorch.graph import infer_batch, prepared
@@ -28,7 +28,7 @@ from scalepoint.graph.export import contiguous, quiet, widened
 
 LARGEST_BATCH = 8  # memory is planned for it, or for the example's where that is larger
 ABOUT = "scalepoint"  # a method of the program that gives what the file says of itself
-INSTALL = "pip install 'scalepoint[executorch]'"
+INSTALL = install_hint("executorch")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

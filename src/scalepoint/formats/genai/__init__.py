@@ -2,7 +2,8 @@
 
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.genai.checking import check
-from scalepoint.formats.genai.writing import write
+from scalepoint.formats.genai.layout import wider
+from scalepoint.formats.genai.writing import tensor_bytes, write
 
 ORT_GENAI = CheckpointFormat(
     name="ort-genai",
@@ -10,6 +11,8 @@ ORT_GENAI = CheckpointFormat(
     write=write,
     check=check,
     summary="A folder for ONNX Runtime GenAI: ONNX with a cache of keys and values, 2-, 4- and 8-bit weights",
+    tensor_bytes=tensor_bytes,
+    wider=wider,
 )
 
 __all__ = ["ORT_GENAI"]

@@ -56,6 +56,12 @@ def width_of(spec: QuantizationSpec) -> int:
     return next(width for width in WIDTHS if width >= bits)
 
 
+def wider(spec: QuantizationSpec, columns: int) -> str:
+    """Why codes take more bits in the file than their type has; "": they do not."""
+    bits, width = format_of(spec.dtype).bits, width_of(spec)
+    return "" if width == bits else f"{width}-bit codes: the kernels of ONNX Runtime have {WIDTHS[0]}, 4 and 8 bits"
+
+
 def block_of(packed: Packed) -> int:
     """Columns that share a scale in the file."""
     given = packed.block

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.checkpoints import Cache, QuantizedCheckpoint, Source
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, ExportError
 from scalepoint.files import replace_folder
 from scalepoint.formats.genai.decoder import Decoder
@@ -15,6 +14,7 @@ from scalepoint.formats.genai.families import decoder_of
 from scalepoint.formats.genai.graph import MICROSOFT, Graph
 from scalepoint.formats.genai.network import PAST, PRESENT, Network
 from scalepoint.formats.genai.store import Store
+from scalepoint.untrusted import read_json
 from scalepoint.version import __version__
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
@@ -38,6 +38,17 @@ def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """The whole folder or nothing; a tensor of the checkpoint in memory at a time."""
     decoder = decoder_of(checkpoint.source.config)
     replace_folder(path, lambda folder: _fill(checkpoint, decoder, folder))
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors of a folder's graph, those in its data file included."""
+    import onnx  # noqa: PLC0415
+
+    total = 0
+    for tensor in onnx.load(path / MODEL, load_external_data=False).graph.initializer:
+        stored = {entry.key: entry.value for entry in tensor.external_data}
+        total += int(stored["length"]) if "length" in stored else len(tensor.raw_data)
+    return total
 
 
 def _fill(checkpoint: QuantizedCheckpoint, decoder: Decoder, folder: Path) -> None:
@@ -142,8 +153,8 @@ def _generation(source: Source) -> dict[str, Any]:
     found = {key: source.config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     path = source.folder / "generation_config.json"
     try:
-        told = parse_json(path.read_text()) if path.is_file() else {}
-    except (OSError, UnicodeDecodeError, DocumentError):
+        told = read_json(path, folder=source.folder) if path.is_file() else {}
+    except (OSError, DocumentError):
         told = {}
     told = told if isinstance(told, dict) else {}
     return {key: told.get(key, value) for key, value in found.items() if told.get(key, value) is not None}

@@ -3,8 +3,8 @@
 import torch
 
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.formats.gguf.kinds import planned, snap, snapped
-from scalepoint.formats.gguf.writing import check, holds, write
+from scalepoint.formats.gguf.kinds import planned, snap, snap_minima, snapped, wider
+from scalepoint.formats.gguf.writing import check, holds, tensor_bytes, write
 
 GGUF = CheckpointFormat(
     name="gguf",
@@ -13,7 +13,10 @@ GGUF = CheckpointFormat(
     check=check,
     scale_dtype=torch.float16,
     snap=snap,
+    snap_minima=snap_minima,
     holds=holds,
+    tensor_bytes=tensor_bytes,
+    wider=wider,
     summary="GGUF, for llama.cpp and what is built on it",
 )
 

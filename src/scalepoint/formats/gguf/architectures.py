@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.errors import ExportError, nearest
+from scalepoint.errors import ExportError
 
 Config = Mapping[str, Any]
 Rows = Callable[[Config, int], Tensor]
@@ -139,13 +139,19 @@ def architecture_of(config: Config) -> Architecture:
     kind = str(config.get("model_type", ""))
     found = ARCHITECTURES.get(kind)
     if found is None:
-        raise ExportError(f"GGUF of model type {kind!r} is not known here: {nearest(kind, ARCHITECTURES)}")
+        raise ExportError(
+            f"target gguf does not write models of the type {kind!r} (model_type in config.json): it writes "
+            f"{', '.join(sorted(ARCHITECTURES))}. The targets compressed-tensors and gptq take more families"
+        )
     activation = config.get("hidden_activation") or config.get("hidden_act") or config.get("activation_function")
     why = found.check(config)
     if activation is not None and activation not in found.activations:
         why = f"its activation is {activation}, llama.cpp computes {found.activations[0]}"
-    if config.get("norm_topk_prob") not in (None, found.norms_experts):
-        why = f"norm_topk_prob={config['norm_topk_prob']}, llama.cpp always takes {found.norms_experts}"
+    norms = config.get("norm_topk_prob")
+    if norms is None and kind != "mixtral" and found.norms_experts is not None:
+        norms = False  # what transformers takes where config.json leaves it out
+    if norms not in (None, found.norms_experts):
+        why = f"norm_topk_prob={norms}, llama.cpp always takes {found.norms_experts}"
     if found.is_tied and config.get("tie_word_embeddings") is False:
         why = "its head is not the embedding, llama.cpp takes the embedding"
     if why:

@@ -32,6 +32,11 @@ class Kind:
     pack: Callable[[Form], Bytes | None]
     steps: int = 0  # of the integer that a scale is in a super-block; 0: a scale is a float16
 
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return (self.high - self.low).bit_length()
+
     def takes(self, low: int, high: int, columns: int, block: int) -> bool:
         """By its type and shape, whatever the scales are."""
         fits = self.low <= low and high <= self.high and columns % self.columns == 0
@@ -101,6 +106,21 @@ def planned(spec: QuantizationSpec, columns: int, block: int) -> Kind | None:
     return _first(columns, block, low=low, high=high, has_least=False)
 
 
+def wider(spec: QuantizationSpec, columns: int) -> str:
+    """Why the codes of a weight take more bits in the file than their type has; "": they do not."""
+    block = getattr(spec.granularity, "block_size", None)
+    block = block if isinstance(block, int) else columns
+    kind, bits = planned(spec, columns, block), format_of(spec.dtype).bits
+    if kind is None or kind.bits <= bits:
+        return ""
+    whole = planned(spec, superblocks.SIZE * block, block)
+    if whole is not None and whole.bits < kind.bits:
+        why = f"their rows are no multiple of {superblocks.SIZE} columns, which {whole.name} needs"
+    else:
+        why = f"GGUF has no smaller type for blocks of {block}"
+    return f"{kind.name}, which has {kind.bits} bits for each code: {why}"
+
+
 def _first(columns: int, block: int, *, low: int, high: int, has_least: bool) -> Kind | None:
     tries = (kind for kind in KINDS if kind.has_least == has_least)
     return next((kind for kind in tries if kind.takes(low, high, columns, block)), None)
@@ -131,6 +151,16 @@ def snap(spec: QuantizationSpec, columns: int, scale: Tensor) -> Tensor:
     block = columns // scale.shape[1]
     small = scale.to(torch.float32).clamp(min=2.0**-24)
     return _half(small) if planned(spec, columns, block) is None else snapped(spec, columns, small)[0]
+
+
+def snap_minima(spec: QuantizationSpec, columns: int, scale: Tensor, minval: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima as `snapped` has them; as float16 where no type holds the weight."""
+    small = scale.to(torch.float32).clamp(min=2.0**-24)
+    if planned(spec, columns, columns // scale.shape[1]) is None:
+        return _half(small), _half(minval)
+    found, least = snapped(spec, columns, small, minval)
+    assert least is not None  # noqa: S101  # given
+    return found, least
 
 
 def _in_super_blocks(values: Tensor, block: int, steps: int) -> Tensor:

@@ -6,16 +6,31 @@ differently would run, and be wrong.
 """
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from scalepoint.documents import parse_json
-from scalepoint.errors import DocumentError, ExportError
+from scalepoint.errors import DocumentError, ExportError, shown
+from scalepoint.formats.gguf.tokenizer_files import (
+    LARGEST,
+    AddedToken,
+    Bpe,
+    Document,
+    Settings,
+    Step,
+    check_text,
+    fields_of,
+    read_document,
+    read_settings,
+    read_template,
+    typed,
+)  # fmt: skip
+from scalepoint.untrusted import read_bytes
+from scalepoint.words import one_line
 
-LARGEST = 256_000_000
+MOST_TOKENS = 2**24
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SHORT = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])")
@@ -49,6 +64,7 @@ class Vocabulary:
     split: str
     texts: list[str]
     types: list[Type]
+    special: tuple[bool, bool]  # a special token is put before a text, and after it
     scores: list[float] | None = None
     merges: list[str] | None = None
     adds_space: bool | None = None
@@ -56,7 +72,7 @@ class Vocabulary:
 
 def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
     """Tokens, special ones, and the chat template."""
-    found = read(folder, int(config["vocab_size"]))
+    found = read(folder, vocabulary_size(config))
     writer.add_tokenizer_model(found.model)
     writer.add_tokenizer_pre(found.split)
     writer.add_token_list(found.texts)
@@ -70,20 +86,28 @@ def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
     _add_special(writer, folder, config, found)
 
 
+def vocabulary_size(config: Mapping[str, Any]) -> int:
+    """The number of tokens that config.json states."""
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise ExportError(f"vocab_size of the config must be a whole number, got {shown(size)}")
+    return size
+
+
 def read(folder: Path, size: int) -> Vocabulary:
     """Out of tokenizer.json, or of tokenizer.model where there is no other; `size` tokens, filled up."""
+    if not 0 <= size <= MOST_TOKENS:
+        raise ExportError(f"{folder}: a vocabulary of {shown(size)} tokens: at most {MOST_TOKENS} can be written")
     path, pieces = folder / "tokenizer.json", folder / "tokenizer.model"
     if path.is_file():
-        found = _from_json(_document(path), path)
+        found = _from_json(path, size)
     elif pieces.is_file():
-        found = _from_pieces(pieces)
+        found = _from_pieces(pieces, size)
     else:
         raise ExportError(
             f"{folder} has no tokenizer.json or tokenizer.model: a GGUF file holds its tokenizer; copy the file there "
             "(tokenizer.save_pretrained)"
         )
-    if len(found.texts) > size:
-        raise ExportError(f"the tokenizer in {folder} has {len(found.texts)} tokens, the model {size}")
     missing = range(len(found.texts), size)
     found.texts += [f"[PAD{number}]" for number in missing]
     found.types += [Type.UNUSED] * len(missing)
@@ -92,43 +116,49 @@ def read(folder: Path, size: int) -> Vocabulary:
     return found
 
 
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(path.read_text(encoding="utf-8"), LARGEST)
-    except (OSError, UnicodeDecodeError, DocumentError) as error:
-        raise ExportError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ExportError(f"{path} is no JSON object")
-    return found
+def _check_count(count: int, size: int, path: Path) -> None:
+    """Before any list of tokens is made: a single id of 2**63 would ask for all of the memory."""
+    if count > size:
+        raise ExportError(f"the tokenizer in {path.parent} has {count} tokens, the model {size}")
 
 
-def _from_json(document: Mapping[str, Any], path: Path) -> Vocabulary:
-    model = document.get("model") or {}
-    kind = model.get("type") or ("BPE" if "merges" in model else "")
+def _from_json(path: Path, size: int) -> Vocabulary:
+    document = read_document(path)
+    kind = document.model.get("type") or ("BPE" if "merges" in document.model else "")
     if kind != "BPE":
-        raise ExportError(f"{path}: a {kind or 'nameless'} tokenizer; GGUF is written here for BPE alone")
-    merges = [each if isinstance(each, list) else each.split(" ") for each in model.get("merges", ())]
-    is_plain = bool(model.get("byte_fallback"))
-    texts, types = _tokens(model["vocab"], document.get("added_tokens") or (), is_plain=is_plain)
+        raise ExportError(f"{path}: a {one_line(kind) or 'nameless'} tokenizer; GGUF is written here for BPE alone")
+    model = typed(Bpe, document.model, path)
+    merges = model.pairs()
+    if any(len(pair) != 2 for pair in merges):
+        raise ExportError(f"{path}: a merge is of two tokens, not {shown(next(p for p in merges if len(p) != 2))}")
+    added, is_plain = document.added_tokens or [], bool(model.byte_fallback)
+    takes_words = bool(model.ignore_merges)
+    split = "default" if is_plain else _split(document.pre_tokenizer, path, takes_words=takes_words)
+    _check_count(max([*model.vocab.values(), *(each.id for each in added)], default=-1) + 1, size, path)
+    texts, types = _tokens(model.vocab, added, is_plain=is_plain)
+    check_text([*texts, *("".join(pair) for pair in merges)], path)
+    special = _template(document.post_processor)
     if is_plain:
-        prefix = _puts_space(document)
-        return Vocabulary("llama", "default", texts, types, _scores(texts, types, merges), None, prefix)
-    split = _split(document.get("pre_tokenizer"), path, takes_words=bool(model.get("ignore_merges")))
+        return Vocabulary(
+            "llama", split, texts, types, special, _scores(texts, types, merges), None, _puts_space(document)
+        )
     joined = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
-    return Vocabulary("gpt2", split, texts, types, merges=joined)
+    return Vocabulary("gpt2", split, texts, types, special, merges=joined)
 
 
-def _tokens(vocabulary: Mapping[str, int], added: Any, *, is_plain: bool) -> tuple[list[str], list[Type]]:
+def _tokens(
+    vocabulary: Mapping[str, int], added: Sequence[AddedToken], *, is_plain: bool
+) -> tuple[list[str], list[Type]]:
     """By number; a hole is an unused token."""
-    count = max([*vocabulary.values(), *(int(each["id"]) for each in added)], default=-1) + 1
+    count = max([*vocabulary.values(), *(each.id for each in added)], default=-1) + 1
     texts, types = [f"[PAD{number}]" for number in range(count)], [Type.UNUSED] * count
     for text, number in vocabulary.items():
         is_byte = is_plain and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
         texts[number], types[number] = text, Type.BYTE if is_byte else Type.NORMAL
     for each in added:
-        number, text = int(each["id"]), str(each["content"])
-        kind = Type.UNKNOWN if is_plain and text == "<unk>" else Type.CONTROL if each.get("special") else Type.USER
-        texts[number], types[number] = text.replace("\u2581", " ") if kind is Type.USER else text, kind
+        text = each.content
+        kind = Type.UNKNOWN if is_plain and text == "<unk>" else Type.CONTROL if each.special else Type.USER
+        texts[each.id], types[each.id] = text.replace("\u2581", " ") if kind is Type.USER else text, kind
     return texts, types
 
 
@@ -143,117 +173,97 @@ def _scores(texts: list[str], types: list[Type], merges: list[list[str]]) -> lis
     ]
 
 
-def _puts_space(document: Mapping[str, Any]) -> bool:
+def _puts_space(document: Document) -> bool:
     """Whether a text begins as if a space stood before it."""
-    parts = [*_parts(document.get("normalizer")), *_parts(document.get("pre_tokenizer"))]
-    scheme = (each.get("prepend_scheme", "always") for each in parts if each.get("type") == "Metaspace")
-    return any(each.get("type") == "Prepend" for each in parts) or any(each != "never" for each in scheme)
+    parts = [*_parts(document.normalizer), *_parts(document.pre_tokenizer)]
+    scheme = (each.prepend_scheme for each in parts if each.type == "Metaspace")
+    return any(each.type == "Prepend" for each in parts) or any(each != "never" for each in scheme)
 
 
-def _parts(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The steps of a sequence, or the one step."""
-    if not step:
-        return []
-    inner = step.get("pretokenizers") or step.get("normalizers")
-    return [part for each in inner for part in _parts(each)] if inner else [step]
+def _parts(step: Step | None) -> list[Step]:
+    return [] if step is None else step.parts()
 
 
-def _split(step: Mapping[str, Any] | None, path: Path, *, takes_words: bool) -> str:
+def _split(step: Step | None, path: Path, *, takes_words: bool) -> str:
     """The name for how a text is cut."""
     parts = _parts(step)
-    kinds = [each.get("type") for each in parts]
-    if kinds and kinds[-1] == "ByteLevel" and not parts[-1].get("add_prefix_space"):
-        uses_regex = parts[-1].get("use_regex", True)
+    kinds = [each.type for each in parts]
+    if kinds and kinds[-1] == "ByteLevel" and not parts[-1].add_prefix_space:
+        uses_regex = parts[-1].use_regex
         if kinds == ["ByteLevel"] and uses_regex and not takes_words:
             return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and uses_regex and parts[0].get("individual_digits") and not takes_words:
+        if kinds == ["Digits", "ByteLevel"] and uses_regex and parts[0].individual_digits and not takes_words:
             return "smollm"
         if kinds == ["Split", "ByteLevel"] and not uses_regex:
-            pattern = (parts[0].get("pattern") or {}).get("Regex", "")
+            pattern = (parts[0].pattern or {}).get("Regex", "")
             name = SPLITS.get(pattern, ("", ""))[takes_words]
             if name:
                 return name
+    named = one_line(", ".join(map(str, kinds)))[:200] or "none"
     raise ExportError(
-        f"{path}: its pre-tokenizer ({', '.join(map(str, kinds)) or 'none'}{', ignore_merges' if takes_words else ''}) "
-        "is none that llama.cpp is known to have: gpt-2, smollm, llama-bpe, dbrx, qwen2, gpt-4o, tekken"
+        f"{path}: its pre-tokenizer ({named}{', ignore_merges' if takes_words else ''}) is none that llama.cpp is "
+        "known to have: gpt-2, smollm, llama-bpe, dbrx, qwen2, gpt-4o, tekken"
     )
 
 
-def _from_pieces(path: Path) -> Vocabulary:
+def _from_pieces(path: Path, size: int) -> Vocabulary:
     """A SentencePiece model: field 1 are pieces (text, score, type), field 2 says how it was trained."""
     texts, types, scores, trained, adds_space = [], [], [], 1, True
     try:
-        for field, value in _fields(path.read_bytes()):
+        for field, value in fields_of(read_bytes(path, LARGEST, folder=path.parent)):
             if field == 1:
-                piece = dict(_fields(value))
-                texts.append(bytes(piece[1]).decode())
-                scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
-                types.append(Type(piece.get(3, 1)))
+                _check_count(len(texts) + 1, size, path)
+                text, score, kind = _piece(value)
+                texts.append(text)
+                scores.append(score)
+                types.append(kind)
             elif field == 2:
-                trained = dict(_fields(value)).get(3, 1)
+                trained = dict(fields_of(value)).get(3, 1)
             elif field == 3:
-                adds_space = bool(dict(_fields(value)).get(3, 1))
-    except (OSError, ValueError, IndexError, KeyError, struct.error) as error:
+                adds_space = bool(dict(fields_of(value)).get(3, 1))
+    except DocumentError as error:
+        raise ExportError(error.args[0]) from error
+    except (OSError, ValueError) as error:
         raise ExportError(f"{path} is no SentencePiece model: {error}") from error
     if trained != 2:
         raise ExportError(f"{path}: a unigram tokenizer; GGUF is written here for BPE alone")
-    return Vocabulary("llama", "default", texts, types, scores, None, adds_space)
+    return Vocabulary("llama", "default", texts, types, (True, False), scores, None, adds_space)
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer: integers, or bytes."""
-    at = 0
-    while at < len(data):
-        key, at = _integer(data, at)
-        if key & 7 == 0:
-            value, at = _integer(data, at)
-            yield key >> 3, value
-            continue
-        size, at = _integer(data, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
-        if at + size > len(data):
-            raise ValueError("it ends too early")
-        yield key >> 3, data[at : at + size]
-        at += size
-
-
-def _integer(data: bytes, at: int) -> tuple[int, int]:
-    found = shift = 0
-    while True:
-        found |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 128:
-            return found, at
+def _piece(value: Any) -> tuple[str, float, Type]:
+    """Text, score and type; ValueError for fields that are missing or of another type."""
+    piece = dict(fields_of(value))
+    text, score, kind = piece.get(1), piece.get(2, bytes(4)), piece.get(3, 1)
+    if not (isinstance(text, bytes) and isinstance(score, bytes) and len(score) == 4 and isinstance(kind, int)):
+        raise ValueError("a piece has no text, or a score or type that is none")
+    return text.decode(), struct.unpack("<f", score)[0], Type(kind)
 
 
 def _add_special(writer: Any, folder: Path, config: Mapping[str, Any], found: Vocabulary) -> None:
     """Numbers of the special tokens, whether a text begins and ends with them, and the chat template."""
     path = folder / "tokenizer_config.json"
-    about = _document(path) if path.is_file() else {}
+    about = read_settings(path) if path.is_file() else Settings()
     numbers = {text: number for number, text in enumerate(found.texts)}
-    for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unk"), ("pad", "pad")):
-        given = about.get(f"{role}_token")
-        text = given.get("content") if isinstance(given, dict) else given
-        number = numbers.get(str(text)) if text else config.get(f"{role}_token_id")
+    for role in ("bos", "eos", "unk", "pad"):
+        text = about.special(role)
+        number = numbers.get(text) if text else config.get(f"{role}_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and 0 <= number < len(found.texts):
-            getattr(writer, f"add_{name}_token_id")(number)
-    first, last = _template(folder)
-    writer.add_add_bos_token(bool(about.get("add_bos_token", first)))
-    writer.add_add_eos_token(bool(about.get("add_eos_token", last)))
+            getattr(writer, f"add_{role}_token_id")(number)
+    first, last = found.special
+    writer.add_add_bos_token(first if about.add_bos_token is None else about.add_bos_token)
+    writer.add_add_eos_token(last if about.add_eos_token is None else about.add_eos_token)
     template = folder / "chat_template.jinja"
-    chat = template.read_text() if template.is_file() else about.get("chat_template")
+    chat = read_template(template) if template.is_file() else about.chat_template
     if isinstance(chat, str):
+        check_text([chat], path)
         writer.add_chat_template(chat)
 
 
-def _template(folder: Path) -> tuple[bool, bool]:
+def _template(step: Step | None) -> tuple[bool, bool]:
     """Whether tokenizer.json puts a special token before a text, and after it."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return True, False
-    step = _document(path).get("post_processor") or {}
-    for each in step.get("processors") or [step]:
-        if each.get("type") == "TemplateProcessing" and each.get("single"):
-            single = each["single"]
+    for each in _parts(step):
+        if each.type == "TemplateProcessing" and each.single:
+            single = each.single
             return "SpecialToken" in single[0], len(single) > 1 and "SpecialToken" in single[-1]
     return False, False

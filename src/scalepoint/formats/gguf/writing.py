@@ -1,5 +1,6 @@
 """A quantized checkpoint as one GGUF file: what it is, its tokenizer, its tensors one after another."""
 
+import re
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,26 +9,29 @@ from typing import Any
 import numpy as np
 
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
-from scalepoint.errors import ExportError
+from scalepoint.errors import ExportError, install_hint
 from scalepoint.files import replace_file
 from scalepoint.formats.gguf.architectures import architecture_of
 from scalepoint.formats.gguf.metadata import add_metadata
 from scalepoint.formats.gguf.tensors import Entry, entries
-from scalepoint.formats.gguf.tokenizer import add_tokenizer, read
+from scalepoint.formats.gguf.tokenizer import add_tokenizer, read, vocabulary_size
 from scalepoint.numerics import format_of
-from scalepoint.spec import QuantizationSpec
+from scalepoint.spec import QuantizationFormulation, QuantizationSpec
 
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15,
     "Q5_K": 17, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
 
+PHI3 = re.compile("phi-?3", re.IGNORECASE)
+PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
+
 
 def check(source: Source, weight: QuantizationSpec | None, activation: QuantizationSpec | None) -> None:
     """Refuse before any work what a GGUF file cannot hold."""
     _package()
     architecture_of(source.config)
-    read(source.folder, int(source.config.get("vocab_size", 0)))
+    read(source.folder, vocabulary_size(source.config))
     if activation is not None:
         raise ExportError(
             "GGUF holds weights alone: llama.cpp rounds activations to 8 bits by itself; leave activations float"
@@ -37,6 +41,10 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
     row = format_of(weight.dtype)
     if row.is_float or row.bits > 8 or (row.low == 0 and row.bits > 5):
         raise ExportError(f"GGUF cannot hold weights of {row.name}: take int2 to int8, or uint2 to uint5")
+    if weight.qformulation == QuantizationFormulation.MINVAL and row.bits > 5:
+        raise ExportError(
+            f"GGUF cannot hold weights of {row.name} with a minimum: take 2 to 5 bits, or qformulation='zp'"
+        )
 
 
 def holds(source: Source, name: str) -> bool:
@@ -46,6 +54,13 @@ def holds(source: Source, name: str) -> bool:
     is_turned = layer in architecture_of(source.config).transposed
     is_kept = layer in ("wpe", "gate", "shared_expert_gate")
     return len(shape) == 2 and not is_kept and shape[0 if is_turned else 1] % 32 == 0
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors in a file, without metadata and tokenizer."""
+    from gguf import GGUFReader  # noqa: PLC0415  # an extra
+
+    return sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors)
 
 
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
@@ -61,7 +76,7 @@ def _write(checkpoint: QuantizedCheckpoint, found: list[Entry], path: Path) -> N
     source, architecture = checkpoint.source, architecture_of(checkpoint.source.config)
     writer: Any = GGUFWriter(None, MODEL_ARCH_NAMES[MODEL_ARCH[architecture.name]])
     writer.add_type("model")
-    writer.add_name(source.folder.resolve().name)
+    writer.add_name(_name(source))
     writer.add_file_type(FILE_TYPES[_most(found)])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     add_metadata(writer, source.config, architecture)
@@ -77,6 +92,18 @@ def _write(checkpoint: QuantizedCheckpoint, found: list[Entry], path: Path) -> N
             writer.write_tensor_data(np.ascontiguousarray(each.make()))
     finally:
         writer.close()
+
+
+def _name(source: Source) -> str:
+    """The folder's name, without a word that llama.cpp takes for more than a name.
+
+    Where general.name holds "phi3" or "phi-3", llama.cpp (release 0.5.0) changes the attributes of four tokens, and
+    does not load a file that lacks one of them.
+    """
+    name = source.folder.resolve().name
+    if PHI3.search(name) and not set(PHI3_TOKENS) <= set(read(source.folder, vocabulary_size(source.config)).texts):
+        return PHI3.sub("phi 3", name)
+    return name
 
 
 def _nbytes(entry: Entry) -> int:
@@ -96,4 +123,4 @@ def _most(found: list[Entry]) -> str:
 
 def _package() -> None:
     if find_spec("gguf") is None:
-        raise ExportError('writing GGUF files needs the package gguf: pip install "scalepoint[gguf]"')
+        raise ExportError(f"writing GGUF files needs the package gguf: {install_hint('gguf')}")

@@ -13,4 +13,6 @@ LITERT = FileFormat(
     summary="LiteRT models (TensorFlow Lite): int8 operators, channels last inside",
     exposed=write_exposed,
     check=check,
+    package="ai_edge_litert",
+    install="pip install 'scalepoint[litert]'",
 )

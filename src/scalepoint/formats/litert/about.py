@@ -1,16 +1,20 @@
 """What a .tflite file says of itself: its inputs by the schema, the rest in metadata of our own."""
 
-import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scalepoint.errors import ExportError, StoreError
+from scalepoint.errors import DocumentError, ExportError, StoreError
 from scalepoint.formats.format import About, FileInput
 from scalepoint.formats.litert.schema import ABOUT, IDENTIFIER, TYPES, schema
-from scalepoint.formats.metadata import made_for
+from scalepoint.formats.metadata import Description, made_for, read_description
+from scalepoint.untrusted import LARGEST_FLATBUFFER, read_bytes, read_head
+
+# What the flatbuffers package raises where an offset or a length is wrong: it follows them without a check.
+DAMAGED = (struct.error, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError)
 
 
 def files_of(path: Path) -> Sequence[Path]:
@@ -19,46 +23,55 @@ def files_of(path: Path) -> Sequence[Path]:
 
 def about(path: Path) -> About:
     """Its inputs, and what it was made for; of files that others wrote only the inputs."""
-    model = _read(path)
-    said = _said(model)
-    metadata = said.get("made_for", {})
-    graph = model.Subgraphs(0)
-    return About(
-        size=path.stat().st_size,
-        inputs=tuple(_input(graph.Tensors(graph.Inputs(place))) for place in range(graph.InputsLength())),
-        made_for=made_for(metadata),
-        quantizers=said.get("quantizers", {}),
-        metadata=metadata,
-    )
-
-
-def _read(path: Path) -> Any:
-    data = path.read_bytes()
-    if data[4:8] != IDENTIFIER:
-        raise StoreError(f"{path} is no .tflite file")
+    data = _bytes(path)
     try:
         known = schema()
     except ExportError as error:
         raise StoreError(f"a .tflite file is read by its schema: {error}") from error
     try:
         model = known.Model.GetRootAs(data, 0)
-        held = [model.Buffers(place) for place in range(model.BuffersLength())]
-        if any(each.DataLength() and len(each.DataAsNumpy()) != each.DataLength() for each in held):
-            raise ValueError("a buffer is cut off")
-        if not model.SubgraphsLength():
-            raise ValueError("it holds no graph")
-        return model
-    except Exception as error:  # an offset that points behind the end raises every kind
-        raise StoreError(f"{path} is only a part of a .tflite file: {error}") from error
+        _check_lengths(model)
+        said = _description(model)
+        graph = model.Subgraphs(0)
+        inputs = tuple(_input(graph.Tensors(graph.Inputs(place))) for place in range(graph.InputsLength()))
+    except StoreError as error:
+        raise StoreError(f"{path}: {error.args[0]}") from error
+    except DAMAGED as error:
+        raise StoreError(f"{path} is damaged, or only a part of a .tflite file: {error}") from error
+    return About(
+        size=len(data),
+        inputs=inputs,
+        made_for=made_for(said.made_for),
+        quantizers=said.quantizers,
+        metadata=said.made_for,
+    )
 
 
-def _said(model: Any) -> dict[str, Any]:
+def _bytes(path: Path) -> bytes:
+    try:
+        if read_head(path, 8)[4:] != IDENTIFIER:  # before all of it is read
+            raise StoreError(f"{path} is no .tflite file")
+        return read_bytes(path, LARGEST_FLATBUFFER)
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _check_lengths(model: Any) -> None:
+    held = [model.Buffers(place) for place in range(model.BuffersLength())]
+    if any(each.DataLength() and len(each.DataAsNumpy()) != each.DataLength() for each in held):
+        raise ValueError("a buffer is cut off")
+    if not model.SubgraphsLength():
+        raise ValueError("it holds no graph")
+
+
+def _description(model: Any) -> Description:
     for place in range(model.MetadataLength()):
         each = model.Metadata(place)
         if each.Name() == ABOUT.encode():
-            found: dict[str, Any] = json.loads(bytes(model.Buffers(each.Buffer()).DataAsNumpy()))
-            return found
-    return {}
+            return read_description(bytes(model.Buffers(each.Buffer()).DataAsNumpy()).decode())
+    return Description()
 
 
 def _input(tensor: Any) -> FileInput:

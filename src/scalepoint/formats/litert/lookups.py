@@ -45,8 +45,10 @@ def index_select(walk: Walk, node: fx.Node) -> Value:
 def index(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
     wanted = [(axis, each) for axis, each in enumerate(given["indices"]) if each is not None]
-    if not all(isinstance(each, Tensor) and each.dtype != torch.bool for _, each in wanted) and len(wanted) > 1:
-        raise UnfitError("picks elements by several indices that are computed, or by a mask")
+    if any(_is_mask(each) for _, each in wanted):  # its values are no numbers of places
+        raise UnfitError("picks elements by a mask: pick them by their numbers, mask.nonzero()")
+    if not all(isinstance(each, Tensor) for _, each in wanted) and len(wanted) > 1:
+        raise UnfitError("picks elements by several indices that are computed")
     if len(wanted) == 1:
         axis, indices = wanted[0]
         return _gathered(walk, node, walk.float_of(given["self"]), indices, axis)
@@ -93,6 +95,11 @@ def _ordered(walk: Walk, node: fx.Node, axis: int, count: int, *, first: bool) -
     )
     values = values if first else walk.same("NEG", values)
     return [values.permuted(back), walk.cast(at, "int64").permuted(back)]
+
+
+def _is_mask(index: Any) -> bool:
+    """Whether an index, a constant or computed, says of every element whether it is kept."""
+    return index.dtype in (torch.bool, torch.uint8) if isinstance(index, Tensor) else index.kind in ("bool", "uint8")
 
 
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:

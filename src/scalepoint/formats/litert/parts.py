@@ -92,6 +92,14 @@ def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     return (torch.relu(scaled) + torch.log(torch.exp(-scaled.abs()) + 1)) / beta
 
 
+def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+    """LiteRT has an ELU with an alpha of 1 and without scales: others are made of it and of a ReLU."""
+    if (alpha, scale, input_scale) == (1, 1, 1):
+        return NotImplemented
+    below = aten.elu(aten.clamp(x * input_scale, max=0)) * (alpha * scale)
+    return (torch.relu(x) if scale == 1 else torch.relu(x) * scale) + below
+
+
 def average_of_line(
     x: Tensor, size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), *rest: Any
 ) -> Any:
@@ -169,6 +177,8 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.hardsigmoid.default: lambda x: aten.relu6(x + 3) * (1 / 6),
     aten.mish.default: lambda x: x * torch.tanh(softplus(x)),
     aten.softplus.default: softplus,
+    aten.elu.default: elu,
+    aten.celu.default: lambda x, alpha=1: aten.elu(x) if alpha == 1 else elu(x, alpha, 1, 1 / alpha),
     aten.log_sigmoid.default: lambda x: -softplus(-x),
     aten.roll.default: roll,
     aten.pixel_shuffle.default: pixel_shuffle,

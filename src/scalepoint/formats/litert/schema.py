@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from scalepoint.errors import ExportError
+from scalepoint.errors import ExportError, install_hint
 
-INSTALL = "pip install 'scalepoint[litert]'"
+INSTALL = install_hint("litert")
 IDENTIFIER = b"TFL3"
 LARGEST = 2**31 - 2**20  # bytes: offsets of a FlatBuffer have 31 bits
 ABOUT = "scalepoint"  # the metadata in which a file says what it is

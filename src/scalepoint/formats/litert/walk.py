@@ -232,7 +232,8 @@ def _folded_activation(node: fx.Node) -> int:
     if node.target is aten.relu6.default:
         return RELU6
     if node.target in (aten.clamp.default, aten.hardtanh.default, aten.clamp_min.default):
-        limits = [*node.args[1:], *(node.kwargs.get(each) for each in ("min", "max", "min_val", "max_val"))]
-        given: Any = tuple(each for each in limits if each is not None)
-        return {(0, 6): RELU6, (0,): RELU}.get(given, NONE)
+        given = dict(zip(("min", "max"), node.args[1:], strict=False))
+        given |= {name.removesuffix("_val"): value for name, value in node.kwargs.items()}
+        limits: Any = (given.get("min"), given.get("max"))
+        return {(0, 6): RELU6, (0, None): RELU}.get(limits, NONE)  # (None, 0) is no ReLU
     return NONE

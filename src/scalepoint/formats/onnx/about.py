@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from scalepoint.errors import StoreError
+from scalepoint.errors import DocumentError, StoreError
 from scalepoint.formats.format import About, FileInput
 from scalepoint.formats.metadata import made_for
+from scalepoint.untrusted import LARGEST_PROTOBUF, check_file, file_in, read_bytes
 
 
 def about(path: Path) -> About:
@@ -27,7 +28,11 @@ def _model(path: Path) -> Any:
     import onnx  # noqa: PLC0415  # only files need it
 
     try:
-        found = onnx.load(path, load_external_data=False)
+        found = onnx.load_from_string(read_bytes(path, LARGEST_PROTOBUF))
+    except DocumentError as error:
+        raise StoreError(error.args[0]) from error
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # protobuf raises its own kinds
         raise StoreError(f"{path} is not an ONNX file, or only a part of one: {error}") from error
     if not found.graph.output or not found.opset_import:  # where a file that was cut off ends well by chance
@@ -37,11 +42,13 @@ def _model(path: Path) -> Any:
 
 def _size(path: Path, model: Any) -> int:
     pairs = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
-    beside = [path.parent / name for name in {_text(entry.value) for entry in pairs if entry.key == "location"}]
-    gone = [each for each in beside if not each.is_file()]
-    if gone:
-        raise StoreError(f"{gone[0]} is not there: {path.name} has its weights in it")
-    return sum(each.stat().st_size for each in (path, *beside))
+    locations = sorted({_text(entry.value) for entry in pairs if entry.key == "location"})
+    try:
+        return path.stat().st_size + sum(check_file(file_in(path.parent, location)) for location in locations)
+    except DocumentError as error:
+        raise StoreError(f"{path.name} has its weights in another file: {error.args[0]}") from error
+    except OSError as error:
+        raise StoreError(f"{error.filename}: {error.strerror}. {path.name} has its weights in this file") from error
 
 
 def _is_quantizer(node: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.ambient import as_called
 from scalepoint.formats.format import Writing
 from scalepoint.graph.export import quiet
-from scalepoint.graph.modes import evaluating
+from scalepoint.graph.modes import evaluating, plain_attention, without_cache
 
 
 class Flat(nn.Module):
@@ -37,18 +37,17 @@ def write_plain(model: nn.Module, path: Path, writing: Writing) -> None:
     """
     flat = Flat(model, writing.inputs)
     tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
-    with evaluating(model), torch.no_grad(), quiet(), _as_written(), as_called():
+    with evaluating(model), torch.no_grad(), quiet(), _as_written(), without_cache(model), as_called():
         torch.onnx.export(flat, tensors, str(path), dynamo=False, input_names=list(writing.names) or None)
 
 
 @contextmanager
 def _as_written() -> Iterator[None]:
     """No fused attention, which has no form in ONNX; and no graph printed on failure, which torch cannot switch off."""
-    fast, log = torch.backends.mha.get_fastpath_enabled(), torch._C._jit_onnx_log
-    torch.backends.mha.set_fastpath_enabled(False)
+    log = torch._C._jit_onnx_log
     torch._C._jit_onnx_log = lambda *_: None
     try:
-        yield
+        with plain_attention():
+            yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         torch._C._jit_onnx_log = log

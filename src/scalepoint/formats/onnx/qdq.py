@@ -18,15 +18,24 @@ def quantize_linear(
 ) -> Tensor:
     """Q and DQ with constant parameters; what plain ONNX nodes cannot say is an error, never another model."""
     check_plain(grid, granularity, where)
-    dtype = grid.format.storage
     axis = 0
     if isinstance(granularity, PerChannelGranularity) and granularity.axis is not None:
         axis = granularity.axis % tensor.ndim
     is_single = isinstance(granularity, PerTensorGranularity)
     scale = qparams.scale.detach().reshape(() if is_single else (-1,))
     zero = torch.zeros_like(scale) if qparams.zero_point is None else qparams.zero_point.reshape(scale.shape)
+    least = qparams.minval if grid.formulation == QuantizationFormulation.MINVAL else None
+    if least is not None:  # x' = (codes - lowest code) * scale + minval
+        least = least.detach().reshape(()) if is_single else least.detach()
+        zero = torch.full_like(scale, grid.low)
+        return _quantized((tensor - least).clamp(min=0), scale, zero, axis, grid, where) + least
     if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and not grid.format.is_float:
         tensor = _clipped(tensor, scale if is_single else qparams.scale, grid)
+    return _quantized(tensor, scale, zero, axis, grid, where)
+
+
+def _quantized(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, grid: Grid, where: str) -> Tensor:
+    dtype = grid.format.storage
     if torch.compiler.is_exporting() or not in_onnx_export():
         return _by_dynamo(tensor, scale, zero.to(dtype), axis, dtype)
     if grid.format.is_float:
@@ -38,10 +47,10 @@ def quantize_linear(
 def check_plain(grid: Grid, granularity: QuantizationGranularity, where: str) -> None:
     """Refuse what QuantizeLinear cannot say of an activation."""
     dtype = grid.format.storage
-    if grid.formulation != QuantizationFormulation.ZP or grid.format.bits != 8 or dtype not in _STORED_AS_IS:
+    if grid.format.bits != 8 or dtype not in _STORED_AS_IS:
         raise SpecError(
-            f"{where}: torch.onnx.export cannot write {grid.format.name} ({grid.formulation}): use 8 bits and 'zp', "
-            "or scalepoint.export, which writes every format"
+            f"{where}: torch.onnx.export cannot write {grid.format.name}: use 8 bits, or scalepoint.export, which "
+            "writes every format"
         )
     if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
         raise SpecError(f"{where}: torch.onnx.export writes one scale a tensor or a channel, not {granularity!r}")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from scalepoint.errors import ExportError, StoreError
-from scalepoint.files import TEMPORARY, digest, replace_file
+from scalepoint.files import digest, is_full, make_anew, replace_file, room_needed, temporary_path
+from scalepoint.untrusted import LARGEST_PROTOBUF, read_bytes
 
 LARGEST_IN_ONE_FILE = 1_900_000_000  # protobuf stops at 2 GB
 LARGEST_IN_CHECK = 1024  # bytes of a constant that shapes may depend on
@@ -45,7 +46,7 @@ def data_files(path: Path) -> set[str]:
     if not any(map(_OWN.fullmatch, os.listdir(path.parent) if path.is_file() else ())):
         return set()  # without reading a model of any size
     try:
-        tensors = onnx.load(path, load_external_data=False).graph.initializer
+        tensors = onnx.load_from_string(read_bytes(path, LARGEST_PROTOBUF)).graph.initializer
     except Exception:  # nothing there, or no model: nothing of ours
         return set()
     locations = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
@@ -73,7 +74,8 @@ def _save_whole(graph: Any, path: Path) -> None:
     proto.graph.value_info.extend(typed)
     for value in large:
         initializers.add(value)
-    replace_file(path, lambda temporary: _put(temporary, proto, large))
+    size = proto.ByteSize() + sum(value.const_value.nbytes for value in large)
+    replace_file(path, lambda temporary: _put(temporary, proto, large), size)
 
 
 def _save_in_two(graph: Any, path: Path) -> str:
@@ -81,9 +83,9 @@ def _save_in_two(graph: Any, path: Path) -> str:
     import onnx  # noqa: PLC0415
     import onnx_ir as ir  # noqa: PLC0415
 
-    folder = path.parent / f"{TEMPORARY}{os.getpid()}-{path.stem}"
+    folder = temporary_path(path)
     try:
-        folder.mkdir(exist_ok=True)
+        make_anew(folder)
         ir.save(graph, folder / path.name, external_data="data")
         name = f"{path.stem}.{digest(folder / 'data')[:8]}.data"
         os.replace(folder / "data", folder / name)
@@ -98,8 +100,10 @@ def _save_in_two(graph: Any, path: Path) -> str:
     except onnx.checker.ValidationError as error:
         raise ExportError(f"the exported graph is not sound: {error}") from error
     except OSError as error:
+        size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
+        room = f". {room_needed(folder, size)}" if is_full(error) else ""
         reason = error.strerror or error
-        raise StoreError(f"cannot write {path}: {reason}. What was there before is untouched") from error
+        raise StoreError(f"cannot write {path}: {reason}. What was there before is untouched{room}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return name

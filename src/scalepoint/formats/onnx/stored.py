@@ -11,11 +11,12 @@ from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_type
 from scalepoint.formats.onnx.qdq import check_plain
 from scalepoint.formats.operators import dequantize, quantize
-from scalepoint.numerics import dtype_name
+from scalepoint.numerics import dtype_name, format_of
 from scalepoint.quantize.parts import run_with
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import Deployed, QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
+from scalepoint.spec.spec import to_dtype
 
 INT4 = 22  # of ONNX's types
 
@@ -54,18 +55,22 @@ class StoredWeight(Stored):
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
+    minval: Tensor | None  # added to what the codes stand for
     bias: Tensor | None
     bias_scale: Tensor | None
 
     def keep_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
         """Register codes, given as (out, in, ..), and their parameters as buffers."""
-        scale = quant.scale
+        scale, least = quant.scale, quant.minval
         zero = quant.zero_point if quant.zero_point.shape == scale.shape else torch.zeros_like(scale)
+        if least is not None:  # w = (codes - lowest code) * scale + minval
+            zero = torch.full_like(scale, quant.spec.quant_min)
         if self.kind == "linear":
             codes = codes.transpose(0, 1)
             self.axis = 1 - self.axis if scale.ndim else 0
             if self.block:
                 scale, zero = scale.transpose(0, 1), zero.transpose(0, 1)
+                least = None if least is None else least.transpose(0, 1)
         if self.kind == "head":
             codes = codes.flatten(2)[:, :, :, None]
         is_turned_when_written = self.kind == "linear" and self.fmt == "int8"
@@ -74,11 +79,12 @@ class StoredWeight(Stored):
         is_integer = not codes.is_floating_point()
         zero = zero.to(codes.dtype if is_integer else torch.float32)
         self.register_buffer("zero_point", None if self.block and is_integer and not zero.any() else zero)
+        self.register_buffer("minval", None if least is None else least.detach().to(torch.float32).contiguous().clone())
 
     def weight(self) -> Tensor:
         """What the codes stand for, as the operation multiplies by it."""
         values: Tensor = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
-        return values
+        return values if self.minval is None else _added(values, self.minval, self.axis, self.block)
 
     def _keep_bias(self, deployed: Deployed) -> None:
         bias, scale = deployed.bias, deployed.bias_scale
@@ -99,6 +105,18 @@ class StoredWeight(Stored):
     @property
     def opset(self) -> int:
         return max(TYPES[self.fmt][1], BLOCKS_SINCE if self.block else 0)
+
+
+def _added(values: Tensor, minimum: Tensor, axis: int, block: int = 0) -> Tensor:
+    """Values with a minimum added: one for all, one along an axis, or one for each block along it."""
+    if not minimum.ndim:
+        return values + minimum
+    if not block:
+        shape = [1] * values.ndim
+        shape[axis] = -1
+        return values + minimum.view(shape)
+    parts = [*values.shape[:axis], values.shape[axis] // block, block, *values.shape[axis + 1 :]]
+    return (values.reshape(parts) + minimum.unsqueeze(axis + 1)).reshape(values.shape)
 
 
 class StoredUnpacked(StoredWeight):
@@ -155,7 +173,10 @@ class StoredBlockTable(StoredTable):
 
 
 class StoredStub(Stored):
-    """What a stub does, as codes and back, with constant parameters."""
+    """What a stub does, as codes and back, with constant parameters.
+
+    A minimum is subtracted before QuantizeLinear and added after DequantizeLinear: the same sums as the simulation's.
+    """
 
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
         super().__init__()
@@ -168,17 +189,27 @@ class StoredStub(Stored):
         self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
         scale = (stub.scale.detach() * factor).reshape(() if isinstance(granularity, PerTensorGranularity) else (-1,))
         zero = torch.zeros_like(scale) if grid.format.is_float else stub.zero_point.detach().reshape(scale.shape)
+        least = None if stub.minval is None else (stub.minval.detach() * factor).reshape(scale.shape)
+        if least is not None:
+            zero = torch.full_like(scale, grid.low)
+        self.register_buffer("minval", least)
         self.register_buffer("scale", scale.clone())
         self.register_buffer("zero_point", zero.to(grid.format.storage))
 
     scale: Tensor
     zero_point: Tensor
+    minval: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self.axis % x.ndim if x.ndim else 0
-        codes = quantize(x.to(self.scale.dtype), self.scale, self.zero_point, axis, self.low, self.high, self.fmt)
+        value, low, high = x.to(self.scale.dtype), self.low, self.high
+        if self.minval is not None:
+            # the codes of a narrow range end at its minimum, which QuantizeLinear does not know
+            value = _added(value, -self.minval, axis).clamp(min=0)
+            low, high = float(format_of(to_dtype(self.fmt)).low), float(format_of(to_dtype(self.fmt)).high)
+        codes = quantize(value, self.scale, self.zero_point, axis, low, high, self.fmt)
         values: Tensor = dequantize(codes, self.scale, self.zero_point, axis, 0, self.fmt)
-        return values.to(x.dtype)
+        return (values if self.minval is None else _added(values, self.minval, axis)).to(x.dtype)
 
     @property
     def opset(self) -> int:

@@ -24,6 +24,7 @@ from scalepoint.formats.packed.folder import (
     dividing,
     floats_of,
     holds,
+    tensor_bytes,
     write_config,
     write_folder,
 )
@@ -89,4 +90,5 @@ AWQ = CheckpointFormat(
     summary="a folder for vLLM, AutoAWQ and others: 4-bit weights with zero points, float activations",
     blocks=dividing,
     holds=holds,
+    tensor_bytes=tensor_bytes,
 )

@@ -33,6 +33,7 @@ from scalepoint.formats.packed.folder import (
     dividing,
     floats_of,
     holds,
+    tensor_bytes,
     write_config,
     write_folder,
 )
@@ -41,6 +42,8 @@ from scalepoint.numerics import E4M3, FP4
 from scalepoint.spec import QuantizationSpec
 
 EXPERTS = ".experts."
+# Families whose _init_weights in transformers (5.22) reads layer.weight of linear layers while a folder is loaded.
+NEEDS_WEIGHT = ("falcon", "falcon_mamba", "gpt_bigcode", "mamba", "mamba2", "nanochat", "recurrent_gemma")
 E8M0_BIAS = 127
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,6 +60,12 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
             "target gptq or gguf"
         )
     scheme = scheme_of(weight, activation)
+    if source.model_type in NEEDS_WEIGHT and scheme.format not in ("int-quantized", "float-quantized"):
+        raise TargetError(
+            f"transformers does not load {source.model_type} with packed weights: it initializes a tensor 'weight', "
+            "which packed layers do not have. Use float8_e4m3fn weights, int8 weights with int8 activations, or the "
+            "target gptq"
+        )
     check_blocks(source, block_of(weight))
     _check_experts(source, scheme)
     if weight.dtype == FP4 and (others := _other_than(source, torch.bfloat16)):
@@ -228,4 +237,5 @@ COMPRESSED_TENSORS = CheckpointFormat(
     summary="a folder for vLLM and transformers: int2 to int8, int8 with int8 activations, fp8, NVFP4, MXFP4",
     blocks=dividing,
     holds=holds,
+    tensor_bytes=tensor_bytes,
 )

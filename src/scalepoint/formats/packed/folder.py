@@ -25,7 +25,10 @@ ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")
 PARTS = 6  # of one packed weight at most
 LONGEST_PART = 20
 CONV1D = ("gpt2", "openai-gpt")  # whose layers keep weights as (in, out)
-EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings")
+EMBEDDINGS = (
+    "embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "embeddings",
+    "tokens_embed", "positions_embed",
+)  # fmt: skip
 HEADS = ("lm_head", "embed_out")
 ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and no layer of their own to loaders
 SIZES = (256, 128, 64, 32, 16)  # of blocks, as people choose them
@@ -53,6 +56,15 @@ def write_folder(checkpoint: QuantizedCheckpoint, path: Path, parts: Parts, fini
         finish(folder)
 
     replace_folder(path, fill)
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors in a folder: its safetensors files without their headers."""
+    total = 0
+    for shard in path.glob("*.safetensors"):
+        with shard.open("rb") as file:
+            total += shard.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+    return total
 
 
 def attention_layers(source: Source) -> list[str]:
@@ -209,7 +221,7 @@ def check_blocks(source: Source, block: int | None) -> None:
     if wrong:
         layer, columns = next(iter(wrong.items()))
         fits = [size for size in SIZES if not any(columns % size for columns in inputs.values())]
-        allowed = f"blocks of {', '.join(map(str, fits))} do" if fits else "no common size does: use a scale a row"
+        allowed = f"blocks of {', '.join(map(str, fits))} do" if fits else "no common size does: use per_channel"
         raise TargetError(
             f"blocks of {block} do not divide the {columns} inputs of {layer} ({len(wrong)} such layers): {allowed}"
         )

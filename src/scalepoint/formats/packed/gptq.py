@@ -32,6 +32,7 @@ from scalepoint.formats.packed.folder import (
     dividing,
     floats_of,
     holds,
+    tensor_bytes,
     write_config,
     write_folder,
     write_json,
@@ -130,4 +131,5 @@ GPTQ = CheckpointFormat(
     summary="a folder for vLLM, GPTQModel and others: weights of 2, 3, 4 or 8 bits, float activations",
     blocks=dividing,
     holds=holds,
+    tensor_bytes=tensor_bytes,
 )

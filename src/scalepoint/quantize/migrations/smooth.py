@@ -12,6 +12,7 @@ from torch import Tensor
 from scalepoint.quantize.migrations.migration import Found, Migration, Scene
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.smooth import SmoothQuantObserver, affine_of, observers_of, weight_of
+from scalepoint.quantize.stubs import reader_names
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Smoothed:
 
     @property
     def name(self) -> str:
-        return f"{self.observer.name} -> {', '.join(self.observer.consumers)}"
+        return f"{self.observer.name} -> {reader_names(self.observer.consumers)}"
 
     def tensors(self) -> list[Tensor]:
         affine = affine_of(self.observer.layer_norm, torch.ones(()))

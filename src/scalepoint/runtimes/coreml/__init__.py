@@ -6,6 +6,7 @@ The way over macOS has not been tried by our tests: they run where Core ML does 
 import sys
 from pathlib import Path
 
+from scalepoint.errors import install_hint
 from scalepoint.runtimes.runtime import Runtime
 
 
@@ -24,6 +25,6 @@ COREML = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("coreml",),
     summary="Core ML on macOS; elsewhere the program is read back and evaluated",
-    install="pip install scalepoint[coreml]",
+    install=install_hint("coreml"),
     stand_in=stand_in,
 )

@@ -5,6 +5,7 @@ An evaluation is in float32, whatever type the program names: the stored numbers
 float16 sums are a device's own. Codes, scales and tables of weights are unpacked by coremltools.
 """
 
+import inspect
 import logging
 import sys
 import warnings
@@ -32,8 +33,14 @@ MULTIPLY = ("conv", "conv_transpose", "linear", "matmul")
 HOME = Path("Data") / "com.apple.CoreML"
 
 
+class NotEvaluatedError(Exception):
+    """The file has an operation that is not evaluated here: nothing is wrong with the file."""
+
+
 class File:
     """options: threads (0: as torch chooses)."""
+
+    gaps = (NotEvaluatedError,)
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         if options.get("threads"):
@@ -99,14 +106,22 @@ def _evaluate(op: Any, values: dict[str, torch.Tensor]) -> None:
         known = list(made) if isinstance(made, tuple) else [made]
     if any(each is None for each in known):
         if op.op_type not in TABLE:
-            raise NotImplementedError(
-                f"no evaluation of {op.op_type} here ({op.name}): Core ML itself runs it on macOS"
-            )
+            raise NotEvaluatedError(f"{op.op_type} ({op.name}) can only be checked on macOS, where Core ML runs it")
         given = {name: _operand(value, values) for name, value in op.inputs.items() if value is not None}
+        _check_settings(op, given)
         found = TABLE[op.op_type](**given)
         known = list(found) if isinstance(found, tuple) else [found]
     for output, value in zip(op.outputs, known, strict=True):
         values[output.name] = value if isinstance(value, torch.Tensor) else _tensor(value)
+
+
+def _check_settings(op: Any, given: dict[str, Any]) -> None:
+    try:
+        inspect.signature(TABLE[op.op_type]).bind(**given)
+    except TypeError as error:
+        raise NotEvaluatedError(
+            f"{op.op_type} ({op.name}) with these settings can only be checked on macOS, where Core ML runs it: {error}"
+        ) from error
 
 
 def _operand(value: Any, values: dict[str, torch.Tensor]) -> Any:
@@ -302,7 +317,7 @@ def split(x: Any, axis: Any, num_splits: Any = None, split_sizes: Any = None) ->
 def gather(x: Any, indices: Any, axis: Any = 0, batch_dims: Any = 0, validate_indices: Any = False) -> Any:
     axis, indices = int(axis), _both(indices).long()
     if int(batch_dims):
-        raise NotImplementedError("no evaluation of gather with batch_dims here")
+        raise NotEvaluatedError("gather with batch_dims can only be checked on macOS, where Core ML runs it")
     picked = torch.where(indices < 0, indices + x.shape[axis], indices)
     rows = x.index_select(axis, picked.reshape(-1))
     return rows.reshape(*x.shape[:axis], *picked.shape, *x.shape[axis + 1 :])
@@ -391,7 +406,14 @@ TABLE: dict[str, Any] = {
     "sigmoid": lambda x: x.sigmoid(),
     "sigmoid_hard": lambda x, alpha, beta: (x * float(alpha) + float(beta)).clamp(0, 1),
     "softmax": lambda x, axis=-1: x.softmax(int(axis)),
-    "softplus": lambda x: x.exp().log1p(),
+    "softplus": lambda x: F.softplus(x),  # noqa: PLW0108  # a builtin has no signature to check settings against
+    "softplus_parametric": lambda x, alpha, beta: _channels(alpha, x) * F.softplus(x * _channels(beta, x)),
+    "softsign": F.softsign,
+    "clamped_relu": lambda x, alpha, beta: F.leaky_relu(x, float(alpha)).clamp(max=float(beta)),
+    "scaled_tanh": lambda x, alpha=1.0, beta=1.0: float(alpha) * (x * float(beta)).tanh(),
+    "linear_activation": lambda x, alpha, beta=0.0: x * float(alpha) + float(beta),
+    "thresholded_relu": lambda x, alpha=1.0: x.where(x >= float(alpha), torch.zeros(())),
+    "threshold": lambda x, alpha: x.clamp(min=float(alpha)),
     "tanh": lambda x: x.tanh(),
     "erf": lambda x: x.erf(),
     "exp": lambda x: x.exp(),
@@ -400,6 +422,15 @@ TABLE: dict[str, Any] = {
     "rsqrt": lambda x, epsilon=0.0: (x + float(epsilon)).rsqrt(),
     "square": lambda x: x.square(),
     "abs": lambda x: x.abs(),
+    "sign": lambda x: x.sign(),
+    "inverse": lambda x, epsilon=0.0: 1 / (x + float(epsilon)),
+    "exp2": lambda x: x.exp2(),
+    "ceil": lambda x: x.ceil(),
+    "round": lambda x: x.round(),
+    "tan": lambda x: x.tan(),
+    "atan": lambda x: x.atan(),
+    "sinh": lambda x: x.sinh(),
+    "cosh": lambda x: x.cosh(),
     "sin": lambda x: x.sin(),
     "cos": lambda x: x.cos(),
     "floor": lambda x: x.floor(),
@@ -426,6 +457,8 @@ TABLE: dict[str, Any] = {
     "reduce_min": _reduced(lambda x, axes, keep: x.amin(axes, keep)),
     "reduce_l2_norm": _reduced(lambda x, axes, keep: x.square().sum(axes, keep).sqrt()),
     "reduce_sum_square": _reduced(lambda x, axes, keep: x.square().sum(axes, keep)),
+    "reduce_argmax": lambda x, axis=-1, keep_dims=False, output_dtype="int32": _place(x.argmax, axis, keep_dims),
+    "reduce_argmin": lambda x, axis=-1, keep_dims=False, output_dtype="int32": _place(x.argmin, axis, keep_dims),
     "reshape": lambda x, shape: x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(_of(shape))]),
     "transpose": lambda x, perm: x.permute(_of(perm)),
     "expand_dims": lambda x, axes: _expanded(x, _of(axes)),
@@ -445,6 +478,15 @@ TABLE: dict[str, Any] = {
     "upsample_nearest_neighbor": upsample,
     "pixel_shuffle": lambda x, upscale_factor: F.pixel_shuffle(x, int(upscale_factor)),
 }
+
+
+def _place(find: Any, axis: Any, keep_dims: Any) -> torch.Tensor:
+    return find(int(axis), bool(keep_dims)).to(torch.int32)  # type: ignore[no-any-return]
+
+
+def _channels(values: Any, x: torch.Tensor) -> torch.Tensor:
+    """One value for each channel, the second axis of x."""
+    return _both(values).view(-1, *(1 for _ in x.shape[2:]))
 
 
 def _expanded(x: Any, axes: Any) -> Any:

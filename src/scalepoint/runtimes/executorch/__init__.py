@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from scalepoint.errors import install_hint
 from scalepoint.runtimes.runtime import Runtime
 
 EXECUTORCH = Runtime(
@@ -10,5 +11,5 @@ EXECUTORCH = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("executorch",),
     summary="ExecuTorch with XNNPACK on CPUs",
-    install="pip install 'scalepoint[executorch]'",
+    install=install_hint("executorch"),
 )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from scalepoint.errors import install_hint
 from scalepoint.runtimes.runtime import Runtime, Variant
 
 ORT_GENAI = Runtime(
@@ -10,6 +11,7 @@ ORT_GENAI = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("ort-genai",),
     summary="ONNX Runtime GenAI on CPUs",
+    install=install_hint("genai"),
     variants=(
         Variant("unoptimized", {"optimize": False}),
         Variant("exact", {"exact": True}),

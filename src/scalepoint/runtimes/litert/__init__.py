@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from scalepoint.errors import install_hint
 from scalepoint.runtimes.runtime import Runtime, Variant
 
 LITERT = Runtime(
@@ -10,6 +11,6 @@ LITERT = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("litert",),
     summary="LiteRT (TensorFlow Lite) on CPUs, with XNNPACK",
+    install=install_hint("litert"),
     variants=(Variant("unoptimized", {"delegate": False}),),
-    install="pip install 'scalepoint[litert]'",
 )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from scalepoint.errors import install_hint
 from scalepoint.runtimes.runtime import Executed, Runtime, Variant
 
 HALVES = ("_bf16", "_f16")
@@ -24,6 +25,7 @@ OPENVINO = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("onnx",),
     summary="OpenVINO on CPUs",
+    install=install_hint("openvino"),
     variants=(Variant("exact", {"accurate": True}, rounds_floats, ROUNDED),),
     profiles=True,
 )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from scalepoint.errors import install_hint
 from scalepoint.runtimes.runtime import Runtime
 
 TRANSFORMERS = Runtime(
@@ -10,4 +11,5 @@ TRANSFORMERS = Runtime(
     child=Path(__file__).with_name("child.py"),
     formats=("compressed-tensors", "gptq", "awq"),
     summary="transformers on CPUs: weights are unpacked to float",
+    install=install_hint("transformers"),
 )

@@ -1,0 +1,59 @@
+"""Constants of a plain torch.onnx.export: what a layer deploys, computed outside of the tracer.
+
+While torch records a model, its parameters are stand-ins without values, and whatever is computed from them becomes
+nodes of the file: a batch norm that is folded into a weight became Mul(weight, factor) before QuantizeLinear, which
+compilers do not fold. So a layer remembers its tensors while they are real, and computes with those.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class _Place(NamedTuple):
+    """A parameter or buffer of a module, and the tensor that stood there."""
+
+    held: dict[str, Any]  # module._parameters or module._buffers
+    name: str
+    tensor: Tensor
+
+
+class RealTensors:
+    """The parameters and buffers of some modules, by reference: nothing is copied."""
+
+    def __init__(self, places: Iterable[_Place]) -> None:
+        self._places = tuple(places)
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module]) -> Self | None:
+        """None where one of them has no values, or is a stand-in already."""
+        found: dict[tuple[int, str], _Place] = {}
+        for module in (inner for outer in modules for inner in outer.modules()):
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        found[id(held), name] = _Place(held, name, tensor)
+        is_real = all(
+            type(place.tensor) in (Tensor, nn.Parameter) and not place.tensor.is_meta for place in found.values()
+        )
+        return cls(found.values()) if is_real else None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put them back where stand-ins are now, and record nothing."""
+        present = [place.held.get(place.name) for place in self._places]
+        state = torch._C._get_tracing_state()  # of the older exporter
+        torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+        try:
+            for place in self._places:
+                place.held[place.name] = place.tensor
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                yield
+        finally:
+            for place, tensor in zip(self._places, present, strict=True):
+                place.held[place.name] = tensor
+            torch._C._set_tracing_state(state)

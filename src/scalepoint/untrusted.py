@@ -1,0 +1,156 @@
+"""Read files that somebody else may have made: downloaded checkpoints, reports, configs, model files.
+
+    regular file  ->  inside its folder  ->  size  ->  read at most `limit` bytes  ->  UTF-8  ->  JSON or YAML
+
+Each check comes before the work it protects: a FIFO would block, `/dev/zero` never ends, and a sparse file of 5 GB
+takes no space on the disk and all of the memory. No other module opens such a file: `tests/test_untrusted.py` checks
+the source.
+
+A missing or unreadable file raises OSError, as `open` does; everything else raises DocumentError.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from scalepoint.documents import MAX_BYTES, parse_json, parse_yaml
+from scalepoint.errors import DocumentError, shown
+
+LARGEST_PROTOBUF = 2**31 - 1  # bytes
+LARGEST_FLATBUFFER = 2**31 - 1  # bytes: offsets are signed 32-bit integers
+
+
+def check_file(path: Path, limit: int | None = None, *, folder: Path | None = None) -> int:
+    """Check a file that a library opens by itself (safetensors, numpy, torch).
+
+    Args:
+        path: The file.
+        limit: Largest size in bytes; None for any size.
+        folder: The folder that the file must be in once links are followed; None if the user named the file itself.
+
+    Returns:
+        The size of the file in bytes.
+    """
+    try:
+        status = os.stat(path)
+    except ValueError as error:  # a NUL in the name
+        raise DocumentError(f"{shown(str(path))} is not the name of a file: {error}") from error
+    _check_status(path, status, limit)
+    if folder is not None:
+        _check_inside(path, folder)
+    return status.st_size
+
+
+def read_bytes(path: Path, limit: int, *, folder: Path | None = None) -> bytes:
+    """Read a file of at most `limit` bytes; arguments as for `check_file`."""
+    check_file(path, limit, folder=folder)
+    with _opened(path, limit) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:  # it grew while it was read
+        raise DocumentError(f"{path} cannot be read: it has more than {limit} bytes")
+    return data
+
+
+def read_head(path: Path, count: int, *, folder: Path | None = None) -> bytes:
+    """Read the first `count` bytes of a file of any size."""
+    check_file(path, folder=folder)
+    with _opened(path, None) as file:
+        return file.read(count)
+
+
+def read_part(path: Path, offset: int, length: int, *, folder: Path | None = None) -> bytes:
+    """Read `length` bytes from `offset` on; a file that ends earlier is refused before anything is read."""
+    size = check_file(path, folder=folder)
+    if not (offset >= 0 and length >= 0 and offset + length <= size):
+        raise DocumentError(f"{path} cannot be read: it has no bytes {offset} to {offset + length}, only {size}")
+    with _opened(path, None) as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def read_text(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None) -> str:
+    """Read a UTF-8 text of at most `limit` bytes, 1 MB unless given."""
+    try:
+        return read_bytes(path, limit, folder=folder).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(f"{path} cannot be read: it is not UTF-8 text: {error}") from error
+
+
+def read_json(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None) -> Any:
+    """Read a JSON file of at most `limit` bytes, 1 MB unless given."""
+    text = read_text(path, limit, folder=folder)
+    with _named(path):
+        return parse_json(text, limit)
+
+
+def read_yaml(path: Path, *, folder: Path | None = None) -> Any:
+    """Read a YAML file of at most 1 MB."""
+    text = read_text(path, folder=folder)
+    with _named(path):
+        return parse_yaml(text)
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str]]:
+    """Open a UTF-8 text of any size, for a reader that stops by itself."""
+    check_file(path)
+    with _opened(path, None) as file, open(file.fileno(), encoding="utf-8", closefd=False) as text:
+        yield text
+
+
+@contextmanager
+def open_tensors(path: Path, *, folder: Path | None = None) -> Iterator[Any]:
+    """Open a safetensors file; safetensors checks its length against its header."""
+    from safetensors import safe_open  # noqa: PLC0415  # loads numpy
+
+    check_file(path, folder=folder)
+    with safe_open(path, framework="pt") as file:
+        yield file
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """Join a folder and a relative name that a file in it states; a name that leads out of the folder is refused."""
+    parts = name.replace("\\", "/").split("/")
+    if not name or "\0" in name or ".." in parts or Path(name).is_absolute() or ":" in parts[0]:
+        raise DocumentError(f"{shown(name)} is not the name of a file in {folder}")
+    path = folder / name
+    if os.path.lexists(path):
+        _check_inside(path, folder)
+    return path
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Put the name of the file before what is wrong with its text."""
+    try:
+        yield
+    except DocumentError as error:
+        raise DocumentError(f"{path} cannot be read: {error.args[0]}") from error
+
+
+@contextmanager
+def _opened(path: Path, limit: int | None) -> Iterator[IO[bytes]]:
+    # O_NONBLOCK: opening a FIFO would wait for a writer if it took the file's place after check_file
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        _check_status(path, os.fstat(file.fileno()), limit)
+        yield file
+
+
+def _check_status(path: Path, status: os.stat_result, limit: int | None) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise DocumentError(f"{path} cannot be read: it is a folder")
+    if not stat.S_ISREG(status.st_mode):
+        raise DocumentError(f"{path} cannot be read: it is a pipe, a device or a socket. Copy it into a regular file")
+    if limit is not None and status.st_size > limit:
+        raise DocumentError(f"{path} cannot be read: it has {status.st_size} bytes, at most {limit} are read")
+
+
+def _check_inside(path: Path, folder: Path) -> None:
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))  # Path.resolve raises on a loop of links
+    # The cache of huggingface_hub: models--x/snapshots/<revision>/config.json links to models--x/blobs/<hash>
+    blobs = [each.parent.parent / "blobs" for each in (home, *home.parents) if each.parent.name == "snapshots"]
+    if not real.is_relative_to(home) and real.parent not in blobs:
+        raise DocumentError(f"{path} cannot be read: it is a link to {real}, outside of {folder}. Copy the file there")

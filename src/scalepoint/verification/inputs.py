@@ -1,0 +1,31 @@
+"""The inputs that deploy measured a file with, kept beside the file: `scalepoint bench` measures with the same."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from scalepoint.errors import StoreError
+from scalepoint.files import replace_file
+
+INPUTS_FILE = "inputs.safetensors"
+
+
+def save_inputs(folder: Path, feeds: Mapping[str, np.ndarray]) -> Path:
+    """Write the arrays by the names of the file's inputs."""
+    path, data = folder / INPUTS_FILE, save({name: np.array(value, order="C") for name, value in feeds.items()})
+    replace_file(path, lambda temporary: temporary.write_bytes(data) and None)
+    return path
+
+
+def load_inputs(path: Path) -> dict[str, np.ndarray]:
+    """The arrays that `save_inputs` wrote."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise StoreError(
+            f"{path} holds no inputs ({error}): delete it to measure with random ones, or deploy again"
+        ) from error

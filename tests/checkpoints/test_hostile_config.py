@@ -1,0 +1,51 @@
+"""A config.json with any value in any place: a model, or an error of ours; never a model that is built without end."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalepoint.checkpoints.skeleton import skeleton
+from scalepoint.checkpoints.source import Source
+from scalepoint.errors import ScalepointError, StoreError
+from scalepoint.language.settings import asked
+from tests.formats.gguf.checkpoints import make
+
+TARGETS = ("gguf", "compressed-tensors", "ort-genai")
+VALUES = (
+    None, True, 0, -1, 3, 2**31, 2**63, 10**40, 1.5, float("nan"), float("inf"), "", "a", "\ud800", [], {}, [None],
+    {"a": None}, [1, 2],
+)  # fmt: skip
+
+
+def read(folder: Path, config: Any, target: str) -> bool:
+    """Whether the folder is taken; anything but an error of ours fails the test."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        asked(folder, folder.parent / "out", target, None, "fast", None)
+        skeleton(Source.open(folder))
+    except ScalepointError:
+        return False
+    return True
+
+
+def test_any_value_in_any_place_of_config_json(tmp_path: Path) -> None:
+    folder = make("llama, tied", tmp_path / "m").folder
+    config = json.loads((folder / "config.json").read_text())
+    chance = random.Random(0)  # noqa: S311  # no secret
+    taken = 0
+    for _ in range(60):
+        key = chance.choice(list(config))
+        taken += read(folder, {**config, key: chance.choice(VALUES)}, chance.choice(TARGETS))
+    assert 0 < taken < 60
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "num_local_experts"])
+def test_more_layers_than_the_checkpoint_has_weights_for_are_refused(key: str, tmp_path: Path) -> None:
+    folder = make("llama, tied", tmp_path / "m").folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: 2**31}))
+    with pytest.raises(StoreError, match=f"{key} is {2**31}, and the checkpoint has"):
+        skeleton(Source.open(folder))

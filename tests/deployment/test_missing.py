@@ -1,0 +1,60 @@
+"""A runtime or a writer that is not installed is told before any work."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import ExportError, ScalepointWarning, VerificationError
+from scalepoint.formats import find_format
+from scalepoint.runtimes import Runtime
+
+X = torch.randn(2, 8)
+
+
+def deploy(folder, read, **options):
+    def data(run):
+        read.append(1)
+        run(X)
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    return scalepoint.deploy(model, X, data, output=folder / "out", progress=False, smoke=True, **options)
+
+
+@pytest.fixture
+def no_runtime(monkeypatch):
+    """As on a machine where no runtime is installed."""
+    monkeypatch.setattr(Runtime, "is_here", False)
+
+
+def test_a_missing_runtime_is_told_before_the_data_is_read(no_runtime, tmp_path):
+    read = []
+    with pytest.raises(VerificationError, match=r"onnxruntime is not installed: pip install .*allow_departure=True"):
+        deploy(tmp_path, read)
+    assert read == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_may_be_unverified_is_written_without_its_runtime(no_runtime, tmp_path):
+    read = []
+    with pytest.warns(ScalepointWarning, match="onnxruntime is not installed.*will not be verified"):
+        done = deploy(tmp_path, read, allow_departure=True)
+    assert done.verification.status.value == "unavailable"
+    assert done.path.is_file()
+
+
+@pytest.mark.parametrize("name", ["executorch", "litert", "coreml"])
+def test_a_missing_writer_is_told_before_the_data_is_read(monkeypatch, tmp_path, name):
+    package = find_format(name).package
+    found = lambda wanted: None if wanted == package else find_spec(wanted)  # noqa: E731  # as where it is not installed
+    monkeypatch.setattr("scalepoint.formats.format.find_spec", found)
+    read = []
+    with pytest.raises(ExportError, match=rf"{package}, which is not installed: pip install 'scalepoint\[{name}\]'"):
+        deploy(tmp_path, read, target=name, allow_departure=True)
+    assert read == []
+
+
+def test_formats_of_our_own_dependencies_need_nothing():
+    find_format("onnx").check_installed()

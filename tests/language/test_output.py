@@ -1,0 +1,229 @@
+"""The output of deploy_checkpoint: other people's files stay, inputs are never written to, old files of ours go."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scalepoint import deploy_checkpoint
+from scalepoint.cli.app import run
+from scalepoint.errors import NonFiniteError, StoreError, UsageError
+from scalepoint.quantize import QuantConfig
+from scalepoint.tuning.checkpoint import Checkpoint
+
+FOLDERS = ("compressed-tensors", "gptq", "awq", "ort-genai")
+FOUR = QuantConfig(weight={"n_bits": 4, "block_size": 32}, activation="float")
+
+
+def deployed(source, output, target="compressed-tensors", **more):
+    """Nearest codes without data: what is tested is the folder."""
+    asked = {"config": FOUR, "accuracy": "fast", "verify": False, "progress": False}
+    return deploy_checkpoint(source, output, target=target, **{**asked, **more})
+
+
+def contents(folder):
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.fixture
+def source(llama, tmp_path):
+    """The checkpoint in a folder that contains more than it."""
+    shutil.copytree(llama[0], tmp_path / "models" / "llama")
+    (tmp_path / "models" / "notes.txt").write_text("mine")
+    return tmp_path / "models" / "llama"
+
+
+@pytest.mark.parametrize("target", [*FOLDERS, "gguf"])
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("place", "says"), [("..", "contains the checkpoint"), ("", "the checkpoint itself"), ("out", "lies inside")]
+)
+def test_an_output_around_or_in_the_checkpoint_is_refused(source, target, force, place, says):
+    before = contents(source.parent)
+    with pytest.raises(UsageError, match=says):
+        deployed(source, source / place, target, force=force)
+    assert contents(source.parent) == before
+
+
+def test_a_link_to_the_checkpoint_is_the_checkpoint(source, tmp_path):
+    (tmp_path / "link").symlink_to(source.parent)
+    with pytest.raises(UsageError, match="contains the checkpoint"):
+        deployed(source, tmp_path / "link", force=True)
+
+
+@pytest.mark.parametrize("name", ["data", "judge"])
+def test_an_output_that_contains_the_text_is_refused(source, tmp_path, name):
+    (tmp_path / "texts").mkdir()
+    shutil.copy(source / "calibration.txt", tmp_path / "texts")
+    given = {"data": source / "calibration.txt", name: tmp_path / "texts" / "calibration.txt"}
+    with pytest.raises(UsageError, match=r"contains the .*calibration\.txt"):
+        deployed(source, tmp_path / "texts", force=True, **given)
+    assert [each.name for each in (tmp_path / "texts").iterdir()] == ["calibration.txt"]
+
+
+@pytest.mark.parametrize(
+    "target", ["gptq", *(pytest.param(name, marks=pytest.mark.slow) for name in (*FOLDERS, "gguf") if name != "gptq")]
+)
+def test_files_of_others_are_refused_and_stay_when_forced(llama, tmp_path, target):
+    out = tmp_path / "out"
+    (out / "deep").mkdir(parents=True)
+    mine = {"mine.txt": b"precious", "deep/model.safetensors": b"other weights", ".tmp-7-mine": b"of another program"}
+    for name, data in mine.items():
+        (out / name).write_bytes(data)
+    with pytest.raises(UsageError, match=r"not empty.*force=True"):
+        deployed(llama[0], out, target)
+    assert contents(out) == mine
+    done = deployed(llama[0], out, target, force=True)
+    found = contents(out)
+    assert {name: found[name] for name in mine} == mine
+    assert (out / "report.html").is_file()
+    assert done.path.exists()
+    assert set(found) - set(mine) == {*json.loads((out / ".scalepoint-files.json").read_text())["files"],
+                                      ".scalepoint-files.json"}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_files_of_an_earlier_run_go_unless_they_were_changed(llama, tmp_path):
+    out = tmp_path / "out"
+    deployed(llama[0], out, "ort-genai")
+    before = set(contents(out))
+    (out / "genai_config.json").write_text("{}")  # somebody edits it
+    deployed(llama[0], out, "compressed-tensors", force=True)
+    now = set(contents(out))
+    assert {"model.onnx", "model.onnx.data", "genai_config.json"} <= before
+    assert not {"model.onnx", "model.onnx.data"} & now
+    assert (out / "genai_config.json").read_text() == "{}"
+    deployed(llama[0], tmp_path / "fresh", "compressed-tensors")
+    assert now - {"genai_config.json"} == set(contents(tmp_path / "fresh"))
+
+
+@pytest.mark.parametrize(
+    "name", ["report.html", ".scalepoint-files.json", pytest.param("model.safetensors", marks=pytest.mark.slow)]
+)
+def test_a_link_in_the_output_is_refused(llama, tmp_path, name):
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "elsewhere").write_text("mine")
+    (out / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="symbolic link"):
+        deployed(llama[0], out, force=True)
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+
+
+def test_a_link_in_the_place_of_the_work_folder_is_refused(llama, tmp_path):
+    (tmp_path / "elsewhere" / "tuning").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "tuning" / "mine").write_text("mine")
+    (tmp_path / ".out.work").symlink_to(tmp_path / "elsewhere")
+    for how in ({}, {"force": True}, {"resume": True}):
+        with pytest.raises(UsageError, match="symbolic link"):
+            deployed(llama[0], tmp_path / "out", **how)
+    assert (tmp_path / "elsewhere" / "tuning" / "mine").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_a_gguf_file_that_is_there_is_refused_unless_forced(llama, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"model\.gguf is there already.*force=True"):
+        deployed(llama[0], path, "gguf")
+    path.unlink()
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(UsageError, match=r"report\.html is there already"):
+        deployed(llama[0], path, "gguf")
+    (tmp_path / "report.html").unlink()
+    deployed(llama[0], path, "gguf")
+    deployed(llama[0], tmp_path / "second.gguf", "gguf")  # the report next to it is of ours
+    assert path.is_file()
+
+
+@pytest.mark.slow
+def test_the_command_line_refuses_and_forces(source, tmp_path, capsys):
+    given = ["deploy", str(source), "--target", "gptq", "--accuracy", "fast", "--quiet"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    assert run([*given, "-o", str(tmp_path / "out")]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert run([*given, "-o", str(source.parent), "--force"]) == 2
+    assert "contains the checkpoint" in " ".join(capsys.readouterr().err.split())
+    run([*given, "-o", str(tmp_path / "out"), "--force"])
+    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_an_hf_folder_is_an_input_of_the_command_line(source, tmp_path, capsys):
+    np.savez(tmp_path / "tokens.npz", input_ids=np.ones((2, 8), np.int64))
+    before = contents(source.parent)
+    for place in (source.parent, source, source / "out"):
+        given = ["deploy", f"hf:{source}", "--data", str(tmp_path / "tokens.npz"), "-o", str(place), "--force"]
+        assert run(given) == 2
+        assert "checkpoint" in capsys.readouterr().err
+    assert contents(source.parent) == before
+
+
+@pytest.mark.slow
+def test_what_somebody_put_into_the_work_folder_stays(llama, tmp_path):
+    (tmp_path / ".out.work").mkdir()
+    (tmp_path / ".out.work" / "mine").write_text("mine")
+    deployed(llama[0], tmp_path / "out")
+    assert contents(tmp_path / ".out.work") == {"mine": b"mine"}
+
+
+class Stopped(BaseException):
+    """As Ctrl-C."""
+
+
+def stopping(monkeypatch, error, after):
+    keep, kept = Checkpoint.keep, []
+
+    def stopped(self, *given):
+        if len(kept) == after:
+            raise error
+        kept.append(given)
+        keep(self, *given)
+
+    monkeypatch.setattr(Checkpoint, "keep", stopped)
+
+
+@pytest.mark.parametrize("blocks", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_interrupted_before_a_block_is_finished_leaves_nothing(llama, tmp_path, monkeypatch, blocks):
+    stopping(monkeypatch, Stopped(), blocks)
+    with pytest.raises(Stopped):
+        deployed(llama[0], tmp_path / "out")
+    assert [each.name for each in tmp_path.iterdir()] == ([".out.work"] if blocks else [])
+
+
+@pytest.mark.slow
+def test_an_unfinished_run_is_refused_unless_resumed_or_forced(llama, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stopping(patch, Stopped(), 1)
+        with pytest.raises(Stopped):
+            deployed(llama[0], tmp_path / "out")
+    with pytest.raises(UsageError, match=r"unfinished run.*resume=True.*force=True"):
+        deployed(llama[0], tmp_path / "out")
+    deployed(llama[0], tmp_path / "out", resume=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(UsageError, match="not empty"):
+        deployed(llama[0], tmp_path / "out", resume=True)  # there is nothing to go on from
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_not_a_number_leaves_nothing_to_go_on_from(llama, tmp_path):
+    """The second block gives NaN: the first is finished then, and going on from it would end the same way."""
+    shutil.copytree(llama[0], tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    given = {"data": llama[0] / "calibration.txt", "length": 32, "samples": 4, "accuracy": "balanced"}
+    with pytest.raises(NonFiniteError):
+        deployed(tmp_path / "in", tmp_path / "out", **given)
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_full_disk_is_told_with_what_is_needed_and_how_to_go_on(llama, tmp_path, monkeypatch):
+    stopping(monkeypatch, OSError(28, os.strerror(28)), 1)
+    with pytest.raises(StoreError, match=r"No space left.*needs .*[\d,]+ bytes.*resume=True"):
+        deployed(llama[0], tmp_path / "out")

@@ -1,0 +1,163 @@
+"""Perplexity as a score: its direction, what is an error in place of a number, and a file that departs."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scalepoint import deploy_checkpoint, perplexity
+from scalepoint.cli.app import run
+from scalepoint.errors import NonFiniteError, StoreError, UsageError, VerificationError
+from scalepoint.files import replace_folder
+from scalepoint.formats import registry
+from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.report import Report, compare_runs
+
+GIVEN = {"length": 32, "accuracy": "fast", "progress": False, "config": {"weight": {"n_bits": 4, "block_size": 32}}}
+TARGET = "compressed-tensors"
+
+
+def deployed(llama, path, **more):
+    folder, _ = llama
+    return deploy_checkpoint(folder, path, target=TARGET, **{**GIVEN, "judge": folder / "judge.txt", **more})
+
+
+def use_format(monkeypatch, change):
+    """A format whose folder holds float weights, each put through `change` as it is written."""
+
+    def write(checkpoint, path):
+        def fill(folder):
+            tensors = {name: change(checkpoint.source.tensor(name)) for name in checkpoint.source.tensors}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            shutil.copy(checkpoint.source.folder / "config.json", folder / "config.json")
+
+        replace_folder(path, fill)
+
+    monkeypatch.setitem(registry._OF_CHECKPOINTS.own, TARGET, CheckpointFormat(TARGET, "", write, lambda *_: None))
+
+
+def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama, tmp_path):
+    three = {"weight": {"n_bits": 3, "block_size": 64}}
+    worse = deployed(llama, tmp_path / "three", verify=False, config=three)
+    better = deployed(llama, tmp_path / "eight", verify=False, config={"weight": {"n_bits": 8, "block_size": 32}})
+    assert better.score < worse.score
+    for done in (worse, better):
+        (metric,) = done.report.accuracy
+        assert not done.higher_is_better
+        assert done.drop == metric.drop == pytest.approx(done.score - done.float_score)
+        assert metric.is_within(metric.drop)
+        assert not metric.is_within(metric.drop - 0.01)
+        assert "lower is better" in str(done)
+        assert not Report.from_json((done.path / "report.json").read_text()).accuracy[0].higher_is_better
+    numbers = compare_runs(tmp_path / "three", tmp_path / "eight").numbers
+    (row,) = (each for each in numbers if each.name == "perplexity")
+    assert row.mood == "better"
+
+
+def test_a_file_that_computes_something_else_is_an_error_unless_allowed(llama, tmp_path, monkeypatch):
+    use_format(monkeypatch, lambda weight: weight.roll(1, 0))
+    with pytest.raises(VerificationError, match="allow_departure=True") as error:
+        deployed(llama, tmp_path / "out")
+    assert "departs" in str(error.value)
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["language"]["status"] == "departs"
+
+
+@pytest.mark.slow
+def test_a_file_that_departs_is_returned_where_that_is_allowed(llama, tmp_path, monkeypatch):
+    use_format(monkeypatch, lambda weight: weight.roll(1, 0))
+    done = deployed(llama, tmp_path / "out", allow_departure=True)
+    assert done.report.language.status == "departs"
+    assert done.score == done.report.accuracy[0].quantized_value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "code"), [([], 4), (["--allow-departure"], 0)], ids=["refused", "allowed"])
+def test_the_command_ends_by_what_is_allowed(llama, tmp_path, monkeypatch, capsys, more, code):
+    use_format(monkeypatch, lambda weight: weight.roll(1, 0))
+    given = ["deploy", str(llama[0]), "--target", TARGET, "--judge", str(llama[0] / "judge.txt"), "--length", "32"]
+    assert run([*given, "--accuracy", "fast", "-o", str(tmp_path / "out"), *more]) == code
+    said = capsys.readouterr()
+    assert "not verified" in said.err
+    assert ("--allow-departure" in said.err) is (code == 4)
+    assert "lower is better" in said.out
+
+
+@pytest.mark.slow
+def test_a_file_that_gives_nan_departs(llama, tmp_path, monkeypatch):
+    use_format(monkeypatch, lambda weight: torch.full_like(weight, torch.nan))
+    with pytest.raises(VerificationError, match="departs"):
+        deployed(llama, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_file_that_its_runtime_cannot_load_is_an_error(llama, tmp_path, monkeypatch):
+    use_format(monkeypatch, lambda weight: weight[..., :8].clone())
+    with pytest.raises(VerificationError, match="transformers: failed"):
+        deployed(llama, tmp_path / "out")
+
+
+def test_a_perplexity_that_is_no_number_is_an_error():
+    tokens = [torch.arange(8)[None]]
+    with pytest.raises(NonFiniteError, match="NaN"):
+        perplexity(lambda own: torch.full((1, 8, 10), torch.nan), tokens)
+    with pytest.raises(UsageError, match="2 tokens"):
+        perplexity(lambda own: torch.zeros(1, own.shape[1], 10), [torch.zeros(1, 1, dtype=torch.int64)])
+
+
+def damaged(llama, folder, name, change):
+    """The checkpoint with one tensor changed."""
+    shutil.copytree(llama[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, None
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DAMAGES = {
+    "a norm with NaN": (NORM, lambda value: value.index_fill(0, torch.tensor([3]), torch.nan)),
+    "a norm with infinity": (NORM, lambda value: value.index_fill(0, torch.tensor([3]), torch.inf)),
+    "a norm of integers": (NORM, lambda value: value.to(torch.int32)),
+    "a matrix with NaN": (
+        "model.layers.0.mlp.up_proj.weight",
+        lambda value: value.index_fill(1, torch.tensor([0]), torch.nan),
+    ),
+    "a matrix of integers": ("model.layers.0.mlp.up_proj.weight", lambda value: value.to(torch.int8)),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+@pytest.mark.parametrize("judge", [True, False])
+def test_a_weight_that_is_no_number_is_refused_by_name(llama, tmp_path, case, judge):
+    name, change = DAMAGES[case]
+    source = damaged(llama, tmp_path / "source", name, change)
+    more = {} if judge else {"judge": None}
+    with pytest.raises(StoreError, match=name) as error:
+        deployed(source, tmp_path / "out", verify=False, **more)
+    assert "NaN or infinity" in str(error.value) or "stored as int" in str(error.value)
+    assert "on_nan" not in str(error.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("more", [{"accuracy": "balanced"}, {"accuracy": "fast"}], ids=str)
+def test_values_that_overflow_are_an_error_that_advises_what_exists(llama, tmp_path, more):
+    def huge(value):
+        return torch.full_like(value, 3e38)
+
+    source = damaged(llama, tmp_path / "source", "model.layers.0.input_layernorm.weight", huge)
+    data = {} if more["accuracy"] == "fast" else {"data": llama[0] / "calibration.txt"}
+    with pytest.raises(NonFiniteError, match="transformers") as error:
+        deployed(source, tmp_path / "out", verify=False, **data, **more)
+    assert "on_nan" not in str(error.value)
+
+
+def test_the_size_names_the_type_it_is_compared_with_and_nothing_measured_is_said_so(llama, tmp_path):
+    done = deployed(llama, tmp_path / "out", judge=None)
+    text = "\n".join(done.report.summary())
+    assert "smaller than the float32 checkpoint" in text
+    assert "nothing was measured" in done.report.verdict()
+    assert "simulation" not in done.report.verdict()
+    judged = deployed(llama, tmp_path / "judged", verify=False)
+    assert "all numbers are of the simulation" in judged.report.verdict()

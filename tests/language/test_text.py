@@ -1,0 +1,91 @@
+"""Text and tokens as sequences: how many, how long, and no sequence that both calibrates and judges."""
+
+import pytest
+import torch
+
+from scalepoint import deploy_checkpoint
+from scalepoint.checkpoints import Source
+from scalepoint.errors import CalibrationError, UsageError
+from scalepoint.language import text as module
+from scalepoint.language.text import sequences, tokenizer_of
+
+CONFIG = {"weight": {"n_bits": 4, "block_size": 32}}
+
+
+def given(llama, data, *, length, count):
+    return sequences(data, Source.open(llama[0]), length=length, count=count, what="data")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "length", "count", "sizes"),
+    [
+        ([(4, 64)], 32, 3, [32, 32, 32]),
+        ([(70,)], 32, 8, [32, 32]),
+        ([(2, 24), (1, 40)], 32, 8, [24, 24, 32]),
+        ([(1, 8)] * 5, 8, 3, [8, 8, 8]),
+    ],
+)
+def test_tokens_are_cut_and_counted_as_text_is(llama, shapes, length, count, sizes):
+    data = [torch.randint(0, 320, shape) for shape in shapes]
+    found = given(llama, data, length=length, count=count)
+    assert [tuple(each.shape) for each in found] == [(1, size) for size in sizes]
+    assert torch.equal(found[0][0], data[0].reshape(-1, data[0].shape[-1])[0, : sizes[0]])
+
+
+def test_a_run_reads_no_more_tokens_than_it_is_asked_for(llama, tmp_path):
+    torch.manual_seed(0)
+    rows = torch.randint(0, 320, (64, 48))
+    done = deploy_checkpoint(
+        llama[0], tmp_path / "out", target="compressed-tensors", config=CONFIG, data=[rows], length=16, samples=3,
+        verify=False, progress=False,
+    )  # fmt: skip
+    assert done.tuned.samples == 3
+    assert done.report.language.tokens == 16 * 15  # of 16 sequences, every token but the first
+    own = deploy_checkpoint(
+        llama[0], tmp_path / "own", target="compressed-tensors", config=CONFIG, accuracy="fast", judge=[rows],
+        length=16, verify=False, progress=False,
+    )  # fmt: skip
+    assert own.report.language.tokens == 16 * 15
+
+
+@pytest.mark.parametrize("data", [[torch.arange(32)[None]], "text"], ids=["tokens", "text"])
+def test_one_sequence_does_not_both_calibrate_and_judge(llama, tmp_path, data):
+    if data == "text":
+        data = tmp_path / "short.txt"
+        data.write_text("the cat sees the dog , and then it sleeps . " * 4)
+    with pytest.raises(CalibrationError, match="judge="):
+        deploy_checkpoint(llama[0], tmp_path / "out", target="compressed-tensors", config=CONFIG, data=data, length=32)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(1, 1).long(), torch.zeros(4), torch.zeros(1, 1, 4).long(), "a"])
+def test_tokens_that_are_no_sequence_are_refused(llama, tokens):
+    with pytest.raises(UsageError, match="integer tensors"):
+        given(llama, [tokens], length=8, count=2)
+
+
+@pytest.mark.parametrize("data", [[torch.arange(200)[None] % 300] * 2, "text"], ids=["tokens", "text"])
+def test_sequences_longer_than_the_context_are_refused(llama, tmp_path, data):
+    data = llama[0] / "calibration.txt" if data == "text" else data
+    with pytest.raises(UsageError, match="length=128"):
+        deploy_checkpoint(llama[0], tmp_path / "out", target="gguf", config=CONFIG, data=data, length=150)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_as_much_text_is_tokenized_as_is_needed(llama, tmp_path, monkeypatch):
+    path = tmp_path / "long.txt"
+    path.write_text((llama[0] / "calibration.txt").read_text() * 20)
+    real, seen = tokenizer_of(Source.open(llama[0])), []
+
+    class Counting:
+        def encode(self, text, **options):
+            seen.append(len(text))
+            return real.encode(text, **options)
+
+    monkeypatch.setattr(module, "tokenizer_of", lambda source: Counting())
+    found = given(llama, path, length=32, count=4)
+    assert sum(seen) < 5_000 < len(path.read_text())
+    whole = real.encode(path.read_text(), add_special_tokens=False)
+    assert torch.cat(found, 1)[0].tolist() == whole[:128]
+    everything = given(llama, path, length=32, count=10**6)
+    assert torch.cat(everything, 1)[0].tolist() == whole[: len(whole) // 32 * 32]

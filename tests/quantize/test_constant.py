@@ -1,0 +1,80 @@
+"""Calibration data that never changes: a warning that names what has one value only."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scalepoint
+from scalepoint.errors import ScalepointWarning
+from scalepoint.quantize import QuantConfig, quantize, record_of
+
+EXAMPLE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+
+
+class Branches(nn.Module):
+    """`second` reads a ReLU that is off for every input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dead, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+        nn.init.constant_(self.dead.bias, -100.0)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = self.first(x) + self.second(self.dead(x).relu())
+        return y if scale is None else y * scale
+
+
+def warned(data, args=EXAMPLE, model=None):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = quantize(model or nn.Sequential(nn.Conv2d(3, 4, 3)), args, forward_loop=data, target="onnxruntime")
+    said = [str(each.message) for each in caught if "calibration data" in str(each.message)]
+    assert record_of(made).constant == (said[0] if said else "")
+    return said[0] if said else ""
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_constant_data_is_told_with_the_input_and_the_layer(value, batches):
+    said = warned([torch.full_like(EXAMPLE, value)] * batches)
+    assert f"input input is always {value:.6g}" in said.replace("input_1", "input")
+    assert f"the activation at 0 is always {value:.6g}" in said
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param([EXAMPLE], id="real"),
+        pytest.param([EXAMPLE * 0, EXAMPLE * 0 + 1], id="batches that differ"),
+        pytest.param([torch.cat([EXAMPLE[:1] * 0, EXAMPLE[1:]])], id="one sample of zeros"),
+        pytest.param([torch.zeros(2, 3, 8, 8).index_fill(3, torch.tensor([7]), 1.0)], id="few other values"),
+    ],
+)
+def test_data_with_several_values_is_not_told(data):
+    assert warned(data) == ""
+
+
+def test_a_layer_that_always_reads_zeros_is_named_alone():
+    said = warned([EXAMPLE], model=Branches())
+    assert "second is always 0" in said
+    assert "input x" not in said
+    assert "first" not in said
+
+
+def test_a_second_input_that_is_constant_is_no_fault_of_the_data():
+    said = warned([(EXAMPLE, torch.ones(4, 1, 1))], (EXAMPLE, torch.ones(4, 1, 1)), Branches())
+    assert "input scale" not in said
+
+
+def test_the_warning_is_in_the_report_and_in_the_saved_model(tmp_path):
+    options = {"config": QuantConfig(speed_first=False), "output": tmp_path / "out", "smoke": True, "progress": False}
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
+
+    with pytest.warns(ScalepointWarning, match="calibration data is constant"):
+        done = scalepoint.deploy(net, EXAMPLE, [EXAMPLE * 0], **options)
+    assert any("calibration data is constant" in each for each in done.report.warnings)
+    assert "calibration data is constant" in str(done)
+    loaded = scalepoint.load(tmp_path / "out" / "quantized", net, EXAMPLE)
+    assert record_of(loaded).constant == record_of(done.model).constant != ""
