@@ -547,3 +547,9 @@ def test_the_terminal_shows_the_front_and_who_differs():
     text = str(made.ordinary())
     assert "<- chosen near here" in text
     assert text.index("layer1.1.conv2") < text.index("and 10 more")
+
+
+def test_a_file_without_a_float_one_still_shows_its_size():
+    report = made.ordinary()
+    page = to_html(replace(report, verification=replace(report.verification, float_size=None)))
+    assert "no float file to compare with" in page
