@@ -27,13 +27,13 @@ from scalepoint.report import (
     Raised,
     Report,
     ReportedLayer,
-    blocks,
     is_within,
+    placement_graph,
     to_html,
     write,
 )
-from scalepoint.report.blocks import blocks_of
-from scalepoint.report.markup import data_block, tag
+from scalepoint.report.html import environment
+from scalepoint.report.placement_graph import blocks_of
 from scalepoint.verification import Status, Verification
 from scalepoint.words import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
 from tests.report import made
@@ -254,7 +254,7 @@ def test_the_data_in_the_page_is_the_report_and_cannot_end_its_element():
 
 def test_the_policy_names_exactly_what_the_page_holds():
     text = to_html(made.bare())
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#x27;", "'")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#39;", "'")
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
 
@@ -309,10 +309,10 @@ def test_metric_ends_with_what_the_runtime_gives():
 
 def test_inner_blocks_are_opened_where_that_gives_few_boxes(monkeypatch):
     inside = [GraphNode(f"encoder.{layer}.{name}", "k") for layer in range(3) for name in "abc"]
-    monkeypatch.setattr(blocks, "FEW_BOXES", 5)
+    monkeypatch.setattr(placement_graph, "FEW_BOXES", 5)
     whole = blocks_of([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
     assert [box.label for box in whole.boxes] == ["embeddings.word", "encoder.0", "encoder.1", "encoder.2", "pooler"]
-    monkeypatch.setattr(blocks, "FEW_BOXES", 4)
+    monkeypatch.setattr(placement_graph, "FEW_BOXES", 4)
     whole = blocks_of([GraphNode("embeddings.word", "k"), *inside, GraphNode("pooler", "k")])[0]
     assert [box.label for box in whole.boxes] == ["embeddings.word", "encoder", "pooler"]
 
@@ -401,7 +401,7 @@ def test_the_report_says_what_to_do_next(change, step):
     report = replace(report, **{"verification": replace(report.verification, path="out/model.onnx"), **change})
     assert any(step in each for each in report.next_steps())
     assert "Next: " in str(report)
-    assert html.escape(report.next_steps()[0]) in to_html(report)
+    assert report.next_steps()[0] in html.unescape(to_html(report))
 
 
 def test_a_file_that_is_slower_or_departs_gets_its_own_advice():
@@ -413,7 +413,7 @@ def test_a_file_that_is_slower_or_departs_gets_its_own_advice():
 
 def test_blocks_are_the_tree_of_the_names_without_repetition(monkeypatch):
     nodes = [GraphNode("m.a.x", "k"), GraphNode("m.a.y", "k", ("m.a.x",)), GraphNode("m.b.c.z", "k", ("m.a.y",))]
-    monkeypatch.setattr(blocks, "FEW_BOXES", 1)
+    monkeypatch.setattr(placement_graph, "FEW_BOXES", 1)
     first, second = blocks_of(nodes)
     assert [first.title, second.title] == ["m", "m.a"]  # the whole model is m, and m.b holds one operation
     assert [(box.label, box.rank, box.block) for box in first.boxes] == [("a", 0, ("m", "a")), ("b.c.z", 1, None)]
@@ -427,7 +427,7 @@ def test_a_block_that_feeds_itself_through_another_is_drawn(monkeypatch):
         GraphNode("a.y", "k", ("b.x",)),
         GraphNode("b.y", "k"),
     ]
-    monkeypatch.setattr(blocks, "FEW_BOXES", 1)
+    monkeypatch.setattr(placement_graph, "FEW_BOXES", 1)
     whole = blocks_of(nodes)[0]
     assert [box.inputs for box in whole.boxes] == [{1}, {0}]
     to_html(replace(made.bare(), graph=tuple(nodes)))
@@ -466,12 +466,11 @@ def test_printing_works_where_only_ascii_does():
     assert max(map(len, done.stdout.splitlines())) <= 40
 
 
-def test_tag_escapes_all_that_is_not_markup():
-    assert tag("td", "<b>", tag("i", '"'), None, title="'\"&", data_v=3, hidden=True, open=False) == (
-        '<td title="&#x27;&quot;&amp;" data-v="3" hidden>&lt;b&gt;<i>&quot;</i></td>'
-    )
-    assert data_block("</script>\u2028&", "x") == (
-        '<script type="application/json" id="x">"\\u003c/script\\u003e\\u2028\\u0026"</script>'
+def test_every_value_of_a_template_is_escaped_and_shows_control_characters():
+    template = environment().from_string('<td title="{{ text }}">{{ text }}{{ nothing }}</td>{{ data|tojson }}')
+    assert template.render(text="<b>'\"&\x1b\u202e", nothing=None, data="</script>\u2028&") == (
+        '<td title="&lt;b&gt;&#39;&#34;&amp;\\x1b\\u202e">&lt;b&gt;&#39;&#34;&amp;\\x1b\\u202e</td>'
+        '"\\u003c/script\\u003e\\u2028\\u0026"'
     )
 
 
@@ -548,3 +547,9 @@ def test_the_terminal_shows_the_front_and_who_differs():
     text = str(made.ordinary())
     assert "<- chosen near here" in text
     assert text.index("layer1.1.conv2") < text.index("and 10 more")
+
+
+def test_a_file_without_a_float_one_still_shows_its_size():
+    report = made.ordinary()
+    page = to_html(replace(report, verification=replace(report.verification, float_size=None)))
+    assert "no float file to compare with" in page

@@ -9,8 +9,7 @@ from torch import fx
 
 from scalepoint.deployment.trials import Trial
 from scalepoint.quantize import Coverage, coverage
-from scalepoint.report import Allocated, Report
-from scalepoint.report.notebook import snippet
+from scalepoint.report import Allocated, Report, notebook_snippet
 from scalepoint.tuning import TuneReport
 from scalepoint.verification import Verification
 
@@ -67,4 +66,4 @@ class Deployment:
 
     def _repr_html_(self) -> str:
         """In a notebook."""
-        return snippet(self.report)
+        return notebook_snippet(self.report)

@@ -3,9 +3,8 @@
 from scalepoint.report.beside import Beside
 from scalepoint.report.chosen import Allocated, AllocatedLayer, ChosenCodes, FrontPoint, Tuned
 from scalepoint.report.difference import Difference, compare_runs
-from scalepoint.report.difference_page import difference_page
 from scalepoint.report.folder import write
-from scalepoint.report.html import to_html
+from scalepoint.report.html import difference_page, notebook_snippet, to_html
 from scalepoint.report.language import Language
 from scalepoint.report.model import (
     Attempt,
@@ -44,6 +43,7 @@ __all__ = [
     "compare_runs",
     "difference_page",
     "is_within",
+    "notebook_snippet",
     "sweep_page",
     "to_html",
     "write",

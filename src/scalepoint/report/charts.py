@@ -1,248 +1,314 @@
-"""Small charts as SVG text: bars, shares, error by depth, histograms. Colours are classes of the style sheet."""
+"""Coordinates of the charts; `templates/macros.html.j2` writes them as SVG. Colours are classes of the style sheet."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from scalepoint.report.chosen import Allocated, ChosenCodes
-from scalepoint.report.markup import Html, join, name, tag
 from scalepoint.report.model import Histogram, ReportedLayer
 from scalepoint.words import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
 
-MANY = 400  # points beyond this are one path, without a title each
-BINS = 60
-BROKEN = 1e6  # an error beyond this is drawn as if it were this
-LETTER = 7.2  # about the width of one in the names of the worst layers
+MAX_TITLED_POINTS = 400  # more points than this are one path, and only the worst have a title
+MAX_BINS = 60
+MAX_ERROR = 1e6  # larger errors are drawn as this one
+LETTER_WIDTH = 7.2  # about the width of a letter in the names of the worst layers
+UNITS = {
+    "size": "size of the file, as a share of the float file",
+    "bits": "bits of a weight, on average",
+    "speed": "times the speed of the float model, by MACs",
+    "cost": "share of the float model's size + share of its time",
+}
+
+Point = tuple[float, float]
 
 
-def svg(width: float, height: float, *children: Html, label: str, class_: str) -> Html:
-    size = f"0 0 {width:g} {height:g}"
-    return tag("svg", tag("title", label), *children, viewBox=size, role="img", class_=class_, width=width)
+@dataclass(frozen=True)
+class Shape:
+    """One SVG element; `title` is shown when the pointer rests on it."""
+
+    element: str
+    attributes: Mapping[str, object]
+    text: str = ""
+    title: str = ""
 
 
-def bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) -> Html:
-    """Label, bar, value: one line a row, all on one scale from zero; infinity fills its line."""
-    finite = [abs(value) for _, value, _ in rows if math.isfinite(value)]
-    most = max(finite, default=0.0) or 1.0
-    lines = []
-    for (label, value, text), class_ in zip(rows, classes, strict=True):
-        width = 0 if math.isnan(value) else round(100 * min(abs(value), most) / most, 2)
-        bar = tag("rect", x=0, y=0, width=max(width, 0.5), height=8, class_=class_)
-        drawn = tag("svg", bar, viewBox="0 0 100 8", preserveAspectRatio="none", class_="bar", aria_hidden="true")
-        lines.append(join((tag("span", label, class_="bar-label"), drawn, tag("span", text, class_="bar-value"))))
-    return tag("div", *(tag("div", line, class_="bar-row") for line in lines), class_="bars")
+@dataclass(frozen=True)
+class Picture:
+    """A chart: its size, what a screen reader says, and its shapes from back to front."""
+
+    width: float
+    height: float
+    label: str
+    css: str
+    shapes: Sequence[Shape]
 
 
-def shares(parts: Sequence[tuple[str, float]], classes: Sequence[str], label: str) -> Html:
-    """One bar cut into shares."""
-    pieces, left = [], 0.0
-    for (text, share), class_ in zip(parts, classes, strict=True):
-        title = tag("title", f"{text}: {share_of(share)}")
-        width = max(0.0, min(share, 1.0)) * 100
-        pieces.append(
-            tag("g", title, tag("rect", x=round(left, 3), y=0, width=round(width, 3), height=8, class_=class_))
+@dataclass(frozen=True)
+class Bar:
+    """One line of a bar chart; the width is in percent."""
+
+    label: str
+    text: str
+    width: float
+    css: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """One part of a bar that is cut into shares; left and width are in percent."""
+
+    text: str
+    left: float
+    width: float
+    css: str
+
+
+@dataclass
+class Labels:
+    """Places labels next to their points so that they do not overlap."""
+
+    right: float = 996.0  # labels end here
+    taken: list[tuple[float, float, float]] = field(default_factory=list)  # start, end, height
+
+    def near(self, text: str, x: float, y: float, css: str = "worst-name") -> Shape:
+        """Place a label below its point, above it or further away, at the first height that is free."""
+        width = LETTER_WIDTH * len(text)
+        start = min(max(x - width / 2, 46.0), self.right - width)
+        heights = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
+        inside = [height for height in heights if 12 <= height <= 238] or heights[:1]
+        height = next((height for height in inside if self._is_free(start, width, height)), inside[0])
+        self.taken.append((start, start + width, height))
+        return text_shape(text, round(start, 1), round(height, 1), css)
+
+    def _is_free(self, start: float, width: float, height: float) -> bool:
+        return all(
+            start > right + 6 or start + width < left - 6 or abs(height - other) >= 14
+            for left, right, other in self.taken
         )
+
+
+def text_shape(text: str, x: float, y: float, css: str = "tick", anchor: str | None = None) -> Shape:
+    return Shape("text", {"x": number(x), "y": number(y), "text-anchor": anchor, "class": css}, text)
+
+
+def line_shape(x1: float, y1: float, x2: float, y2: float, css: str = "grid", title: str = "") -> Shape:
+    ends = {"x1": number(x1), "x2": number(x2), "y1": number(y1), "y2": number(y2)}
+    return Shape("line", {**ends, "class": css}, title=title)
+
+
+def circle(x: float, y: float, radius: float, css: str, title: str = "") -> Shape:
+    return Shape("circle", {"cx": number(x), "cy": number(y), "r": number(radius), "class": css}, title=title)
+
+
+def rectangle(x: float, y: float, width: float, height: float, css: str) -> Shape:
+    size = {"width": number(width), "height": number(height)}
+    return Shape("rect", {"x": number(x), "y": number(y), **size, "class": css})
+
+
+def path(points: Sequence[Point], css: str) -> Shape:
+    """A line through the points."""
+    return Shape("path", {"d": "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else "", "class": css})
+
+
+def number(value: float) -> str:
+    return f"{value:.10g}"
+
+
+def bars(rows: Sequence[tuple[str, float, str]], classes: Sequence[str]) -> list[Bar]:
+    """Bars of (label, value, text), all on one scale from zero; infinity fills its line."""
+    finite = [abs(value) for _, value, _ in rows if math.isfinite(value)]
+    largest = max(finite, default=0.0) or 1.0
+    widths = [0.0 if math.isnan(value) else 100 * min(abs(value), largest) / largest for _, value, _ in rows]
+    return [
+        Bar(label, text, max(round(width, 2), 0.5), css)
+        for (label, _, text), width, css in zip(rows, widths, classes, strict=True)
+    ]
+
+
+def shares(parts: Iterable[tuple[str, float]], classes: Mapping[str, str]) -> list[Share]:
+    """One bar cut into (name, share)."""
+    cut, left = [], 0.0
+    for name, share in parts:
+        width = max(0.0, min(share, 1.0)) * 100
+        cut.append(Share(f"{name}: {share_of(share)}", round(left, 3), round(width, 3), classes[name]))
         left += width
-    drawn = tag("svg", *pieces, viewBox="0 0 100 8", preserveAspectRatio="none", class_="bar", aria_hidden="true")
-    return tag("div", tag("span", label, class_="bar-label"), drawn, class_="bar-row share-row")
+    return cut
 
 
-def steps(low: float, high: float, about: int = 5) -> list[float]:
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers between two values."""
     rough = (high - low) / about
     if not 1e-300 < rough < math.inf:  # also a report of somebody else, with numbers of any size
         return [low]
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= rough * 0.999)
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)][:20]
 
 
-def depth(layers: Sequence[ReportedLayer], floats: frozenset[str]) -> Html:
-    """SQNR of every layer in the order of execution; what is low hurts."""
-    width, height, left, bottom, top = 1000.0, 270.0, 44.0, 30.0, 14.0
-    finite = [each.sqnr_db for each in layers if math.isfinite(each.sqnr_db)]
-    finite += [each.weight_sqnr_db for each in layers if each.weight_sqnr_db and math.isfinite(each.weight_sqnr_db)]
-    low, high = min([0.0, *finite]), max(finite, default=10.0) * 1.08 or 10.0
-    low = max(low, -60.0)
+@dataclass(frozen=True)
+class Axes:
+    """A plot area: layers from left to right, decibels upwards."""
 
-    def x_of(index: float) -> float:
-        return round(left + 8 + (width - left - 20) * (index / max(1, len(layers) - 1)), 1)
+    height: float
+    bottom: float
+    top: float
+    low: float
+    high: float
+    count: int
+    width: float = 1000.0
+    left: float = 44.0
 
-    def y_of(value: float) -> float:
-        value = low if math.isnan(value) else min(max(value, low), high)
-        return round(top + (height - top - bottom) * (1 - (value - low) / ((high - low) or 1)), 1)
+    def x(self, index: float) -> float:
+        return round(self.left + 8 + (self.width - self.left - 20) * (index / max(1, self.count - 1)), 1)
 
-    grid = []
+    def y(self, value: float) -> float:
+        value = self.low if math.isnan(value) else min(max(value, self.low), self.high)
+        area = self.height - self.top - self.bottom
+        return round(self.top + area * (1 - (value - self.low) / ((self.high - self.low) or 1)), 1)
+
+    def level(self, value: float, css: str = "grid") -> Shape:
+        """A horizontal line at a value."""
+        return line_shape(self.left, self.y(value), self.width - 4, self.y(value), css)
+
+    def grid(self, from_bottom: float) -> list[Shape]:
+        """Horizontal lines with their values, and the numbers of layers."""
+        shapes = []
+        for value in ticks(self.low, self.high):
+            shapes += [self.level(value), text_shape(f"{value:g}", self.left - 6, self.y(value) + 4, anchor="end")]
+        for index in filter(float.is_integer, map(float, ticks(0, self.count - 1, 8))):
+            shapes.append(text_shape(f"{index:g}", self.x(index), self.height - from_bottom, anchor="middle"))
+        return shapes
+
+
+def depth(layers: Sequence[ReportedLayer], floats: frozenset[str]) -> Picture:
+    """SQNR of every layer in the order of execution, with the three worst named."""
+    finite = [layer.sqnr_db for layer in layers if math.isfinite(layer.sqnr_db)]
+    finite += [layer.weight_sqnr_db for layer in layers if layer.weight_sqnr_db and math.isfinite(layer.weight_sqnr_db)]
+    low, high = max(min([0.0, *finite]), -60.0), max(finite, default=10.0) * 1.08 or 10.0
+    axes = Axes(height=270.0, bottom=30.0, top=14.0, low=low, high=high, count=len(layers))
+    shapes = []
     for bound, word in ((GOOD_DB, "very good"), (FAIR_DB, "good"), (POOR_DB, "fair")):
         if low < bound < high:
-            line = tag("line", x1=left, x2=width - 4, y1=y_of(bound), y2=y_of(bound), class_="grid bound")
-            grid += [line, tag("text", word, x=left + 4, y=y_of(bound) - 4, class_="tick")]
-    for value in steps(low, high):
-        line = tag("line", x1=left, x2=width - 4, y1=y_of(value), y2=y_of(value), class_="grid")
-        grid += [line, tag("text", f"{value:g}", x=left - 6, y=y_of(value) + 4, text_anchor="end", class_="tick")]
-    for index in steps(0, len(layers) - 1, 8):
-        grid.append(tag("text", f"{index:g}", x=x_of(index), y=height - 10, text_anchor="middle", class_="tick"))
-    weights = [(x_of(i), y_of(each.weight_sqnr_db)) for i, each in enumerate(layers) if each.weight_sqnr_db is not None]
-    points = [(x_of(index), y_of(each.sqnr_db)) for index, each in enumerate(layers)]
-    drawn = [
-        tag("path", d=line_of(points), class_="trace"),
-        tag("path", d=_dots(weights, 2.2), class_="dot-weight"),
-        *_points(layers, points, floats),
+            shapes += [axes.level(bound, "grid bound"), text_shape(word, axes.left + 4, axes.y(bound) - 4)]
+    shapes += axes.grid(from_bottom=10)
+    points = [(axes.x(index), axes.y(layer.sqnr_db)) for index, layer in enumerate(layers)]
+    weights = [
+        (axes.x(index), axes.y(layer.weight_sqnr_db))
+        for index, layer in enumerate(layers)
+        if layer.weight_sqnr_db is not None
     ]
+    shapes += [path(points, "trace"), _squares(weights, 2.2, "dot-weight"), *_layer_points(layers, points, floats)]
     label = f"SQNR in dB of {plural(len(layers), 'layer')}, in the order of execution"
-    return svg(width, height, *grid, *drawn, label=label, class_="depth")
+    return Picture(axes.width, axes.height, label, "depth", shapes)
 
 
-def _points(
-    layers: Sequence[ReportedLayer], points: Sequence[tuple[float, float]], floats: frozenset[str]
-) -> list[Html]:
-    """Points with titles; of very many layers, only the worst have one."""
+def _layer_points(layers: Sequence[ReportedLayer], points: Sequence[Point], floats: frozenset[str]) -> list[Shape]:
+    """Draw a point per layer. Of very many layers, only the worst are circles with a title."""
     order = sorted(range(len(layers)), key=lambda index: (not math.isnan(layers[index].sqnr_db), layers[index].sqnr_db))
     worst = set(order[:3])
-    titled = range(len(layers)) if len(layers) <= MANY else sorted(order[:40])
-    drawn = []
-    taken: list[tuple[float, float, float]] = []
-    if len(layers) > MANY:
-        drawn.append(tag("path", d=_dots(points, 2.0), class_="dot"))
-    for index in titled:
-        each, (x, y) = layers[index], points[index]
-        class_ = "dot-worst" if index in worst else "dot-float" if each.name in floats else "dot"
-        title = tag("title", f"{short(each.name)}: {decibel(each.sqnr_db)} dB")
-        radius = 5.0 if index in worst else 3.4
-        drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=radius, class_=class_)))
+    is_crowded = len(layers) > MAX_TITLED_POINTS
+    shapes = [_squares(points, 2.0, "dot")] if is_crowded else []
+    labels = Labels()
+    for index in sorted(order[:40]) if is_crowded else range(len(layers)):
+        layer, (x, y) = layers[index], points[index]
+        css = "dot-worst" if index in worst else "dot-float" if layer.name in floats else "dot"
+        title = f"{short(layer.name)}: {decibel(layer.sqnr_db)} dB"
+        shapes.append(circle(x, y, 5.0 if index in worst else 3.4, css, title))
         if index in worst:
-            drawn.append(label_near(short(each.name, 28), x, y, taken))
-    return drawn
+            shapes.append(labels.near(short(layer.name, 28), x, y))
+    return shapes
 
 
-def label_near(
-    text: str,
-    x: float,
-    y: float,
-    taken: list[tuple[float, float, float]],
-    class_: str = "worst-name",
-    right: float = 996.0,
-) -> Html:
-    """A name near its point: below, above or further away, where no other name stands yet; up to the right end."""
-    wide = LETTER * len(text)
-    start = min(max(x - wide / 2, 46.0), right - wide)
-    heights = [y + 19, y - 10, y + 34, y - 25, y + 49, y - 40]
-    inside = [each for each in heights if 12 <= each <= 238] or heights[:1]
-    free = (each for each in inside if all(_apart(start, wide, each, other) for other in taken))
-    height = next(free, inside[0])
-    taken.append((start, start + wide, height))
-    return tag("text", text, x=round(start, 1), y=round(height, 1), class_=class_)
-
-
-def _apart(start: float, wide: float, height: float, other: tuple[float, float, float]) -> bool:
-    return start > other[1] + 6 or start + wide < other[0] - 6 or abs(height - other[2]) >= 14
-
-
-def line_of(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else ""
-
-
-def _dots(points: Sequence[tuple[float, float]], half: float) -> str:
+def _squares(points: Sequence[Point], half: float, css: str) -> Shape:
+    """Small squares as one path."""
     side = 2 * half
-    return "".join(f"M{x - half:g} {y - half:g}h{side:g}v{side:g}h-{side:g}z" for x, y in points)
+    d = "".join(f"M{x - half:g} {y - half:g}h{side:g}v{side:g}h-{side:g}z" for x, y in points)
+    return Shape("path", {"d": d, "class": css})
 
 
-def _level(error: float, least: float) -> float:
-    """Signal to noise in dB, up to a highest that is drawn; what is no number is lowest."""
-    return -10 * math.log10(min(max(error, least), BROKEN)) if math.isfinite(error) else -10 * math.log10(BROKEN)
+def _decibels(error: float, least: float) -> float:
+    """Signal to noise in dB, between that of MAX_ERROR and that of `least`."""
+    return -10 * math.log10(min(max(error, least), MAX_ERROR)) if math.isfinite(error) else -10 * math.log10(MAX_ERROR)
 
 
-def _least(errors: Iterable[float]) -> float:
-    """Below the least error that is not none: where what is exact is drawn."""
-    return min([error for error in errors if 0 < error < BROKEN], default=1e-3) / 2
+def _least_error(errors: Iterable[float]) -> float:
+    """Half of the smallest error above zero: where an exact value is drawn."""
+    return min([error for error in errors if 0 < error < MAX_ERROR], default=1e-3) / 2
 
 
-def front(found: Allocated, label: str) -> Html:
-    """Signal to noise at the output against cost, whose scale is logarithmic: the front, what was chosen of it, and all
-    layers alike."""
+def front(allocated: Allocated) -> Picture:
+    """Signal to noise at the output against cost, on a logarithmic scale: the front, the chosen point, all alike."""
     width, height, left, bottom, top = 1000.0, 320.0, 48.0, 40.0, 18.0
-    known = [*((each.cost, each.error) for each in found.front), *found.uniform.values(), (found.reached, found.error)]
-    least = _least(error for _, error in known)
-    levels = [_level(error, least) for _, error in known]
-    costs = [cost for cost in (*(cost for cost, _ in known), found.limit or 0.0) if cost > 0 and cost < math.inf] or [1]
+    known = [(point.cost, point.error) for point in allocated.front]
+    known += [*allocated.uniform.values(), (allocated.reached, allocated.error)]
+    least = _least_error(error for _, error in known)
+    levels = [_decibels(error, least) for _, error in known]
+    costs = [cost for cost in (*(cost for cost, _ in known), allocated.limit or 0.0) if 0 < cost < math.inf] or [1]
     low, high, start, end = min(levels) - 2, max(levels) + 2, min(costs) / 1.05, max(costs) * 1.08
+    floor = height - bottom
 
-    def at(cost: float, error: float) -> tuple[float, float]:
+    def y_of(level: float) -> float:
+        return round(top + (floor - top) * (high - level) / (high - low), 1)
+
+    def at(cost: float, error: float) -> Point:
         inside = min(max(cost, start), end) if math.isfinite(cost) else start
         x = left + (width - left - 12) * math.log(inside / start) / math.log(end / start)
-        return round(x, 1), round(top + (height - top - bottom) * (high - _level(error, least)) / (high - low), 1)
+        return round(x, 1), y_of(_decibels(error, least))
 
-    drawn = []
-    for value in steps(low, high):
-        y = round(top + (height - top - bottom) * (high - value) / (high - low), 1)
-        drawn.append(tag("line", x1=left, x2=width - 4, y1=y, y2=y, class_="grid"))
-        drawn.append(tag("text", f"{value:g}", x=left - 6, y=y + 4, text_anchor="end", class_="tick"))
-    floor = height - bottom
-    drawn += [
-        tag("text", f"{value:.4g}", x=at(value, 1)[0], y=floor + 16, text_anchor="middle", class_="tick")
-        for value in steps(start, end, 8)
-    ]
-    drawn.append(tag("text", f"{label}; upwards: dB", x=width / 2, y=height - 6, text_anchor="middle", class_="tick"))
-    if found.limit is not None:
-        x = at(found.limit, 1)[0]
-        drawn.append(tag("line", x1=x, x2=x, y1=top, y2=floor, class_="limit"))
-        drawn.append(tag("text", f"budget {found.limit:g}", x=x + 5, y=top + 10, class_="tick"))
-    points = [at(each.cost, each.error) for each in found.front]
-    drawn.append(tag("path", d=line_of(points), class_="trace"))
-    for each, (x, y) in zip(found.front, points, strict=True):
-        counts = ", ".join(f"{number} {short(choice, 40)}" for choice, number in each.counts.items())
-        title = tag("title", f"{each.cost:.4g}: {_level(each.error, least):.1f} dB; {counts}")
-        drawn.append(tag("g", title, tag("circle", cx=x, cy=y, r=3.4, class_="dot")))
-    return svg(width, height, *drawn, *_marked(found, at), label=f"dB against {label}", class_="depth")
+    shapes = []
+    for value in ticks(low, high):
+        shapes.append(line_shape(left, y_of(value), width - 4, y_of(value)))
+        shapes.append(text_shape(f"{value:g}", left - 6, y_of(value) + 4, anchor="end"))
+    shapes += [text_shape(f"{cost:.4g}", at(cost, 1)[0], floor + 16, anchor="middle") for cost in ticks(start, end, 8)]
+    label = UNITS.get(allocated.unit, allocated.unit)
+    shapes.append(text_shape(f"{label}; upwards: dB", width / 2, height - 6, anchor="middle"))
+    if allocated.limit is not None:
+        x = at(allocated.limit, 1)[0]
+        shapes.append(line_shape(x, top, x, floor, "limit"))
+        shapes.append(text_shape(f"budget {allocated.limit:g}", x + 5, top + 10))
+    points = [at(point.cost, point.error) for point in allocated.front]
+    shapes.append(path(points, "trace"))
+    for point, (x, y) in zip(allocated.front, points, strict=True):
+        counts = ", ".join(f"{count} {short(choice, 40)}" for choice, count in point.counts.items())
+        title = f"{point.cost:.4g}: {_decibels(point.error, least):.1f} dB; {counts}"
+        shapes.append(circle(x, y, 3.4, "dot", title))
+    shapes += _chosen_and_uniform(allocated, at)
+    return Picture(width, height, f"dB against {label}", "depth", shapes)
 
 
-def _marked(found: Allocated, at: Callable[[float, float], tuple[float, float]]) -> list[Html]:
-    """All layers alike, and what was chosen."""
-    drawn = []
-    taken: list[tuple[float, float, float]] = []
-    x, y = at(found.reached, found.error)
-    drawn.append(tag("circle", cx=x, cy=y, r=6, class_="dot-worst"))
-    drawn.append(label_near("chosen", x, y, taken))
-    for choice, (cost, error) in found.uniform.items():
+def _chosen_and_uniform(allocated: Allocated, at: Callable[[float, float], Point]) -> list[Shape]:
+    x, y = at(allocated.reached, allocated.error)
+    shapes = [circle(x, y, 6, "dot-worst"), Labels().near("chosen", x, y)]
+    for choice, (cost, error) in allocated.uniform.items():
         x, y = at(cost, error)
-        drawn.append(tag("rect", x=x - 4, y=y - 4, width=8, height=8, class_="dot-weight"))
-        drawn.append(tag("text", f"all {short(choice, 24)}", x=x + 8, y=y + 15, class_="tick"))
-    return drawn
+        shapes.append(rectangle(x - 4, y - 4, 8, 8, "dot-weight"))
+        shapes.append(text_shape(f"all {short(choice, 24)}", x + 8, y + 15))
+    return shapes
 
 
-def gains(layers: Sequence[ChosenCodes]) -> Html:
-    """Signal to noise of every layer's output before and after, in the order of execution."""
-    width, height, left, bottom, top = 1000.0, 230.0, 44.0, 26.0, 12.0
-    least = _least(error for each in layers for error in (each.before, each.after))
-    pairs = [(_level(each.before, least), _level(each.after, least)) for each in layers]
-    low, high = min(0.0, *(min(pair) for pair in pairs)), max(max(pair) for pair in pairs) * 1.08 + 1
-
-    def y_of(value: float) -> float:
-        return round(top + (height - top - bottom) * (high - value) / (high - low), 1)
-
-    drawn = []
-    for value in steps(low, high):
-        drawn.append(tag("line", x1=left, x2=width - 4, y1=y_of(value), y2=y_of(value), class_="grid"))
-        drawn.append(tag("text", f"{value:g}", x=left - 6, y=y_of(value) + 4, text_anchor="end", class_="tick"))
-    for index, (each, (before, after)) in enumerate(zip(layers, pairs, strict=True)):
-        x = round(left + 8 + (width - left - 20) * (index / max(1, len(layers) - 1)), 1)
-        title = tag("title", f"{short(each.name)}: {before:.1f} dB, then {after:.1f}; {share_of(each.moved)} moved")
-        line = tag("line", x1=x, x2=x, y1=y_of(before), y2=y_of(after), class_="gain")
-        dots = (tag("circle", cx=x, cy=y_of(before), r=2.6, class_="dot-weight"),
-                tag("circle", cx=x, cy=y_of(after), r=3.4, class_="dot"))  # fmt: skip
-        drawn.append(tag("g", title, line, *dots))
-    for place in steps(0, len(layers) - 1, 8):
-        x = round(left + 8 + (width - left - 20) * (place / max(1, len(layers) - 1)), 1)
-        drawn.append(tag("text", f"{place:g}", x=x, y=height - 8, text_anchor="middle", class_="tick"))
+def gains(layers: Sequence[ChosenCodes]) -> Picture:
+    """Signal to noise of every layer's output before and after tuning, in the order of execution."""
+    least = _least_error(error for layer in layers for error in (layer.before, layer.after))
+    pairs = [(_decibels(layer.before, least), _decibels(layer.after, least)) for layer in layers]
+    low, largest = min(0.0, *(min(pair) for pair in pairs)), max(max(pair) for pair in pairs)
+    high = largest + 0.08 * abs(largest) + 1
+    axes = Axes(height=230.0, bottom=26.0, top=12.0, low=low, high=high, count=len(layers))
+    shapes = axes.grid(from_bottom=8)
+    for index, (layer, (before, after)) in enumerate(zip(layers, pairs, strict=True)):
+        x, y_before, y_after = axes.x(index), axes.y(before), axes.y(after)
+        title = f"{short(layer.name)}: {before:.1f} dB, then {after:.1f}; {share_of(layer.moved)} moved"
+        shapes.append(line_shape(x, y_before, x, y_after, "gain", title))
+        shapes += [circle(x, y_before, 2.6, "dot-weight", title), circle(x, y_after, 3.4, "dot", title)]
     label = f"dB of {plural(len(layers), 'layer')} before and after, in the order of execution"
-    return svg(width, height, *drawn, label=label, class_="depth")
+    return Picture(axes.width, axes.height, label, "depth", shapes)
 
 
-def histogram(each: Histogram) -> Html:
+def histogram(values: Histogram) -> Picture:
     """Counts on a logarithmic scale over the range that the codes reach."""
-    edges, counts = _fewer(each)
+    edges, counts = _merged_bins(values)
     width, height, bottom, top = 320.0, 150.0, 22.0, 16.0
-    ends = [value for value in (edges[0], edges[-1], each.low, each.high) if math.isfinite(value)]
+    ends = [value for value in (edges[0], edges[-1], values.low, values.high) if math.isfinite(value)]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
     low, high = (low, high) if high > low else (low - 1, high + 1)
     pad = (high - low) * 0.03
@@ -252,41 +318,35 @@ def histogram(each: Histogram) -> Html:
         value = min(max(value, low), high) if not math.isnan(value) else low
         return round(width * (value - low) / (high - low), 2)
 
-    floor, most = height - bottom, math.log1p(max([*counts, 1]))
-    wide = max(x_of(each.high) - x_of(each.low), 0.5)
-    drawn = [tag("rect", x=x_of(each.low), y=top, width=round(wide, 2), height=floor - top, class_="range")]
-    for left, right, number in zip(edges, edges[1:], counts, strict=False):
-        tall = round((floor - top) * math.log1p(max(number, 0)) / most, 2)
-        class_ = "inside" if each.low <= (left + right) / 2 <= each.high else "outside"
-        bar = round(max(x_of(right) - x_of(left) - 0.4, 0.4), 2)
-        if number:
-            drawn.append(tag("rect", x=x_of(left), y=round(floor - tall, 2), width=bar, height=tall, class_=class_))
-    ends = [x_of(each.low), x_of(each.high)]
-    drawn += [tag("line", x1=x, x2=x, y1=top - 6, y2=floor, class_="limit") for x in ends]
-    drawn.append(tag("line", x1=0, x2=width, y1=floor, y2=floor, class_="axis"))
-    for value in steps(low, high, 4):
-        x = min(max(x_of(value), 10), width - 10)
-        drawn.append(tag("text", f"{value:.6g}", x=x, y=height - 6, text_anchor="middle", class_="tick"))
-    label = f"{each.kind} values of {short(each.layer)}"
-    picture = svg(width, height, *drawn, label=label, class_="histogram")
-    caption = tag("figcaption", tag("strong", name(each.layer, 60)), tag("span", each.kind, class_="muted"))
-    note = f"codes reach {each.low:.4g} to {each.high:.4g}; {share_of(_outside(each)) or '0%'} of the values outside"
-    return tag("figure", caption, picture, tag("p", note, class_="muted small"), class_="card")
+    floor, largest = height - bottom, math.log1p(max([*counts, 1]))
+    reached = round(max(x_of(values.high) - x_of(values.low), 0.5), 2)
+    shapes = [rectangle(x_of(values.low), top, reached, floor - top, "range")]
+    for left, right, count in zip(edges, edges[1:], counts, strict=False):
+        if count:
+            tall = round((floor - top) * math.log1p(max(count, 0)) / largest, 2)
+            css = "inside" if values.low <= (left + right) / 2 <= values.high else "outside"
+            bar = round(max(x_of(right) - x_of(left) - 0.4, 0.4), 2)
+            shapes.append(rectangle(x_of(left), round(floor - tall, 2), bar, tall, css))
+    shapes += [line_shape(x, top - 6, x, floor, "limit") for x in (x_of(values.low), x_of(values.high))]
+    shapes.append(line_shape(0, floor, width, floor, "axis"))
+    for value in ticks(low, high, 4):
+        shapes.append(text_shape(f"{value:.6g}", min(max(x_of(value), 10), width - 10), height - 6, anchor="middle"))
+    return Picture(width, height, f"{values.kind} values of {short(values.layer)}", "histogram", shapes)
 
 
-def _outside(each: Histogram) -> float:
+def outside(values: Histogram) -> float:
     """The share of values in bins whose middle is out of the range."""
-    total = sum(each.counts) or 1
-    middles = [(low + high) / 2 for low, high in zip(each.edges, each.edges[1:], strict=False)]
-    pairs = zip(middles, each.counts, strict=True)
-    return sum(number for middle, number in pairs if not each.low <= middle <= each.high) / total
+    total = sum(values.counts) or 1
+    middles = [(low + high) / 2 for low, high in zip(values.edges, values.edges[1:], strict=False)]
+    pairs = zip(middles, values.counts, strict=True)
+    return sum(count for middle, count in pairs if not values.low <= middle <= values.high) / total
 
 
-def _fewer(each: Histogram) -> tuple[list[float], list[int]]:
-    """At most sixty bins, from the first to the last that is not empty: neighbours are added up."""
-    filled = [index for index, number in enumerate(each.counts) if number] or [0]
+def _merged_bins(values: Histogram) -> tuple[list[float], list[int]]:
+    """At most MAX_BINS bins, from the first to the last that is not empty."""
+    filled = [index for index, count in enumerate(values.counts) if count] or [0]
     start, end = filled[0], filled[-1] + 1
-    step = max(1, math.ceil((end - start) / BINS))
-    at = range(start, end, step)
-    counts = [sum(each.counts[index : min(index + step, end)]) for index in at]
-    return [*(each.edges[index] for index in at), each.edges[min(end, len(each.edges) - 1)]], counts
+    step = max(1, math.ceil((end - start) / MAX_BINS))
+    starts = range(start, end, step)
+    counts = [sum(values.counts[index : min(index + step, end)]) for index in starts]
+    return [*(values.edges[index] for index in starts), values.edges[min(end, len(values.edges) - 1)]], counts

@@ -1,119 +1,515 @@
-"""The report as one HTML page: no network, no framework, nothing to install; readable without its script.
+"""Renders the HTML pages from `templates/` with Jinja2.
 
-Everything is drawn here, in Python. The script only sorts, filters and shows one block at a time.
+    Report -> ReportView (rows, bars, groups) -> templates/report.html.j2 -> one self-contained page
+
+A page needs no network and is readable without its script, which only sorts, filters and shows one block at a time.
+Names of layers are other people's text: the environment escapes every value (autoescape), shows control characters as
+escapes (`finalize`), and the page's policy lets only its own style sheet and script run.
 """
 
-from scalepoint.report import charts, precision, sections, story, times, written
-from scalepoint.report.markup import Html, data_block, join, name, tag
-from scalepoint.report.model import Report
-from scalepoint.report.shell import document
-from scalepoint.report.tiles import palette, tiles
-from scalepoint.words import SCALE, one_line, plural, short
+import base64
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-LONGEST = 1000  # of a warning
-PARTS = (
-    ("accuracy", "Files that were tried"),
-    ("language", "As a language model"),
-    ("allocation", "Precision by layer"),
-    ("tuning", "Chosen by the data"),
-    ("layers", "Layers"),
-    ("left-float", "Stays float"),
-    ("error", "Error by depth"),
-    ("histograms", "Ranges"),
-    ("time", "Time by layer"),
-    ("placement", "Placement"),
-    ("verification", "In the runtime"),
-    ("circumstances", "Circumstances"),
-    ("reproduce", "How to reproduce"),
+from markupsafe import Markup, escape
+
+from scalepoint import words
+from scalepoint.covered import CoverageRow
+from scalepoint.report import charts, language, terminal
+from scalepoint.report.beside import layer_texts, written
+from scalepoint.report.model import Report, ReportedLayer
+from scalepoint.report.placement_graph import Placement, draw_placement
+from scalepoint.verification.times import LayerTime, because, totals
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+    from scalepoint.report.difference import Difference
+
+TEMPLATES = Path(__file__).with_name("templates")
+LIMITS = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the data of the page has all of them
+COLOURS = 6
+MANY_ROWS = 300  # from here on the browser lays rows out only when they come into view
+SLOWEST = 10
+LAYER_COLUMNS = (  # title, kind of its values, order of the first click
+    ("Layer", "text", "up"),
+    ("Op", "text", "up"),
+    ("Precision", "text", "up"),
+    ("Why", "text", "up"),
+    ("MACs", "number", "down"),
+    ("Weights", "number", "down"),
+    ("SQNR dB", "number", "up"),
+    ("Clipped", "number", "down"),
+    ("Range used", "number", "up"),
+)
+SECTIONS = (
+    ("accuracy", "Files that were tried", lambda report: len(report.attempts) > 1),
+    ("language", "As a language model", lambda report: report.language is not None),
+    ("allocation", "Precision by layer", lambda report: report.allocation is not None),
+    ("tuning", "Chosen by the data", lambda report: report.tuning and (report.tuning.layers or report.tuning.left)),
+    ("layers", "Layers", lambda report: True),
+    ("left-float", "Stays float", lambda report: True),
+    ("error", "Error by depth", lambda report: report.layers),
+    ("histograms", "Ranges", lambda report: report.histograms),
+    ("time", "Time by layer", lambda report: report.verification and report.verification.times),
+    ("placement", "Placement", lambda report: report.graph),
+    ("verification", "In the runtime", lambda report: True),
+    (
+        "circumstances",
+        "Circumstances",
+        lambda report: report.timings or report.environment or report.migrated or report.config,
+    ),
+    ("reproduce", "How to reproduce", lambda report: report.reproduction is not None),
 )
 
 
 def to_html(report: Report) -> str:
-    """One self-contained page."""
-    data = data_block(report.to_dict(), "report-data")
-    return document(report.title, join((_header(report), _main(report))), data)
+    """Render a report as one page."""
+    return render_page("report.html.j2", report.title, report.to_dict(), report=report, view=ReportView(report))
 
 
-def _header(report: Report) -> Html:
-    found = report.verification
-    is_slow = found is not None and found.latency is not None and found.latency.ratio < 1
-    is_fine = found is not None and found.holds and not is_slow
-    mood = "plain" if found is None else "good" if is_fine else "bad" if found.is_refuted else "warn"
-    facts = [tag("span", "for ", tag("strong", name(report.target))), tag("time", report.created)]
-    version = report.environment.get("scalepoint")
-    facts += [tag("span", f"scalepoint {one_line(str(version))}")] if version else []
-    return tag(
-        "header",
-        tag("p", "scalepoint report", class_="brand"),
-        tag("h1", name(report.title)),
-        tag("p", *facts, class_="facts"),
-        tag("p", report.verdict(), class_=f"verdict {mood}"),
-        _next(report),
+def difference_page(difference: "Difference") -> str:
+    """Render the comparison of two runs as one page."""
+    first, second = difference.first, difference.second
+    tiles = []
+    for number in difference.numbers:
+        *texts, change = number.texts()
+        sides = zip((first, second), (number.first, number.second), texts, strict=True)
+        rows = [(words.short(side.name, 18), value, text) for side, value, text in sides if value is not None]
+        colours = ("before", {"worse": "slow"}.get(number.mood, "after"))[2 - len(rows) :]
+        tiles.append({"name": number.name, "change": change, "mood": number.mood, "bars": charts.bars(rows, colours)})
+    title = f"{words.short(first.name)} and {words.short(second.name)}"
+    return render_page(
+        "compare.html.j2", title, difference.to_dict(), difference=difference, tiles=tiles, layer_texts=layer_texts,
+        written=written, limits={"rows": 2000},
+    )  # fmt: skip
+
+
+def notebook_snippet(report: Report) -> str:
+    """Render a report for a notebook: HTML without script or style sheet."""
+    low = terminal.low_share(report.coverage.share_of_macs())
+    rows = terminal.against(report)
+    return environment().get_template("notebook.html.j2").render(report=report, rows=rows, low=low)
+
+
+def render_page(template: str, title: str, data: Mapping[str, Any], **values: Any) -> str:
+    """Render a template that extends page.html.j2.
+
+    Args:
+        template: Name of the template.
+        title: Title of the page.
+        data: What the page shows, as plain values; stored in the page as JSON.
+        values: Variables of the template.
+    """
+    style, script = _asset("page.css"), _asset("page.js")
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        "base-uri 'none'; form-action 'none'"
     )
+    page = {"title": title, "data": data, "style": style, "script": script, "policy": policy}
+    return environment().get_template(template).render(**page, **values)
 
 
-def _next(report: Report) -> Html | None:
-    items = [tag("li", short(each, LONGEST)) for each in report.next_steps()]
-    return tag("div", tag("strong", "Next"), tag("ul", *items), class_="next") if items else None
+@cache
+def environment() -> "Environment":
+    """The Jinja2 environment of all pages."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415  # loaded when a page is written
 
-
-def _main(report: Report) -> Html:
-    classes = palette(report)
-    drawn = {
-        "accuracy": story.accuracy(report),
-        "language": written.section(report),
-        "allocation": precision.allocation(report),
-        "tuning": precision.tuning(report),
-        "layers": sections.layer_table(report, classes),
-        "left-float": sections.left_float(report),
-        "error": _depth(report),
-        "histograms": _histograms(report),
-        "time": times.time_table(report),
-        "placement": sections.placement(report, classes),
-        "verification": sections.verification(report),
-        "circumstances": sections.circumstances(report),
-        "reproduce": story.reproduce(report),
+    env = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.policies["json.dumps_kwargs"] = {"ensure_ascii": True, "allow_nan": False, "separators": (",", ":")}
+    env.filters |= {
+        "breakable": lambda text: escape(words.visible(text)).replace(".", Markup(".<wbr>")),  # paths wrap at dots
+        "count": words.count,
+        "json_text": _json_text,
+        "number": charts.number,
+        "one_line": words.one_line,
+        "plural": words.plural,
+        "ratio": words.ratio,
+        "share": words.share_of,
+        "short": words.short,
+        "size": words.size_of,
+        "time": words.time_of,
+        "value": words.value_of,
     }
-    shown = [(identifier, title) for identifier, title in PARTS if drawn[identifier]]
-    links = tag("nav", *(tag("a", title, href=f"#{identifier}") for identifier, title in shown), aria_label="Sections")
-    parts = [tag("section", tag("h2", title), drawn[identifier], id=identifier) for identifier, title in shown]
-    return tag("main", _warnings(report), tiles(report, classes), links, *parts)
+    env.globals |= {"charts": charts, "text": terminal, "limits": LIMITS, "scale": words.SCALE}
+    env.globals["ui"] = env.get_template("macros.html.j2").module
+    return env
 
 
-def _warnings(report: Report) -> Html | None:
-    if not report.warnings:
+def _visible(value: Any) -> Any:
+    """Show control characters as escapes, and None as nothing. Markup has been through here already."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return charts.number(value)
+    return value if isinstance(value, Markup) else words.visible(value)
+
+
+@cache
+def _asset(file: str) -> Markup:
+    text = (TEMPLATES / file).read_text(encoding="utf-8")
+    if "</" in text:  # it would end the element that holds it
+        raise ValueError(f"{file} must not contain '</'")
+    return Markup(text)  # noqa: S704  # our own file
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _json_text(value: Any, indent: int | None = None) -> str:
+    return value if isinstance(value, str) else json.dumps(value, indent=indent, ensure_ascii=False, default=str)
+
+
+@dataclass(frozen=True)
+class NumberCell:
+    """A number of the layer table; `key` is what the script sorts by, `bar` a width in percent."""
+
+    key: str | None
+    text: str
+    word: str = ""
+    bar: float | None = None
+    css: str = ""
+    title: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A row of the layer table."""
+
+    name: str
+    kind: str
+    precision: str
+    reason: str
+    css: str
+    is_operation: bool
+    numbers: Sequence[NumberCell]
+
+
+@dataclass(frozen=True)
+class FloatGroup:
+    """Operations that stay float for the same reason."""
+
+    reason: str
+    note: str
+    rows: Sequence[CoverageRow]
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """A row of the time table; cells are (seconds, width of the bar, its class) for float and quantized."""
+
+    name: str
+    kernels: str
+    cells: Sequence[tuple[float | None, float, str]]
+    speed: str
+    share: str
+    is_rest: bool
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """The slowest layers, then all others in one row."""
+
+    rows: Sequence[TimeRow]
+    float_total: float
+    total: float
+    why: str
+
+
+class ReportView:
+    """What the report's templates show: rows, bars and groups, computed from the report on first use."""
+
+    layer_columns = LAYER_COLUMNS
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    @property
+    def sections(self) -> list[tuple[str, str]]:
+        return [(identifier, title) for identifier, title, is_shown in SECTIONS if is_shown(self.report)]
+
+    @property
+    def mood(self) -> str:
+        """The colour of the verdict."""
+        found = self.report.verification
+        if found is None:
+            return "plain"
+        is_slow = found.latency is not None and found.latency.ratio < 1
+        if found.holds and not is_slow:
+            return "good"
+        return "bad" if found.is_refuted else "warn"
+
+    @cached_property
+    def classes(self) -> dict[str, str]:
+        """Precision -> class of its colour; float has its own."""
+        known = dict.fromkeys(self.report.coverage.share_of_parameters())
+        known |= dict.fromkeys(node.precision for node in self.report.graph)
+        low = [precision for precision in known if precision not in (terminal.NOT_LOW, "")]
+        colours = {precision: f"p{min(index, COLOURS - 1)}" for index, precision in enumerate(low)}
+        return colours | {terminal.NOT_LOW: "p-float", "": "p-none"}
+
+    # tiles
+
+    @property
+    def accuracy_bars(self) -> list[charts.Bar]:
+        metric = self.report.accuracy[0]
+        values = (metric.float_value, metric.quantized_value, metric.runtime_value)
+        known = [pair for pair in zip(("float", "simulated", "runtime"), values, strict=True) if pair[1] is not None]
+        rows = [(label, value, words.value_of(value)) for label, value in known if value is not None]
+        return charts.bars(rows, ("before", "after", "after")[: len(rows)])
+
+    @property
+    def size_change(self) -> tuple[str, str]:
+        found = self.report.verification
+        return ("", "") if found is None else words.change_of_size(found.float_size or 0, found.size)
+
+    @property
+    def size_bars(self) -> list[charts.Bar]:
+        found = self.report.verification
+        sizes = (0, 0) if found is None else (found.float_size or 0, found.size)
+        rows = zip(("float", "quantized"), sizes, strict=True)
+        return charts.bars([(label, float(size), words.size_of(size)) for label, size in rows], ("before", "after"))
+
+    @property
+    def latency_bars(self) -> list[charts.Bar]:
+        latency = self.report.verification and self.report.verification.latency
+        if not latency:
+            return []
+        rows = zip(("float", "quantized"), latency.seconds, strict=True)
+        colours = ("before", "slow" if latency.is_slower else "after")
+        return charts.bars([(label, seconds, words.time_of(seconds)) for label, seconds in rows], colours)
+
+    @cached_property
+    def _shares(self) -> tuple[dict[str, float] | None, dict[str, float]]:
+        return self.report.coverage.share_of_macs(), self.report.coverage.share_of_parameters()
+
+    @property
+    def low_share(self) -> float | None:
+        macs, parameters = self._shares
+        return terminal.low_share(parameters if macs is None else macs)
+
+    @property
+    def low_share_unit(self) -> str:
+        is_known = self._shares[0] is not None
+        return "of the MACs in low precision" if is_known else "of the weights in low precision; MACs not known"
+
+    @property
+    def share_bars(self) -> list[tuple[str, list[charts.Share]]]:
+        labelled = zip(("MACs", "weights"), self._shares, strict=True)
+        return [(label, charts.shares(parts.items(), self.classes)) for label, parts in labelled if parts is not None]
+
+    @property
+    def share_legend(self) -> list[tuple[str, str]]:
+        macs, parameters = self._shares
+        parts = list((macs or parameters).items())[:COLOURS]
+        return [(self.classes[precision], f"{precision} {words.share_of(share)}") for precision, share in parts]
+
+    # layers
+
+    @cached_property
+    def layer_rows(self) -> list[LayerRow]:
+        pairs = self._layer_pairs()
+        finite = [abs(error.sqnr_db) for _, error in pairs if error and math.isfinite(error.sqnr_db)]
+        largest = max(finite, default=1.0) or 1.0
+        return [self._layer_row(row, error, largest) for row, error in pairs]
+
+    def _layer_pairs(self) -> list[tuple[CoverageRow | None, ReportedLayer | None]]:
+        """Operations with their errors, then errors of layers that are no operations. Names may repeat."""
+        errors: dict[str, list[ReportedLayer]] = defaultdict(list)
+        for layer in reversed(self.report.layers):
+            errors[layer.name].append(layer)
+        pairs: list[tuple[CoverageRow | None, ReportedLayer | None]] = [
+            (row, errors[row.name].pop() if errors.get(row.name) else None) for row in self.report.coverage.operations
+        ]
+        return pairs + [(None, layer) for left in errors.values() for layer in reversed(left)]
+
+    def _layer_row(self, row: CoverageRow | None, error: ReportedLayer | None, largest: float) -> LayerRow:
+        precision = row.precision if row else ""
+        macs, parameters = (row.macs, row.parameters) if row else (None, None)
+        clipped, used = (error.saturated, error.used) if error else (None, None)
+        return LayerRow(
+            name=row.name if row else error.name if error else "",
+            kind=row.kind if row else "",
+            precision=precision,
+            reason=row.reason if row else "",
+            css=self.classes.get(precision, "p-none"),
+            is_operation=row is not None,
+            numbers=(
+                NumberCell(_sort_key(macs), words.count(macs) if row else ""),
+                NumberCell(_sort_key(parameters), words.count(parameters) if row else ""),
+                _error_cell(error, largest),
+                NumberCell(_sort_key(clipped), words.share_of(clipped)),
+                NumberCell(_sort_key(used), words.share_of(used)),
+            ),
+        )
+
+    @property
+    def precisions(self) -> list[str]:
+        return list(dict.fromkeys(row.precision for row in self.layer_rows if row.is_operation))
+
+    @property
+    def layer_table_classes(self) -> str:
+        has_ranges = any((layer.saturated, layer.used) != (None, None) for layer in self.report.layers)
+        many = len(self.layer_rows) > MANY_ROWS
+        return " ".join(filter(None, ("" if has_ranges else "no-ranges", "many" if many else "")))
+
+    @cached_property
+    def float_names(self) -> frozenset[str]:
+        return frozenset(row.name for row in self.report.coverage.operations if row.precision == terminal.NOT_LOW)
+
+    @cached_property
+    def float_groups(self) -> list[FloatGroup]:
+        """What stays float, by reason; the reason that costs most MACs first."""
+        groups: dict[tuple[str, bool], list[CoverageRow]] = defaultdict(list)
+        for row in self.report.coverage.operations:
+            if row.precision == terminal.NOT_LOW:
+                groups[row.cause or "no reason given", row.is_asked].append(row)
+        total = sum(row.macs or 0 for row in self.report.coverage.operations)
+        found = []
+        for (reason, is_asked), rows in groups.items():
+            macs = sum(row.macs or 0 for row in rows)
+            is_known = total and all(row.macs is not None for row in rows)
+            share = f", {words.share_of(macs / total)} of the MACs" if is_known else ""
+            saved = sum(max(0.0, row.saves or 0.0) for row in rows)
+            saves = f", float saves {words.time_of(saved)}" if saved >= 1e-6 else ""
+            note = f"{words.plural(len(rows), 'operation')}{share}{saves}{', as asked' if is_asked else ''}"
+            found.append((macs, FloatGroup(reason, note, rows)))
+        return [group for _, group in sorted(found, key=lambda pair: -pair[0])]
+
+    # other sections
+
+    @property
+    def language_rows(self) -> list[tuple[str, str]]:
+        found = self.report.language
+        if found is None:
+            return []
+        decibels = [
+            None if value is None else f"{words.decibel(value)} dB" for value in (found.logits_db, found.agreement_db)
+        ]
+        rates = (found.prefill, found.decode, found.float_prefill, found.float_decode)
+        speeds = [None if value is None else f"{value:.1f}" for value in rates]
+        rows = (
+            ("bits a weight", f"{found.bits:.2f}"),
+            ("size", language.sizes(found)),
+            ("judged on", f"{found.tokens} tokens" if found.tokens else "nothing"),
+            ("logits against float", decibels[0]),
+            (f"{words.short(found.runtime) or 'the runtime'} against the simulation", decibels[1]),
+            ("reads, tokens a second", speeds[0]),
+            ("writes, tokens a second", speeds[1]),
+            (f"the float model in {words.short(found.float_runtime)} reads", speeds[2]),
+            (f"the float model in {words.short(found.float_runtime)} writes", speeds[3]),
+        )
+        return [(title, value) for title, value in rows if value]
+
+    @property
+    def choices(self) -> list[str]:
+        """The precisions that any layer could have."""
+        layers = self.report.allocation.layers if self.report.allocation else ()
+        return list(dict.fromkeys(choice for layer in layers for choice in layer.errors))
+
+    @property
+    def refused_choices(self) -> list[tuple[str, int]]:
+        """Each reason once, with the number of layers that it holds for."""
+        layers = self.report.allocation.layers if self.report.allocation else ()
+        reasons: dict[str, int] = defaultdict(int)
+        for layer in layers:
+            for choice, why in layer.refused.items():
+                reasons[f"{choice}: {why}"] += 1
+        return list(reasons.items())
+
+    @property
+    def left_untuned(self) -> list[tuple[str, str]]:
+        return list(self.report.tuning.left.items())[: LIMITS["layers"]] if self.report.tuning else []
+
+    @cached_property
+    def times(self) -> TimeTable:
+        rows = self.report.verification.times if self.report.verification else ()
+        float_total, total = totals(rows)
+        slowest, rest = rows[:SLOWEST], rows[SLOWEST:]
+        largest = max((max(row.seconds or 0.0, row.float_seconds or 0.0) for row in slowest), default=0.0) or 1.0
+        shown = [_time_row(row, largest, total) for row in slowest]
+        if rest:
+            float_rest, rest_total = totals(rest)
+            others = LayerTime(f"{len(rest)} others", rest_total, float_rest)
+            shown.append(_time_row(others, max(largest, float_rest, rest_total), total, is_rest=True))
+        return TimeTable(shown, float_total, total, because(rows))
+
+    @cached_property
+    def placement(self) -> Placement:
+        return draw_placement(self.report.graph, self.classes)
+
+    @property
+    def kernel_bars(self) -> list[charts.Bar]:
+        executed = self.report.verification.executed if self.report.verification else {}
+        most = sorted(executed.items(), key=lambda item: (-item[1], item[0]))[:30]
+        return charts.bars(
+            [(words.short(name, 60), float(count), str(count)) for name, count in most], ["after"] * len(most)
+        )
+
+    @property
+    def stage_bars(self) -> list[charts.Bar]:
+        rows = [(words.short(stage, 40), value, words.time_of(value)) for stage, value in self.report.timings.items()]
+        return charts.bars(rows, ["before"] * len(rows))
+
+    @property
+    def environment_rows(self) -> list[tuple[str, str]]:
+        return [(key, _json_text(value)) for key, value in self.report.environment.items()]
+
+    @property
+    def migration_rows(self) -> list[tuple[str, str]]:
+        found = self.report.migrated
+        steps = (*found.done, *found.refused) if found else ()
+        return [(f"{step.migration}: {words.short(step.name, 60)}", step.note) for step in steps]
+
+
+def _sort_key(value: float | None) -> str | None:
+    """A number as the script reads it; not a number sorts first."""
+    if value is None:
         return None
-    items = [tag("li", short(each, LONGEST)) for each in report.warnings]
-    return tag("div", tag("strong", plural(len(items), "warning")), tag("ul", *items), class_="warnings", role="note")
+    return "-1e999" if math.isnan(value) else f"{value:.9g}".replace("inf", "1e999")
 
 
-def _depth(report: Report) -> Html:
-    if not report.layers:
-        return Html()
-    floats = frozenset(row.name for row in report.coverage.operations if row.precision == "float")
-    legend = [
-        tag("li", tag("i", class_="key dot-key"), "output of a layer"),
-        tag("li", tag("i", class_="key worst-key"), "the three worst"),
-        tag("li", tag("i", class_="key float-key"), "a layer that stays float"),
-        tag("li", tag("i", class_="key weight-key"), "the weights alone"),
-    ]
-    intro = f"SQNR in dB against the float model, in the order of execution: {SCALE}. 6 dB are one bit."
-    picture = tag(
-        "div", charts.depth(report.layers, floats), class_="scroll", tabindex="0", role="region", aria_label="plot"
-    )
-    return join(
-        (tag("p", intro, class_="muted"), tag("div", picture, tag("ul", *legend, class_="legend"), class_="card"))
+def _error_cell(error: ReportedLayer | None, largest: float) -> NumberCell:
+    """The error of a layer: in dB, as a word and as a bar."""
+    if error is None:
+        return NumberCell(None, "")
+    sqnr = error.sqnr_db
+    notes = [] if error.cosine is None else [f"cosine {error.cosine:.5f}"]
+    notes += [] if error.weight_sqnr_db is None else [f"weights alone {words.decibel(error.weight_sqnr_db)} dB"]
+    return NumberCell(
+        key=_sort_key(sqnr),
+        text=words.decibel(sqnr),
+        word=words.quality(sqnr) if math.isfinite(sqnr) else "",
+        bar=None if math.isnan(sqnr) else round(100 * min(max(sqnr, 0.0), largest) / largest, 1),
+        css="bad-bar" if sqnr < words.POOR_DB else "after",
+        title=", ".join(notes) or None,
     )
 
 
-def _histograms(report: Report) -> Html:
-    if not report.histograms:
-        return Html()
-    intro = (
-        "Values of the worst layers, counted on a logarithmic scale. The shaded range is what the codes reach; "
-        "what is outside is clipped, and an empty range is precision lost."
+def _time_row(row: LayerTime, largest: float, total: float, *, is_rest: bool = False) -> TimeRow:
+    seconds, before = row.seconds, row.float_seconds
+    is_slow = not is_rest and seconds is not None and before is not None and seconds > before
+    widths = [None if value is None else round(100 * min(value / largest, 1.0), 1) for value in (before, seconds)]
+    return TimeRow(
+        name=row.name,
+        kernels=" + ".join(row.kernels[:3]),
+        cells=((before, widths[0] or 0.0, "before"), (seconds, widths[1] or 0.0, "slow" if is_slow else "after")),
+        speed=words.ratio(before / seconds) if before and seconds else "",
+        share=words.share_of(seconds / total) if seconds and total else "",
+        is_rest=is_rest,
     )
-    shown = report.histograms[: sections.MOST_HISTOGRAMS]
-    more = len(report.histograms) - len(shown)
-    note = tag("p", f"and {more} more in the data of this page", class_="muted") if more else None
-    return join((tag("p", intro, class_="muted"), tag("div", *map(charts.histogram, shown), class_="histograms"), note))

@@ -1,14 +1,16 @@
 """The placement graph, one block of the model at a time.
 
-Names are paths, so the model is a tree. A block shows what is in it: operations as boxes, inner blocks as one box each
-that leads into them, or opened where that still gives few boxes. Boxes stand in rows by the longest way from the
-inputs; every box is drawn once. Tensors that pass as codes are drawn in another colour.
+Names are paths, so the model is a tree. A block shows operations as boxes, and each inner block as one box that links
+to it, or opened where that still gives few boxes. A box is in the row given by its longest path from the inputs.
+Tensors that pass as codes are drawn in another colour.
+
+    nodes -> blocks_of (what each block shows) -> draw_placement (coordinates) -> templates/sections/placement.html.j2
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scalepoint.report.markup import Html, join, name, tag
+from scalepoint.report.charts import Shape, number, rectangle, text_shape
 from scalepoint.report.model import GraphNode
 from scalepoint.words import plural, short
 
@@ -17,6 +19,8 @@ DEEPEST = 8
 MOST_BOXES = 200
 FEW_BOXES = 24  # up to so many, inner blocks are opened
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 280, 40, 26, 26, 18
+
+INDENT = "\u00a0\u00a0"
 
 Path = tuple[str, ...]
 
@@ -141,46 +145,102 @@ def _place(boxes: Sequence[Box]) -> None:
         width[box.rank] = box.column + 1
 
 
-def draw(block: Block, graph: Sequence[GraphNode], identifiers: Mapping[Path, str], classes: Mapping[str, str]) -> Html:
-    """A picture of one block; `classes` gives each precision its colour."""
+@dataclass(frozen=True)
+class DrawnBox:
+    """One box with its shapes; `link` is the block that it leads to."""
+
+    title: str
+    shapes: Sequence[Shape]
+    link: str | None
+
+
+@dataclass(frozen=True)
+class DrawnBlock:
+    """The picture of one block."""
+
+    id: str
+    title: str
+    label: str
+    size: int
+    indent: str
+    width: float
+    height: float
+    edges: Sequence[Shape]
+    boxes: Sequence[DrawnBox]
+    left_out: int
+    outer: "DrawnBlock | None"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All pictures of a graph, and the legend: (class of the key, text)."""
+
+    blocks: Sequence[DrawnBlock]
+    legend: Sequence[tuple[str, str]]
+
+
+def draw_placement(graph: Sequence[GraphNode], classes: Mapping[str, str]) -> Placement:
+    """Draw every block of the graph; `classes` gives each precision its colour."""
+    blocks = blocks_of(graph)
+    ids = {block.path: f"block-{index}" for index, block in enumerate(blocks)}
+    drawn: dict[Path, DrawnBlock] = {}
+    for block in blocks:
+        drawn[block.path] = _draw_block(block, graph, ids, classes, drawn)
+    precisions = dict.fromkeys(node.precision for node in graph if node.precision)
+    legend = [(classes[precision], precision) for precision in precisions]
+    if any(node.codes for node in graph):
+        legend.append(("line-key", "a tensor that passes as codes"))
+    return Placement(list(drawn.values()), legend)
+
+
+def _draw_block(
+    block: Block,
+    graph: Sequence[GraphNode],
+    ids: Mapping[Path, str],
+    classes: Mapping[str, str],
+    drawn: Mapping[Path, DrawnBlock],
+) -> DrawnBlock:
     boxes = block.boxes
-    rows: dict[int, int] = {}
+    columns: dict[int, int] = {}  # row -> number of boxes
     for box in boxes:
-        rows[box.rank] = max(rows.get(box.rank, 0), box.column + 1)
-    widest = max(rows.values(), default=1)
-    full = widest * (WIDTH + GAP_X) - GAP_X
-    places = []
+        columns[box.rank] = max(columns.get(box.rank, 0), box.column + 1)
+    full = max(columns.values(), default=1) * (WIDTH + GAP_X) - GAP_X
+    corners = []
     for box in boxes:
-        own = rows[box.rank] * (WIDTH + GAP_X) - GAP_X
-        x = MARGIN + (full - own) / 2 + box.column * (WIDTH + GAP_X)
-        places.append((x, MARGIN + box.rank * (HEIGHT + GAP_Y)))
-    lanes = max((abs(box.rank - boxes[other].rank) for box in boxes for other in box.inputs), default=0)
-    width = full + 2 * MARGIN + (_bulge(lanes) if lanes > 1 else 0)
-    height = 2 * MARGIN + (max(rows, default=0) + 1) * (HEIGHT + GAP_Y) - GAP_Y
+        row_width = columns[box.rank] * (WIDTH + GAP_X) - GAP_X
+        x = MARGIN + (full - row_width) / 2 + box.column * (WIDTH + GAP_X)
+        corners.append((x, MARGIN + box.rank * (HEIGHT + GAP_Y)))
+    longest = max((abs(box.rank - boxes[other].rank) for box in boxes for other in box.inputs), default=0)
     edges = [
-        tag(
+        Shape(
             "path",
-            d=_edge(places[other], places[index], boxes[other].rank, box.rank),
-            class_="edge codes" if other in box.codes else "edge",
+            {
+                "d": _edge(corners[other], corners[index], boxes[other].rank, box.rank),
+                "class": "edge codes" if other in box.codes else "edge",
+            },
         )
         for index, box in enumerate(boxes)
         for other in sorted(box.inputs)
     ]
-    drawn = [_box(box, place, graph, identifiers, classes) for box, place in zip(boxes, places, strict=True)]
-    label = f"placement in {short(block.title)}: {plural(block.size, 'operation')}"
-    title = tag("title", label)
-    size = f"0 0 {width:g} {height:g}"
-    picture = tag("svg", title, *edges, *drawn, viewBox=size, width=width, height=height, role="group", class_="graph")
-    more = tag("p", f"and {block.left_out} more, not drawn", class_="muted") if block.left_out else None
-    outer = next((block.path[:n] for n in range(len(block.path) - 1, -1, -1) if block.path[:n] in identifiers), None)
-    up = None
-    if outer is not None and block.path:
-        link = tag("a", "up to ", name(".".join(outer) or WHOLE, 60), href=f"#{identifiers[outer]}")
-        up = tag("p", link, class_="up")
-    return join((up, tag("div", picture, more, class_="scroll", tabindex="0", role="region", aria_label=label)))
+    parents = (block.path[:length] for length in range(len(block.path) - 1, -1, -1))
+    outer = next((path for path in parents if path in ids), None)
+    return DrawnBlock(
+        id=ids[block.path],
+        title=block.title,
+        label=f"placement in {short(block.title)}: {plural(block.size, 'operation')}",
+        size=block.size,
+        indent=INDENT * len(block.path),
+        width=full + 2 * MARGIN + (_bulge(longest) if longest > 1 else 0),
+        height=2 * MARGIN + (max(columns, default=0) + 1) * (HEIGHT + GAP_Y) - GAP_Y,
+        edges=edges,
+        boxes=[_draw_box(box, corner, graph, ids, classes) for box, corner in zip(boxes, corners, strict=True)],
+        left_out=block.left_out,
+        outer=None if outer is None else drawn[outer],
+    )
 
 
 def _bulge(span: int) -> int:
+    """How far an edge over `span` rows goes to the right."""
     return 24 + 7 * min(span, 9)
 
 
@@ -195,54 +255,54 @@ def _edge(source: tuple[float, float], end: tuple[float, float], rank: int, othe
     return f"M{x1:g} {y1:g}C{far:g} {y1:g} {far:g} {y2:g} {x2:g} {y2:g}"
 
 
-def _box(
+def _draw_box(
     box: Box,
-    place: tuple[float, float],
+    corner: tuple[float, float],
     graph: Sequence[GraphNode],
-    identifiers: Mapping[Path, str],
+    ids: Mapping[Path, str],
     classes: Mapping[str, str],
-) -> Html:
-    x, y = place
+) -> DrawnBox:
+    x, y = corner
     first = graph[box.nodes[0]]
     counts: dict[str, int] = {}
     for index in box.nodes:
         counts[graph[index].precision] = counts.get(graph[index].precision, 0) + 1
-    note = (
-        plural(len(box.nodes), "operation")
-        if box.block is not None
-        else " · ".join(filter(None, (short(box.note, 22), short(first.precision, 30))))
-    )
-    words = "; ".join(
-        f"{number} in {precision}" for precision, number in sorted(counts.items(), key=lambda each: -each[1])[:6]
-    )
-    title = tag("title", f"{short(first.name if box.block is None else '.'.join(box.block), 400)}: {words}")
-    frame = tag("rect", x=x, y=y, width=WIDTH, height=HEIGHT, rx=6, class_="node block-node" if box.block else "node")
-    text = [
-        tag("text", short(box.label, 34), x=x + 14, y=y + 17, class_="node-name"),
-        tag("text", note, x=x + 14, y=y + 32, class_="node-note"),
-    ]
-    drawn = tag("g", title, *_feeds(box, x, y), frame, *_strip(x, y, counts, classes), *text)
+    precisions = sorted(counts.items(), key=lambda item: -item[1])
     if box.block is None:
-        return drawn
-    return tag("a", drawn, href=f"#{identifiers[box.block]}", class_="enter")
+        name, note = first.name, " · ".join(filter(None, (short(box.note, 22), short(first.precision, 30))))
+    else:
+        name, note = ".".join(box.block), plural(len(box.nodes), "operation")
+    words = "; ".join(f"{count} in {precision}" for precision, count in precisions[:6])
+    css = "node block-node" if box.block else "node"
+    frame = Shape("rect", {"x": number(x), "y": y, "width": WIDTH, "height": HEIGHT, "rx": 6, "class": css})
+    shapes = [
+        *_outside_inputs(box, x, y),
+        frame,
+        *_precision_strip(x, y, precisions, classes),
+        text_shape(short(box.label, 34), x + 14, y + 17, "node-name"),
+        text_shape(note, x + 14, y + 32, "node-note"),
+    ]
+    return DrawnBox(f"{short(name, 400)}: {words}", shapes, None if box.block is None else ids[box.block])
 
 
-def _feeds(box: Box, x: float, y: float) -> list[Html]:
+def _outside_inputs(box: Box, x: float, y: float) -> list[Shape]:
     """Where a box reads from, when that is not in the picture."""
     if not box.outside:
         return []
     first, *others = box.outside
     words = f"from {short(first, 24)}" + (f" and {len(others)} more" if others else "")
     end = x + WIDTH - 14
-    line = tag("path", d=f"M{end:g} {y - 12:g}v11", class_="edge fed")
-    return [line, tag("text", words, x=end - 6, y=y - 4, text_anchor="end", class_="node-note")]
+    line = Shape("path", {"d": f"M{end:g} {y - 12:g}v11", "class": "edge fed"})
+    return [line, text_shape(words, end - 6, y - 4, "node-note", "end")]
 
 
-def _strip(x: float, y: float, counts: dict[str, int], classes: Mapping[str, str]) -> list[Html]:
+def _precision_strip(
+    x: float, y: float, precisions: Sequence[tuple[str, int]], classes: Mapping[str, str]
+) -> list[Shape]:
     """The precisions of a box as a strip on its left, each as tall as its share."""
-    total, at, pieces = sum(counts.values()), y + 4.0, []
-    for precision, number in sorted(counts.items(), key=lambda each: -each[1]):
-        tall = (HEIGHT - 8) * number / total
-        pieces.append(tag("rect", x=x + 4, y=round(at, 2), width=5, height=round(tall, 2), class_=classes[precision]))
-        at += tall
+    total, top, pieces = sum(count for _, count in precisions), y + 4.0, []
+    for precision, count in precisions:
+        tall = (HEIGHT - 8) * count / total
+        pieces.append(rectangle(x + 4, round(top, 2), 5, round(tall, 2), classes[precision]))
+        top += tall
     return pieces
