@@ -1,5 +1,6 @@
 """What a file says of itself: how it was made, and what its maker gives; the same bytes for the same model."""
 
+import copy
 import json
 
 import numpy as np
@@ -170,3 +171,29 @@ def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, 
     damaged = path.read_bytes().replace(b"somebody", b"some\xffody")
     (tmp_path / "damaged.onnx").write_bytes(damaged)
     assert find_format("onnx").about(tmp_path / "damaged.onnx").metadata["author"] == "some\ufffdody"
+
+
+def test_a_tuned_file_says_with_how_many_threads_it_was_tuned(quantized, path, tmp_path) -> None:
+    assert not any("tuning.threads" in entry.key for entry in onnx.load(path).metadata_props)
+    tuned = copy.deepcopy(quantized)
+    scalepoint.tune(tuned, [torch.randn(32, 16)], progress=False)
+    scalepoint.save(tuned, tmp_path / "saved", with_graph=True)
+    for model in (tuned, scalepoint.load(tmp_path / "saved")):
+        file = onnx.load(scalepoint.export(model, tmp_path / "m.onnx", torch.randn(2, 16)))
+        metadata = {entry.key: entry.value for entry in file.metadata_props}
+        assert metadata["scalepoint.tuning.threads"] == str(torch.get_num_threads())
+
+
+def test_a_file_that_is_not_tuned_does_not_depend_on_the_number_of_threads(tmp_path) -> None:
+    before, files = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 3)).eval()
+            data = [torch.randn(8, 3, 32, 32) for _ in range(2)]
+            made = quantize(model, data[0], forward_loop=data, target="onnxruntime", progress=False)
+            files.append(scalepoint.export(made, tmp_path / f"{threads}.onnx", data[0]).read_bytes())
+    finally:
+        torch.set_num_threads(before)
+    assert files[0] == files[1]

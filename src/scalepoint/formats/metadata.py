@@ -4,6 +4,7 @@
     scalepoint.target, .target.*     what it was made for, and the target's options
     scalepoint.config                what was asked of quantization, as JSON
     scalepoint.calibration           how much was seen, as JSON: {"batches": 16, "samples": 128}
+    scalepoint.tuning.threads        torch threads that tune ran with: another number may give other bytes
     labels, preprocessing, ...       what its maker gives: text as it is, all else as JSON
 
 There is no time and no path in it: the same model is the same bytes.
@@ -46,6 +47,8 @@ def metadata_of(model: fx.GraphModule, target: Target | None, given: Mapping[str
         found[f"{OURS}config"] = _text(record.config.to_dict())
         if record.calibrated is not None:
             found[f"{OURS}calibration"] = _text(dict(zip(("batches", "samples"), record.calibrated, strict=True)))
+        if record.tuned_threads is not None:
+            found[f"{OURS}tuning.threads"] = str(record.tuned_threads)
     return found | check_metadata(given)
 
 

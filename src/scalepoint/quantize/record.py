@@ -45,6 +45,7 @@ class Record:
     is_norm_frozen: bool = False
     migrated: MigrationReport | None = None  # what calibrate did of config.migrate; None before
     calibrated: tuple[int, int] | None = None  # how many batches and samples; None before
+    tuned_threads: int | None = None  # torch threads that tune ran with; None where it did not
     constant: str = ""  # a warning that calibration data never changed; "" where it did
 
     @property

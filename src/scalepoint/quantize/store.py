@@ -246,6 +246,7 @@ class Manifest(BaseModel):
     migrated: dict[str, Any] = {}
     calibrated: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     constant: str = ""
+    tuned_threads: int | None = None
     graph: dict[str, Any] | None = None
     aliases: dict[str, str]
     tensors: TensorFile
@@ -282,6 +283,7 @@ def _manifest(model: fx.GraphModule) -> dict[str, Any]:
         "migrated": {} if record.migrated is None else record.migrated.to_dict(),
         "calibrated": None if record.calibrated is None else list(record.calibrated),
         **({"constant": record.constant} if record.constant else {}),
+        **({} if record.tuned_threads is None else {"tuned_threads": record.tuned_threads}),
     }
 
 
@@ -412,7 +414,9 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)
     calibrated = tuple(manifest["calibrated"]) if manifest["calibrated"] else None
-    amend_record(model, calibrated=calibrated, constant=manifest["constant"])
+    amend_record(
+        model, calibrated=calibrated, constant=manifest["constant"], tuned_threads=manifest["tuned_threads"]
+    )
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # torch's word for other shapes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BeforeValidator, Field
 from torch import fx, nn
 
@@ -25,7 +26,7 @@ from scalepoint.quantize.config import Config
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.parts import TABLE
-from scalepoint.quantize.record import record_of
+from scalepoint.quantize.record import amend_record, record_of
 from scalepoint.quantize.shared import merge_stubs, record
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -124,6 +125,7 @@ def tune(
     finally:
         walk.shelf.close()
     layers, pieces = tuple(run.rows), tuple(run.pieces)
+    amend_record(model, tuned_threads=torch.get_num_threads())
     return TuneReport(layers, run.left, len(walk.owners), walk.sample_count, time.perf_counter() - start, pieces)
 
 
