@@ -461,6 +461,24 @@ def test_an_input_that_the_data_has_and_the_example_lacks_is_named(tmp_path, kin
     assert len(named) == (0 if kind == "labels" else 1), said
 
 
+class OtherSelf(nn.Module):
+    """A module whose methods do not call their first argument self."""
+
+    def __init__(this):  # noqa: N805
+        super().__init__()
+        this.linear = nn.Linear(16, 16)
+
+    def forward(this, x):  # noqa: N805
+        return this.linear(x)
+
+
+def test_the_first_argument_of_forward_is_no_input_whatever_its_name(tmp_path):
+    x = torch.randn(4, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scalepoint.deploy(OtherSelf().eval(), (x,), [(x,)], smoke=True, progress=False, output=tmp_path / "out")
+
+
 def a_call(folder, **options):
     torch.manual_seed(0)
     x = torch.randn(4, 16)

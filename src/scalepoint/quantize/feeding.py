@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -385,9 +386,9 @@ def input_names(model: nn.Module) -> tuple[list[str], list[str]]:
     if isinstance(model, fx.GraphModule):
         signature = inspect.signature(model.forward)
     else:
-        signature = inspect.signature(type(model).forward)
+        signature = inspect.signature(MethodType(type(model).forward, model))  # without self, whatever its name
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = [each for name, each in signature.parameters.items() if each.kind in kinds and name != "self"]
+    found = [each for each in signature.parameters.values() if each.kind in kinds]
     return [each.name for each in found], [each.name for each in found if each.default is inspect.Parameter.empty]
 
 

@@ -414,9 +414,7 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)
     calibrated = tuple(manifest["calibrated"]) if manifest["calibrated"] else None
-    amend_record(
-        model, calibrated=calibrated, constant=manifest["constant"], tuned_threads=manifest["tuned_threads"]
-    )
+    amend_record(model, calibrated=calibrated, constant=manifest["constant"], tuned_threads=manifest["tuned_threads"])
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # torch's word for other shapes
