@@ -21,7 +21,7 @@ from scalepoint.deployment.settings import SweepConfig
 from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.quantize import quantize
 from scalepoint.report import Report, Sweep, SweepRow, compare_runs, to_html, write
-from scalepoint.report.difference_page import difference_page
+from scalepoint.report.html import difference_page
 from scalepoint.report.sweep_page import sweep_page
 from tests.report.made import ordinary
 

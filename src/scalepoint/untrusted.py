@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from scalepoint.documents import MAX_BYTES, parse_json, parse_yaml
 from scalepoint.errors import DocumentError, shown
 
+MAX_BYTES = 1_000_000  # of a text, unless a caller gives another limit
 LARGEST_PROTOBUF = 2**31 - 1  # bytes
 LARGEST_FLATBUFFER = 2**31 - 1  # bytes: offsets are signed 32-bit integers
 
@@ -81,6 +81,8 @@ def read_text(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None)
 
 def read_json(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None) -> Any:
     """Read a JSON file of at most `limit` bytes, 1 MB unless given."""
+    from scalepoint.documents import parse_json  # noqa: PLC0415  # loads yaml, which no command needs to start
+
     text = read_text(path, limit, folder=folder)
     with _named(path):
         return parse_json(text, limit)
@@ -88,6 +90,8 @@ def read_json(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None)
 
 def read_yaml(path: Path, *, folder: Path | None = None) -> Any:
     """Read a YAML file of at most 1 MB."""
+    from scalepoint.documents import parse_yaml  # noqa: PLC0415  # see read_json
+
     text = read_text(path, folder=folder)
     with _named(path):
         return parse_yaml(text)

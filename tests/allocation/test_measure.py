@@ -95,7 +95,7 @@ def test_the_sum_is_near_what_the_whole_model_loses(data):
     from scalepoint.analysis import compare
     from scalepoint.quantize import quantize
 
-    config = QuantConfig(activation=MINMAX, weight=TensorQuantConfig(n_bits=8, per_channel=True))
+    config = QuantConfig(activation=MINMAX, weight=TensorQuantConfig(n_bits=8, per_channel=True), correct_bias=False)
     model = quantize(net, data[0], config, forward_loop=data, target="reference", progress=False)
     ratio = 10 ** (-compare(net, model, data, progress=False).outputs[0].sqnr_db / 10)
     widths = measured(transform(net, data[0], target="reference"), data, None, config, steps=None)

@@ -62,7 +62,7 @@ def transformed():
 def quantized_net(*overrides, **fields):
     result = transformed()
     model = insert_qdq(result.model, result.matches, config(*overrides, **fields))
-    calibrate(model, batches(), freeze_weights=True)
+    calibrate(model, batches(), freeze_weights=True, correct_bias=False)
     return model.eval()
 
 

@@ -959,7 +959,7 @@ class TestIntegerSums:
         layer = layers[kind]
         x = torch.randn(2, 300) if kind == "linear" else torch.randn(2, 32, 9, 9)
         model = nn.Sequential(layer).eval()
-        quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
+        quantized = quantize(model, x, {"correct_bias": False}, forward_loop=[x], target="onnxruntime")
         weighted = next(module for module in quantized.modules() if isinstance(module, QuantizedWeighted))
         stub = weighted.input_stub
         codes = quantized.get_submodule("input_quant")(x) / stub.scale

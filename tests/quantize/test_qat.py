@@ -592,7 +592,9 @@ class TestTraining:
         assert all(not torch.equal(scale, was) for scale, was in zip(scales, old, strict=True))
 
     def test_learning_starts_from_the_calibrated_scales(self):
-        quantized = calibrated().eval()
+        quantized = quantize(
+            net(), image(), config().model_copy(update={"correct_bias": False}), forward_loop=[image(), image(4, 5)]
+        ).eval()
         with torch.no_grad():
             before = quantized(image())
             prepare_qat(quantized, learn_scales=True)

@@ -27,7 +27,7 @@ def net() -> nn.Module:
 
 def pruned(sparsity, data=None, *, freeze=True) -> torch.fx.GraphModule:
     data = [torch.randn(8, 3, 12, 12)] if data is None else data
-    config = QuantConfig(weight=TensorQuantConfig(per_channel=True, sparsity=sparsity))
+    config = QuantConfig(weight=TensorQuantConfig(per_channel=True, sparsity=sparsity), correct_bias=False)
     return quantize(
         net(), data[0], config, forward_loop=data, target="onnxruntime", freeze_weights=freeze, progress=False
     ).eval()

@@ -243,9 +243,13 @@ class TestServed:
     def test_a_call_that_was_interrupted_leaves_no_answer_for_the_next_one(self, runtime, tmp_path):
         (tmp_path / "hanging").write_text("hanging")
         served = Served(runtime, tmp_path / "hanging")
-        threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            served({"x": X})
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+        try:
+            threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                served({"x": X})
+        finally:
+            signal.signal(signal.SIGINT, before)
         with pytest.raises(VerificationError, match="open it again"):
             served({"x": X})
 

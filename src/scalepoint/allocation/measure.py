@@ -202,7 +202,11 @@ class _Measured:
         on_nan: Literal["error", "skip"],
         progress: bool | None,
     ) -> None:
-        calibrate(self.model, data, max_batches=max_batches, on_nan=on_nan, progress=progress, freeze_weights=True)
+        # Every width is solved with a bias of its own, from uncorrected ones.
+        calibrate(
+            self.model, data, max_batches=max_batches, on_nan=on_nan, progress=progress, freeze_weights=True,
+            correct_bias=False,
+        )  # fmt: skip
         few = min(max_batches or BATCHES, BATCHES)
         flow = flow_of(self.model, data, max_batches=few, progress=False)
         self._collect(flow)

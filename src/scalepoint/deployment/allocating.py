@@ -23,7 +23,7 @@ def widths_of(run: Run, config: QuantConfig, choices: Sequence[str] | None) -> W
     marks = {
         **run.marks_of_quantizing(config),
         "choices": mark(choices),
-        "the calibration data": Watched(run.data).mark_now() if run.has_data else "none",
+        "the calibration data": Watched(run.data, None, run.max_batches).mark_now() if run.has_data else "none",
     }
     with run.stage("widths", "measuring widths", marks, is_timed=False) as stage:
         found = stage.reuse(Widths.from_dict)

@@ -130,13 +130,14 @@ class Watched:
     """Calibration data on its way to the model, and its mark: a function by its code, batches by the first few; None of
     what can be read only once."""
 
-    def __init__(self, source: Any, look: Callable[[Any], None] | None = None) -> None:
-        """`look` is called with every batch, before the model is."""
+    def __init__(self, source: Any, look: Callable[[Any], None] | None = None, max_batches: int | None = None) -> None:
+        """`look` is called with every batch, before the model is; the mark is made of `max_batches` at most."""
+        self.few = FEW if max_batches is None else min(FEW, max_batches)
         is_batches = isinstance(source, Iterable) and not isinstance(source, Tensor | Mapping | str | bytes)
         self.source = source
         self.data: Any = source
         if is_batches and not callable(source):
-            self.data = _looked_at(source, look) if isinstance(source, Iterator) else _Passing(source, look)
+            self.data = _looked_at(source, look) if isinstance(source, Iterator) else _Passing(source, look, self.few)
 
     @property
     def mark(self) -> str | None:
@@ -148,7 +149,7 @@ class Watched:
     def mark_now(self) -> str | None:
         """The same, from a look at the first batches."""
         if isinstance(self.data, _Passing):
-            for _ in islice(batches_of(self.data), FEW):
+            for _ in islice(batches_of(self.data), self.few):
                 pass
             return self.data.mark
         return self.mark
@@ -163,8 +164,8 @@ def _looked_at(batches: Iterator[Any], look: Callable[[Any], None] | None) -> It
 class _Passing:
     """Batches that leave a mark of the first few."""
 
-    def __init__(self, batches: Any, look: Callable[[Any], None] | None) -> None:
-        self.batches = batches
+    def __init__(self, batches: Any, look: Callable[[Any], None] | None, few: int) -> None:
+        self.batches, self.few = batches, few
         self.look = look
         self.mark: str | None = None
         self.is_complete = False  # whether all batches that the mark is made of were read
@@ -174,10 +175,10 @@ class _Passing:
         for batch in self.batches:
             if self.look is not None:
                 self.look(batch)
-            if len(marks) < FEW:
+            if len(marks) < self.few:
                 marks.append(mark_of_values(batch))
                 self.mark = mark(marks, self._size())
-                self.is_complete = len(marks) == FEW
+                self.is_complete = len(marks) == self.few
             yield batch
         self.is_complete = True
 

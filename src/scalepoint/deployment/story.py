@@ -316,7 +316,7 @@ def _tell(run: Run, number: int, path: Path, found: Verification | None, score: 
 def _quantized(run: Run, folder: Path, config: QuantConfig) -> tuple[fx.GraphModule, TuneReport | None]:
     args, kwargs = run.inputs
     dropped = DroppedInputs(run.model, run.inputs)
-    name, place, data = f"{folder.name} quantized", folder / MODEL, Watched(run.data, dropped.look)
+    name, place, data = f"{folder.name} quantized", folder / MODEL, Watched(run.data, dropped.look, run.max_batches)
     marks = run.marks_of_quantizing(config)
     if run.journal.has(name):
         marks["the calibration data"] = run.data_mark = data.mark_now()

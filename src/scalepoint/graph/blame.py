@@ -31,6 +31,16 @@ def has_passed(error: Exception | None, *functions: str) -> bool:
     return any(f"{each}(" in (frame.line or "") for frame in frames for each in functions)
 
 
+def holds(error: Exception | None, kind: type) -> bool:
+    """Whether a function that the error passed through had a value of this type in a local variable."""
+    frame = error.__traceback__ if error else None
+    while frame is not None:
+        if any(isinstance(value, kind) for value in frame.tb_frame.f_locals.values()):
+            return True
+        frame = frame.tb_next
+    return False
+
+
 def user_module(error: Exception | None, model: nn.Module) -> str:
     """The path of the innermost submodule in whose own code an error was raised; nothing for the model itself."""
     paths = {id(module): path for path, module in model.named_modules()}

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, shown
-from scalepoint.graph.blame import has_passed, user_line, user_module
+from scalepoint.graph.blame import has_passed, holds, user_line, user_module
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.free import Axes, Free, by_parameter, free_in, input_name
 from scalepoint.graph.origin import origin_of
@@ -215,7 +216,9 @@ def _unknown_output(model: nn.Module, said: str) -> str:
 
 def _way_out(model: nn.Module, error: Exception | None) -> str:
     """By what went wrong: a value that a trace does not have, or code that goes another way without values."""
-    if has_passed(error, "pack_padded_sequence", "pad_packed_sequence", "pack_sequence"):
+    if has_passed(error, "pack_padded_sequence", "pad_packed_sequence", "pack_sequence") or holds(
+        error, PackedSequence
+    ):
         return (
             "Packed sequences have as many rows as the lengths say, which no file can hold: run the recurrent layer on "
             "the padded tensor, and mask or pick its outputs by the lengths"

@@ -47,23 +47,32 @@ class RealTensors:
         present = [place.held.get(place.name) for place in self._places]
         tables = {id(place.held): place.held for place in self._places}.values()
         count = sum(tensor is not None for held in tables for tensor in held.values())
-        return count == len(self._places) and all(
-            tensor is not None and tensor.shape == place.tensor.shape
-            for place, tensor in zip(self._places, present, strict=True)
-        )
+        with _not_traced():  # a traced shape consists of tensors
+            return count == len(self._places) and all(
+                tensor is not None and tensor.shape == place.tensor.shape
+                for place, tensor in zip(self._places, present, strict=True)
+            )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put them back where stand-ins are now, and record nothing."""
         present = [place.held.get(place.name) for place in self._places]
-        state = torch._C._get_tracing_state()  # of the older exporter
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         try:
             for place in self._places:
                 place.held[place.name] = place.tensor
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with _not_traced(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 yield
         finally:
             for place, tensor in zip(self._places, present, strict=True):
                 place.held[place.name] = tensor
-            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _not_traced() -> Iterator[None]:
+    """Turn the tracer of the older ONNX exporter off."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]

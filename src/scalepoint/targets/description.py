@@ -97,6 +97,8 @@ def _language(target: Target) -> Iterator[tuple[str, str]]:
 
 
 def _scales(target: Target) -> Iterator[tuple[str, str]]:
+    if target.has_signed_scales:
+        yield "signs of scales", "a scale of a block may be negative"
     if target.has_half_scales:
         yield "scales", "numbers that float16 holds, in the simulation too"
     if target.block_scale_dtypes:

@@ -152,7 +152,7 @@ def test_what_is_cut_off_is_no_package(tmp_path: Path) -> None:
 def test_without_coremltools_an_export_says_how_it_is_installed(tmp_path: Path, monkeypatch) -> None:
     model = quantized()
     monkeypatch.setitem(__import__("sys").modules, "coremltools", None)
-    with pytest.raises(ExportError, match=r"pip install scalepoint\[coreml\]"):
+    with pytest.raises(ExportError, match=r"pip install 'scalepoint\[coreml\]'"):
         export(model, tmp_path / "m.mlpackage", pictures())
     assert not (tmp_path / "m.mlpackage").exists()
 

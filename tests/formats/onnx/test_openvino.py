@@ -105,6 +105,8 @@ class Last(nn.Module):
 @pytest.mark.parametrize(("shape", "count"), [((4, 30, 16), 1), ((4, 5, 6, 16), 0)], ids=["tokens", "picture"])
 def test_scaled_channels_run_as_simulated(shape, count, tmp_path):
     """With four axes OpenVINO computes other values where they are scaled."""
+    if count and instruction_set() != "vnni":
+        pytest.skip("a file for CPUs with VNNI saturates on this one")
     torch.manual_seed(0)
     data = [torch.randn(shape) for _ in range(2)]
     quantized = quantize(Last().eval(), data[0], forward_loop=data, target=openvino_target("vnni"))

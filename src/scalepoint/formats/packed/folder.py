@@ -19,6 +19,7 @@ from scalepoint.files import replace_folder
 from scalepoint.formats.packed.shards import ENTRY, Shards
 from scalepoint.numerics import QuantizationFormulation, dtype_name, format_of
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
+from scalepoint.untrusted import read_head
 
 WEIGHT = ".weight"
 ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")
@@ -62,8 +63,7 @@ def tensor_bytes(path: Path) -> int:
     """Bytes of all tensors in a folder: its safetensors files without their headers."""
     total = 0
     for shard in path.glob("*.safetensors"):
-        with shard.open("rb") as file:
-            total += shard.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+        total += shard.stat().st_size - 8 - int.from_bytes(read_head(shard, 8), "little")
     return total
 
 
