@@ -65,10 +65,8 @@ def test_what_is_no_model_is_refused_by_deploy_before_any_work(given, message, t
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_compiled_forms_are_refused_by_their_name(tmp_path) -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8)))
-    exported = torch.export.export(net(), (X,))
-    for given, name in ((scripted, "ScriptModule"), (exported, "ExportedProgram")):
-        with pytest.raises(CaptureError, match=f"this is an? {name}"):
-            scalepoint.deploy(given, X, [X], output=tmp_path / "out")
+    with pytest.raises(CaptureError, match="this is a ScriptModule"):
+        scalepoint.deploy(scripted, X, [X], output=tmp_path / "out")
 
 
 def test_arrays_are_inputs_wherever_they_stand() -> None:

@@ -52,7 +52,12 @@ def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
 
 def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, monkeypatch):
     seen = []
-    form = CheckpointFormat("ort-genai", "", lambda checkpoint, path: seen.append(checkpoint.cache), lambda *_: None)
+
+    def write(checkpoint, path):
+        path.mkdir()
+        seen.append(checkpoint.cache)
+
+    form = CheckpointFormat("ort-genai", "", write, lambda *_: None)
     monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "ort-genai", form)
     deployed(wide, tmp_path / "out", "ort-genai", "int8", verify=False)
     job = asked(wide, tmp_path / "again", "ort-genai", None, "fast", None, "int8")

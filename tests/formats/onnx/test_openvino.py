@@ -11,6 +11,7 @@ from scalepoint.patterns import Point
 from scalepoint.quantize import coverage, quantize
 from scalepoint.quantize.record import record_of
 from scalepoint.targets import find_target, openvino_target
+from scalepoint.targets.cpu import instruction_set
 from tests.architectures import ARCHITECTURES
 
 pytestmark = [
