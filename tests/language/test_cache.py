@@ -122,7 +122,7 @@ def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):
 
 
 def test_attention_that_hides_its_keys_is_refused(tmp_path, monkeypatch):
-    form = CheckpointFormat("ort-genai", "", lambda *_: None, lambda *_: None)
+    form = CheckpointFormat("ort-genai", "", lambda _, path: path.mkdir(), lambda *_: None)
     monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "ort-genai", form)
     saved("gemma2", tmp_path / "m")
     with pytest.raises(CaptureError, match="of 2 of 2 blocks"):

@@ -28,7 +28,12 @@ BYTES = {
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS])
 def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, kind):
     seen = {}
-    form = CheckpointFormat("gptq", "", lambda checkpoint, path: seen.update(checkpoint.packed), lambda *_: None)
+
+    def write(checkpoint, path):
+        path.mkdir()
+        seen.update(checkpoint.packed)
+
+    form = CheckpointFormat("gptq", "", write, lambda *_: None)
     monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "gptq", form)
     model = saved(kind, tmp_path / kind)
     torch.manual_seed(1)
