@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from scalepoint.deployment.accuracy import PRESETS
 from scalepoint.formats import export
 from scalepoint.graph.export import quiet
+from scalepoint.pipeline.accuracy import PRESETS
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask, exchange

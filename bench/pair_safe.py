@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from files import run, sqnr
-from scalepoint.deployment.accuracy import PRESETS, tuning_for
+from scalepoint.pipeline.accuracy import PRESETS, tuning_for
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.tuning import tune

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "demo"))
 import resnet8
 import scalepoint
 from pictures import labels, pictures
-from scalepoint.deployment.accuracy import PRESETS
+from scalepoint.pipeline.accuracy import PRESETS
 from scalepoint.quantize import QuantConfig, TensorQuantConfig
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.quantize.weighted import QuantizedWeighted

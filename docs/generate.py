@@ -17,8 +17,8 @@ from scalepoint.checking import describe_rules
 from scalepoint.cli import declared
 from scalepoint.cli.app import EXIT_CODES, app
 from scalepoint.cli.beginning import TEMPLATES, WRITTEN
-from scalepoint.deployment import DeployConfig
 from scalepoint.documents import parse_yaml
+from scalepoint.options import DeployConfig
 from scalepoint.quantize import (
     Override,
     QuantConfig,

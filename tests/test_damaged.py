@@ -23,12 +23,12 @@ from scalepoint.cli.data import Reading, load_data
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.models import load_weights
 from scalepoint.cli.naming import Finder
-from scalepoint.deployment import DeployConfig
-from scalepoint.deployment.journal import stages_in
 from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read
 from scalepoint.language.text import _texts
+from scalepoint.options import DeployConfig
+from scalepoint.pipeline.workspace import finished_stages
 from scalepoint.quantize import quantize
 from scalepoint.report import Report, Sweep, SweepRow, compare_runs, write
 from scalepoint.tuning.checkpoint import Checkpoint
@@ -63,7 +63,7 @@ def _data(path: Path) -> list[Any]:
 
 
 def _journal(path: Path) -> list[str]:
-    return stages_in(path.parent.parent)
+    return finished_stages(path.parent.parent)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,9 @@ import yaml
 from torch import nn
 
 import scalepoint
-from scalepoint.deployment import DeployConfig
-from scalepoint.deployment.journal import stages_in
-from scalepoint.deployment.settings import SweepConfig
 from scalepoint.errors import ScalepointError, ScalepointWarning
+from scalepoint.options import DeployConfig, SweepConfig
+from scalepoint.pipeline.workspace import finished_stages
 from scalepoint.quantize import quantize
 from scalepoint.report import Report, Sweep, SweepRow, compare_runs, to_html, write
 from scalepoint.report.html import difference_page
@@ -149,7 +148,7 @@ def test_a_journal(tmp_path: Path) -> None:
 
     def read(document: Any) -> None:
         path.write_text(json.dumps(document))
-        stages_in(tmp_path)
+        finished_stages(tmp_path)
 
     tried({"format": 1, "stages": {"one": {"marks": {"a": "b"}, "result": {"x": 1}, "files": {"f": "0"}}}}, read)
 

@@ -137,7 +137,7 @@ import contextlib, io, json, os, sys
 os.chdir(sys.argv[1])
 from scalepoint.cli import naming
 from scalepoint.cli.app import run
-from scalepoint.deployment.reporting import environment
+from scalepoint.pipeline.build_report import environment
 from scalepoint.targets import find_target
 naming.load_model("nets:net", naming.Finder(trust=True))
 with contextlib.redirect_stdout(io.StringIO()) as said:

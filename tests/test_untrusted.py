@@ -138,7 +138,7 @@ ALLOWED = {
     "formats/packed/shards.py": "opened for writing",
     "formats/genai/store.py": "opened for writing",
     "verification/extraction.py": "opened for writing",
-    "deployment/keeping.py": "the log of the run itself",
+    "pipeline/workspace.py": "the log of the run itself",
     "runtimes/process.py": "what our own child process wrote",
     "runtimes/serving.py": "what our own child process wrote",
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalepoint.deployment.accuracy import tuning_for
+from scalepoint.pipeline.accuracy import tuning_for
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.tuning import TuneConfig, tune
 from tuned.rows import AWQ, BALANCED, BEST, GPTQ, GPTQ_INTERCEPT, NEAREST, Kept, Limit, Row

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from scalepoint.documents import Places
 from scalepoint.errors import ConfigError, ScalepointError, nearest, shown
@@ -65,6 +65,21 @@ class CheckedModel(BaseModel):
             yield
         except ValidationError as error:
             raise cls.error_class(told_plainly(error, data)) from error
+
+
+class Config(CheckedModel):
+    """Frozen, and a misspelt field is refused with the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise UnknownFieldError(str(name), tuple(cls.model_fields))
+        return data
 
 
 def cause_of(error: BaseException | None) -> ValidationError | None:

@@ -23,7 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from scalepoint.carried import Words, described, packed, rebuilt, unpacked
 from scalepoint.errors import RankError, UsageError
@@ -31,6 +34,7 @@ from scalepoint.errors import RankError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 TIMEOUT = "SCALEPOINT_RANK_TIMEOUT"
 SECONDS = 60.0  # without a heartbeat a rank counts as dead; ten times as long for one that has not come at all
 BEAT = 1.0
@@ -130,6 +134,31 @@ def told(what: str, make: Callable[[], Any]) -> Any:
             with alone():
                 said.mine = make()
     return said.all[0]
+
+
+def run_on_main(name: str, function: Callable[[], T], result_type: Any) -> T:
+    """Call `function` on rank 0 only and return its result on every rank.
+
+    Args:
+        name: Name of the phase, for errors.
+        function: It runs as a single process, so it may call functions that use ranks.
+        result_type: Type of the result; pydantic converts it to JSON and back.
+
+    Returns:
+        On rank 0 the object itself, on the other ranks an equal one.
+    """
+    if _group() is None:
+        return function()
+    own: T | None = None
+
+    def run() -> Any:
+        nonlocal own
+        own = function()
+        return to_jsonable_python(own, inf_nan_mode="strings")
+
+    sent = told(name, run)
+    result: T = own if is_main() else TypeAdapter(result_type).validate_python(sent)  # type: ignore[assignment]
+    return result
 
 
 def gathered(tensors: Mapping[str, "Tensor"], what: str = "gathering") -> list[dict[str, "Tensor"]]:

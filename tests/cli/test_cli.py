@@ -344,7 +344,7 @@ OF_ONE_COMMAND = {
 
 
 def test_a_flag_is_a_keyword_is_a_key() -> None:
-    from scalepoint.deployment import DeployConfig, deploy
+    from scalepoint import DeployConfig, deploy
     from scalepoint.language import deploy_checkpoint
 
     flags = set(inspect.signature(deploying.deploy).parameters)
@@ -640,7 +640,7 @@ def test_doctor_lists_every_optional_part_with_the_extra_that_brings_it(call, mo
 
 
 def test_init_writes_what_deploy_takes_and_overwrites_nothing(call, here) -> None:
-    from scalepoint.deployment import DeployConfig
+    from scalepoint.options import DeployConfig
 
     code, out, err = call("init", "new")
     assert code == 0
@@ -668,7 +668,7 @@ def test_what_init_writes_runs(call, here) -> None:
 
 
 def test_the_schema_knows_every_key(call) -> None:
-    from scalepoint.deployment import DeployConfig
+    from scalepoint.options import DeployConfig
 
     code, out, _ = call("config", "schema")
     assert code == 0

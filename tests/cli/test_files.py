@@ -14,7 +14,7 @@ import pytest
 from scalepoint.cli.ending import Code
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import Finder
-from scalepoint.deployment import DeployConfig
+from scalepoint.options import DeployConfig
 
 
 def test_deploy_makes_a_verified_file_with_its_report(deployed) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import scalepoint
-from scalepoint.deployment.known import known_of
 from scalepoint.errors import StoreError, UsageError
 from scalepoint.formats import check_metadata, find_format, read_value
+from scalepoint.pipeline.model_metadata import metadata_of
 from scalepoint.quantize import quantize
 
 GIVEN = {
@@ -159,7 +159,7 @@ PRETRAINED = {"input_size": (3, 96, 96), "mean": (0.1,), "std": (0.2,), "interpo
     ],
 )
 def test_what_a_model_knows_of_itself(model, known) -> None:
-    assert known_of(model) == known
+    assert metadata_of(model) == known
 
 
 def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, tmp_path) -> None:

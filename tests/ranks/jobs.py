@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from scalepoint import deploy, ranks, sweep
 from scalepoint.analysis import compare, histograms, sensitivity
-from scalepoint.deployment import story
 from scalepoint.errors import ScalepointWarning
+from scalepoint.pipeline import stages
 from scalepoint.quantize import QuantConfig, QuantStub, calibrate, insert_qdq
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneConfig, solve, tune
@@ -379,7 +379,7 @@ def killed(folder: Path) -> Any:
     """DIES=rank at STEP=calibrate, tune, export, verify, make_report: there that rank is killed, the first time."""
     step, dies = os.environ["STEP"], int(os.environ["DIES"])
     if step and ranks.rank() == dies:
-        setattr(story, step, lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(stages, step, lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL))
     data = batches(5)
     is_tuned, resume = "tune" in (step, os.environ.get("ACCURACY")), os.environ["RESUME"] == "yes"
     return outcome(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scalepoint.report import Sweep, compare_runs, difference_page, sweep_page, write
-from tests.deployment import test_sweep
+from tests.pipeline import test_sweep
 from tests.report import made
 from tests.report.browser import Browser, find
 

@@ -29,7 +29,7 @@ def load(program: str) -> None:
     import torch
     from torch.onnx._internal.exporter import _core  # noqa: F401
 
-    import scalepoint.deployment  # noqa: F401
+    import scalepoint.pipeline.deploy  # noqa: F401
 
     torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
 

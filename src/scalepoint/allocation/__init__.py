@@ -1,10 +1,10 @@
 """Precision by layer under a budget: what each layer loses at each width, and who gets how much."""
 
-from scalepoint.allocation.budget import Budget
 from scalepoint.allocation.front import Allocation, Choice, Item, front, thinned, trimmed, within
 from scalepoint.allocation.measure import measure_widths
 from scalepoint.allocation.ways import AS_IT_IS, check_choices
 from scalepoint.allocation.widths import Row, Width, Widths
+from scalepoint.budget import Budget
 
 __all__ = [
     "AS_IT_IS",

@@ -6,8 +6,8 @@ from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
 
-from scalepoint.allocation.budget import Budget, Unit
 from scalepoint.allocation.front import Allocation, Choice, Item, front, trimmed, within
+from scalepoint.budget import Budget, Unit
 from scalepoint.errors import UsageError
 from scalepoint.plain import plain
 from scalepoint.quantize import Override, QuantConfig

@@ -52,7 +52,7 @@ def told(target: Any) -> dict[str, Any]:
 
 def made() -> dict[str, Any]:
     """The data from the declarations themselves."""
-    from scalepoint.deployment import DeployConfig
+    from scalepoint.options import DeployConfig
     from scalepoint.targets import find_target, list_targets, onnxruntime_target, openvino_target
 
     names = ("tensorrt", "executorch", "litert", "coreml", "reference", *list_targets(language=True))

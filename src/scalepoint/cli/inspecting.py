@@ -76,11 +76,11 @@ def preview(settings: Any, finder: Finder, command: str, example: Any = None, *,
 def covered(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, bool]:
     """What of the model is quantized and what not, as deploy has it where the sizes of inputs are known, and whether
     they are."""
-    from scalepoint.deployment.settings import with_speed
+    from scalepoint.pipeline.job import with_speed
     from scalepoint.targets import find_target
 
     model, inputs, _ = model_and_data(settings, finder, example)
-    config = with_speed(settings.quantization, is_strict=settings.strict, has_budget=settings.budget is not None)
+    config = with_speed(settings.quantization, strict=settings.strict, has_budget=settings.budget is not None)
     target = find_target(settings.target, settings.cpu)
     given = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
     return public("inspect")(model, inputs, target=target, **given), inputs is not None

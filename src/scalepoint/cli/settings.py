@@ -24,7 +24,7 @@ def settings_of(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
     """A DeployConfig (of a sweep one with a grid): the file that `config` names, and over it all other options that are
     keys of it."""
     from scalepoint.complaints import cause_of, complaints
-    from scalepoint.deployment import DeployConfig, SweepConfig
+    from scalepoint.options import DeployConfig, SweepConfig
 
     kind = SweepConfig if is_sweep else DeployConfig
     file = given.get("config")
@@ -111,7 +111,7 @@ def check_with_target(settings: Any) -> None:
 
 def check_runtime(settings: Any) -> None:
     """Refuse a target whose runtime is not installed before the model is made, unless the file may be unverified."""
-    from scalepoint.deployment.story import check_installed
+    from scalepoint.pipeline.job import check_installed
     from scalepoint.targets import find_target
 
     target = find_target(settings.target, settings.cpu)

@@ -22,8 +22,6 @@ from torch import Tensor, fx
 from scalepoint import ranks
 from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skeleton
-from scalepoint.deployment.accuracy import Accuracy
-from scalepoint.deployment.result import Deployment
 from scalepoint.errors import CalibrationError, NonFiniteError, StoreError, UsageError
 from scalepoint.files import LOCK, is_full, locked, remove, room_needed, sweep, sweep_temporary
 from scalepoint.language.cache import check_cached, check_placed, groups_of, stored_cache
@@ -34,7 +32,9 @@ from scalepoint.language.settings import REPORTS, STAGED, TUNING, Asked, asked, 
 from scalepoint.language.storage import as_stored, not_held
 from scalepoint.language.streams import Scored, scored
 from scalepoint.language.text import Text, sequences
+from scalepoint.options import Accuracy
 from scalepoint.output_folder import LIST, WrittenFiles, move_into
+from scalepoint.pipeline.result import Deployment
 from scalepoint.progress import timed
 from scalepoint.quantize import QuantConfig, coverage, insert_qdq
 from scalepoint.quantize.stubs import Quantizing

@@ -8,7 +8,6 @@ from pathlib import Path
 from torch import fx
 
 from scalepoint.checkpoints import Source
-from scalepoint.deployment.reporting import environment, tuned
 from scalepoint.errors import ScalepointError
 from scalepoint.language.proof import FLOAT_RUNTIME, Proof
 from scalepoint.language.quantized import Codes
@@ -17,6 +16,7 @@ from scalepoint.language.streams import Scored
 from scalepoint.language.text import tokenizer_of
 from scalepoint.numerics import dtype_name
 from scalepoint.output_folder import WrittenFiles
+from scalepoint.pipeline.build_report import environment, tuned_layers
 from scalepoint.quantize import coverage
 from scalepoint.report import Language, Metric, Report, write
 from scalepoint.tuning import TuneReport
@@ -47,7 +47,7 @@ def report_of(
         config=job.config.to_dict(),
         accuracy=metrics,
         timings=dict(timings),
-        tuning=tuned(found),
+        tuning=tuned_layers(found),
         warnings=_wider(job, codes),
         language=_language(job, codes, scores, proof),
     )

@@ -9,13 +9,14 @@ from typing import Any
 from scalepoint import ranks
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.source import CONFIG
-from scalepoint.deployment.accuracy import CLOSED, Accuracy, check_accuracy
 from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.registry import find_checkpoint_format
 from scalepoint.language.cache import with_cached
 from scalepoint.numerics import QuantizationFormulation, QuantizationScheme, format_of
+from scalepoint.options import Accuracy
 from scalepoint.output_folder import LIST, WrittenFiles, check_inputs, check_links, check_path
+from scalepoint.pipeline.accuracy import CLOSED_FORM, check_accuracy
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT, Override, TensorQuantConfig
 from scalepoint.quantize.placement import check_formulations
@@ -30,7 +31,7 @@ from scalepoint.spec import (
 from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.tuning import TuneConfig
 
-STEPS = tuple(step for step in CLOSED if step != "intercept")  # most layers have no bias that could take it up
+STEPS = tuple(step for step in CLOSED_FORM if step != "intercept")  # most layers have no bias that could take it up
 PRESETS: dict[str, tuple[str, ...]] = {"fast": (), "balanced": STEPS, "best": (*STEPS, "sign_round", "clip")}
 REPORTS = (JSON_FILE, HTML_FILE)
 TUNING, STAGED = "tuning", "written"  # in the folder of a run: chosen codes, the folder that is being written

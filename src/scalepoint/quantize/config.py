@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     WithJsonSchema,
@@ -25,7 +24,7 @@ from pydantic import (
 )
 from torch import nn
 
-from scalepoint.complaints import CheckedModel, UnknownFieldError
+from scalepoint.complaints import CheckedModel, Config
 from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
 from scalepoint.extensions import brought
@@ -68,21 +67,6 @@ _COMPONENTS = {
     CalibrationMethod.ENTROPY: ("histogram_entropy", "entropy"),
     CalibrationMethod.MSE: ("histogram_mse", "mse"),
 }
-
-
-class Config(CheckedModel):
-    """Frozen, and a misspelt field is refused with the nearest known one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name in data:
-                if name not in cls.model_fields:
-                    raise UnknownFieldError(str(name), tuple(cls.model_fields))
-        return data
 
 
 class TensorQuantConfig(Config):

@@ -17,12 +17,12 @@ from pydantic import BeforeValidator, Field
 from torch import fx, nn
 
 from scalepoint import ranks
+from scalepoint.complaints import Config
 from scalepoint.errors import CalibrationError, ConfigError
 from scalepoint.numerics import QParams
 from scalepoint.output_folder import check_path
 from scalepoint.progress import phase
 from scalepoint.quantize.calibrate import OnNan, freeze
-from scalepoint.quantize.config import Config
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.parts import TABLE

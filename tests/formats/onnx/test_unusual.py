@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.deployment import deploy
+from scalepoint import deploy
 from scalepoint.errors import ExportError, ScalepointWarning
 from scalepoint.formats import export
 from scalepoint.graph.capture import as_inputs

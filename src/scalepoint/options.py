@@ -1,0 +1,389 @@
+"""Every option of deploy, deploy_checkpoint, sweep and the command line, declared once. Imports no torch.
+
+    DeployOptions       keywords of scalepoint.deploy
+    CheckpointOptions   keywords of scalepoint.deploy_checkpoint
+    DeployConfig        both, and where model and data come from: the keys of a config file
+    SweepConfig         a DeployConfig with a grid
+
+Each field has its type, default, help, group and the pipeline stages whose result depends on it. Command line flags
+(`cli/flags.py`), YAML keys, the JSON schema, config.yaml, the reproduction call and the cache keys of stages are made
+from these declarations. A test compares them with the signatures of the public functions.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from scalepoint.budget import Budget
+from scalepoint.complaints import Config, cause_of, complaints, told
+from scalepoint.documents import Places, dump_yaml, parse_json, parse_yaml
+from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
+from scalepoint.files import replace_text
+from scalepoint.untrusted import read_text
+
+Accuracy = Literal["fast", "balanced", "best"]
+DEFAULT_CHOICES = ("int4", "int8", "float")
+LIMITS, LANGUAGE, DATA, FILE, RUN = (
+    "Accuracy and limits",
+    "Language models",
+    "Data",
+    "Model and file",
+    "How it is run",
+)
+Stage = Literal["quantize", "export", "export float", "verify"]
+PartT = TypeVar("PartT", bound=Config)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field says about itself, besides type and default.
+
+    Attributes:
+        help: One or two sentences, for the command line and the reference.
+        group: Heading under which `--help` shows it; "" shows it first.
+        stages: Pipeline stages whose result depends on the value: it is part of their cache keys.
+        flags: Names on the command line; `--` and the name of the field by default.
+        metavar: Placeholder in `--help`, where the type is not enough.
+    """
+
+    help: str
+    group: str = ""
+    stages: tuple[Stage, ...] = ()
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+def option_of(field: FieldInfo) -> Option:
+    """The Option in the annotation of a field."""
+    return next(each for each in field.metadata if isinstance(each, Option))
+
+
+def stage_values(options: BaseModel, stage: Stage) -> dict[str, Any]:
+    """The options that the result of a stage depends on, by name."""
+    fields = type(options).model_fields
+    return {name: getattr(options, name) for name, field in fields.items() if stage in option_of(field).stages}
+
+
+def changed_values(options: BaseModel) -> dict[str, Any]:
+    """The options that differ from their defaults, by name, in the order of their declaration."""
+    fields = type(options).model_fields
+    return {name: value for name, field in fields.items() if (value := getattr(options, name)) != field.get_default()}
+
+
+class _QuantizationField:
+    """The type of `quantization`: a QuantConfig. Its module loads torch, so it is imported when a value is checked."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        serialization = core_schema.plain_serializer_function_ser_schema(lambda config: config.to_dict())
+        return core_schema.no_info_plain_validator_function(_build_quantization, serialization=serialization)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: Any) -> Any:
+        from scalepoint.quantize.config import QuantConfig  # noqa: PLC0415  # loads torch
+
+        return handler(QuantConfig.__pydantic_core_schema__)
+
+
+def _build_quantization(value: Any) -> Any:
+    from scalepoint.quantize.config import QuantConfig  # noqa: PLC0415  # loads torch
+
+    return QuantConfig.model_validate({} if value is None else value)
+
+
+def _split_commas(value: Any) -> Any:
+    """A flag has values with commas between, a config file a list."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+def _check_choices(value: tuple[str, ...]) -> tuple[str, ...]:
+    from scalepoint.allocation import check_choices  # noqa: PLC0415  # loads torch
+
+    check_choices(value)
+    return value
+
+
+def _parse_axes(value: Any) -> Any:
+    from scalepoint.graph.free import axes_of  # noqa: PLC0415  # loads torch
+
+    try:
+        return axes_of(value) or None
+    except UsageError as error:
+        raise ValueError(error.args[0].removeprefix("dynamic_axes: ")) from error
+
+
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch.manual_seed takes
+Channels = Annotated[tuple[float, ...], BeforeValidator(_split_commas)]
+Choices = Annotated[tuple[str, ...], BeforeValidator(_split_commas), AfterValidator(_check_choices)]
+FreeAxes = Annotated[dict[str, dict[int, str]] | None, BeforeValidator(_parse_axes)]
+OptionalBudget = Annotated[
+    Budget | None,
+    BeforeValidator(lambda value: None if value is None else Budget.build(value)),
+]
+
+
+class CommonOptions(Config):
+    """What deploy and deploy_checkpoint both take."""
+
+    target: Annotated[
+        str, Option("Where the file will run; `scalepoint targets` lists the names.", flags=("--target", "-t"))
+    ] = "onnxruntime"
+    output: Annotated[
+        str,
+        Option("The folder to write; it must be empty or new unless you resume or force.", flags=("--output", "-o")),
+    ] = "out"
+    accuracy: Annotated[
+        Accuracy | None,
+        Option(
+            "How much work goes into accuracy. fast: corrected biases; balanced: also codes and scales chosen in closed "
+            "form; best: also gradient steps. balanced below 8 bits if not given.",
+            LIMITS,
+            ("quantize",),
+        ),
+    ] = None
+    allow_departure: Annotated[bool, Option("Accept a file that departs from the simulation.", LIMITS)] = False
+    quantization: Annotated[
+        _QuantizationField,
+        Option("Data types and granularity, globally and per layer; the target's defaults if empty."),
+    ] = Field(default=None, validate_default=True)
+
+
+class DeployOptions(CommonOptions):
+    """Keywords of `deploy` that are data, not Python objects."""
+
+    max_drop: Annotated[
+        Annotated[float, Field(ge=0)] | None,
+        Option("Largest allowed drop of the metric. Layers get more precision until a file holds it.", LIMITS),
+    ] = None
+    min_speed: Annotated[
+        Annotated[float, Field(gt=0)] | None,
+        Option(
+            "Smallest allowed speed relative to the float file. Layers that are slower in int8 are left in float.",
+            LIMITS,
+        ),
+    ] = None
+    max_trials: Annotated[
+        Count, Option("Largest number of files made for max_drop or min_speed; 6 if not given.", LIMITS)
+    ] = 6
+    budget: Annotated[
+        OptionalBudget,
+        Option(
+            "What the file may cost: size=0.2 of the float file, bits=4.5 per weight, or speed=1.8 times the float model "
+            "by multiply-accumulates. Each layer gets one of the choices so that the output error is smallest.",
+            LIMITS,
+        ),
+    ] = None
+    choices: Annotated[
+        Choices, Option("Weight formats that the budget may use; int4,int8,float if not given.", LIMITS)
+    ] = DEFAULT_CHOICES
+    max_batches: Annotated[
+        Count | None, Option("Use at most this many batches of the calibration data.", DATA, ("quantize",))
+    ] = None
+    on_nan: Annotated[
+        Literal["error", "skip"],
+        Option("What to do with a batch that holds NaN or infinity: error, or skip it.", DATA, ("quantize",)),
+    ] = "error"
+    leave: Annotated[
+        tuple[str, ...],
+        Option(
+            "A submodule to call as it is, without looking inside; it stays float. May be repeated.",
+            LIMITS,
+            ("quantize", "export float"),
+        ),
+    ] = ()
+    dynamic_axes: Annotated[
+        FreeAxes,
+        Option(
+            "Input axes whose size may change, as x:2=height,3=width or x:2,3. May be repeated.",
+            FILE,
+            ("quantize", "export float"),
+            metavar="<axes>",
+        ),
+    ] = None
+    strict: Annotated[
+        bool,
+        Option(
+            "Fail if a layer with weights stays float although the config did not ask for it.", LIMITS, ("quantize",)
+        ),
+    ] = False
+    float_dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        Option(
+            "Type of what is not quantized, for TensorRT: float32, float16 or bfloat16.",
+            LIMITS,
+            ("export", "export float"),
+        ),
+    ] = None
+    cpu: Annotated[
+        Literal["auto", "vnni", "avx2"],
+        Option(
+            "The CPU that files of onnxruntime and openvino are for. vnni uses all 8 bits of the weights; avx2 is also "
+            "exact without VNNI; auto looks at this machine.",
+            FILE,
+        ),
+    ] = "auto"
+    metadata: Annotated[
+        dict[str, Any] | str | None,
+        Option(
+            "What the file stores besides the model, by key: labels, preprocessing, author. On the command line a .yaml "
+            "or .json file.",
+            FILE,
+        ),
+    ] = None
+    threads: Annotated[
+        Count, Option("Threads of the runtime when the file is verified and timed.", RUN, ("verify",))
+    ] = 1
+    seed: Annotated[
+        Seed,
+        Option(
+            "Seed of all random numbers, on the command line also of the model's and the data's; 0 if not given.",
+            RUN,
+            ("quantize",),
+        ),
+    ] = 0
+
+
+class CheckpointOptions(CommonOptions):
+    """Keywords of `deploy_checkpoint` that are data, not Python objects."""
+
+    judge: Annotated[
+        str | None, Option("Text that perplexity is measured on; the end of the data if not given.", LANGUAGE)
+    ] = None
+    memory: Annotated[
+        int | str | None,
+        Option("Memory for activations between blocks, as 2GB; the rest goes to disk.", LANGUAGE),
+    ] = None
+    length: Annotated[Annotated[int, Field(ge=2)], Option("Tokens per sequence; 512 if not given.", LANGUAGE)] = 512
+    samples: Annotated[Count, Option("Sequences that calibrate; 16 if not given.", LANGUAGE)] = 16
+    cache: Annotated[
+        str | None,
+        Option("Data type of the keys and values of earlier tokens: int8, int4 or fp8; float if not given.", LANGUAGE),
+    ] = None
+
+
+class DeployConfig(DeployOptions, CheckpointOptions):
+    """A config file: what to deploy, for which target, and how well it must do."""
+
+    model: Annotated[
+        str | None,
+        Option(
+            "A model, or a class or function without arguments that makes it; it may return (model, example_inputs). Or "
+            "timm:NAME, or hf:FOLDER, from this machine only. Or the folder of a language model's checkpoint.",
+            metavar="package.module:name",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        Option(
+            "Data: a .npz or .safetensors file (samples along the first axis), a folder of pictures with --size, --mean "
+            "and --std, or package.module:function that returns batches. For language models a text file, a .jsonl, or "
+            "a folder of such.",
+            flags=("--data", "-d"),
+        ),
+    ] = None
+    evaluate: Annotated[
+        str | None, Option("package.module:function(run) -> float, your metric; higher is better.", LIMITS)
+    ] = None
+    batch_size: Annotated[Count, Option("Samples per batch, for files and pictures; 8 if not given.", DATA)] = 8
+    size: Annotated[
+        Count | None,
+        Option("Pictures: the shorter side is scaled to this length, then the middle square is cut out.", DATA),
+    ] = None
+    mean: Annotated[
+        Channels | None, Option("Pictures: mean of each channel of values in 0..1, as 0.5,0.5,0.5.", DATA)
+    ] = None
+    std: Annotated[
+        Channels | None, Option("Pictures: standard deviation of each channel, as 0.25,0.25,0.25.", DATA)
+    ] = None
+    weights: Annotated[
+        str | None,
+        Option("A state_dict for the model: a .safetensors file, or a .pt file that holds only tensors.", FILE),
+    ] = None
+    random: Annotated[bool, Option("timm: and hf: models with random weights.", FILE)] = False
+    root: Annotated[
+        str | None,
+        Option("Where modules and files are looked for first; the folder of the config file if not given.", FILE),
+    ] = None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read YAML or JSON, by the ending of the name."""
+        path = Path(path)
+        try:
+            text = read_text(path)
+        except OSError as error:
+            raise DocumentError(f"{path} cannot be read: {error}") from error
+        try:
+            data = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+        except DocumentError as error:
+            raise DocumentError(f"{path}: {error.args[0]}") from error
+        if not isinstance(data, dict):
+            raise DocumentError(f"{path}: a config is a mapping of keys, not {type(data).__name__}")
+        try:
+            return cls.model_validate(data)
+        except ConfigError as error:
+            if (cause := cause_of(error)) is None:
+                raise
+            raise ConfigError(told(cause, data, str(path), Places(text))) from cause
+
+    def updated(self, values: Mapping[str, Any]) -> Self:
+        """Return a config with other values, which are checked."""
+        return type(self).model_validate({**dict(self), **values})
+
+    def part(self, options: type[PartT]) -> PartT:
+        """Return the keys that a class of options has, as that class."""
+        return options.model_validate({name: getattr(self, name) for name in options.model_fields})
+
+    def to_file(self, path: str | Path) -> None:
+        """Write YAML or JSON, by the ending of the name, with every default written out."""
+        path = Path(path)
+        fields = self.to_dict()
+        # pydantic's own model_dump_json fails on unpaired surrogates
+        replace_text(path, json.dumps(fields, indent=2) if path.suffix == ".json" else dump_yaml(fields))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by key, in the order of a config file."""
+        dumped = self.model_dump(mode="json")
+        return {name: dumped[name] for name in _file_order(type(self))}
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """JSON Schema, for editors that complete config files."""
+        from scalepoint.spec.spec import SchemaGenerator  # noqa: PLC0415  # loads torch
+
+        return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
+
+
+def _file_order(config: type[DeployConfig]) -> Iterator[str]:
+    """Model and data first, quantization last: it is the longest."""
+    first = [*DeployConfig.__annotations__, *config.model_fields]
+    yield from dict.fromkeys([*(name for name in first if name != "quantization"), "quantization"])
+
+
+class SweepConfig(DeployConfig):
+    """A config with a grid: a list of values for some keys. Each combination is one run."""
+
+    grid: Annotated[dict[str, tuple[Any, ...]], Option("A list of values for each key.")] = {}
+
+    def checked_grid(self) -> dict[str, list[Any]]:
+        """The values as the config stores them, each checked."""
+        grid: dict[str, list[Any]] = {}
+        base = DeployConfig.model_validate({key: value for key, value in dict(self).items() if key != "grid"})
+        for key, values in self.grid.items():
+            if key not in DeployConfig.model_fields:
+                raise ConfigError(f"grid: {key!r} is no key of a config: {nearest(key, DeployConfig.model_fields)}")
+            try:
+                grid[key] = [getattr(base.updated({key: value}), key) for value in values]
+            except ConfigError as error:
+                if (cause := cause_of(error)) is None:
+                    raise
+                message = "; ".join(each.message for each in complaints(cause, {key: values}))
+                raise ConfigError(f"grid: {key}: {message}") from error
+        return grid

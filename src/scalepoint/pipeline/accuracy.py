@@ -1,0 +1,53 @@
+"""The `accuracy` option: which steps of tuning a run gets.
+
+    fast        biases that correct the mean of each layer's output
+    balanced    codes, scales and biases chosen in closed form from the calibration data; activations of fewer than 8
+                bits also get searched ranges
+    best        also gradient steps, per block and then over the whole net, where held-out samples agree
+
+If the option is not given, weights of fewer than 8 bits get "balanced" where there is data; others are rounded to
+nearest.
+"""
+
+from torch import fx
+
+from scalepoint.errors import UsageError
+from scalepoint.options import Accuracy
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.tuning import TuneConfig
+
+CLOSED_FORM = TuneConfig().steps
+PRESETS: dict[str, TuneConfig] = {
+    "fast": TuneConfig(steps=("intercept",)),
+    "balanced": TuneConfig(),
+    "best": TuneConfig(steps=("ranges", *CLOSED_FORM, "sign_round", "clip", "end_to_end")),
+}
+
+
+def tuning_for(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data: bool) -> TuneConfig | None:
+    """The steps to run; None if nothing is tuned."""
+    if accuracy is not None and not has_data:
+        raise UsageError(
+            f"accuracy={accuracy!r} reads the calibration data once more, and there is none, or an iterator gives it "
+            "only once: pass a list, a loader or a function"
+        )
+    if accuracy is None:
+        accuracy = "balanced" if has_data and _has_narrow_weights(model) else None
+    if accuracy == "balanced" and _has_narrow_activations(model):
+        return TuneConfig(steps=("ranges", *CLOSED_FORM))
+    return None if accuracy is None else PRESETS[accuracy]
+
+
+def check_accuracy(accuracy: str | None) -> None:
+    if accuracy is not None and accuracy not in PRESETS:
+        raise UsageError(f"accuracy={accuracy!r}: one of {', '.join(PRESETS)}")
+
+
+def _has_narrow_activations(model: fx.GraphModule) -> bool:
+    stubs = [each for each in model.modules() if isinstance(each, QuantStub) and each.enabled]
+    return any(each.spec.n_bits < 8 and not each.quantizer.grid.format.is_float for each in stubs)
+
+
+def _has_narrow_weights(model: fx.GraphModule) -> bool:
+    weights = [each for each in model.modules() if isinstance(each, WeightFakeQuantize)]
+    return any(each.spec.n_bits < 8 and not each.quantizer.grid.format.is_float for each in weights)

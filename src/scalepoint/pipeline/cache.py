@@ -1,0 +1,176 @@
+"""The cache of finished stages in OUT/.scalepoint: to resume a run is to find its stages here.
+
+    journal.json    stage -> inputs (name -> fingerprint), result, sha256 of its files; replaced after every stage
+    trial-0/ ..     the files of each trial
+
+    with cache.stage("trial-0 exported", compute_inputs) as stage:
+        if stage.must_run:
+            export(...)
+            stage.store(files=[path])
+
+A stage is reused if every input has the fingerprint it had and all its files are unchanged. Otherwise a warning names
+what changed, and the stage runs again. Inputs are kept by name, not as one key, so that the warning can name them.
+Only rank 0 has the cache and computes fingerprints; the other ranks follow, and all ranks leave a stage together.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from scalepoint import ranks
+from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning
+from scalepoint.files import digest, replace_text
+from scalepoint.interrupts import check_interrupt
+from scalepoint.plain import plain
+from scalepoint.untrusted import read_json
+
+FILE = "journal.json"
+FORMAT = 1
+LARGEST = 64_000_000  # bytes
+# Results of an earlier stage. If one of these changed, an earlier stage ran again and has warned about the cause.
+DERIVED = frozenset(
+    ("the quantized model", "the file", "the float file", "the plain export", "the baseline", "the files", "the drop")
+)
+
+Inputs = dict[str, str | None]  # name -> fingerprint; None is never equal to anything
+T = TypeVar("T")
+
+
+class CachedStage(BaseModel):
+    """One finished stage."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    marks: dict[str, str | None]  # the inputs; this is the name in the file
+    result: dict[str, Any]
+    files: dict[str, str]
+
+
+class CacheFile(BaseModel):
+    """journal.json."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: int = FORMAT
+    stages: dict[str, CachedStage] = {}
+
+
+class Stage:
+    """One stage of this run.
+
+    Attributes:
+        inputs: Fingerprints of what the stage depends on. More may be added before the stage ends.
+        saved: The result in the cache; None if the stage must run.
+    """
+
+    def __init__(self, name: str, inputs: Inputs, saved: dict[str, Any] | None) -> None:
+        self.name, self.inputs, self.saved = name, inputs, saved
+        self.stored: tuple[Mapping[str, Any], Sequence[Path]] | None = None
+
+    @property
+    def must_run(self) -> bool:
+        return self.saved is None
+
+    def load(self, read: Callable[[dict[str, Any]], T]) -> T | None:
+        """Return the cached result as `read` decodes it; None if the stage must run or the result cannot be read."""
+        if self.saved is None:
+            return None
+        with ranks.agreed(self.name) as told:
+            try:
+                value, told.mine = read(self.saved), ""
+            except (ScalepointError, ValidationError) as error:
+                value, told.mine = None, str(error).splitlines()[0]
+        why = next(filter(None, told.all), "")
+        if why:
+            self.saved = None
+            _warn(f"{self.name}: what was saved cannot be used ({why}): done again")
+        return None if why else value
+
+    def store(self, result: Mapping[str, Any] | None = None, files: Sequence[Path] = ()) -> None:
+        """Set what goes into the cache when the stage ends without an error."""
+        self.stored = (result or {}, files)
+
+
+class StageCache:
+    """The finished stages of a run in one folder."""
+
+    def __init__(self, folder: Path, content: CacheFile | None = None) -> None:
+        self.folder = folder
+        self._content = content or CacheFile()
+
+    @classmethod
+    def read(cls, folder: Path) -> "StageCache":
+        """The cache of an unfinished run; a new one, with a warning, if there is none or it is damaged."""
+        return cls(folder, _read(folder / FILE))
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of the finished stages, in order."""
+        return list(self._content.stages)
+
+    @contextmanager
+    def stage(self, name: str, compute_inputs: Callable[[], Inputs]) -> Iterator[Stage]:
+        """Enter a stage. What it stores is written when the block ends without an error."""
+        check_interrupt()
+        inputs = compute_inputs() if ranks.is_main() else {}
+        stage = Stage(name, inputs, ranks.told(name, lambda: self._find(name, inputs)))
+        with ranks.agreed(name):
+            yield stage
+        if stage.stored is not None and ranks.is_main():
+            self._write(stage, *stage.stored)
+
+    def _find(self, name: str, inputs: Inputs) -> dict[str, Any] | None:
+        """The result of a stage, or None if it must run (again)."""
+        entry = self._content.stages.get(name)
+        if entry is None:
+            return None
+        changed = [each for each in dict.fromkeys([*inputs, *entry.marks]) if not _is_same(each, inputs, entry.marks)]
+        if changed:
+            causes = [each for each in changed if each not in DERIVED]
+            if causes:
+                _warn(f"{name}: {', '.join(causes)} changed since it was saved: done again")
+            return None
+        broken = [path for path, sha256 in entry.files.items() if not _is_unchanged(self.folder / path, sha256)]
+        if broken:
+            _warn(f"{name}: {', '.join(broken)} in {self.folder} is missing or damaged: done again")
+            return None
+        return entry.result
+
+    def _write(self, stage: Stage, result: Mapping[str, Any], files: Sequence[Path]) -> None:
+        digests = {str(path.relative_to(self.folder)): digest(path) for path in files}
+        entry = CachedStage(marks=dict(stage.inputs), result=plain(result), files=digests)
+        self._content.stages[stage.name] = entry
+        replace_text(self.folder / FILE, json.dumps(self._content.model_dump(), indent=1) + "\n")
+
+
+def _is_same(name: str, inputs: Inputs, saved: Inputs) -> bool:
+    return name in inputs and name in saved and inputs[name] is not None and inputs[name] == saved[name]
+
+
+def _is_unchanged(path: Path, sha256: str) -> bool:
+    return path.exists() and digest(path) == sha256
+
+
+def _read(path: Path) -> CacheFile:
+    if not path.is_file():
+        _warn(f"{path.parent} holds no unfinished run: nothing to resume, starting from the beginning")
+        return CacheFile()
+    try:
+        content = CacheFile.model_validate(read_json(path, LARGEST, folder=path.parent))
+    except (OSError, DocumentError, ValidationError) as error:
+        reason = error.args[0] if isinstance(error, DocumentError) else str(error).splitlines()[0]
+        _warn(f"{path} is damaged ({reason}): starting from the beginning")
+        return CacheFile()
+    if content.format != FORMAT:
+        _warn(f"{path} has format {content.format}, this scalepoint reads {FORMAT}: starting from the beginning")
+        return CacheFile()
+    return content
+
+
+def _warn(message: str) -> None:
+    warnings.warn(ScalepointWarning(message), stacklevel=2)

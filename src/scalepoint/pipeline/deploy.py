@@ -1,0 +1,360 @@
+"""deploy: quantize a model for a target, write its file, and verify it in the target's runtime.
+
+    check arguments -> Job                              (no work before every argument is checked)
+    Job -> capture once -> trials -> best trial -> report -> Deployment
+    trial: quantize -> export -> verify -> evaluate     (stages.py; each is cached, so resume is a cache hit)
+
+This file holds the order of the steps and which trials are made. What a step does is in `stages.py`, what is written
+where is in `workspace.py`, and which config to try next is in `search.py`. Several ranks share the data of calibration
+and tuning; rank 0 alone exports, verifies, evaluates and writes.
+"""
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from scalepoint import ranks
+from scalepoint.budget import Budget
+from scalepoint.errors import ScalepointWarning
+from scalepoint.formats import find_format
+from scalepoint.graph.blame import user_level
+from scalepoint.options import DEFAULT_CHOICES, Accuracy
+from scalepoint.pipeline import search, stages
+from scalepoint.pipeline.build_report import allocated, build_report, config_file
+from scalepoint.pipeline.job import Job, prepare_job
+from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
+from scalepoint.pipeline.stages import StageContext
+from scalepoint.pipeline.workspace import CONFIG, Workspace
+from scalepoint.progress import Callback, Event, listening, say, tell
+from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.config import FLOAT
+from scalepoint.report import Allocated, Raised, Report, write
+from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.targets import Target
+from scalepoint.targets.cpu import AUTOMATIC
+from scalepoint.targets.registry import BY_CPU
+from scalepoint.turns import in_turn
+from scalepoint.verification import Status, Verification
+
+MAX_SIZE_TRIALS = 3  # files tried for a size budget: each corrects the estimate of what is not weights
+
+
+@in_turn
+@ranks.together()
+def deploy(
+    model: nn.Module | ExportedProgram,
+    example_inputs: Any,
+    calibration_data: Any,
+    *,
+    target: str | Target = "onnxruntime",
+    config: QuantConfig | Mapping[str, object] | None = None,
+    accuracy: Accuracy | None = None,
+    output: str | Path | None = None,
+    evaluate: Callable[[Any], float] | None = None,
+    max_drop: float | None = None,
+    min_speed: float | None = None,
+    max_trials: int = 6,
+    budget: Budget | Mapping[str, float] | str | None = None,
+    choices: Sequence[str] = DEFAULT_CHOICES,
+    max_batches: int | None = None,
+    on_nan: Literal["error", "skip"] = "error",
+    kwargs: Mapping[str, Any] | None = None,
+    leave: Sequence[str] = (),
+    dynamic_axes: Mapping[str, Mapping[int, str] | Sequence[int]] | None = None,
+    strict: bool = False,
+    allow_departure: bool = False,
+    float_dtype: str | None = None,
+    cpu: Literal["auto", "vnni", "avx2"] = "auto",
+    metadata: Mapping[str, Any] | None = None,
+    threads: int = 1,
+    seed: int = 0,
+    smoke: bool = False,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool | None = None,
+    callback: Callback | None = None,
+) -> Deployment:
+    """Quantize a model for a target runtime, write the file, and verify it in that runtime.
+
+    The model is not changed. Every argument is checked before any work starts.
+
+    Args:
+        model: The trained float model, or an ExportedProgram.
+        example_inputs: One set of inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs. The
+            file has its sizes, except along the batch and `dynamic_axes`.
+        calibration_data: Batches of inputs (list, DataLoader, ...), or a function that calls the model it is given. An
+            iterator can be read only once; `accuracy`, `max_drop`, `min_speed` and `budget` read the data several
+            times. None or [] for weight-only quantization.
+        target: Where the file will run; `scalepoint targets` lists the names.
+        config: Data types and granularity, globally and per layer. The target's defaults if None.
+        accuracy: How much work goes into accuracy. "fast": corrected biases. "balanced": also codes and scales chosen
+            in closed form. "best": also gradient steps. Default: "balanced" for weights below 8 bits, else rounding to
+            nearest.
+        output: The folder to write; "out" by default. It must be empty or new, unless `resume` or `force` is set.
+        evaluate: Your metric, `evaluate(run) -> float`, higher is better. `run` is called like the model.
+        max_drop: Largest allowed drop of the metric. Layers get more precision until a file holds it; the cheapest
+            such file is kept, or the best one if none holds it.
+        min_speed: Smallest allowed speed relative to the float file, for example 1.5. Layers that are slower in int8
+            are left in float until a file is fast enough.
+        max_trials: Largest number of files made for `max_drop` or `min_speed`.
+        budget: What the file may cost: "size=0.2" of the float file, "bits=4.5" per weight, or "speed=1.8" times the
+            float model by multiply-accumulates. Each layer gets one of `choices` so that the output error is smallest.
+        choices: Weight formats that `budget` may use.
+        max_batches: Use at most this many batches of the calibration data.
+        on_nan: What to do with a batch that holds NaN or infinity: "error", or "skip" it.
+        kwargs: Keyword inputs of the example, in addition to `example_inputs`.
+        leave: Names of submodules to call as they are, without looking inside; they stay float.
+        dynamic_axes: Input axes whose size may change, as in torch.onnx.export: {"x": {2: "height"}}.
+        strict: Raise if a layer with weights stays float although the config did not ask for it.
+        allow_departure: Return a file that does not match the simulation, instead of raising.
+        float_dtype: Type of what is not quantized: "float32", "float16" or "bfloat16".
+        cpu: The CPU that files of onnxruntime and openvino are for. "vnni" uses all 8 bits of the weights, "avx2" is
+            also exact without VNNI, "auto" looks at this machine.
+        metadata: Stored in the file, for example labels and preprocessing.
+        threads: Threads of the runtime when the file is verified and timed.
+        seed: Seed of all random numbers. The same seed and inputs give the same file.
+        smoke: A quick run to find errors: 2 batches, 1 trial, no timing. The numbers mean nothing.
+        resume: Continue an interrupted run in `output`; finished stages are reused if their inputs did not change.
+        force: Overwrite files of an earlier run in `output`. Files that scalepoint did not write are kept.
+        progress: Show progress on stderr; None shows it on a terminal only.
+        callback: Called with every progress event.
+
+    Returns:
+        The deployment: the quantized model, the path of the file, the verification, the scores and the report.
+
+    Raises:
+        UsageError: An argument is wrong, or two arguments exclude each other.
+        CaptureError: The model cannot be captured.
+        VerificationError: The file does not match the simulation, or the runtime is missing.
+
+    Example:
+        done = scalepoint.deploy(model, batches[0], batches, target="onnxruntime", output="out")
+        print(done)
+    """
+    values = {
+        "accuracy": accuracy,
+        "output": str(output or "out"),
+        "max_drop": max_drop,
+        "min_speed": min_speed,
+        "max_trials": max_trials,
+        "budget": budget,
+        "choices": tuple(choices),
+        "max_batches": max_batches,
+        "on_nan": on_nan,
+        "leave": leave,
+        "dynamic_axes": dynamic_axes,
+        "strict": strict,
+        "allow_departure": allow_departure,
+        "float_dtype": float_dtype,
+        "cpu": cpu,
+        "metadata": metadata,
+        "threads": threads,
+        "seed": seed,
+    }
+    job = prepare_job(
+        model,
+        example_inputs,
+        calibration_data,
+        target=target,
+        config=config,
+        evaluate=evaluate,
+        kwargs=kwargs,
+        progress=progress,
+        smoke=smoke,
+        values=values,
+    )
+    if isinstance(target, str) and cpu == "auto" and progress is not False:
+        _say_which_cpu(job)
+    suffix = find_format(job.target.format).suffix
+    with (
+        seeded(job.options.seed),
+        listening(callback),
+        Workspace.open(Path(job.options.output), suffix=suffix, resume=resume, force=force) as workspace,
+        listening(workspace.log),
+    ):
+        context = StageContext(job=job.for_smoke() if smoke else job, workspace=workspace)
+        deployment = run_job(context, asked=job)
+    return deployment if allow_departure else deployment.checked()
+
+
+def run_job(context: StageContext, asked: Job) -> Deployment:
+    """Make trials, keep the best, and write its files and the report into the output folder.
+
+    Args:
+        context: The run, of a job or of its smoke version.
+        asked: The job as the user asked for it, for config.yaml.
+    """
+    stages.check_same_model(context)
+    job, workspace = context.job, context.workspace
+    limits = Limits(stages.evaluate_float(context), job.options.max_drop, job.options.min_speed)
+    if job.options.budget is not None:
+        trials, allocation = _trials_for_budget(context, job.options.budget)
+    else:
+        trials, allocation = _trials_for_limits(context, limits)
+    chosen = best_trial(trials, limits)
+    best = stages.publish(context, chosen)
+    trials = [best if trial is chosen else trial.without_files() for trial in trials]
+    with context.timed("reporting"):
+        report = ranks.run_on_main(
+            "reporting", lambda: _write_report(context, best, trials, limits, allocation), Report
+        )
+    tell(Event("file", str(workspace.output / HTML_FILE)))
+    if ranks.is_main():
+        with ranks.alone():
+            stages.extract_departure(context, best)
+        workspace.write_text(CONFIG, config_file(asked))
+        workspace.finish()
+    return Deployment.from_trials(best, report, limits, trials)
+
+
+def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *, is_only: bool = False) -> Trial:
+    """Make one file: quantize, export, verify, evaluate.
+
+    Args:
+        context: The run.
+        trials: The trials before this one. Latency is compared with the same float file as in the first.
+        plan: The config, and where it comes from.
+        is_only: No other trial can follow.
+    """
+    number = len(trials)
+    folder = context.workspace.work / f"trial-{number}"
+    model, tuned = stages.quantize(context, folder, plan.config, is_only_trial=is_only)
+    path, float_path = stages.export_files(context, folder, model)
+    verification = stages.verify_file(context, path, float_path, model, _baseline(trials))
+    in_runtime = verification is not None and verification.status == Status.OK and verification.is_run
+    score = stages.evaluate_file(context, path, model, in_runtime=in_runtime)
+    _send_metrics(context, number, path, verification, score)
+    return Trial(
+        config=plan.config,
+        quantized=model,
+        file=path,
+        float_file=float_path,
+        verification=verification,
+        score=score,
+        is_judged_in_runtime=in_runtime,
+        raised=plan.raised,
+        start=plan.start,
+        tuned=tuned,
+        chosen=plan.chosen,
+        cost=plan.cost,
+    )
+
+
+def _baseline(trials: Sequence[Trial]) -> str | None:
+    """Which float file the first trial that was timed was compared with."""
+    latencies = [trial.verification.latency for trial in trials if trial.verification is not None]
+    return next((latency.baseline for latency in latencies if latency is not None), None)
+
+
+def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], Allocated | None]:
+    """Trials until none that costs less would hold the limits; one trial if there are no limits."""
+    config, most = context.job.config, context.job.options.max_trials
+    has_limits = limits.max_drop is not None or limits.min_speed is not None
+    trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or most == 1)]
+    widths = None
+    while len(trials) < most and not limits.allows_speed(trials[-1].speed):
+        if (plan := search.next_for_speed(trials)) is None:
+            break
+        trials = [*drop_models(trials, limits), run_trial(context, trials, plan)]
+    ranges = search.with_other_ranges(config, context.job.target)
+    if len(trials) < most and not limits.allows_score(trials[0].score) and ranges != config:
+        plan = TrialPlan(ranges, (Raised("", search.OTHER_RANGES),), 0)
+        trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
+    if len(trials) < most and not any(limits.allows_score(trial.score) for trial in trials):
+        widths = stages.measure(context, trials[search.start_index(trials)].config, None)
+    while widths is not None and len(trials) < most:
+        is_last = len(trials) + 1 == most
+        if (plan := search.next_for_accuracy(trials, widths, limits, is_last=is_last)) is None:
+            break
+        trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
+    if widths is None:
+        return trials, None
+    return trials, allocated(widths, best_trial(trials, limits).chosen or search.as_configured(widths), "cost")
+
+
+def _trials_for_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], Allocated | None]:
+    """The most accurate file within the budget.
+
+    A size budget counts the whole file. If the file is too large, its size tells how much is not weights, and the
+    next trial allows for it.
+    """
+    job = context.job
+    widths = stages.measure(context, job.config, job.options.choices)
+    is_checked = budget.unit == "size" and not job.is_smoke
+    trials: list[Trial] = []
+    for _ in range(MAX_SIZE_TRIALS):
+        allocation = widths.within(budget)
+        plan = TrialPlan(widths.config(job.config, allocation.chosen), chosen=allocation.chosen)
+        trials = [
+            *(trial.without_model() for trial in trials),
+            run_trial(context, trials, plan, is_only=not is_checked),
+        ]
+        float_path = trials[-1].float_file
+        if not is_checked or float_path is None:
+            break
+        size, float_size = stages.file_sizes(context, trials[-1].path, float_path)
+        widths = replace(widths, float_size=float(float_size), rest_size=size - allocation.cost)
+        if size <= budget.limit * float_size:
+            break
+    else:
+        message = (
+            f"budget: {budget.limit:g} of the float file's size is missed. The last of {MAX_SIZE_TRIALS} files has "
+            f"{size / float_size:.3g} of it and is kept; {widths.rest_size / float_size:.3g} are no weights. Allow "
+            "more, or fewer bits in choices="
+        )
+        warnings.warn(ScalepointWarning(message), stacklevel=user_level())
+    return trials[-1:], allocated(widths, allocation.chosen, budget.unit, budget)
+
+
+def _send_metrics(
+    context: StageContext, number: int, path: Path, verification: Verification | None, score: float | None
+) -> None:
+    """Send the numbers of a trial to the callback and the log."""
+    latency = None if verification is None else verification.latency
+    is_compared = verification is not None and verification.status == Status.OK
+    numbers = {
+        "score": score,
+        "size": float(context.format.about(path).size),
+        "speed": None if latency is None else latency.ratio,
+        "agreement": verification.sqnr if verification is not None and is_compared else None,
+    }
+    for name, value in numbers.items():
+        if value is not None:
+            tell(Event("metric", name, done=number, value=value))
+
+
+def _write_report(
+    context: StageContext, best: Trial, trials: Sequence[Trial], limits: Limits, allocation: Allocated | None
+) -> Report:
+    report = build_report(context, best, trials, limits, allocation)
+    output = context.workspace.output
+    write(report, output)
+    context.workspace.add([output / JSON_FILE, output / HTML_FILE])
+    return report
+
+
+def _say_which_cpu(job: Job) -> None:
+    """Say which CPUs the file is for, if the user did not choose. With float activations nothing can saturate."""
+    if job.target.name in BY_CPU and job.config.activation != FLOAT:
+        say(AUTOMATIC[str(job.target.options["cpu"])])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the random numbers of torch and Python inside the block; restore their state after it."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(state)

@@ -1,0 +1,513 @@
+"""The stages of a run: capture, quantize, export, verify, evaluate, publish. Each is a function of the context.
+
+Every stage but capture and publish is cached (`cache.py`): its key is made of the options that declare the stage in
+`options.py`, of what the user passed, of package versions, and of the files of earlier stages. Capture runs once per
+run; each trial gets a copy of the graph that shares its parameters.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import fx, nn
+
+from scalepoint import ranks
+from scalepoint.allocation import Widths, measure_widths
+from scalepoint.allocation.losses import SOLVER
+from scalepoint.ambient import as_called
+from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, shown
+from scalepoint.files import digest
+from scalepoint.formats import FileFormat, Writing, export, find_format
+from scalepoint.graph.modes import evaluating
+from scalepoint.options import stage_values
+from scalepoint.pipeline.accuracy import tuning_for
+from scalepoint.pipeline.cache import Inputs, Stage
+from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_model, fingerprint_target
+from scalepoint.pipeline.inputs import DroppedInputs, warned_about_sizes
+from scalepoint.pipeline.job import Job
+from scalepoint.pipeline.result import Trial
+from scalepoint.pipeline.workspace import FAILING, FILE, FLOAT_FILE, MODEL, PLAIN_FILE, Workspace
+from scalepoint.progress import Event, say, tell, timed
+from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
+from scalepoint.quantize.store import files_in
+from scalepoint.runtimes import find_runtime
+from scalepoint.transformation import TransformationResult, transform
+from scalepoint.tuning import TuneReport, tune
+from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
+from scalepoint.verification.extraction import NAMES as EXTRACTED
+from scalepoint.verification.inputs import save_inputs
+from scalepoint.verification.result import PLAIN_BASELINE
+from scalepoint.verification.simulation import feeds_of
+from scalepoint.verification.timing import write_plain_file
+from scalepoint.version import __version__
+
+VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
+
+
+@dataclass(kw_only=True)
+class StageContext:
+    """What all stages of one run share.
+
+    Attributes:
+        job: What to do.
+        workspace: The output folder, and the cache in it.
+        timings: Seconds per kind of step, for the report.
+        data_fingerprint: Set by the first `quantize`; None if the data can be read only once.
+    """
+
+    job: Job
+    workspace: Workspace
+    timings: dict[str, float] = field(default_factory=dict)
+    data_fingerprint: str | None = None
+
+    @cached_property
+    def format(self) -> FileFormat:
+        return find_format(self.job.target.format)
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        return fingerprint_model(self.job.model)
+
+    @cached_property
+    def captured(self) -> TransformationResult:
+        """The graph of the model with the target's fusions. torch.export runs here, once per run."""
+        job = self.job
+        with self.timed("capturing"):
+            result = transform(
+                job.model,
+                job.example.args,
+                target=job.target,
+                kwargs=job.example.kwargs,
+                leave=job.options.leave,
+                dynamic_axes=job.dynamic_axes,
+            )
+            if self.format.check is not None:
+                self.format.check(result.model, Writing(job.example, job.target))
+        return result
+
+    def path(self, folder: Path, name: str) -> Path:
+        """The path of a file of the target's format."""
+        return folder / f"{name}{self.format.suffix}"
+
+    @property
+    def plain_path(self) -> Path | None:
+        """The float model as torch.onnx.export writes it, if it was written."""
+        path = self.path(self.workspace.work, PLAIN_FILE)
+        return path if path.is_file() else None
+
+    def timed(self, doing: str, *, is_phase: bool = True) -> AbstractContextManager[None]:
+        """Time a step and show it; is_phase=False for a step that shows its own progress."""
+        return timed(self.timings, doing, show=self.job.progress, is_phase=is_phase)
+
+    @contextmanager
+    def stage(self, name: str, doing: str, inputs: Any, *, is_timed: bool = True) -> Iterator[Stage]:
+        """Enter a cached stage; is_timed=False for one that consists of timed steps."""
+        with self.workspace.cache.stage(name, inputs) as stage:
+            if not stage.must_run and self.job.progress is not False:
+                say(f"{doing}: as saved")
+            with self.timed(doing) if stage.must_run and is_timed else nullcontext():
+                yield stage
+
+
+def check_same_model(context: StageContext) -> None:
+    """Refuse ranks with different weights: each would quantize another model."""
+    with ranks.agreed("the model") as told:
+        told.mine = context.model_fingerprint
+    others = [index for index, each in enumerate(told.all) if each != told.all[0]]
+    if others:
+        raise UsageError(
+            f"rank {others[0]} has another model than rank 0: load the same weights on every rank, or set the same "
+            "seed where they are random"
+        )
+
+
+def quantize(
+    context: StageContext, folder: Path, config: QuantConfig, *, is_only_trial: bool
+) -> tuple[fx.GraphModule, TuneReport | None]:
+    """Insert quantizers, calibrate and tune.
+
+    Args:
+        context: The run.
+        folder: Folder of the trial.
+        config: Config of the trial.
+        is_only_trial: No other trial will need the captured graph, so it is not copied.
+    """
+    job, place = context.job, folder / MODEL
+    dropped = DroppedInputs(job.model, job.example)
+    data = job.data.recorded(dropped.look)
+    name = f"{folder.name} quantized"
+
+    def inputs() -> Inputs:
+        found = quantize_inputs(context, config)
+        if name in context.workspace.cache.stages:
+            found["the calibration data"] = context.data_fingerprint = job.data.fingerprint()
+        return found
+
+    with context.stage(name, "quantizing", inputs, is_timed=False) as stage:
+        model = stage.load(
+            lambda _: load(place, job.model, job.example.args, kwargs=job.example.kwargs, target=job.target)
+        )
+        tuned = stage.load(TuneReport.from_dict) if model is not None and stage.saved else None
+        if model is None:
+            model, tuned = _quantize(context, config, dropped, data.data, is_only_trial=is_only_trial)
+            stage.inputs["the calibration data"] = context.data_fingerprint = data.fingerprint()
+            if ranks.is_main():
+                save(model, place)
+            stage.store({} if tuned is None else tuned.to_dict(), files=[place / "scalepoint.json"])
+    return model, tuned
+
+
+def _quantize(
+    context: StageContext, config: QuantConfig, dropped: DroppedInputs, data: Any, *, is_only_trial: bool
+) -> tuple[fx.GraphModule, TuneReport | None]:
+    job, options = context.job, context.job.options
+    captured = context.captured
+    with context.timed("capturing"):
+        graph = captured.model if is_only_trial else copy_graph(captured.model, config)
+        model = insert_qdq(graph, captured.matches, config, strict=options.strict, copy=False)
+    tuning = tuning_for(model, options.accuracy, has_data=job.data.is_rereadable)
+    # Tuning corrects biases itself, with better statistics.
+    correct_bias = tuning is None if config.correct_bias is None else config.correct_bias
+    dropped.look_at_first(job.data.data)
+    with context.timed("calibrating", is_phase=False), warned_about_sizes(model), dropped.warned_about():
+        calibrate(
+            model,
+            data,
+            max_batches=options.max_batches,
+            on_nan=options.on_nan,
+            progress=job.progress,
+            freeze_weights=True,
+            correct_bias=correct_bias,
+        )
+    tuned = None
+    if tuning is not None:
+        with context.timed("tuning", is_phase=False):
+            tuned = tune(
+                model,
+                job.data.data,
+                tuning,
+                max_batches=options.max_batches,
+                on_nan=options.on_nan,
+                progress=job.progress,
+            )
+    return model, tuned
+
+
+def copy_graph(model: fx.GraphModule, config: QuantConfig) -> fx.GraphModule:
+    """Copy a captured graph. Parameters and buffers are shared unless the config rewrites them (migrations)."""
+    shared = [] if config.migrations else [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def measure(context: StageContext, config: QuantConfig, choices: tuple[str, ...] | None) -> Widths:
+    """Measure what each layer loses at each choice of precision; None as choices: its own, and every higher one."""
+    job = context.job
+    has_data = job.data.is_rereadable
+
+    def inputs() -> Inputs:
+        return {
+            **quantize_inputs(context, config),
+            "choices": fingerprint(choices),
+            "the calibration data": job.data.fingerprint() if has_data else "none",
+        }
+
+    with context.stage("widths", "measuring widths", inputs, is_timed=False) as stage:
+        widths = stage.load(Widths.from_dict)
+        if widths is None:
+            captured = context.captured
+            result = replace(captured, model=copy_graph(captured.model, config))
+            steps = None if not has_data else () if job.options.accuracy == "fast" else SOLVER
+            with context.timed("measuring widths", is_phase=False):
+                widths = measure_widths(
+                    result,
+                    config,
+                    job.target,
+                    choices,
+                    job.data.data if has_data else job.example.as_data(),
+                    steps=steps,  # stands for the tuning that will follow
+                    max_batches=job.options.max_batches,
+                    on_nan=job.options.on_nan,
+                    progress=job.progress,
+                )
+            stage.store(widths.to_dict())
+    return widths
+
+
+def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> tuple[Path, Path]:
+    """Write the file of a trial, and once for all trials the float file. Returns both paths."""
+    job, work = context.job, context.workspace.work
+    path, float_path = context.path(folder, FILE), context.path(work, FLOAT_FILE)
+    with (
+        context.workspace.cache.stage("the float model exported", lambda: float_export_inputs(context)) as float_stage,
+        context.stage(f"{folder.name} exported", "exporting", lambda: export_inputs(context, folder / MODEL)) as stage,
+    ):
+        needs_float = float_stage.must_run and not job.is_smoke
+        if stage.must_run or needs_float:
+            if ranks.is_main():
+                with ranks.alone():
+                    export(
+                        model,
+                        path,
+                        job.example.args,
+                        kwargs=job.example.kwargs,
+                        float_path=float_path if needs_float else None,
+                        float_dtype=job.options.float_dtype,
+                        metadata=job.metadata,
+                    )
+                    if needs_float:
+                        _export_plain(context, model)
+            stage.store(files=context.format.files(path))
+            if needs_float:
+                paths = [float_path, *filter(None, [context.plain_path])]
+                float_stage.store(files=[file for each in paths for file in context.format.files(each)])
+    return path, float_path
+
+
+def _export_plain(context: StageContext, model: fx.GraphModule) -> None:
+    """Write the float model with torch.onnx.export, where speed is measured: it may be faster than our float file."""
+    job = context.job
+    runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
+    if runtime is not None and runtime.is_here and not runtime.why_not_run:
+        writing = Writing(job.example, names=tuple(feeds_of(model, job.example)))
+        write_plain_file(job.model, context.format, writing, context.path(context.workspace.work, PLAIN_FILE))
+
+
+def verify_file(
+    context: StageContext, path: Path, float_path: Path, model: fx.GraphModule, baseline: str | None
+) -> Verification | None:
+    """Run the file in its runtime; None if the target has none.
+
+    Args:
+        context: The run.
+        path: The file.
+        float_path: The float file, for latency.
+        model: The simulation.
+        baseline: The float file that the first trial was compared with; None for the first trial.
+    """
+    job = context.job
+    if job.target.runtime is None:
+        return None
+    name = f"{path.parent.name} verified"
+    with context.stage(
+        name, "verifying in the runtime", lambda: verify_inputs(context, path, float_path, baseline)
+    ) as stage:
+        result = stage.load(TypeAdapter(Verification).validate_python)
+        if result is None:
+            result = ranks.run_on_main(
+                "verifying", lambda: _verify(context, path, float_path, model, baseline), Verification
+            )
+            if result.status in (Status.OK, Status.NOT_VERIFIED):  # an error is tried again
+                stage.store(vars(result))
+    return result
+
+
+def _verify(
+    context: StageContext, path: Path, float_path: Path, model: fx.GraphModule, baseline: str | None
+) -> Verification:
+    job = context.job
+    result = verify(
+        path,
+        model,
+        job.example.args,
+        kwargs=job.example.kwargs,
+        runtime=job.target.runtime,
+        float_path=None if job.is_smoke else float_path,
+        plain_path=context.plain_path,
+        baseline=baseline,
+        threads=job.options.threads,
+        layers=not job.is_smoke,
+    )
+    return result if job.is_smoke else replace(result, float_size=context.format.about(float_path).size)
+
+
+def file_sizes(context: StageContext, *paths: Path) -> list[int]:
+    """Sizes in bytes, external data included."""
+    about = context.format.about
+    return ranks.run_on_main("the sizes", lambda: [about(path).size for path in paths], list[int])
+
+
+def evaluate_float(context: StageContext) -> float | None:
+    """The user's metric of the float model; None without a metric."""
+    if context.job.evaluate is None:
+        return None
+    inputs = {"the model": context.model_fingerprint, **VERSIONS, "the metric": fingerprint_code(context.job.evaluate)}
+    doing = "evaluating the float model"
+    with context.stage("the float model evaluated", doing, lambda: inputs) as stage:
+        score = stage.load(lambda saved: float(saved["score"]))
+        if score is None:
+            score = ranks.run_on_main(doing, lambda: _evaluate(context, context.job.model, is_float=True), float)
+            stage.store({"score": score})
+    tell(Event("metric", "float score", value=score))
+    return score
+
+
+def evaluate_file(context: StageContext, path: Path, model: fx.GraphModule, *, in_runtime: bool) -> float | None:
+    """The user's metric of a file: in its runtime, or of the simulation; None without a metric."""
+    job = context.job
+    if job.evaluate is None:
+        return None
+
+    def inputs() -> Inputs:
+        return {"the file": digest(path), "the metric": fingerprint_code(job.evaluate)}
+
+    def run() -> float:
+        runner: AbstractContextManager[Any] = nullcontext(model)
+        if in_runtime and job.target.runtime is not None:
+            threads = job.options.threads
+            runner = RuntimeModel(path, job.model, job.example, runtime=job.target.runtime, threads=threads)
+        with runner as callable_model:
+            return _evaluate(context, callable_model, is_float=False)
+
+    doing = "evaluating the file"
+    with context.stage(f"{path.parent.name} evaluated", doing, inputs) as stage:
+        score = stage.load(lambda saved: float(saved["score"]))
+        if score is None:
+            score = ranks.run_on_main(doing, run, float)
+            stage.store({"score": score})
+    return score
+
+
+def _evaluate(context: StageContext, model: Any, *, is_float: bool) -> float:
+    assert context.job.evaluate is not None  # noqa: S101  # the callers return early
+    with evaluating(model) if isinstance(model, nn.Module) else nullcontext(), torch.no_grad(), as_called():
+        return as_score(context.job.evaluate(model), is_float=is_float)
+
+
+def as_score(value: Any, *, is_float: bool) -> float:
+    """The number that a metric returned.
+
+    NaN of the float model is an error, as everything is compared with it. NaN of a file is a warning, and the file is
+    ranked last.
+    """
+    try:
+        score = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several elements raises RuntimeError
+        raise UsageError(f"evaluate returned {shown(value)}: it must return one number, higher is better") from error
+    if math.isnan(score) and is_float:
+        raise NonFiniteError(
+            "evaluate gave NaN for the float model, so no file can be judged by it: look for an empty data set, a "
+            "division by zero or NaN in the model's output"
+        )
+    if math.isnan(score):
+        warnings.warn(
+            ScalepointWarning(
+                "evaluate gave NaN for the quantized file, a number for the float model: its output holds NaN, or the "
+                "metric divides by zero; it is ranked last, and its score says nothing"
+            ),
+            stacklevel=2,
+        )
+    return score
+
+
+def publish(context: StageContext, best: Trial) -> Trial:
+    """Put the files of the best trial into the output folder. Returns the trial with its new paths."""
+    job, workspace = context.job, context.workspace
+    path = context.path(workspace.output, FILE)
+    float_path = None if job.is_smoke else context.path(workspace.output, FLOAT_FILE)
+    verification = best.verification and replace(best.verification, path=str(path))
+    published = replace(best, file=path, float_file=float_path, verification=verification)
+    if not ranks.is_main():
+        return published
+    latency = None if verification is None else verification.latency
+    is_plain_baseline = latency is not None and latency.baseline == PLAIN_BASELINE
+    floats = [] if job.is_smoke else [best.float_file, context.plain_path if is_plain_baseline else None]
+    sources = [file for each in (*floats, best.path) if each is not None for file in context.format.files(each)]
+    if latency is not None:
+        sources.append(save_inputs(workspace.work, feeds_of(best.model, job.example)))
+    workspace.copy(sources)
+    # with_graph=None: where the graph can be stored as data, load needs no float model
+    save(best.model, workspace.output / MODEL, with_graph=None)
+    workspace.add(files_in(workspace.output / MODEL))
+    return published
+
+
+def extract_departure(context: StageContext, best: Trial) -> None:
+    """If the file departs, write the first layer that does so as a file of its own, with a script, into failing/."""
+    verification, job = best.verification, context.job
+    if verification is None or verification.holds or verification.status != Status.OK:
+        return
+    if verification.runtime != "onnxruntime":
+        return
+    folder = context.workspace.output / FAILING
+    with suppress(VerificationError):  # a file that does not run has no layers to compare
+        if extract_failing(best.path, best.model, job.example.args, folder, kwargs=job.example.kwargs, force=True):
+            context.workspace.add(folder / name for name in EXTRACTED)
+            tell(Event("file", str(folder / "run.py")))
+
+
+def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
+    """What a quantized model depends on, besides the data."""
+    job = context.job
+    values = {**stage_values(job.options, "quantize"), "dynamic_axes": job.dynamic_axes}
+    return {
+        **VERSIONS,
+        "the model": context.model_fingerprint,
+        "the example inputs": job.example.fingerprint(),
+        "the target": fingerprint_target(job.target),
+        "the config": fingerprint(config.to_dict()),
+        **{name: fingerprint(value) for name, value in values.items()},
+    }
+
+
+def export_inputs(context: StageContext, quantized: Path) -> Inputs:
+    """What the file of a quantized model depends on."""
+    return {
+        "the quantized model": digest(quantized / "scalepoint.json"),
+        "metadata": fingerprint(context.job.metadata),
+        **{name: fingerprint(value) for name, value in stage_values(context.job.options, "export").items()},
+        **_common_export_inputs(context),
+    }
+
+
+def float_export_inputs(context: StageContext) -> Inputs:
+    """What the float file depends on."""
+    job = context.job
+    values = {**stage_values(job.options, "export float"), "dynamic_axes": job.dynamic_axes}
+    return {
+        "the model": context.model_fingerprint,
+        **{name: fingerprint(value) for name, value in values.items()},
+        **_common_export_inputs(context),
+    }
+
+
+def _common_export_inputs(context: StageContext) -> Inputs:
+    return {
+        "the example inputs": context.job.example.fingerprint(),
+        "the target": fingerprint_target(context.job.target),
+        **VERSIONS,
+        **{name: package_version(name) for name in ("onnx", "onnxscript")},
+    }
+
+
+def verify_inputs(context: StageContext, path: Path, float_path: Path, baseline: str | None) -> Inputs:
+    """What a verification depends on."""
+    job = context.job
+    plain_path, runtime = context.plain_path, str(job.target.runtime)
+    return {
+        "the file": digest(path),
+        "the float file": "none" if job.is_smoke else digest(float_path),
+        "the plain export": digest(plain_path) if plain_path else "none",
+        "the baseline": str(baseline),
+        "the example inputs": job.example.fingerprint(),
+        **{name: fingerprint(value) for name, value in stage_values(job.options, "verify").items()},
+        "smoke": str(job.is_smoke),
+        "scalepoint": VERSIONS["scalepoint"],
+        runtime: package_version(find_runtime(runtime).package),
+    }
+
+
+def package_version(package: str) -> str | None:
+    """The installed version; nothing is imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,190 @@
+"""Workspace: the output folder of one run, and the only code of the pipeline that writes or deletes in it.
+
+    OUT/                        what the user gets; a manifest lists the files that this library wrote (output_folder.py)
+    OUT/.scalepoint/            the cache of stages, the log, and the files of trials, while the run is not finished
+
+A folder that is not empty is refused unless `resume` or `force` is set. Only files of the manifest are ever deleted.
+Rank 0 alone opens the folder; on other ranks a Workspace only knows the paths.
+"""
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from scalepoint import ranks
+from scalepoint.errors import StoreError, UsageError
+from scalepoint.files import LOCK, TEMPORARY, copy_whole, is_full, locked, remove, replace_text, sweep, sweep_temporary
+from scalepoint.output_folder import LIST, WrittenFiles, check_links, check_path
+from scalepoint.pipeline.cache import StageCache
+from scalepoint.progress import Event, tell
+from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.verification.inputs import INPUTS_FILE
+
+WORK = ".scalepoint"
+LOG, CONFIG, KEPT_CONFIG, SCRIPT, FAILING, MODEL = (
+    "log.txt",
+    "config.yaml",
+    "kept.yaml",
+    "reproduce.py",
+    "failing",
+    "quantized",
+)
+FILE, FLOAT_FILE, PLAIN_FILE = "model", "float", "float_plain"  # without the suffix of the target's format
+NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, INPUTS_FILE, KEPT_CONFIG, SCRIPT)
+_OURS = re.compile(r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors")  # in WORK
+
+
+class Workspace:
+    """The output folder of a run that is under way.
+
+    Attributes:
+        output: The folder that the user chose.
+        work: Folder for the cache and for files of trials; deleted when the run ends without an error.
+        cache: The finished stages.
+    """
+
+    def __init__(self, output: Path, cache: StageCache) -> None:
+        self.output = output
+        self.work = output / WORK
+        self.cache = cache
+        self._written: list[Path] = []
+
+    @classmethod
+    @contextmanager
+    def open(cls, output: Path, *, suffix: str, resume: bool, force: bool) -> Iterator["Workspace"]:
+        """Check, lock and clean up the folder; delete the work folder when the block ends without an error.
+
+        Args:
+            output: The folder to write.
+            suffix: Suffix of the files of the target's format.
+            resume: Reuse finished stages of an interrupted run.
+            force: Overwrite files that are there.
+
+        Raises:
+            UsageError: The folder may not be written to.
+            StoreError: Another process writes into it.
+        """
+        names = (*NAMES, *(f"{name}{suffix}" for name in (FILE, FLOAT_FILE, PLAIN_FILE)))
+        ranks.told("looking at the output", lambda: check_output(output, force=force, resume=resume, names=names))
+        work = output / WORK
+        if not ranks.is_main():
+            yield cls(output, StageCache(work))
+            return
+        existed = output.exists()
+        with locked(work):
+            _remove_temporary_files(work)
+            workspace = cls(output, StageCache.read(work) if resume else StageCache(work))
+            if not workspace.cache.stages:
+                _clear(work)
+            sweep(output, (LIST, *names))
+            sweep_temporary()
+            try:
+                yield workspace
+            except BaseException as error:
+                workspace._clean_up_after(error, existed=existed)
+                raise
+            _remove(work)
+
+    def _clean_up_after(self, error: BaseException, *, existed: bool) -> None:
+        """Keep finished stages; leave nothing behind if there are none."""
+        if not self.cache.stages:
+            _remove(self.work)
+            if not existed:
+                with suppress(OSError):  # what a metric of the user wrote there stays
+                    self.output.rmdir()
+        elif isinstance(error, StoreError) and is_full(error):
+            message = f"{error.args[0]}; finished stages are kept, resume=True goes on from them"
+            raise StoreError(message) from error
+
+    def log(self, event: Event) -> None:
+        """A listener that writes what ended, was measured or was written to the log."""
+        if event.kind not in ("start", "advance"):
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            with (self.work / LOG).open("a", encoding="utf-8") as file:
+                file.write(f"{now} {event.kind} {event}\n")
+
+    def copy(self, sources: Iterable[Path]) -> None:
+        """Copy files and folders into the output folder; each appears as a whole."""
+        for source in sources:
+            path = self.output / source.name
+            copy_whole(source, path)
+            self.add([path])
+            tell(Event("file", str(path)))
+
+    def write_text(self, name: str, text: str) -> None:
+        replace_text(self.output / name, text)
+        self.add([self.output / name])
+
+    def add(self, paths: Iterable[Path]) -> None:
+        """Note that this run wrote these files or folders."""
+        self._written += paths
+
+    def finish(self) -> None:
+        """Keep the log, list all files of this run in the manifest, and delete those of earlier runs."""
+        if (self.work / LOG).is_file():
+            self.write_text(LOG, (self.work / LOG).read_text(encoding="utf-8"))
+        written = WrittenFiles(self.output)
+        written.remove_all_but(written.add(self._written))
+
+
+def check_output(folder: Path, *, force: bool, resume: bool, names: Iterable[str] = ()) -> None:
+    """Refuse an output folder that may not be written to.
+
+    Args:
+        folder: The output folder.
+        force: Files there may be overwritten.
+        resume: An unfinished run there may go on.
+        names: Files and folders that will be written there; symbolic links in their places are refused.
+    """
+    check_path(folder)
+    check_links(folder, (WORK, LIST, *names))
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"output={str(folder)!r} is a file: give a folder")
+    if force or not folder.exists():
+        return
+    is_unfinished = bool(finished_stages(folder))
+    is_empty = all(path.name == WORK for path in folder.iterdir())
+    if resume and (is_unfinished or is_empty):
+        return
+    if resume:
+        raise UsageError(f"{folder} holds no unfinished run: to start again, overwrite it with force=True (--force)")
+    if is_unfinished:
+        raise UsageError(
+            f"{folder} holds an unfinished run: go on with resume=True (--resume), or start again with force=True "
+            "(--force)"
+        )
+    if not is_empty:
+        raise UsageError(f"{folder} is not empty: choose another output, or overwrite it with force=True (--force)")
+
+
+def finished_stages(output: Path) -> list[str]:
+    """Names of the finished stages of an unfinished run, in order; [] if there is none."""
+    if not (output / WORK).is_dir():
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return StageCache.read(output / WORK).stages
+
+
+def _remove_temporary_files(work: Path) -> None:
+    """Delete what a killed run left half-written in the work folder and in its trials."""
+    for folder in (work, *(each.parent for each in work.rglob(f"{TEMPORARY}*"))):
+        if folder.is_dir():
+            sweep(folder)
+
+
+def _clear(work: Path) -> None:
+    """Delete what runs keep in their work folder, except the lock. Other files stay."""
+    for path in work.iterdir():
+        if _OURS.fullmatch(path.name):
+            remove(path)
+
+
+def _remove(work: Path) -> None:
+    with suppress(OSError):
+        _clear(work)
+        (work / LOCK).unlink()
+        work.rmdir()

@@ -1,0 +1,85 @@
+"""accuracy= of deploy: what is chosen by data, by default below 8 bits, and kept through resume."""
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import UsageError
+from scalepoint.pipeline.accuracy import tuning_for
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
+from scalepoint.quantize.weighted import QuantizedWeighted
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+FOUR = QuantConfig(weight=TensorQuantConfig(n_bits=4, per_channel=True))
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+
+
+@pytest.fixture(scope="module")
+def data():
+    noise = torch.randn(48, 3, 14, 14, generator=torch.Generator().manual_seed(1))
+    return list((nn.functional.avg_pool2d(noise, 3, 1) * 3).split(12))
+
+
+def deployed(net, data, folder, **options):
+    given = {"target": "reference", "config": FOUR, "output": folder, "progress": False}
+    return scalepoint.deploy(net, data[0], data, **{**given, **options})
+
+
+def shifted(model):
+    return [each.bias_shift is not None for each in model.modules() if isinstance(each, QuantizedWeighted)]
+
+
+def test_four_bits_are_balanced_unless_told(net, data, tmp_path):
+    done = deployed(net, data, tmp_path / "balanced")
+    assert [each.name for each in done.tuned.layers] == ["0", "2", "4"]
+    assert all(each.moved > 0 for each in done.tuned.layers)
+    fast = deployed(net, data, tmp_path / "fast", accuracy="fast")
+    assert all(each.moved == 0 for each in fast.tuned.layers)
+    assert any(shifted(fast.model))
+    with torch.no_grad():
+        truth = net(data[1])
+        errors = [float((each.model(data[1]) - truth).square().mean()) for each in (done, fast)]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_eight_bits_are_rounded_unless_asked(net, data, tmp_path):
+    assert deployed(net, data, tmp_path / "plain", config=None).tuned is None
+    asked = deployed(net, data, tmp_path / "asked", config=None, accuracy="balanced")
+    assert len(asked.tuned.layers) == 3
+
+
+@pytest.mark.slow
+def test_what_was_tuned_is_resumed(net, data, tmp_path):
+    class Stop(KeyboardInterrupt):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "publish", stop)
+        with pytest.raises(Stop):
+            deployed(net, data, tmp_path / "out")
+    done = deployed(net, data, tmp_path / "out", resume=True)
+    fresh = deployed(net, data, tmp_path / "fresh")
+    assert [each.name for each in done.tuned.layers] == [each.name for each in fresh.tuned.layers]
+    assert done.path.read_bytes() == fresh.path.read_bytes()
+
+
+def test_without_data_nothing_is_chosen(data):
+    linear = nn.Sequential(nn.Linear(32, 32)).eval()
+    model = quantize(linear, torch.randn(2, 32), QuantConfig.weight_only("int4", block_size=32))
+    assert tuning_for(model, None, has_data=False) is None
+    with pytest.raises(UsageError, match="there is none"):
+        tuning_for(model, "balanced", has_data=False)
+
+
+def test_another_word_is_refused(net, data, tmp_path):
+    with pytest.raises(UsageError, match="one of fast, balanced"):
+        deployed(net, data, tmp_path, accuracy="beste")

@@ -1,0 +1,49 @@
+"""deploy(callback=...): phases, numbers and files as they come; a notebook's view of the result."""
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.progress import Event
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
+    data = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    heard: list[Event] = []
+    folder = tmp_path_factory.mktemp("told") / "out"
+    done = scalepoint.deploy(
+        model, data[0], data, target="reference", output=folder, evaluate=lambda run: 0.5, progress=False,
+        callback=heard.append,
+    )  # fmt: skip
+    return done, heard, folder
+
+
+def test_every_phase_starts_and_ends_once_in_order(told):
+    _, heard, _ = told
+    started = [each.name for each in heard if each.kind == "start"]
+    assert [each.name for each in heard if each.kind == "end"] == started or len(set(started)) == len(started)
+    assert started.index("capturing") < started.index("calibrating") < started.index("exporting")
+    counted = [each.done for each in heard if each.kind == "advance" and each.name == "calibrating"]
+    assert counted == [1, 2, 3]
+
+
+def test_numbers_and_files_are_told(told):
+    done, heard, folder = told
+    numbers = {each.name: each.value for each in heard if each.kind == "metric"}
+    assert (numbers["float score"], numbers["score"]) == (0.5, 0.5)
+    assert numbers["size"] == done.path.stat().st_size
+    files = {each.name for each in heard if each.kind == "file"}
+    assert {str(folder / "report.html"), str(done.path)} <= files
+
+
+def test_a_notebook_shows_the_result_inert(told):
+    done, _, _ = told
+    page = done._repr_html_()
+    assert "Sequential" in page
+    assert "score" in page
+    assert "<script" not in page
+    assert "<style" not in page

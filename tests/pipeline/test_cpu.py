@@ -1,0 +1,73 @@
+"""For which CPUs a file is: chosen or automatic, told, and kept in the file."""
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import ScalepointWarning, UsageError
+from scalepoint.formats import find_format
+from scalepoint.options import DeployConfig
+from scalepoint.targets import find_target, onnxruntime_target
+from scalepoint.targets.cpu import instruction_set
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+HERE = instruction_set()
+OTHER = {"vnni": "avx2", "avx2": "vnni"}[HERE]
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+
+
+def deploy(folder, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    options = {"progress": False, "smoke": True, "strict": True, "allow_departure": True, **options}
+    return scalepoint.deploy(model, X, [X], output=folder, **options)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.mark.filterwarnings("ignore:.*VNNI")
+def test_a_file_for_another_cpu_says_so_when_it_is_verified(tmp_path, target):
+    done = deploy(tmp_path, target=target, cpu=OTHER)
+    assert find_format("onnx").about(done.path).made_for["cpu"] == OTHER
+    assert f"cpu {OTHER}; verified on another CPU, {HERE}" in done.verification.origin
+    assert ("made for", done.verification.origin) in done.verification.rows()
+    assert DeployConfig.from_file(tmp_path / "config.yaml").cpu == OTHER
+
+
+def test_the_file_of_this_cpu_needs_no_word(tmp_path):
+    done = deploy(tmp_path, cpu=HERE)
+    assert "another CPU" not in str(done.verification)
+    assert find_format("onnx").about(done.path).made_for["cpu"] == HERE
+
+
+def test_an_automatic_choice_is_told_in_one_line_and_kept(tmp_path, capsys):
+    deploy(tmp_path / "auto", progress=True)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cpu: ")]
+    assert f"--cpu {OTHER}" in line
+    assert DeployConfig.from_file(tmp_path / "auto" / "config.yaml").cpu == HERE  # another machine makes the same file
+    deploy(tmp_path / "chosen", progress=True, cpu=HERE)
+    deploy(tmp_path / "weights", progress=True, config={"activation": "float"})
+    assert "cpu: " not in capsys.readouterr().err
+
+
+def test_what_cannot_be_chosen_is_refused_before_any_work(tmp_path):
+    with pytest.raises(UsageError, match="did you mean 'avx2'"):
+        deploy(tmp_path, cpu="avx-2")
+    with pytest.raises(UsageError, match="cannot be used with target 'tensorrt'"):
+        deploy(tmp_path, target="tensorrt", cpu="avx2")
+    with pytest.raises(UsageError, match="contradicts the target"):
+        deploy(tmp_path, target=onnxruntime_target(cpu=HERE), cpu=OTHER)
+    assert find_target(onnxruntime_target(cpu=OTHER)).options["cpu"] == OTHER
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*VNNI")
+def test_a_run_that_goes_on_for_another_cpu_is_made_again(tmp_path):
+    def fail(run):
+        raise RuntimeError("no metric")
+
+    with pytest.raises(Exception, match="no metric"):
+        deploy(tmp_path, cpu=HERE, evaluate=lambda run: 1.0 if isinstance(run, nn.Module) else fail(run))
+    with pytest.warns(ScalepointWarning, match="the target changed"):
+        done = deploy(tmp_path, cpu=OTHER, resume=True)
+    assert find_format("onnx").about(done.path).made_for["cpu"] == OTHER

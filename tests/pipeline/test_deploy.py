@@ -1,0 +1,519 @@
+"""The one call, on a small net, through the real runtime."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import scalepoint
+from scalepoint import DeployConfig
+from scalepoint.errors import (
+    CalibrationError,
+    CaptureError,
+    ConfigError,
+    DocumentError,
+    NonFiniteError,
+    ScalepointError,
+    ScalepointWarning,
+    TargetError,
+    UsageError,
+)
+from scalepoint.formats.onnx import saving
+from scalepoint.pipeline import stages
+from scalepoint.pipeline.job import with_speed
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
+from scalepoint.report import Report
+from scalepoint.spec import PerChannelGranularity, QuantizationSpec
+from scalepoint.verification import RuntimeModel
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+UNSAID, ALL, FAST = QuantConfig(), QuantConfig(speed_first=False), QuantConfig(speed_first=True)
+
+KEPT = {
+    "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt",
+    ".scalepoint-files.json", "inputs.safetensors",
+}  # fmt: skip
+PLAIN = "float_plain.onnx"  # kept where it is the faster float file
+
+
+@pytest.mark.parametrize(
+    ("config", "strict", "has_budget", "expected"),
+    [
+        pytest.param(UNSAID, False, False, True, id="unsaid"),
+        pytest.param(UNSAID, True, False, False, id="strict asks for all"),
+        pytest.param(UNSAID, False, True, False, id="a budget says what layers get"),
+        pytest.param(ALL, False, False, False, id="said"),
+        pytest.param(FAST, True, True, True, id="said against both"),
+    ],
+)
+def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(config, strict, has_budget, expected):
+    assert with_speed(config, is_strict=strict, has_budget=has_budget).speed_first is expected
+
+
+@pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])
+def test_deploy_names_what_it_leaves_float_for_speed(model, data, tmp_path, config):
+    done = scalepoint.deploy(model, data[0], data, target="onnxruntime", config=config, output=tmp_path, smoke=True)
+    left = [row for row in done.report.coverage.operations if row.is_for_speed]
+    assert config is None or not left
+    assert all(f"{row.name} " in str(done) and row.reason for row in left)
+
+
+class TestDeploy:
+    @pytest.fixture(scope="class")
+    def done(self, model, data, tmp_path_factory):
+        seen = []
+
+        model.eval()
+        truth = model(data[0]).detach()
+
+        def evaluate(run):
+            seen.append(type(run).__name__)
+            return float((run(data[0]) - truth).square().mean().neg())
+
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model.train()
+        folder = tmp_path_factory.mktemp("deployed")
+        everything = QuantConfig(speed_first=False)
+        done = scalepoint.deploy(model, data[0][:1], data, config=everything, output=folder, evaluate=evaluate)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(module.training for module in model.modules())
+        model.eval()
+        return done, seen, folder
+
+    def test_the_file_runs_in_int8_as_simulated(self, done):
+        found = done[0].verification
+        assert found.holds
+        assert found.low_precision == 5
+        assert found.fallbacks == ()
+
+    def test_the_metric_sees_the_float_model_and_the_file_in_its_runtime(self, done):
+        deployment, seen, _ = done
+        assert seen == ["Net", "RuntimeModel"]
+        assert deployment.float_score == 0
+        assert -0.1 < deployment.score < 0
+
+    def test_the_folder_holds_all_and_nothing_half_written(self, done):
+        deployment, _, folder = done
+        names = {path.name for path in folder.iterdir()}
+        baseline = deployment.verification.latency.baseline_file
+        assert names == KEPT | {baseline}
+        assert baseline in ("float.onnx", PLAIN)
+        assert f"{folder / baseline} {deployment.path}" in " ".join(deployment.report.next_steps())
+        report = Report.from_json((folder / "report.json").read_text())
+        assert report.verification.holds
+        assert "<title>" in (folder / "report.html").read_text()
+
+    def test_printing_shows_the_summary(self, done):
+        text = str(done[0])
+        assert "onnxruntime" in text
+        assert "size" in text
+        assert "latency" in text
+
+    def test_what_was_saved_is_what_was_deployed(self, done, model, data):
+        deployment, _, folder = done
+        again = scalepoint.load(folder / "quantized", model, data[0][:1])
+        with torch.no_grad():
+            assert torch.equal(again(data[0]), deployment.model.eval()(data[0]))
+
+
+def test_batches_with_nan_can_be_left_out(model, data, tmp_path):
+    holed = [data[0], torch.full_like(data[0], math.nan)]
+    settings = {"config": ALL, "output": tmp_path, "smoke": True, "progress": False}
+    with pytest.raises(NonFiniteError, match="on_nan='skip'"):
+        scalepoint.deploy(model, data[0], holed, **settings)
+    with pytest.warns(ScalepointWarning, match="1 batches hold NaN or infinity"):
+        done = scalepoint.deploy(model, data[0], holed, on_nan="skip", **settings)
+    assert done.verification.holds
+
+
+def test_data_of_unknown_length_will_do(model, data, tmp_path):
+    """A loader has a length by its type, and an error where its dataset has none."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(data[0])
+
+    loader = DataLoader(Stream(), batch_size=4)
+    done = scalepoint.deploy(model, data[0], loader, output=tmp_path, accuracy="fast", smoke=True, progress=False)
+    assert done.tuned.layers
+
+
+def test_a_smoke_run_leaves_away_what_only_measures(model, data, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("scalepoint.pipeline.build_report.compare", lambda *_, **__: calls.append("compare"))
+    monkeypatch.setattr("scalepoint.pipeline.build_report.histograms", lambda *_, **__: calls.append("histograms"))
+    written = []
+    real = stages.export
+
+    def export(*given, **options):
+        written.append(options["float_path"])
+        return real(*given, **options)
+
+    monkeypatch.setattr(stages, "export", export)
+    done = scalepoint.deploy(model, data[0], [*data, *data], output=tmp_path, smoke=True, progress=False)
+    assert (calls, written) == ([], [None])
+    assert not (tmp_path / "float.onnx").exists()
+    assert done.verification.holds
+    assert (done.verification.latency, done.verification.float_size) == (None, None)
+    assert "a full run: the same without smoke" in str(done)
+
+
+class Nested(nn.Module):
+    """Gives what no file holds beside what it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return {"y": self.layer(x), "none": None, "text": "a word", "more": [self.layer(x).sum(1), None]}
+
+
+def test_a_metric_sees_the_models_own_structure_with_its_nones(tmp_path):
+    x = torch.randn(2, 8)
+
+    def metric(run):
+        given = run(x)
+        assert list(given) == ["y", "none", "text", "more"]
+        assert (given["none"], given["text"], given["more"][1]) == (None, "a word", None)
+        return float(given["y"].mean() + given["more"][0].mean())
+
+    done = scalepoint.deploy(Nested(), x, [x], output=tmp_path / "out", evaluate=metric, smoke=True, progress=False)
+    assert done.report.accuracy[0].runtime_value is not None
+
+
+def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
+    def evaluate(run):
+        return 0.5 if run is model else math.nan
+
+    with pytest.warns(ScalepointWarning, match="evaluate gave NaN for the quantized file"):
+        done = scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=evaluate, smoke=True, progress=False)
+    assert math.isnan(done.score)
+
+
+def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatch):
+    """A model of more than 2 GB has its weights in files of their own; here everything counts as that large."""
+    monkeypatch.setattr(saving, "LARGEST_IN_ONE_FILE", 100)
+    x = torch.randn(2, 64)
+    seen = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+        done = scalepoint.deploy(net, x, [x], output=tmp_path, force=True)
+        names = {path.name for path in tmp_path.iterdir()}
+        data = {name for name in names if name.endswith(".data")}
+        assert names - data - {PLAIN} == KEPT
+        assert len(data) == 2
+        assert not data & seen
+        seen |= data
+        run = RuntimeModel(done.path)
+        assert torch.nn.functional.cosine_similarity(run(x), net(x)).min() > 0.99
+
+
+def test_of_a_model_in_train_mode_what_is_deployed_is_in_eval(model, data, tmp_path):
+    given = copy.deepcopy(model).train()
+    done = scalepoint.deploy(given, data[0], data, output=tmp_path, smoke=True)
+    assert given.training
+    assert not any(module.training for module in done.model.modules())
+    with torch.no_grad():
+        simulated = done.model(data[1])
+    with RuntimeModel(done.path) as run:
+        found = run(data[1])
+    torch.testing.assert_close(found, simulated, rtol=1e-3, atol=1e-3)
+
+
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(8, 16, 5, padding=2), nn.Linear(16, 4)
+
+    def forward(self, x, ids=None):
+        y = self.head(torch.relu(self.conv(x)).mean(-1))
+        return y if ids is None else y + ids.float().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("form", ["list", "iterator", "function", "by name"])
+def test_data_of_sizes_that_the_file_will_not_take_is_told_of(form, tmp_path):
+    batches = [torch.randn(count, 8, length) for count, length in ((3, 41), (2, 17))]
+    given = {
+        "list": batches,
+        "iterator": iter(batches),
+        "function": lambda model: [model(batch) for batch in batches],
+        "by name": [{"x": batch} for batch in batches],
+    }
+    with pytest.warns(ScalepointWarning, match="'x' has 17, 41 on axis 2, 30 in the example.* pad or resize"):
+        scalepoint.deploy(Speech().eval(), torch.randn(2, 8, 30), given[form], output=tmp_path, smoke=True)
+
+
+def test_other_batches_and_lengths_of_tokens_are_free_and_not_told_of(tmp_path):
+    batches = [(torch.randn(n, 8, 30), torch.randint(0, 9, (n, length))) for n, length in ((2, 5), (3, 7))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScalepointWarning)
+        scalepoint.deploy(Speech().eval(), batches[0], batches, output=tmp_path, smoke=True)
+
+
+class TestRefused:
+    def test_a_drop_without_a_metric(self, model, data, tmp_path):
+        with pytest.raises(UsageError, match="evaluate"):
+            scalepoint.deploy(model, data[0], data, output=tmp_path, max_drop=1.0)
+
+    def test_data_that_can_be_read_once_for_several_trials(self, model, data, tmp_path):
+        with pytest.raises(UsageError, match="iterator"):
+            scalepoint.deploy(model, data[0], iter(data), output=tmp_path, evaluate=lambda run: 0.0, max_drop=1.0)
+
+    def test_a_float_type_that_the_target_lacks_before_any_work(self, model, data, tmp_path):
+        seen = []
+        with pytest.raises(TargetError, match="float_dtype=float16: target 'onnxruntime' runs"):
+            scalepoint.deploy(model, data[0], seen.append, output=tmp_path / "out", float_dtype="float16")
+        assert not seen
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("value", [None, "high", torch.zeros(2)])
+    def test_a_metric_that_is_no_number(self, model, data, tmp_path, value):
+        with pytest.raises(UsageError, match="it must return one number"):
+            scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: value, progress=False)
+
+    def test_a_metric_that_is_nan_for_the_float_model(self, model, data, tmp_path):
+        with pytest.raises(NonFiniteError, match="evaluate gave NaN for the float model"):
+            scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: math.nan, progress=False)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"threads": 0}, "threads: must be at least 1, not 0"),
+            ({"max_batches": 0}, "max_batches: must be at least 1"),
+            ({"max_drop": -1.0, "evaluate": lambda run: 1.0}, "max_drop: must be at least 0"),
+            ({"leave": "body.0"}, "leave: must be a list, not 'body.0'"),
+            ({"on_nan": "ignore"}, "on_nan: must be 'error' or 'skip', not 'ignore'"),
+            ({"evaluate": "accuracy"}, "evaluate= is a function .* not 'accuracy'"),
+            ({"config": {"wieght": "float"}}, "config: there is no key 'wieght': did you mean 'weight'"),
+            ({"config": {"weight": "int7"}}, "config: weight: .* not 'int7'"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_a_value_that_makes_no_sense_before_any_work(self, model, data, tmp_path, options, message):
+        with pytest.raises(ScalepointError, match=message):
+            scalepoint.deploy(model, data[0], data, output=tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [(nn.Sequential(nn.LazyLinear(3)), "0 is a lazy module"), (nn.Linear(4, 3, device="meta"), "weight .* meta")],
+        ids=["lazy", "meta"],
+    )
+    def test_a_model_without_values(self, model, message, tmp_path):
+        with pytest.raises(CaptureError, match=message):
+            scalepoint.deploy(model, torch.randn(2, 4), [torch.randn(2, 4)], output=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("given", ["a loader", "a shape"])
+    def test_an_example_without_a_tensor_gets_the_way_to_one(self, model, data, tmp_path, given):
+        example = DataLoader(data) if given == "a loader" else tuple(data[0].shape)
+        with pytest.raises(CaptureError, match=r"no tensor among them .* next\(iter\(loader\)\)"):
+            scalepoint.deploy(model, example, data, output=tmp_path)
+
+    def test_several_targets_at_once(self, model, data, tmp_path):
+        with pytest.raises(TargetError, match=r"a target is a name or a Target, not .*: one at a time"):
+            scalepoint.deploy(model, data[0], data, target=["onnxruntime", "openvino"], output=tmp_path / "out")
+
+    def test_an_example_of_another_type_than_the_models(self, data, tmp_path):
+        model = nn.Sequential(nn.Linear(8, 8))
+        x = torch.randn(2, 8).double().numpy()
+        with pytest.raises(CaptureError, match="The inputs are float64, the parameters float32: give inputs of the"):
+            scalepoint.deploy(model, x, [x], output=tmp_path / "out", progress=False)
+
+    @pytest.mark.parametrize(
+        "batch", [torch.randn(2, 9), torch.ones(2, 8, dtype=torch.long)], ids=["another size", "another type"]
+    )
+    def test_data_that_is_unlike_the_example(self, batch, tmp_path):
+        model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+        with pytest.raises(CalibrationError, match=r"batch 1 of the data is unlike the example: it was .*captured"):
+            scalepoint.deploy(model, x, [x, batch], output=tmp_path / "out", progress=False)
+
+    def test_a_folder_whose_name_is_no_text(self, model, data, tmp_path):
+        with pytest.raises(UsageError, match="is no text in this locale's encoding"):
+            scalepoint.deploy(model, data[0], data, output=tmp_path / "out\udcff", progress=False)
+
+    def test_an_unknown_target(self, model, data, tmp_path):
+        with pytest.raises(TargetError, match="onnxruntime"):
+            scalepoint.deploy(model, data[0], data, target="onnxruntim", output=tmp_path)
+
+
+class TestConfigFile:
+    @pytest.mark.parametrize("name", ["c.yaml", "c.json"])
+    def test_a_file_round_trips(self, tmp_path, name):
+        config = DeployConfig(
+            target="tensorrt", max_drop=0.5, quantization=QuantConfig(weight=TensorQuantConfig(n_bits=4))
+        )
+        config.to_file(tmp_path / name)
+        assert DeployConfig.from_file(tmp_path / name) == config
+
+    def test_a_misspelt_key_names_the_nearest(self, tmp_path):
+        (tmp_path / "c.yaml").write_text("max_dorp: 1\n")
+        with pytest.raises(ConfigError, match="max_drop"):
+            DeployConfig.from_file(tmp_path / "c.yaml")
+        with pytest.raises(ConfigError, match="max_drop"):
+            DeployConfig(max_dorp=1)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda: DeployConfig(quantization={"weight": {"n_bits": "four"}}),
+            lambda: QuantConfig(weight={"n_bits": 99}),
+            lambda: TensorQuantConfig(n_bits="x"),
+            lambda: QuantizationSpec(dtype="int77"),
+            lambda: PerChannelGranularity(axs=1),
+            lambda: scalepoint.Budget(size=3),
+            lambda: scalepoint.deploy(nn.Linear(2, 2), torch.ones(1, 2), [torch.ones(1, 2)], budget="size=abc"),
+            lambda: scalepoint.deploy(nn.Linear(2, 2), torch.ones(1, 2), [], config={"weight": {"n_bits": 99}}),
+        ],
+    )
+    def test_a_field_that_cannot_be_is_an_error_of_ours(self, wrong):
+        with pytest.raises(ScalepointError) as caught:
+            wrong()
+        assert "errors.pydantic.dev" not in str(caught.value)
+
+    @pytest.mark.parametrize("text", ["- 1", "a: [", "\0"])
+    def test_what_is_no_config(self, tmp_path, text):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(DocumentError):
+            DeployConfig.from_file(tmp_path / "c.yaml")
+
+    def test_a_schema_for_editors(self):
+        assert DeployConfig.model_json_schema()["properties"]["target"]["default"] == "onnxruntime"
+
+
+class TestStaticRules:
+    """A target without a runtime here is judged by its compiler's rules."""
+
+    def test_a_clean_file(self, tmp_path):
+        x = torch.randn(2, 3, 16, 16)
+        net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3)).eval()
+        done = scalepoint.deploy(net, x, [x], target="tensorrt", output=tmp_path, float_dtype="float16", progress=False)
+        assert done.report.findings == ()
+        assert "find nothing" in done.report.verdict()
+        assert Report.from_json((tmp_path / "report.json").read_text()).findings == ()
+
+    def test_faults_are_told(self, tmp_path):
+        x = torch.randn(2, 64)
+        half = QuantConfig(overrides=(Override(name="0", weight="float"),))
+        done = scalepoint.deploy(
+            nn.Sequential(nn.Linear(64, 64)).eval(),
+            x,
+            [x],
+            target="tensorrt",
+            config=half,
+            output=tmp_path,
+            progress=False,
+        )
+        assert [finding.split()[0] for finding in done.report.findings] == ["R09"]
+        assert "find 1 fault" in done.report.verdict()
+        assert "R09" in (tmp_path / "report.html").read_text()
+
+    def test_other_targets_have_none(self, tmp_path):
+        x = torch.randn(2, 64)
+        done = scalepoint.deploy(
+            nn.Sequential(nn.Linear(64, 64)).eval(), x, [x], output=tmp_path, smoke=True, progress=False
+        )
+        assert done.report.findings is None
+
+
+class Scaled(nn.Module):
+    """Takes a second input, by name in the tests."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x, scale=None):
+        hidden = torch.relu(self.first(x))
+        return self.second(hidden if scale is None else hidden * scale)
+
+
+def test_an_example_may_have_positional_and_keyword_inputs(tmp_path):
+    torch.manual_seed(0)
+    x, scale = torch.randn(4, 16), torch.rand(4, 16)
+    given = {"kwargs": {"scale": scale}, "config": {"speed_first": False}, "progress": False}
+    done = scalepoint.deploy(Scaled().eval(), x, [{"x": x, "scale": scale}], output=tmp_path / "out", **given)
+    assert done.verification.holds
+    assert {layer.name for layer in done.report.layers} == {"first", "second"}
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "iterator", "labels"])
+def test_an_input_that_the_data_has_and_the_example_lacks_is_named(tmp_path, kind):
+    """Labels that follow the inputs are no input, whatever forward would take in their place."""
+    torch.manual_seed(0)
+    x, scale = torch.randn(4, 16), torch.rand(4, 16)
+    batch = {"x": x, "scale": scale} if kind in ("dict", "iterator") else (x, scale)
+    data = {"iterator": iter([batch]), "labels": [(x, torch.tensor([0, 1, 2, 1]))]}.get(kind, [batch])
+    given = {"config": {"speed_first": False}, "progress": False, "smoke": True, "output": tmp_path / "out"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scalepoint.deploy(Scaled().eval(), x, data, **given)
+    said = [str(each.message) for each in caught if issubclass(each.category, ScalepointWarning)]
+    named = [text for text in said if "'scale'" in text and "example_inputs=" in text]
+    assert len(named) == (0 if kind == "labels" else 1), said
+
+
+class OtherSelf(nn.Module):
+    """A module whose methods do not call their first argument self."""
+
+    def __init__(this):  # noqa: N805
+        super().__init__()
+        this.linear = nn.Linear(16, 16)
+
+    def forward(this, x):  # noqa: N805
+        return this.linear(x)
+
+
+def test_the_first_argument_of_forward_is_no_input_whatever_its_name(tmp_path):
+    x = torch.randn(4, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scalepoint.deploy(OtherSelf().eval(), (x,), [(x,)], smoke=True, progress=False, output=tmp_path / "out")
+
+
+def a_call(folder, **options):
+    torch.manual_seed(0)
+    x = torch.randn(4, 16)
+    given = {"target": "reference", "smoke": True, "progress": False, "output": folder / "out"}
+    given |= {"model": nn.Linear(16, 4).eval(), "example_inputs": x, "calibration_data": [x]}
+    return scalepoint.deploy(**{**given, **options})
+
+
+def test_an_error_of_the_metric_is_not_taken_for_a_lock(tmp_path):
+    def evaluate(run):
+        raise BlockingIOError(11, "a socket of the metric has nothing to read")
+
+    with pytest.raises(BlockingIOError, match="socket"):
+        a_call(tmp_path, evaluate=evaluate)
+
+
+def test_no_data_is_refused_at_once_where_it_is_needed(tmp_path):
+    class NeverRun(nn.Linear):
+        def forward(self, x):
+            raise AssertionError
+
+    with pytest.raises(UsageError, match="calibration_data"):
+        a_call(tmp_path, model=NeverRun(16, 4).eval(), calibration_data=None)
+    done = a_call(tmp_path, calibration_data=None, config=QuantConfig(activation="float"))
+    assert done.path.is_file()
+
+
+@pytest.mark.parametrize("value", [object(), {"inner": [object()]}, b"bytes", nn.Linear, len])
+def test_metadata_that_no_file_can_hold_is_refused(tmp_path, value):
+    with pytest.raises(UsageError, match="'a' holds"):
+        a_call(tmp_path, metadata={"a": value})
+
+
+def test_an_empty_batch_is_told_without_an_option_that_deploy_lacks(tmp_path):
+    with pytest.raises(CalibrationError) as caught:
+        a_call(tmp_path, calibration_data=[torch.empty(0, 16)], config={"speed_first": False})
+    assert "empty tensor" in str(caught.value)
+    assert "leave their layers float in the config" in str(caught.value)

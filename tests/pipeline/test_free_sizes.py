@@ -1,0 +1,205 @@
+"""Files that take other sizes: dynamic_axes on the whole road."""
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import scalepoint
+from scalepoint.cli.settings import settings_of
+from scalepoint.errors import ConfigError, ScalepointWarning, TargetError, UsageError, VerificationError
+from scalepoint.formats import export
+from scalepoint.graph.origin import origin_of
+from scalepoint.options import DeployConfig
+from scalepoint.quantize import QuantConfig, coverage, quantize
+from scalepoint.runtimes import find_runtime
+from scalepoint.transformation import transform
+from scalepoint.verification import RuntimeModel, verify
+from tests.pace import fast
+
+PICTURE = {"x": {2: "height", 3: "width"}}
+QUANTIZED = QuantConfig(speed_first=False)
+
+
+class Segments(nn.Module):
+    """Down by two, up by a skip and by the size of the input, a pooled branch spread over the picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, 2, 1)
+        self.pooled, self.up = nn.Conv2d(32, 32, 1), nn.ConvTranspose2d(32, 16, 2, 2)
+        self.head = nn.Conv2d(32, 5, 1)
+
+    def forward(self, x):
+        a = self.first(x).relu()
+        b = self.down(a).relu()
+        b = b + F.interpolate(self.pooled(F.adaptive_avg_pool2d(b, 1)), size=b.shape[-2:], mode="bilinear")
+        found = self.head(torch.cat((a, self.up(b).relu()), 1))
+        return F.interpolate(found, size=x.shape[-2:], mode="bilinear", align_corners=False)
+
+
+class Frames(nn.Module):
+    """Attention over frames, and an LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.attend = nn.Linear(12, 32), nn.MultiheadAttention(32, 4, batch_first=True)
+        self.cells, self.head = nn.LSTM(32, 16, batch_first=True, bidirectional=True), nn.Linear(32, 6)
+
+    def forward(self, frames):
+        x = self.first(frames).relu()
+        x = x + self.attend(x, x, x, need_weights=False)[0]
+        return self.head(self.cells(x)[0])
+
+
+@pytest.fixture(scope="module")
+def segments():
+    torch.manual_seed(0)
+    return Segments().eval()
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    torch.manual_seed(1)
+    return [torch.randn(2, 3, 16, 16), torch.randn(1, 3, 24, 12)]
+
+
+@pytest.fixture(scope="module")
+def done(segments, pictures, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("free")
+    return scalepoint.deploy(
+        segments, pictures[0], pictures, config=QUANTIZED, output=folder, dynamic_axes=PICTURE, progress=False
+    )
+
+
+def axes(path, name):
+    graph = onnx.load(path).graph
+    (value,) = (each for each in (*graph.input, *graph.output) if each.name == name)
+    return [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
+
+
+def test_both_files_name_the_free_axes_of_inputs_and_outputs(done):
+    for path in (done.path, done.float_path):
+        assert axes(path, "x") == ["batch", 3, "height", "width"]
+        assert axes(path, "output_0") == ["batch", 5, "height", "width"]
+
+
+def test_the_file_is_verified_at_other_sizes_and_the_report_says_so(done):
+    found = done.verification
+    assert found.low_precision >= 4
+    assert found.resized.sizes == {"height": 24, "width": 12}
+    assert found.resized.steps == {"height": 2, "width": 2}
+    assert found.resized.sqnr >= 40
+    assert "height 24, width 12 (height in steps of 2, width in steps of 2)" in " ".join(
+        str(found).replace("│", "").split()
+    )
+    assert str(PICTURE) in done.report.reproduction.call
+
+
+@pytest.mark.parametrize("size", [(16, 16), (32, 20), (10, 64)])
+def test_the_file_runs_at_any_size_as_simulated(done, size):
+    x = torch.randn(3, 3, *size)
+    with RuntimeModel(done.path) as run:
+        found = run(x)
+    expected = done.model(x)
+    assert found.shape == expected.shape == (3, 5, *size)
+    assert (found - expected).square().sum() <= 1e-4 * expected.square().sum()
+
+
+def test_what_is_kept_keeps_the_free_axes(done, segments, pictures):
+    folder = done.path.parent
+    config = DeployConfig.from_file(folder / "config.yaml")
+    assert config.dynamic_axes == PICTURE
+    x = torch.randn(1, 3, 20, 28)
+    for again in (scalepoint.load(folder / "quantized"), scalepoint.load(folder / "quantized", segments, pictures[0])):
+        assert origin_of(again) == origin_of(done.model)
+        assert torch.equal(again(x), done.model(x))
+        path = export(again, folder / "again" / "model.onnx", torch.randn(1, 3, 8, 8))
+        assert axes(path, "x") == ["batch", 3, "height", "width"]
+
+
+def test_macs_are_those_of_the_example(segments, pictures):
+    free, fixed = (
+        transform(segments, pictures[0], target="onnxruntime", dynamic_axes=given) for given in (PICTURE, None)
+    )
+    found, expected = (
+        [(row.name, row.macs) for row in coverage(scalepoint.insert_qdq(each.model, each.matches)).operations]
+        for each in (free, fixed)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("runtime", fast(("onnxruntime", "openvino"), "onnxruntime"))
+def test_frames_of_any_number(runtime, tmp_path):
+    if not find_runtime(runtime).is_here:
+        pytest.skip(f"{runtime} is not installed")
+    torch.manual_seed(0)
+    model, x = Frames().eval(), torch.randn(2, 20, 12)
+    found = quantize(model, x, forward_loop=[x], target=runtime, dynamic_axes={"frames": {1: "frames"}}, progress=False)
+    path = export(found, tmp_path / "model.onnx", x)
+    assert axes(path, "output_0") == ["batch", "frames", 6]
+    said = verify(path, found, x, layers=False)
+    said.check()
+    assert said.resized.sizes == {"frames": 30}
+
+
+def test_a_file_that_is_not_free_is_found_out(segments, pictures, tmp_path):
+    given = {"forward_loop": pictures[:1], "target": "onnxruntime", "progress": False}
+    free = quantize(segments, pictures[0], dynamic_axes=PICTURE, **given)
+    fixed = quantize(segments, pictures[0], **given)
+    path = export(fixed, tmp_path / "model.onnx", pictures[0])
+    found = verify(path, free, pictures[0], layers=False)
+    assert not found.holds
+    assert "Got invalid dimensions" in found.resized.message
+    with pytest.raises(VerificationError, match="is not free in the sizes of dynamic_axes: at height 24, width 12"):
+        found.check()
+
+
+@pytest.mark.parametrize("target", ["coreml", "executorch", "litert"])
+def test_a_target_of_fixed_sizes_refuses_before_any_work(target, segments, pictures, tmp_path):
+    with pytest.raises(TargetError, match=f"target '{target}' has files of fixed sizes: .*deploy once for each size"):
+        scalepoint.deploy(segments, pictures[0], pictures, target=target, output=tmp_path / "out", dynamic_axes=PICTURE)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(TargetError, match="has files of fixed sizes"):
+        transform(segments, pictures[0], target=target, dynamic_axes=PICTURE)
+
+
+def test_a_name_that_is_none_is_told_before_any_work(segments, pictures, tmp_path):
+    with pytest.raises(UsageError, match="the model has no input 'image'"):
+        scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "out", dynamic_axes={"image": [2, 3]})
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_warning_of_other_sizes_names_the_setting(segments, pictures, tmp_path):
+    given = {"config": QUANTIZED, "smoke": True, "progress": False}
+    setting = "dynamic_axes={'x': {2: 'x_2', 3: 'x_3'}}"
+    with pytest.warns(ScalepointWarning, match="sizes that the file will not take") as told:
+        scalepoint.deploy(nn.Conv2d(3, 4, 3), pictures[0], pictures, output=tmp_path / "a", **given)
+    assert str(told[-1].message).endswith("let them be free: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}")
+    with pytest.raises(RuntimeError) as caught:
+        scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "b", **given)
+    assert any(each.endswith(f"let others be free: {setting}") for each in caught.value.__notes__)
+
+
+def test_the_key_of_a_config_is_read_as_yaml_and_json_have_it(tmp_path):
+    for name, text in (
+        ("a.yaml", "dynamic_axes: {x: {2: height, 3: width}}"),
+        ("b.json", '{"dynamic_axes": {"x": {"2": "height", "3": "width"}}}'),
+        ("c.yaml", "dynamic_axes: 'x:2=height,3=width'"),
+    ):
+        (tmp_path / name).write_text(text)
+        config = DeployConfig.from_file(tmp_path / name)
+        assert config.dynamic_axes == PICTURE
+        config.to_file(tmp_path / f"again-{name}")
+        assert DeployConfig.from_file(tmp_path / f"again-{name}") == config
+    (tmp_path / "d.yaml").write_text("dynamic_axes: {x: {two: height}}")
+    with pytest.raises(ConfigError, match="an axis of 'x' is a number, not 'two'"):
+        DeployConfig.from_file(tmp_path / "d.yaml")
+
+
+def test_the_flag_is_the_key():
+    given = {"dynamic_axes": ["x:2=height,3=width", "mask:1"]}
+    assert settings_of(given).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
+    with pytest.raises(UsageError, match=r"--dynamic-axes: .*is written as x:2=height,3=width or x:2,3, not 'x=2'"):
+        settings_of({"dynamic_axes": ["x=2"]})

@@ -1,0 +1,145 @@
+"""min_speed: layers that lose time in the runtime go to float, and the files are judged by their measured speed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import UsageError
+from scalepoint.pipeline.result import Limits, Trial, best_trial
+from scalepoint.pipeline.search import next_for_speed
+from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.report import write
+from scalepoint.targets import onnxruntime_target
+from scalepoint.verification import Benchmark, Status, Verification
+from scalepoint.verification.times import LayerTime
+
+ALL = QuantConfig(speed_first=False)
+
+
+class Net(nn.Module):
+    """A wide depthwise stem, in which int8 is slow on any CPU, and a body in which it is fast."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 48, 5, padding=2, groups=3)
+        self.body = nn.Conv2d(48, 64, 3, 2)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(torch.relu(self.stem(x)))).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def made():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 24, 24)
+    return quantize(Net().eval(), x, ALL, forward_loop=[x], target=onnxruntime_target("vnni"), freeze_weights=True)
+
+
+def row(name, before, after, kernel="QLinearConv"):
+    return LayerTime(name, after * 1e-6, None if before is None else before * 1e-6, (kernel,))
+
+
+def trial(model, times=(), speed=1.0, config=ALL):
+    latency = Benchmark(speed, (speed * 1e-3, 1e-3), threads=1, repeats=1, runtime="onnxruntime")
+    found = Verification(path="file", runtime="onnxruntime", status=Status.OK, latency=latency, times=times)
+    return Trial(config, model, Path("file"), Path("float"), found, None)
+
+
+def moved(step):
+    return [each.name for each in step.config.overrides]
+
+
+def test_layers_that_are_slower_than_in_float_go_to_float(made):
+    times = (row("stem", 10, 30), row("body", 90, 40), row("head", 2, 3), row("input_quant", None, 4, "QuantizeLinear"))
+    step = next_for_speed([trial(made, times)])
+    assert moved(step) == ["stem"]  # what the head loses is noise
+    assert [(each.layer, each.to) for each in step.raised] == [("stem", "float")]
+    assert step.start == 0
+
+
+def test_where_none_loses_those_go_that_win_less_than_conversions_take(made):
+    times = (row("stem", 12, 10), row("body", 90, 40), row("convert", None, 9, "DequantizeLinear"))
+    assert moved(next_for_speed([trial(made, times)])) == ["stem"]
+
+
+def test_nothing_is_tried_where_all_win(made):
+    assert next_for_speed([trial(made, (row("stem", 20, 10), row("body", 90, 40)))]) is None
+    assert next_for_speed([trial(made)]) is None  # nothing was profiled
+
+
+def test_what_is_float_already_is_not_moved_again(made):
+    times = (row("stem", 10, 30), row("body", 90, 40))
+    step = next_for_speed([trial(made, times)])
+    assert next_for_speed([trial(made, times, config=step.config)]) is None
+
+
+def test_the_largest_weight_stays_quantized(made):
+    times = (row("stem", 10, 30), row("body", 40, 90), row("head", 10, 20))
+    assert set(moved(next_for_speed([trial(made, times)]))) == {"stem", "head"}
+
+
+def test_the_first_file_that_is_fast_enough_is_kept_or_the_fastest():
+    trials = [trial(None, speed=speed) for speed in (0.8, 1.3, 1.2)]
+    assert best_trial(trials, Limits(None, None, min_speed=1.1)) is trials[1]
+    assert best_trial(trials, Limits(None, None, min_speed=2.0)) is trials[1]
+    assert best_trial(trials[::2], Limits(None, None, min_speed=1.0)) is trials[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"min_speed": 0.0}, "more than 0", id="nothing"),
+        pytest.param({"min_speed": 1.0, "budget": "bits=4"}, "give one of them", id="with a budget"),
+        pytest.param({"min_speed": 1.0, "smoke": True}, "smoke=True times nothing", id="smoke"),
+        pytest.param({"min_speed": 1.0, "target": "tensorrt"}, "tensorrt has no runtime here", id="no runtime"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_any_work(options, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        scalepoint.deploy(Net(), torch.randn(1, 3, 24, 24), [], output=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_iterator_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="calibrates several times"):
+        scalepoint.deploy(Net(), torch.randn(1, 3, 24, 24), iter([]), output=tmp_path, min_speed=1.0)
+
+
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory):
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 96, 96)
+    folder = tmp_path_factory.mktemp("paced")
+    unreachable = 1000.0
+    return scalepoint.deploy(
+        Net().eval(), x, [x], config=ALL, output=folder, min_speed=unreachable, max_trials=2, progress=False
+    )
+
+
+def test_what_the_profiler_finds_slow_is_moved_and_the_fastest_file_kept(paced):
+    first, second = paced.trials
+    assert second.left_float  # which, the profiler says: it depends on the machine
+    fastest = max(paced.trials, key=lambda trial: trial.speed)
+    assert paced.verification.latency.ratio == fastest.speed
+    assert [each.speed for each in paced.report.attempts] == [first.speed, second.speed]
+
+
+def test_the_report_says_whether_it_is_fast_enough(paced, tmp_path):
+    assert "less than the 1000.00x asked for" in str(paced)
+    write(paced.report, tmp_path)
+    assert "less than the 1000.00x asked for: 2 files tried" in (tmp_path / "report.html").read_text()
+    assert "at least the 0.01x asked for" in str(replace(paced.report, min_speed=0.01))
+
+
+def test_a_net_of_which_nothing_is_quantized_has_no_layer_to_give_back(tmp_path):
+    """All of it stays float for speed: no other file can be faster."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(4, 3, 12, 12)
+    done = scalepoint.deploy(model, x, [x], output=tmp_path / "out", min_speed=100, max_trials=2, progress=False)
+    assert not any(row.precision != "float" for row in done.coverage.operations)
+    assert len(done.report.attempts) == 1

@@ -1,0 +1,154 @@
+"""sweep: every combination in a folder of its own, the front marked, failures told, and resumed where it was."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import scalepoint
+from scalepoint.errors import ConfigError, StoreError, UsageError
+from scalepoint.options import SweepConfig
+from scalepoint.pipeline.sweep import points_of
+from scalepoint.report import Sweep, SweepRow, SweepTable, sweep_page
+from scalepoint.targets import onnxruntime_target
+from scalepoint.words import printed
+
+ROWS = (
+    SweepRow("small", score=0.5, size=1e6, speed=3.0),
+    SweepRow("middle", score=0.8, size=2e6, speed=2.5),
+    SweepRow("beaten", score=0.7, size=3e6, speed=2.0),
+    SweepRow("large", score=0.9, size=4e6, speed=1.0),
+    SweepRow("broken", status="failed", message="<script>alert(1)</script>", score=1.0, size=1.0),
+    SweepRow("unknown", score=None, size=1e5),
+)
+
+
+def net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(2, 3, 8, 8)
+
+
+def test_the_front_is_what_no_other_beats():
+    found = Sweep(ROWS)
+    assert [row.name for row in found.front("size")] == ["small", "middle", "large"]
+    assert [row.name for row in found.front("speed")] == ["small", "middle", "large"]
+    assert "1 failed" in found.summary()
+
+
+def test_speeds_of_runs_with_other_float_files_are_compared_by_time():
+    slow = SweepRow("slow", score=0.8, speed=3.0, latency=0.010)  # its own float file takes 30 ms
+    fast = SweepRow("fast", score=0.8, speed=2.0, latency=0.005)  # its own takes 10 ms
+    found = Sweep((slow, fast))
+    assert [row.name for row in found.front("speed")] == ["fast"]
+    assert [found.speed_of(row) for row in (slow, fast)] == pytest.approx([1.0, 2.0])
+    assert "1.00x" in printed(SweepTable(found))
+
+
+def test_a_sweep_over_target_objects_is_resumed_in_another_process(tmp_path, capsys):
+    model, example = net()
+    targets = [onnxruntime_target(cpu=cpu) for cpu in ("avx2", "vnni")]
+    calls: list[str] = []
+    given = {"output": tmp_path / "out", "smoke": True, "allow_departure": True}
+    finish = lambda done, folder, point: calls.append(folder.name)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of VNNI
+        scalepoint.sweep(model, example, [example], finish=finish, grid={"target": targets}, **given)
+        assert len(calls) == 2
+        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("run ")]
+        assert told == [f"run 1 of 2: {calls[0]}", f"run 2 of 2: {calls[1]}"]
+        onnxruntime_target.cache_clear()  # other objects, as another process has them
+        targets = [onnxruntime_target(cpu=cpu) for cpu in ("avx2", "vnni")]
+        scalepoint.sweep(model, example, [example], finish=finish, grid={"target": targets}, resume=True, **given)
+    assert len(calls) == 2
+    assert "0x" not in (tmp_path / "out" / "sweep.json").read_text()  # no address of an object, another one each time
+
+
+def test_equal_runs_are_both_on_the_front():
+    twins = Sweep((SweepRow("a", score=1.0, size=1.0), SweepRow("b", score=1.0, size=1.0)))
+    assert len(twins.front()) == 2
+
+
+def test_a_grid_becomes_named_points():
+    found = points_of({"target": ["onnxruntime", "reference"], "config": [{}, {"weight": "float"}], "threads": [2]})
+    assert list(found) == [
+        f"{target}-{config}-threads2" for target in ("onnxruntime", "reference") for config in ("config1", "config2")
+    ]
+    assert found["reference-config2-threads2"] == {"target": "reference", "config": {"weight": "float"}, "threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"traget": ["a"]}, "did you mean 'target'"),
+        ({"output": ["a"]}, "no keyword"),
+        ({"target": "onnxruntime"}, "a list of values"),
+        ({"target": []}, "a list of values"),
+        ({}, "at least one key"),
+        ({"threads": list(range(1001))}, "at most 1000"),
+    ],
+)
+def test_a_grid_that_makes_no_sense_is_refused(grid, message):
+    with pytest.raises(UsageError, match=message):
+        points_of(grid)
+
+
+def test_names_of_folders_are_safe():
+    assert list(points_of({"target": ["../../x y", "..", "a"]})) == ["x_y", "target2", "a"]
+
+
+def test_a_sweep_deploys_each_tells_failures_and_resumes(tmp_path):
+    model, example = net()
+    left = [[{"name": name, "weight": "float", "activation": "float"}] for name in ("2", "no such layer")]
+    grid = {"config": [{}, *({"overrides": each} for each in left)]}
+    calls: list[str] = []
+    given = {"grid": grid, "output": tmp_path / "out", "target": "reference", "progress": False}
+    finish = lambda done, folder, point: calls.append(folder.name)  # noqa: E731
+    found = scalepoint.sweep(model, example, [example], finish=finish, **given)
+    assert calls == ["config1", "config2"]
+    assert [row.status for row in found.rows] == ["done", "done", "failed"]
+    assert "no such layer" in found.rows[2].message
+    assert (tmp_path / "out" / "config1" / "report.html").is_file()
+    assert (tmp_path / "out" / "sweep.html").read_text().startswith("<!doctype html>")
+    assert Sweep.from_file(tmp_path / "out" / "sweep.json") == found
+    with pytest.raises(UsageError, match="resume=True"):
+        scalepoint.sweep(model, example, [example], **given)
+    grid["config"][1] = {"overrides": [{"name": "0", "weight": "float", "activation": "float"}]}
+    again = scalepoint.sweep(model, example, [example], finish=finish, resume=True, **given)
+    assert calls == ["config1", "config2", "config2"]  # the first is as it was, the second was another
+    assert again.rows[0] == found.rows[0]
+
+
+def test_data_that_is_read_once_is_refused(tmp_path):
+    model, example = net()
+    with pytest.raises(UsageError, match="iterator"):
+        scalepoint.sweep(model, example, iter([example]), grid={"threads": [1]}, output=tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 2}', '{"schema": 1, "rows": [{"name": 3}]}', "[]"])
+def test_what_is_no_sweep_is_refused(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(StoreError, match="no sweep"):
+        Sweep.from_file(tmp_path / "sweep.json")
+
+
+def test_values_of_a_grid_are_checked_as_those_of_the_config():
+    assert SweepConfig(grid={"accuracy": ("fast", None)}).checked_grid() == {"accuracy": ["fast", None]}
+    with pytest.raises(ConfigError, match="did you mean 'target'"):
+        SweepConfig(grid={"tarket": ("a",)}).checked_grid()
+    with pytest.raises(ConfigError, match="accuracy"):
+        SweepConfig(grid={"accuracy": ("slow",)}).checked_grid()
+
+
+def test_the_table_and_the_page_show_all_rows_inert(monkeypatch):
+    found = Sweep(ROWS)
+    for width in ("40", "120"):
+        monkeypatch.setenv("COLUMNS", width)
+        text = printed(SweepTable(found))
+        assert max(map(len, text.splitlines())) <= int(width)
+        assert width == "40" or all(row.name in text for row in ROWS)
+    page = sweep_page(found)
+    assert page.count("<script") == 2
+    assert "&lt;script&gt;" in page
+    json.loads(json.dumps(found.to_dict(), allow_nan=False))

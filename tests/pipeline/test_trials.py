@@ -1,0 +1,236 @@
+"""Accuracy first: what is raised, in which order, until the drop is small enough."""
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import scalepoint
+from scalepoint.allocation import AS_IT_IS, Row, Width, Widths
+from scalepoint.errors import UsageError
+from scalepoint.formats import export
+from scalepoint.pipeline import stages
+from scalepoint.pipeline.result import Limits, Trial, best_trial
+from scalepoint.pipeline.search import OTHER_RANGES, next_for_accuracy, with_other_ranges
+from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, TensorQuantConfig
+from scalepoint.quantize.config import FLOAT
+from scalepoint.report import Report
+from scalepoint.targets import find_target
+
+INT8 = "int8 weights"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def searched(model, data, tmp_path_factory):
+    """Two bits in the first layer ruin the net."""
+    config = QuantConfig(overrides=(Override(name="stem", weight=TensorQuantConfig(n_bits=2)),))
+    folder = tmp_path_factory.mktemp("searched")
+
+    def evaluate(run):
+        expected, found = model(data[0]), run(data[0])
+        return float(-100 * (expected - found).square().sum() / expected.square().sum())
+
+    more = {"config": config, "output": folder, "evaluate": evaluate, "max_drop": 0.2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "export", counted)
+        return scalepoint.deploy(model, data[0][:1], data, target="reference", **more), folder
+
+
+WRITTEN: list[tuple[Path, Path | None]] = []
+
+
+def counted(model, path, *args, float_path=None, **kwargs):
+    WRITTEN.append((path, float_path))
+    return export(model, path, *args, float_path=float_path, **kwargs)
+
+
+def test_every_trial_is_exported_once_and_the_float_model_with_the_first(searched):
+    done, _ = searched
+    files = [path for path, _ in WRITTEN]
+    assert len(files) == len(set(files)) == len(done.trials) > 2
+    assert [float_path is not None for _, float_path in WRITTEN] == [True, *[False] * (len(files) - 1)]
+
+
+def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
+    done, _ = searched
+    first, ranges, layers = done.trials[:3]
+    assert first.score < -0.2
+    assert [each.to for each in ranges.raised] == [OTHER_RANGES]
+    assert "weights" in {each.layer: each.to for each in layers.raised}["stem"]
+    assert done.score >= -0.2
+    assert done.score == min((each.cost, each.score) for each in done.trials if each.score >= -0.2)[1]
+    kept = [trial for trial in done.trials if trial.file is not None]
+    assert [trial.path for trial in kept] == [done.path]
+    assert done.path.is_file()
+    with pytest.raises(UsageError, match="only the best trial keeps its file"):
+        _ = next(trial for trial in done.trials if trial.file is None).path
+
+
+def test_the_report_says_what_was_raised_and_why(searched):
+    done, folder = searched
+    report = Report.from_json((folder / "report.json").read_text())
+    assert [each.score for each in report.attempts] == [trial.score for trial in done.trials]
+    assert [each.is_kept for each in report.attempts].count(True) == 1
+    kept = next(each for each in report.attempts if each.is_kept)
+    assert all(each.gain > 0 and each.cost > 0 for each in kept.raised)
+    page = (folder / "report.html").read_text()
+    assert "within the 0.2 allowed" in page
+    assert kept.raised[0].to in page
+    assert report.allocation.unit == "cost"
+    assert {each.name: each.chosen for each in report.allocation.layers}["stem"] == kept.raised[0].to
+    assert "within the 0.2 allowed" in "\n".join(report.summary())
+
+
+def test_the_call_in_the_report_makes_the_same_file(searched, model, data, tmp_path, monkeypatch):
+    done, folder = searched
+    script = tmp_path / "again.py"
+    script.write_text(done.report.reproduction.call)
+    monkeypatch.chdir(tmp_path)
+    given = {"model": model, "example_inputs": data[0][:1], "calibration_data": data}
+    again = runpy.run_path(str(script), init_globals=given)["done"]
+    assert again.path.read_bytes() == (folder / "model.onnx").read_bytes()
+    assert again.report.reproduction.marks == done.report.reproduction.marks
+
+
+def test_nothing_but_the_best_file_stays(searched):
+    _, folder = searched
+    assert {path.name for path in folder.iterdir()} == {
+        "model.onnx", "float.onnx", "quantized", "report.html", "report.json", "config.yaml", "log.txt",
+        ".scalepoint-files.json",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_bound_that_cannot_be_held_keeps_the_best(model, data, tmp_path, fidelity):
+    more = {"output": tmp_path, "evaluate": fidelity, "max_drop": 0.0, "max_trials": 3}
+    done = scalepoint.deploy(model, data[0][:1], data, target="reference", **more)
+    assert len(done.trials) == 3
+    assert done.score == max(trial.score for trial in done.trials)
+    assert "more than the 0 allowed" in "\n".join(done.report.summary())
+
+
+def widths(*rows):
+    """Layers of one weight each: (name, error now, error at int8, what int8 adds to the size)."""
+    return Widths(
+        tuple(
+            Row(
+                (name,), "conv", 1,
+                (
+                    Width(AS_IT_IS, 4, now, 0.0, 0.0, {}),
+                    Width(INT8, 8, then, more, 0.0, {"weight": find_target("reference").weight.to_dict()}),
+                    Width(FLOAT, 32, 0.0, 40.0, 40.0, {"weight": FLOAT, "activation": FLOAT}),
+                ),
+                {},
+            )
+            for name, now, then, more in rows
+        ),
+        100.0, 100.0, 0.0, 0.0,
+    )  # fmt: skip
+
+
+def trial(score, step=None):
+    config = QuantConfig() if step is None else step.config
+    more = () if step is None else (False, step.raised, step.start, None, step.chosen, step.cost)
+    return Trial(config, None, None, Path(), None, score, *more)
+
+
+def searched_with(found, bar, scores, most=10):
+    """The trials of a search in which a file's score depends on what was raised."""
+    trials = [trial(scores(set()))]
+    while len(trials) < most and (step := next_for_accuracy(trials, found, bar, is_last=len(trials) + 1 == most)):
+        raised = {each.layer for each in step.raised}
+        trials.append(trial(scores(raised), step))
+    return trials
+
+
+class TestRaising:
+    FOUR = widths(("a", 1.0, 0.01, 1.0), ("b", 0.5, 0.01, 1.0), ("c", 0.2, 0.01, 1.0), ("d", 0.1, 0.01, 1.0))
+
+    def test_what_removes_most_error_for_its_cost_comes_first(self):
+        step = next_for_accuracy([trial(98.0)], self.FOUR, Limits(100.0, 1.0))
+        assert [(each.layer, each.to) for each in step.raised] == [("a", INT8)]
+        assert step.cost == pytest.approx(0.01)
+        assert step.config.overrides[0].name == "a"
+
+    def test_the_larger_the_drop_the_more_is_raised_at_once(self):
+        step = next_for_accuracy([trial(50.0)], self.FOUR, Limits(100.0, 1.0))
+        assert [each.layer for each in step.raised] == ["a", "b", "c"]
+
+    def test_after_a_file_that_holds_less_is_tried(self):
+        def scores(raised):
+            return 99.5 if {"a", "b"} <= raised else 60.0
+
+        trials = searched_with(self.FOUR, Limits(100.0, 1.0), scores)
+        assert {each.layer for each in best_trial(trials, Limits(100.0, 1.0)).raised} == {"a", "b"}
+        assert any(len(each.raised) > 2 and each.score == 99.5 for each in trials)
+
+    def test_a_single_layer_is_lowered_again(self):
+        """c came before d, as it is cheap; with d it is not needed any more."""
+        found = widths(("a", 1.0, 0.01, 1.0), ("b", 0.5, 0.01, 1.0), ("c", 0.05, 0.0, 0.2), ("d", 0.3, 0.01, 2.0))
+        trials = searched_with(found, Limits(100.0, 1.0), lambda raised: 99.5 if {"a", "b", "d"} <= raised else 60.0)
+        assert {each.layer for each in best_trial(trials, Limits(100.0, 1.0)).raised} == {"a", "b", "d"}
+
+    def test_few_layers_are_raised_where_few_are_enough(self):
+        """Six cheap layers come before the two that count; a few files later only these are left."""
+        cheap = [(name, 0.1, 0.0, 0.05) for name in "cdefgh"]
+        found, bar = widths(("a", 1.0, 0.01, 3.0), ("b", 0.8, 0.01, 3.0), *cheap), Limits(100.0, 1.0)
+        trials = searched_with(found, bar, lambda raised: 99.5 if {"a", "b"} <= raised else 60.0, most=6)
+        assert len(trials[1].raised) > 4
+        assert {each.layer for each in best_trial(trials, bar).raised} == {"a", "b"}
+
+    def test_nothing_is_tried_twice_and_the_search_ends(self):
+        for good in ({"a"}, {"d"}, {"a", "b", "c", "d"}, {"none"}):
+            bar = Limits(100.0, 1.0)
+            trials = searched_with(self.FOUR, bar, lambda raised, good=good: 99.5 if good <= raised else 50.0, most=99)
+            keys = [tuple(sorted(each.chosen.items())) for each in trials[1:]]
+            assert len(set(keys)) == len(keys)
+            assert len(trials) < 20
+            assert any(bar.holds(each.score) for each in trials) == (good != {"none"})
+
+    def test_one_layer_with_weights_stays_quantized(self):
+        trials = searched_with(self.FOUR, Limits(100.0, 1.0), lambda _: 0.0, most=99)
+        assert all(any(width != FLOAT for width in each.chosen.values()) for each in trials[1:])
+
+    def test_the_last_file_goes_further(self):
+        bar = Limits(100.0, 1.0)
+        one, last = (next_for_accuracy([trial(98.0)], self.FOUR, bar, is_last=is_last) for is_last in (False, True))
+        assert len(last.raised) > len(one.raised)
+
+    def test_a_score_that_is_no_number_is_a_fall_without_end(self):
+        step = next_for_accuracy([trial(float("nan"))], self.FOUR, Limits(100.0, 1.0))
+        assert len(step.raised) == 3
+
+    def test_the_better_of_the_plain_files_is_raised(self):
+        step = next_for_accuracy([trial(90.0), trial(95.0)], self.FOUR, Limits(100.0, 1.0))
+        assert step.start == 1
+
+
+def test_the_cheapest_file_that_holds_is_kept_and_the_best_where_none_does():
+    bar = Limits(100.0, 1.0)
+    dear, cheap, bad = (replace(trial(score), cost=cost) for score, cost in ((99.9, 0.5), (99.2, 0.1), (98.0, 0.0)))
+    assert best_trial([dear, cheap, bad], bar) is cheap
+    assert best_trial([bad, replace(dear, score=98.5)], bar).score == 98.5
+    assert best_trial([bad, dear], Limits(100.0, None)) is dear
+
+
+class TestRanges:
+    @pytest.mark.parametrize(
+        ("given", "other"),
+        [("mse", "global_minmax"), ("percentile", "global_minmax"), ("minmax", "histogram_mse")],
+    )
+    def test_of_activations(self, given, other):
+        said = TensorQuantConfig(symmetric=False, calibration_method=CalibrationMethod(given))
+        overrides = (Override(name="a", input=said, weight=FLOAT),)
+        found = with_other_ranges(QuantConfig(activation=said, overrides=overrides), find_target("onnxruntime"))
+        assert found.to_dict()["activation"]["qparam_calculator_cls"] == other
+        assert found.to_dict()["overrides"][0]["input"]["qparam_calculator_cls"] == other
+        assert found.overrides[0].weight == FLOAT
+
+    def test_of_weights_only_where_bits_are_few(self):
+        target = find_target("onnxruntime")
+        config = QuantConfig(activation=FLOAT, weight=TensorQuantConfig(n_bits=4, per_channel=True))
+        assert with_other_ranges(config, target).to_dict()["weight"]["range_calculator_cls"] == "mse"
+        config = QuantConfig(activation=FLOAT, weight=TensorQuantConfig(per_channel=True))
+        assert with_other_ranges(config, target) == config
