@@ -14,7 +14,6 @@ from scalepoint import _FUNCTIONS as TOP_LEVEL
 from scalepoint import errors
 from scalepoint.allocation import Budget
 from scalepoint.checking import describe_rules
-from scalepoint.cli import declared
 from scalepoint.cli.app import EXIT_CODES, app
 from scalepoint.cli.beginning import TEMPLATES, WRITTEN
 from scalepoint.documents import parse_yaml
@@ -623,4 +622,3 @@ if __name__ == "__main__":
         (DOCS / place).write_text(text, encoding="utf-8")
     (DOCS.parent / "README.md").write_text(readme(), encoding="utf-8")
     (DOCS / "guides" / "recipes.md").write_text(recipes(), encoding="utf-8")
-    declared.write()

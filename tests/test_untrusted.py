@@ -125,7 +125,6 @@ ALLOWED = {
     "ranks.py": "messages of our own ranks",
     "report/html.py": "a file of this package",
     "targets/kernels.py": "a file of this package",
-    "cli/declared.py": "a file of this package",
     "cli/beginning.py": "a file of this package",
     "cli/screen.py": "/dev/null",
     "cli/data.py": "numpy and pillow, after check_file; no pickles",

@@ -2,6 +2,7 @@
 
     DeployOptions       keywords of scalepoint.deploy
     CheckpointOptions   keywords of scalepoint.deploy_checkpoint
+    RunOptions          keywords of both that are not part of a config file
     DeployConfig        both, and where model and data come from: the keys of a config file
     SweepConfig         a DeployConfig with a grid
 
@@ -11,7 +12,7 @@ from these declarations. A test compares them with the signatures of the public 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -50,6 +51,7 @@ class Option:
         stages: Pipeline stages whose result depends on the value: it is part of their cache keys.
         flags: Names on the command line; `--` and the name of the field by default.
         metavar: Placeholder in `--help`, where the type is not enough.
+        is_repeated: Whether the flag may be given several times.
     """
 
     help: str
@@ -57,6 +59,7 @@ class Option:
     stages: tuple[Stage, ...] = ()
     flags: tuple[str, ...] = ()
     metavar: str | None = None
+    is_repeated: bool = False
 
 
 def option_of(field: FieldInfo) -> Option:
@@ -142,8 +145,8 @@ class CommonOptions(Config):
     accuracy: Annotated[
         Accuracy | None,
         Option(
-            "How much work goes into accuracy. fast: corrected biases; balanced: also codes and scales chosen in closed "
-            "form; best: also gradient steps. balanced below 8 bits if not given.",
+            "How much work goes into accuracy. fast: corrected biases; balanced: also codes and scales chosen in "
+            "closed form; best: also gradient steps. balanced below 8 bits if not given.",
             LIMITS,
             ("quantize",),
         ),
@@ -175,8 +178,8 @@ class DeployOptions(CommonOptions):
     budget: Annotated[
         OptionalBudget,
         Option(
-            "What the file may cost: size=0.2 of the float file, bits=4.5 per weight, or speed=1.8 times the float model "
-            "by multiply-accumulates. Each layer gets one of the choices so that the output error is smallest.",
+            "What the file may cost: size=0.2 of the float file, bits=4.5 per weight, or speed=1.8 times the float "
+            "model by multiply-accumulates. Each layer gets one of the choices so that the output error is smallest.",
             LIMITS,
         ),
     ] = None
@@ -196,6 +199,7 @@ class DeployOptions(CommonOptions):
             "A submodule to call as it is, without looking inside; it stays float. May be repeated.",
             LIMITS,
             ("quantize", "export float"),
+            is_repeated=True,
         ),
     ] = ()
     dynamic_axes: Annotated[
@@ -205,6 +209,7 @@ class DeployOptions(CommonOptions):
             FILE,
             ("quantize", "export float"),
             metavar="<axes>",
+            is_repeated=True,
         ),
     ] = None
     strict: Annotated[
@@ -232,8 +237,8 @@ class DeployOptions(CommonOptions):
     metadata: Annotated[
         dict[str, Any] | str | None,
         Option(
-            "What the file stores besides the model, by key: labels, preprocessing, author. On the command line a .yaml "
-            "or .json file.",
+            "What the file stores besides the model, by key: labels, preprocessing, author. On the command line a "
+            ".yaml or .json file.",
             FILE,
         ),
     ] = None
@@ -268,23 +273,40 @@ class CheckpointOptions(CommonOptions):
     ] = None
 
 
+class RunOptions(Config):
+    """How a run treats its output folder, and whether it is only tried out; not part of a config file."""
+
+    smoke: Annotated[
+        bool,
+        Option("A quick run to find errors: two batches, one trial, no timing. The numbers mean nothing.", RUN),
+    ] = False
+    resume: Annotated[
+        bool,
+        Option("Continue an interrupted run; finished stages are reused if their inputs did not change.", RUN),
+    ] = False
+    force: Annotated[
+        bool,
+        Option("Overwrite files of an earlier run. Other files are kept.", RUN, flags=("--force", "-f")),
+    ] = False
+
+
 class DeployConfig(DeployOptions, CheckpointOptions):
     """A config file: what to deploy, for which target, and how well it must do."""
 
     model: Annotated[
         str | None,
         Option(
-            "A model, or a class or function without arguments that makes it; it may return (model, example_inputs). Or "
-            "timm:NAME, or hf:FOLDER, from this machine only. Or the folder of a language model's checkpoint.",
+            "A model, or a class or function without arguments that makes it; it may return (model, example_inputs). "
+            "Or timm:NAME, or hf:FOLDER, from this machine only. Or the folder of a language model's checkpoint.",
             metavar="package.module:name",
         ),
     ] = None
     data: Annotated[
         str | None,
         Option(
-            "Data: a .npz or .safetensors file (samples along the first axis), a folder of pictures with --size, --mean "
-            "and --std, or package.module:function that returns batches. For language models a text file, a .jsonl, or "
-            "a folder of such.",
+            "Data: a .npz or .safetensors file (samples along the first axis), a folder of pictures with --size, "
+            "--mean and --std, or package.module:function that returns batches. For language models a text file, a "
+            ".jsonl, or a folder of such.",
             flags=("--data", "-d"),
         ),
     ] = None
@@ -351,7 +373,13 @@ class DeployConfig(DeployOptions, CheckpointOptions):
     def to_dict(self) -> dict[str, Any]:
         """Plain values by key, in the order of a config file."""
         dumped = self.model_dump(mode="json")
-        return {name: dumped[name] for name in _file_order(type(self))}
+        return {name: dumped[name] for name in self.file_keys()}
+
+    @classmethod
+    def file_keys(cls) -> list[str]:
+        """All keys in the order of a config file: model and data first, the long quantization last."""
+        names = [*DeployConfig.__annotations__, *cls.model_fields]
+        return list(dict.fromkeys([*(name for name in names if name != "quantization"), "quantization"]))
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -359,12 +387,6 @@ class DeployConfig(DeployOptions, CheckpointOptions):
         from scalepoint.spec.spec import SchemaGenerator  # noqa: PLC0415  # loads torch
 
         return super().model_json_schema(*args, **{"schema_generator": SchemaGenerator, **kwargs})
-
-
-def _file_order(config: type[DeployConfig]) -> Iterator[str]:
-    """Model and data first, quantization last: it is the longest."""
-    first = [*DeployConfig.__annotations__, *config.model_fields]
-    yield from dict.fromkeys([*(name for name in first if name != "quantization"), "quantization"])
 
 
 class SweepConfig(DeployConfig):

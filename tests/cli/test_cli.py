@@ -22,7 +22,7 @@ from scalepoint.cli.ending import Code, fail
 from tests.cli.conftest import child
 from tests.warm import warm
 
-HEAVY = ("torch", "numpy", "onnx", "onnxruntime", "yaml", "PIL")
+HEAVY = ("torch", "numpy", "onnx", "onnxruntime", "PIL")
 NAMES = [name for _, name, _ in COMMANDS]
 
 

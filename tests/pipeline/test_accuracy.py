@@ -6,6 +6,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.errors import UsageError
+from scalepoint.pipeline import stages
 from scalepoint.pipeline.accuracy import tuning_for
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.quantize.weighted import QuantizedWeighted

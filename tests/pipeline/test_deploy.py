@@ -53,7 +53,7 @@ PLAIN = "float_plain.onnx"  # kept where it is the faster float file
     ],
 )
 def test_what_int8_makes_slower_stays_float_in_deploy_unless_told_otherwise(config, strict, has_budget, expected):
-    assert with_speed(config, is_strict=strict, has_budget=has_budget).speed_first is expected
+    assert with_speed(config, strict=strict, has_budget=has_budget).speed_first is expected
 
 
 @pytest.mark.parametrize("config", [None, ALL], ids=["unsaid", "all"])

@@ -15,6 +15,7 @@ from scalepoint.pipeline.fingerprints import (
     fingerprint_target,
     fingerprint_tensors,
 )
+from scalepoint.pipeline.inputs import DataSource
 from scalepoint.targets import find_target, onnxruntime_target
 
 

@@ -187,7 +187,7 @@ class TestRaising:
             keys = [tuple(sorted(each.chosen.items())) for each in trials[1:]]
             assert len(set(keys)) == len(keys)
             assert len(trials) < 20
-            assert any(bar.holds(each.score) for each in trials) == (good != {"none"})
+            assert any(bar.allows_score(each.score) for each in trials) == (good != {"none"})
 
     def test_one_layer_with_weights_stays_quantized(self):
         trials = searched_with(self.FOUR, Limits(100.0, 1.0), lambda _: 0.0, most=99)

@@ -12,10 +12,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from scalepoint.cli import declared, options
+from scalepoint.cli import flags
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.screen import say, show, show_json, write
 from scalepoint.errors import ScalepointError, UsageError, nearest
+from scalepoint.options import DeployConfig
 
 Check = Callable[[str], None]
 KEY = re.compile(r"(\w+): \S+ *(#.*)?$")
@@ -28,9 +29,9 @@ def init(
     ask: Annotated[
         bool, typer.Option("--ask", help="Ask for model, data, target and metric, and look at the model.")
     ] = False,
-    trust: options.Trust = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    trust: flags.Trust = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Write a commented scalepoint.yaml and a deploy.py to start from; nothing is overwritten. With --ask, a
     scalepoint.yaml of your answers."""
@@ -96,14 +97,15 @@ def asked(folder: Path) -> dict[str, str]:
 
 
 def _targets() -> list[str]:
-    """Of models; those of language models take a checkpoint's folder instead."""
-    return [name for name, each in declared.own_targets().items() if not each["is_language"]]
+    """Targets for models; those for language models take the folder of a checkpoint."""
+    from scalepoint.targets import list_targets
+
+    return list_targets()
 
 
 def _known_target(text: str) -> None:
-    known = [*_targets(), *declared.other_names()]
-    if text not in known:
-        raise usage(f"no target {text!r}: {nearest(text, known)}")
+    if text not in _targets():
+        raise usage(f"no target {text!r}: {nearest(text, _targets())}")
 
 
 def _answer(question: str, usual: str, check: Check) -> str:
@@ -153,7 +155,7 @@ def look_at(folder: Path, trust: bool) -> None:
         say(f"{settings.target}: {found.summary()}")
 
 
-def schema(json: options.Json = True, debug: options.Debug = False) -> int:
+def schema(json: flags.Json = True, debug: flags.Debug = False) -> int:
     """The JSON Schema of config files."""
-    write(sys.stdout, writer.dumps(declared.read()["schema"], indent=2) + "\n")
+    write(sys.stdout, writer.dumps(DeployConfig.model_json_schema(), indent=2) + "\n")
     return Code.DONE

@@ -10,29 +10,23 @@ from scalepoint import ranks
 from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import say, show, show_json
+from scalepoint.options import CheckpointOptions, changed_values
 
-NOT_HERE = (
-    "evaluate",
-    "max_drop",
-    "min_speed",
-    "budget",
-    "leave",
-    "dynamic_axes",
-    "strict",
-    "float_dtype",
-    "metadata",
-    "size",
-    "mean",
-    "std",
-    "weights",
-    "random",
-    "max_batches",
-)
+READ = {"model", "data", *CheckpointOptions.model_fields}  # keys that the run of a checkpoint reads
 
 
 def is_folder(name: str | None) -> bool:
     """Whether a model's name is the folder of a checkpoint."""
     return bool(name) and Path(str(name)).is_dir()
+
+
+def keywords_of(settings: Any) -> dict[str, Any]:
+    """The keywords of scalepoint.deploy_checkpoint that a config gives."""
+    options = dict(settings.part(CheckpointOptions))
+    config = options.pop("quantization")
+    for name in ("output", "allow_departure"):
+        del options[name]
+    return {**options, "config": config, "accuracy": settings.accuracy or "balanced"}
 
 
 @dataclass(frozen=True)
@@ -60,8 +54,7 @@ class FolderRun:
                 f"{self.settings.model} is a folder, the checkpoint of a language model: --target is one of "
                 f"{', '.join(list_targets(language=True))}, not {self.settings.target!r}"
             )
-        given = [name for name in NOT_HERE if getattr(self.settings, name)]
-        given += ["cpu"] if self.settings.cpu != "auto" else []
+        given = [name for name in changed_values(self.settings) if name not in {*READ, "root"}]
         if given:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
         check_path(self.output)
@@ -85,15 +78,8 @@ class FolderRun:
             done = public("deploy_checkpoint")(
                 settings.model,
                 self.output,
-                target=settings.target,
-                config=settings.quantization,
                 data=settings.data,
-                judge=settings.judge,
-                accuracy=settings.accuracy or "balanced",
-                memory=settings.memory,
-                length=settings.length,
-                samples=settings.samples,
-                cache=settings.cache,
+                **keywords_of(settings),
                 allow_departure=True,  # the exit code says it, after the result
                 resume=resume,
                 force=self.force,

@@ -11,25 +11,17 @@ import typer
 
 import scalepoint
 from scalepoint import ranks
-from scalepoint.cli import options
+from scalepoint.cli import flags
 from scalepoint.cli.checkpoints import FolderRun, is_folder
 from scalepoint.cli.ending import Code, interrupted, usage
+from scalepoint.cli.flags import takes
 from scalepoint.cli.inspecting import model_and_data, preview
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import (
-    WORK,
-    check_inputs,
-    check_names,
-    check_output,
-    check_runtime,
-    check_settings,
-    done_in,
-    finder_of,
-    settings_of,
-)
+from scalepoint.cli.settings import check_inputs, check_names, check_runtime, check_settings, finder_of, settings_of
 from scalepoint.files import replace_text
+from scalepoint.options import DeployConfig, DeployOptions, RunOptions, changed_values
 from scalepoint.words import decibel, ratio, value_of
 
 AGAIN = '''"""Makes the kept file again, as scalepoint {version} made it: python reproduce.py [FOLDER]"""
@@ -43,58 +35,18 @@ here = Path(__file__).resolve().parent
 output = sys.argv[1] if len(sys.argv) > 1 else "again"
 sys.exit(run(["deploy", "-c", str(here / "{file}"), "-o", output, *{flags!r}]))
 '''
-TOLD = (
-    "data", "evaluate", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-    "leave", "dynamic_axes", "strict", "threads",
-)  # fmt: skip
 
 
+@takes(*(name for name in DeployConfig.file_keys() if name != "quantization"), *RunOptions.model_fields)
 def deploy(
     context: typer.Context,
-    model: options.Model = None,
-    data: options.Data = None,
-    target: options.Target = None,
-    output: options.Output = None,
-    config: options.Config = None,
-    evaluate: options.Evaluate = None,
-    accuracy: options.Accuracy = None,
-    max_drop: options.MaxDrop = None,
-    min_speed: options.MinSpeed = None,
-    max_trials: options.MaxTrials = None,
-    budget: options.Budget = None,
-    choices: options.Choices = None,
-    judge: options.Judge = None,
-    memory: options.Memory = None,
-    length: options.Length = None,
-    samples: options.Samples = None,
-    cache: options.Cache = None,
-    max_batches: options.MaxBatches = None,
-    on_nan: options.OnNan = None,
-    leave: options.Leave = None,
-    dynamic_axes: options.DynamicAxes = None,
-    strict: options.Strict = None,
-    threads: options.Threads = None,
-    seed: options.Seed = None,
-    allow_departure: options.AllowDeparture = None,
-    float_dtype: options.FloatDtype = None,
-    cpu: options.Cpu = None,
-    metadata: options.Metadata = None,
-    batch_size: options.BatchSize = None,
-    size: options.Size = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    root: options.Root = None,
-    weights: options.Weights = None,
-    random: options.Random = None,
-    trust: options.Trust = False,
-    dry_run: options.DryRun = False,
-    smoke: options.Smoke = False,
-    resume: options.Resume = False,
-    force: options.Force = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    config: flags.Config = None,
+    trust: flags.Trust = False,
+    dry_run: flags.DryRun = False,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Quantize a model, or the checkpoint of a language model, for a target, verify it in its runtime, and write file
     and report."""
@@ -122,7 +74,7 @@ def _deployed(given: dict[str, Any]) -> int:
     settings = with_metadata(settings, finder)
     check_inputs(settings, finder)
     folder = Path(settings.output)
-    resume = resume or (ranks.is_restarted() and (folder / WORK).exists())
+    resume = resume or (ranks.is_restarted() and bool(_finished_stages(folder)))
     _look(folder, may_exist, resume)
     if dry_run:
         if settings.evaluate:
@@ -135,8 +87,16 @@ def _deployed(given: dict[str, Any]) -> int:
 
 
 def _look(folder: Path, may_exist: bool, resume: bool) -> None:
-    """By the first rank: it soon writes there."""
+    """Rank 0 checks the output folder: it soon writes there."""
+    from scalepoint.pipeline.workspace import check_output
+
     ranks.told("looking at the output", lambda: check_output(folder, force=may_exist, resume=resume))
+
+
+def _finished_stages(folder: Path) -> list[str]:
+    from scalepoint.pipeline.workspace import finished_stages
+
+    return finished_stages(folder)
 
 
 def said(event: Any) -> None:
@@ -163,11 +123,18 @@ def _talk(text: str, quiet: bool) -> None:
 
 
 def keywords_of(settings: Any) -> dict[str, Any]:
-    """What deploy is told of a config."""
-    same = ("target", "accuracy", "max_drop", "min_speed", "max_trials", "budget", "choices", "max_batches", "on_nan",
-            "leave", "dynamic_axes", "strict", "threads", "seed", "float_dtype", "cpu", "metadata")  # fmt: skip
-    told = {name: getattr(settings, name) for name in same}
-    return {**told, "config": settings.quantization, "allow_departure": True}  # told by the exit code, after the result
+    """The keywords of scalepoint.deploy that a config gives."""
+    options = dict(settings.part(DeployOptions))
+    config = options.pop("quantization")
+    del options["output"]
+    return {**options, "config": config, "allow_departure": True}  # the exit code reports a departure, after the result
+
+
+def _options_text(settings: Any) -> str:
+    """The options that differ from their defaults, for the first lines on stderr."""
+    hidden = ("model", "target", "output", "quantization", "metadata", "root")
+    values = {name: value for name, value in changed_values(settings).items() if name not in hidden}
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -192,7 +159,7 @@ class Run:
         except KeyboardInterrupt:
             return interrupted(self._left_behind())
         except Exception:
-            if done_in(self.folder):
+            if _finished_stages(self.folder):
                 _talk(self._left_behind(), self.quiet)
             raise
         return self._finish(done)
@@ -206,7 +173,7 @@ class Run:
             f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.folder}/",
             self.quiet,
         )
-        _talk(f"  {', '.join(f'{name}={getattr(settings, name)}' for name in TOLD)}", self.quiet)
+        _talk(f"  {_options_text(settings)}", self.quiet)
         done = public("deploy")(
             model,
             inputs,
@@ -225,13 +192,14 @@ class Run:
     def kept(self, done: Any) -> Any:
         """The same, with the configs in its folder and the command in its report."""
         from scalepoint.output_folder import WrittenFiles
+        from scalepoint.pipeline.workspace import CONFIG, SCRIPT
         from scalepoint.report import write
         from scalepoint.report.folder import HTML_FILE, JSON_FILE
 
         if not ranks.is_main():
             return done
         file, command = self._write_configs(done)
-        paths = [self.folder / "config.yaml", file, self.folder / "reproduce.py"]
+        paths = [self.folder / CONFIG, file, self.folder / SCRIPT]
         if done.report.reproduction is not None:
             again = replace(done.report.reproduction, command=command)
             done = replace(done, report=replace(done.report, reproduction=again))
@@ -243,22 +211,24 @@ class Run:
     def _write_configs(self, done: Any) -> tuple[Path, str]:
         """config.yaml is what was asked; after a search kept.yaml is what came of it. Returns that file, and the
         command that makes the kept file again, from wherever it is typed."""
+        from scalepoint.pipeline.workspace import CONFIG, KEPT_CONFIG, SCRIPT
+
         cpu = getattr(done.report, "environment", {}).get("target cpu", self.settings.cpu)  # as it was made
         here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder), "cpu": cpu})
-        file = self.folder / "config.yaml"
+        file = self.folder / CONFIG
         here.to_file(file)
         if len(getattr(done.report, "attempts", ())) > 1 or self.settings.budget is not None:
-            file = self.folder / "kept.yaml"
+            file = self.folder / KEPT_CONFIG
             kept = {"max_drop": None, "min_speed": None, "budget": None, "quantization": done.report.config}
             here.updated(kept).to_file(file)
         flags = ["--trust"] * self.finder.trust + ["--smoke"] * self.smoke
         script = AGAIN.format(version=scalepoint.__version__, file=file.name, flags=flags)
-        replace_text(self.folder / "reproduce.py", script)
+        replace_text(self.folder / SCRIPT, script)
         return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *flags])
 
     def _left_behind(self) -> str:
         """What a run that did not end has done, and how to go on."""
-        done = done_in(self.folder)
+        done = _finished_stages(self.folder)
         if not done:
             return f"nothing was written into {self.folder}; run the same command again"
         return f"done so far: {', '.join(done)}; the same command with --resume goes on from there"

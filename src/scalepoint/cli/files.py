@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from scalepoint.cli import options
+from scalepoint.cli import flags
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import Listing, say, show, show_json
@@ -26,8 +26,8 @@ def check(
     path: OnnxFile,
     target: Annotated[str, typer.Option("--target", "-t", help="Whose compiler's rules.")] = "tensorrt",
     target_version: Annotated[str, typer.Option(help="Version of the compiler: 10.9, or 10 for the newest.")] = "10",
-    json: options.Json = False,
-    debug: options.Debug = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """What a target's compiler would refuse or run badly, by its rules; the compiler is not needed."""
     _there(path)
@@ -70,7 +70,7 @@ def _findings(found: Sequence[Any]) -> Listing:
 def bench(
     first: Annotated[Path, typer.Argument(metavar="A.onnx", help="The file to compare with, such as float.onnx.")],
     second: Annotated[Path, typer.Argument(metavar="B.onnx", help="The file that should be faster.")],
-    runtime: options.Runtime = None,
+    runtime: flags.Runtime = None,
     threads: Annotated[
         str | None, typer.Option(help="Threads of the runtime; several, as 1,2,4, show how many samples a second.")
     ] = None,
@@ -84,8 +84,8 @@ def bench(
     min_ratio: Annotated[
         float | None, typer.Option(min=0, help="Exit with 5 when B is not so many times as fast.")
     ] = None,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """The speed of two files in one process, in turns: the ratio of medians, and the time of their layers.
 
@@ -212,12 +212,12 @@ def _slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
 
 
 def report(
-    folder: options.Folder,
+    folder: flags.Folder,
     html: Annotated[Path | None, typer.Option(help="Write the page anew to this file.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="At most so many layers and reasons.")] = 10,
-    force: options.Force = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    force: flags.Force = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Show the report of a deployment; the page is report.html in the folder."""
     path = folder / "report.json" if folder.is_dir() else folder

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from scalepoint.cli import options
+from scalepoint.cli import flags
 from scalepoint.cli.data import Batches, load_data
 from scalepoint.cli.ending import Code, usage
+from scalepoint.cli.flags import takes
 from scalepoint.cli.metadata import is_file_of_ours, tell_about
 from scalepoint.cli.models import is_library, without_labels
 from scalepoint.cli.naming import Finder, load_model, public
@@ -23,30 +24,22 @@ UNSIZED = (
 )
 
 
+@takes(
+    "model", "target", "data", "leave", "dynamic_axes", "batch_size", "size", "mean", "std", "root", "weights", "random"
+)
 def inspect(
     context: typer.Context,
-    model: options.Model = None,
-    target: options.Target = None,
     shape: Annotated[
         list[str] | None, typer.Option(help="Shape of an input, as 1,3,224,224; repeat for more inputs.")
     ] = None,
-    data: options.Data = None,
-    config: options.Config = None,
-    leave: options.Leave = None,
-    dynamic_axes: options.DynamicAxes = None,
-    batch_size: options.BatchSize = None,
-    size: options.Size = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    root: options.Root = None,
-    weights: options.Weights = None,
-    random: options.Random = None,
-    trust: options.Trust = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    config: flags.Config = None,
+    trust: flags.Trust = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """What a target would quantize of a model and what not, and why; no data needed. Of an exported file: its inputs,
     and what it says of itself."""
+    model = context.params["model"]
     if is_file_of_ours(model):
         return tell_about(Path(str(model)), json=json)
     check_names(context.params)

@@ -15,10 +15,11 @@ import typer
 from rich.text import Text
 
 import scalepoint
-from scalepoint.cli import declared, options
+from scalepoint.cli import flags
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.errors import TargetError, install_hint, nearest
+from scalepoint.plain import plain
 from scalepoint.processor import CAP, amx
 
 NEEDED = (
@@ -61,8 +62,8 @@ def targets(
     target: Annotated[
         str | None, typer.Argument(metavar="NAME", help="One target, to see all that it declares.", show_default=False)
     ] = None,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """The deployment targets, and whether their runtime is here; with NAME, what one fuses, accepts and refuses."""
     return _all_targets(json) if target is None else _one_target(target, json)
@@ -71,11 +72,10 @@ def targets(
 def _all_targets(json: bool) -> int:
     from scalepoint.runtimes import find_runtime
 
-    found = list(declared.own_targets().values())
-    broken = []
-    for name in declared.other_names():
+    found, broken = [], []
+    for name in target_names():
         try:
-            found.append(_told(name))
+            found.append(describe_target(name))
         except TargetError as error:
             broken.append({"name": name, "why": str(error.args[0])})
     rows = []
@@ -93,22 +93,35 @@ def _all_targets(json: bool) -> int:
     return Code.DONE
 
 
-def _told(name: str) -> dict[str, Any]:
-    """What a target declares; only that of another package is loaded for it."""
-    own = declared.own_targets()
-    if name in own:
-        return own[name]
-    known = [*own, *declared.other_names()]
-    if name not in known:
-        raise usage(f"no target {name!r}: {nearest(name, known)}")
-    from scalepoint.targets import find_target
+def target_names() -> list[str]:
+    """All targets: for models, for checkpoints of language models, and those of other packages."""
+    from scalepoint.targets import list_targets
 
-    return declared.told(find_target(name))
+    return [*list_targets(), *list_targets(language=True)]
+
+
+def describe_target(name: str) -> dict[str, Any]:
+    """Everything that a target declares, and the rules that `scalepoint check` applies for it."""
+    from scalepoint.checking import describe_rules
+    from scalepoint.quantize.coverage import describe as describe_spec
+    from scalepoint.targets import describe, find_target
+
+    if name not in target_names():
+        raise usage(f"no target {name!r}: {nearest(name, target_names())}")
+    target = find_target(name)
+    activation = "float" if target.is_language else describe_spec(target.activation)
+    return {
+        "name": target.name,
+        "summary": target.summary,
+        "default": f"w {describe_spec(target.weight)}, x {activation}",
+        "accepts": sorted({str(row) for row in target.accepts}) or ["everything"],
+        "runtime": target.runtime,
+        "sections": plain((*describe(target), *describe_rules(target.name))),
+    }
 
 
 def _one_target(name: str, json: bool) -> int:
-    """All that a target declares, and the rules that `scalepoint check` applies for it."""
-    found = _told(name)
+    found = describe_target(name)
     if json:
         content = {key: found[key] for key in ("name", "summary", "sections")}
         show_json("targets", {"exit_code": 0, **content})
@@ -132,7 +145,7 @@ class Line:
     is_needed: bool = False
 
 
-def doctor(json: options.Json = False, debug: options.Debug = False) -> int:
+def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:
     """What this machine has: versions, instruction set, runtimes, disk; what is missing with the way out."""
     lines = [
         Line("scalepoint", "ok", scalepoint.__version__),

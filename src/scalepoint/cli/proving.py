@@ -10,10 +10,11 @@ import typer
 from rich.text import Text
 
 from scalepoint import ranks
-from scalepoint.cli import options
+from scalepoint.cli import flags
 from scalepoint.cli.checkpoints import is_folder
 from scalepoint.cli.data import Batches, check_data, load_data
 from scalepoint.cli.ending import Code, usage
+from scalepoint.cli.flags import takes
 from scalepoint.cli.inspecting import example_of
 from scalepoint.cli.models import without_labels
 from scalepoint.cli.naming import load_model, public
@@ -36,24 +37,15 @@ Against = Annotated[
 ]
 
 
+@takes("model", "data", "threads", "batch_size", "size", "mean", "std", "root", "weights", "random")
 def verify(
     context: typer.Context,
-    folder: options.Folder,
-    model: options.Model = None,
-    data: options.Data = None,
-    config: options.Config = None,
-    runtime: options.Runtime = None,
-    threads: options.Threads = None,
-    batch_size: options.BatchSize = None,
-    size: options.Size = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    root: options.Root = None,
-    weights: options.Weights = None,
-    random: options.Random = None,
-    trust: options.Trust = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    folder: flags.Folder,
+    config: flags.Config = None,
+    runtime: flags.Runtime = None,
+    trust: flags.Trust = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Run the exported file in its runtime and compare it with the simulation in PyTorch."""
     folder, file = _run_and_file(folder)
@@ -66,7 +58,7 @@ def verify(
         runtime=runtime,
         float_path=float_file if float_file.exists() else None,
         plain_path=plain_file if plain_file.exists() else None,
-        threads=threads or 1,
+        threads=context.params["threads"] or 1,
     )
     code = Code.UNVERIFIED if found.is_refuted else Code.DONE
     if json:
@@ -89,26 +81,18 @@ def _extract(found: Any, file: Path, quantized: Any, inputs: Any, folder: Path) 
         say(f"the first layer that departs alone: python {folder / 'run.py'}")
 
 
+@takes("data", "max_batches", "batch_size", "size", "mean", "std", "root", "weights", "random")
 def compare(
     context: typer.Context,
-    folder: options.Folder,
+    folder: flags.Folder,
     model: Against = None,
-    data: options.Data = None,
-    config: options.Config = None,
-    max_batches: options.MaxBatches = None,
-    batch_size: options.BatchSize = None,
-    size: options.Size = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    root: options.Root = None,
-    weights: options.Weights = None,
-    random: options.Random = None,
-    trust: options.Trust = False,
+    config: flags.Config = None,
+    trust: flags.Trust = False,
     html: Annotated[Path | None, typer.Option(help="Of two runs: write the comparison as a page to this file.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="At most so many layers.")] = WORST,
-    force: options.Force = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    force: flags.Force = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Two runs beside each other: accuracy, size, speed, layers, settings. Or a run and its float model: where it
     departs, layer by layer, those with the largest error of their own first."""
@@ -118,7 +102,7 @@ def compare(
     if html is not None:
         raise usage("--html is for two runs: name two folders that `scalepoint deploy` wrote")
     ranks.start()
-    float_model, quantized, inputs, batches = restored(folder, context.params, max_batches)
+    float_model, quantized, inputs, batches = restored(folder, context.params, context.params["max_batches"])
     found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
     found = replace(found, rows=tuple(found.worst(len(found.rows))))
     if json:

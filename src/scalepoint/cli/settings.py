@@ -11,21 +11,17 @@ from scalepoint.cli.data import Reading, check_data
 from scalepoint.cli.ending import usage
 from scalepoint.cli.models import is_library
 from scalepoint.cli.naming import Finder, check_name
-from scalepoint.errors import ConfigError, DocumentError, nearest
-from scalepoint.untrusted import read_json
+from scalepoint.complaints import cause_of, complaints
+from scalepoint.errors import ConfigError, nearest
+from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, SweepConfig, changed_values
 
-LARGEST_JOURNAL = 64_000_000
-OF_LANGUAGE = ("judge", "memory", "length", "samples", "cache")
+OF_LANGUAGE = tuple(name for name in CheckpointOptions.model_fields if name not in CommonOptions.model_fields)
 OF_PICTURES = ("size", "mean", "std")
-WORK = ".scalepoint"  # in an output folder: a run that did not end
 
 
 def settings_of(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
     """A DeployConfig (of a sweep one with a grid): the file that `config` names, and over it all other options that are
     keys of it."""
-    from scalepoint.complaints import cause_of, complaints
-    from scalepoint.options import DeployConfig, SweepConfig
-
     kind = SweepConfig if is_sweep else DeployConfig
     file = given.get("config")
     settings: DeployConfig = kind.from_file(file) if file is not None else kind()
@@ -78,9 +74,9 @@ def check_settings(settings: Any, finder: Finder, *, needs_data: bool = True) ->
 
 def _check_apply(settings: Any, finder: Finder) -> None:
     """Refuse options that this run would not use: to leave them out silently would look as if they had worked."""
-    defaults = {name: field.default for name, field in type(settings).model_fields.items()}
+    changed = changed_values(settings)
     for name in (*OF_LANGUAGE, *OF_PICTURES, "random"):
-        if getattr(settings, name) == defaults[name]:
+        if name not in changed:
             continue
         flag = f"--{name}"
         if name in OF_LANGUAGE:
@@ -132,29 +128,3 @@ def check_inputs(settings: Any, finder: Finder) -> None:
     output_folder.check_inputs(
         Path(settings.output), {what: path for what, path in found.items() if os.path.exists(path)}
     )
-
-
-def check_output(folder: Path, *, force: bool, resume: bool) -> None:
-    """Nothing is overwritten unasked."""
-    from scalepoint.output_folder import check_path
-
-    check_path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise usage(f"output {str(folder)!r} is a file, not a folder: choose another with -o")
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if force or not names:
-        return
-    if resume and WORK not in names:
-        raise usage(f"output folder {str(folder)!r} holds no unfinished run: to begin anew, overwrite it with --force")
-    if WORK in names and not resume:
-        raise usage(f"output folder {str(folder)!r} holds an unfinished run: go on with --resume, or anew with --force")
-    if not resume:
-        raise usage(f"output folder {str(folder)!r} is not empty: choose another with -o, or overwrite it with --force")
-
-
-def done_in(folder: Path) -> list[str]:
-    """The stages of an unfinished run that are done; read without torch."""
-    try:
-        return list(read_json(folder / WORK / "journal.json", LARGEST_JOURNAL, folder=folder)["stages"])
-    except (OSError, DocumentError, KeyError, TypeError):
-        return []

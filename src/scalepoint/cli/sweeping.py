@@ -9,9 +9,10 @@ import typer
 
 import scalepoint
 from scalepoint import ranks
-from scalepoint.cli import options
+from scalepoint.cli import flags
 from scalepoint.cli.deploying import Run, keywords_of
 from scalepoint.cli.ending import Code, interrupted, usage
+from scalepoint.cli.flags import takes
 from scalepoint.cli.inspecting import model_and_data
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import load_evaluate, public
@@ -21,22 +22,15 @@ from scalepoint.cli.settings import check_inputs, check_names, check_settings, c
 KEYWORDS = {"quantization": "config"}  # a key of the file that has another name in Python
 
 
+@takes("output", "model", "data", "evaluate", "weights", "random", "smoke", "resume")
 def sweep(
     context: typer.Context,
-    config: options.Config = None,
-    output: options.Output = None,
-    model: options.Model = None,
-    data: options.Data = None,
-    evaluate: options.Evaluate = None,
-    weights: options.Weights = None,
-    random: options.Random = None,
-    trust: options.Trust = False,
-    smoke: options.Smoke = False,
-    resume: options.Resume = False,
-    force: options.Force = False,
-    quiet: options.Quiet = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    config: flags.Config = None,
+    trust: flags.Trust = False,
+    force: flags.Force = False,
+    quiet: flags.Quiet = False,
+    json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Deploy with every combination of a grid: the config's `grid:` has a list of values for each key. One folder a
     run, one table and one page over all."""
@@ -52,7 +46,8 @@ def sweep(
     settings = with_metadata(settings, finder)
     for target in grid.get("target", ()):
         check_target(target)
-    folder, resume = Path(settings.output), resume or ranks.is_restarted()
+    smoke, resume = bool(context.params["smoke"]), bool(context.params["resume"]) or ranks.is_restarted()
+    folder = Path(settings.output)
     ranks.told("looking at the output", lambda: _look(folder, resume or force))
     judge = load_evaluate(settings.evaluate, finder) if settings.evaluate else None
     net, inputs, batches = model_and_data(settings, finder)

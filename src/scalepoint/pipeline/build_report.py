@@ -58,10 +58,9 @@ CONFIG_HEADER = """\
 #   scalepoint deploy package.module:model --data package.module:data -c config.yaml -o again
 """
 # Options that the reproduction call leaves out: it makes the kept file without a search.
-NOT_REPRODUCED = frozenset(
-    ("target", "cpu", "output", "quantization", "metadata", "allow_departure", "threads", "seed")
-    + ("max_drop", "min_speed", "max_trials", "budget", "choices")
-)
+_SEARCHED = ("max_drop", "min_speed", "max_trials", "budget", "choices")
+_SHOWN_APART = ("target", "cpu", "output", "quantization", "metadata", "allow_departure", "threads", "seed")
+NOT_REPRODUCED = frozenset((*_SEARCHED, *_SHOWN_APART))
 
 
 def build_report(

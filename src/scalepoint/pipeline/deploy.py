@@ -146,7 +146,7 @@ def deploy(
         "min_speed": min_speed,
         "max_trials": max_trials,
         "budget": budget,
-        "choices": tuple(choices),
+        "choices": choices,
         "max_batches": max_batches,
         "on_nan": on_nan,
         "leave": leave,

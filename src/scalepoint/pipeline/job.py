@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from scalepoint import ranks
+from scalepoint.allocation import check_choices
 from scalepoint.budget import Budget
 from scalepoint.complaints import cause_of, told_plainly
 from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
@@ -95,6 +96,8 @@ def prepare_job(
     check_accuracy(values["accuracy"])
     _check_data_and_metric(calibration_data, evaluate, values["max_drop"])
     budget = _build_budget(values["budget"], values["max_drop"], calibration_data)
+    if budget is not None:
+        check_choices(values["choices"])
     model, checked_target = _check_model(model), find_target(target, values["cpu"])
     example, axes = _check_example(checked_target, model, as_inputs(example_inputs, kwargs), values["dynamic_axes"])
     _check_min_speed(values, calibration_data, checked_target, smoke=smoke)

@@ -171,7 +171,7 @@ def _quantize(
 ) -> tuple[fx.GraphModule, TuneReport | None]:
     job, options = context.job, context.job.options
     captured = context.captured
-    with context.timed("capturing"):
+    with context.timed("capturing", is_phase=False):
         graph = captured.model if is_only_trial else copy_graph(captured.model, config)
         model = insert_qdq(graph, captured.matches, config, strict=options.strict, copy=False)
     tuning = tuning_for(model, options.accuracy, has_data=job.data.is_rereadable)

@@ -1,29 +1,28 @@
-"""sweep: deploy over a grid of settings, one folder each, one table and one page over all.
+"""sweep: deploy over a grid of options, one folder per run, one table and one page for all of them.
 
     grid {target: [a, b], accuracy: [fast, best]}  ->  OUT/a-fast, OUT/a-best, OUT/b-fast, OUT/b-best, OUT/sweep.html
 
-After every run the table is written, so that resume=True takes the runs that are done, goes on in the one that was
-interrupted, and does the rest. A run that fails is told in its row; the others go on. Several ranks run as many at a
-time, each of them alone; the first has the table.
+The table is written after every run. resume=True keeps finished runs, continues the interrupted one and makes the
+rest. A run that fails is a row with its error; the others go on. With several ranks, each rank makes whole runs.
 """
 
-import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import nn
 
 from scalepoint import ranks
 from scalepoint.errors import ScalepointError, StoreError, UsageError, nearest
 from scalepoint.files import LOCK, locked, replace_text
 from scalepoint.files import sweep as sweep_files
+from scalepoint.options import DeployOptions, RunOptions
 from scalepoint.output_folder import check_links, check_path
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import fingerprint_target
@@ -31,25 +30,14 @@ from scalepoint.pipeline.workspace import finished_stages
 from scalepoint.plain import plain
 from scalepoint.progress import say
 from scalepoint.quantize.feeding import is_split
-from scalepoint.report import Report, Sweep, SweepRow, sweep_page
+from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.folder import JSON_FILE
 from scalepoint.report.sweep import FILE
 from scalepoint.targets import Target
 
 PAGE = "sweep.html"
 MOST_RUNS = 1000
-_NOT_SWEPT = (
-    "model",
-    "example_inputs",
-    "calibration_data",
-    "output",
-    "evaluate",
-    "kwargs",
-    "resume",
-    "force",
-    "progress",
-    "callback",
-)
+Finish = Callable[[Any, Path, Mapping[str, Any]], object]
 
 
 @ranks.together()
@@ -62,72 +50,83 @@ def sweep(
     output: str | Path = "sweep",
     resume: bool = False,
     force: bool = False,
-    finish: Callable[[Any, Path, Mapping[str, Any]], object] | None = None,
+    finish: Finish | None = None,
     **options: Any,
 ) -> Sweep:
-    """Deploy with every combination of the grid's values: of keywords of `deploy` such as target, accuracy, config.
+    """Deploy with every combination of the grid's values.
 
-    `options` are keywords of `deploy` that all runs share. Each run has a folder of its own in `output`, beside
-    sweep.json and sweep.html. What a run cannot do (a target that refuses, a runtime that is missing) is told in its
-    row. resume=True keeps the runs that are done. finish(done, folder, point) is called after every run, on the rank
-    that had it.
+    Args:
+        model: The float model.
+        example_inputs: See deploy.
+        calibration_data: See deploy; not an iterator, as every run reads it.
+        grid: A list of values for each keyword of deploy, such as target, accuracy or config.
+        output: The folder to write. Each run has a folder of its own in it, next to sweep.json and sweep.html.
+        resume: Keep finished runs, and continue where a sweep was interrupted.
+        force: Overwrite files that are there.
+        finish: Called as `finish(deployment, folder, values)` after every run, on the rank that made it.
+        **options: Keywords of deploy for all runs.
+
+    Returns:
+        The table of all runs. A run that fails is a row with its error.
     """
-    points = points_of(grid)
+    runs = grid_runs(grid)
     if isinstance(calibration_data, Iterator):
         raise UsageError("a sweep reads the data once a run, an iterator gives it once: pass a list or a function")
     if ranks.size() > 1 and is_split(calibration_data) and not callable(calibration_data):
         raise UsageError("a sweep gives every rank whole runs, a DistributedSampler a part of the data: leave it away")
     folder = Path(output)
-    with _opened(folder, resume=resume, force=force) as known:
-        rows = {name: row for name, row in known.items() if name in points and row.settings == _plain(points[name])}
-        due = [name for name in points if name not in rows]
-        for first in range(0, len(due), ranks.size()):
-            turn = due[first : first + ranks.size()]
+    with _opened(folder, resume=resume, force=force) as finished:
+        rows = {
+            name: row for name, row in finished.items() if name in runs and row.settings == _plain_values(runs[name])
+        }
+        for names in _turns([name for name in runs if name not in rows]):
             with ranks.agreed("a run of the sweep") as told:
-                if ranks.rank() < len(turn):
-                    name = turn[ranks.rank()]
+                if ranks.rank() < len(names):
+                    name = names[ranks.rank()]
                     if options.get("progress") is not False:
-                        say(f"run {len(rows) + 1} of {len(points)}: {name}")
+                        say(f"run {len(rows) + 1} of {len(runs)}: {name}")
                     shown = options if ranks.is_main() else {**options, "progress": False, "callback": None}
                     with ranks.alone():
-                        inputs = (example_inputs, calibration_data)
-                        told.mine = plain(_run(model, inputs, folder / name, points[name], shown, finish))
-            rows |= zip(turn, map(TypeAdapter(SweepRow).validate_python, told.all), strict=False)
-            ranks.told("the table", partial(_write, folder, _table(points, rows)))
-        found = _table(points, rows)
-        ranks.told("the table", partial(_write, folder, found))
-    return found
+                        inputs = (model, example_inputs, calibration_data)
+                        told.mine = plain(_run(inputs, folder / name, runs[name], shown, finish))
+            rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, told.all), strict=False)
+            table = Sweep(tuple(rows[name] for name in runs if name in rows))
+            ranks.told("the table", partial(_write, folder, table))
+    return table
 
 
-def _table(points: Iterable[str], rows: Mapping[str, SweepRow]) -> Sweep:
-    """The runs so far, in the order of the grid."""
-    return Sweep(tuple(rows[name] for name in points if name in rows))
+def _turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Runs that are made at the same time, one per rank. Once with none, so that a table is written in any case."""
+    for first in range(0, len(names), ranks.size()):
+        yield names[first : first + ranks.size()]
+    yield ()
 
 
 @contextmanager
 def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, SweepRow]]:
-    """The runs that are done already. Of several ranks the first looks, and keeps other jobs out."""
-    with ExitStack() as held:
+    """Check and lock the folder on rank 0; yields the finished runs."""
+    with ExitStack() as stack:
 
-        def looked() -> Any:
+        def open_folder() -> dict[str, SweepRow]:
             check_path(folder)
             check_links(folder, (LOCK, FILE, PAGE))
             if folder.exists() and any(folder.iterdir()) and not (resume or force):
                 raise UsageError(
-                    f"{folder} is not empty: go on with resume=True, overwrite with force=True, or choose another"
+                    f"{folder} is not empty: go on with resume=True (--resume), overwrite with force=True (--force), "
+                    "or choose another"
                 )
-            known = _known(folder) if resume else {}
-            held.enter_context(locked(folder))
+            rows = _finished_rows(folder) if resume else {}
+            stack.enter_context(locked(folder))
             sweep_files(folder, (FILE, PAGE))
-            return plain(known)
+            return rows
 
-        found = ranks.told("looking at the output", looked)
-        yield {name: TypeAdapter(SweepRow).validate_python(row) for name, row in found.items()}
+        yield ranks.run_on_main("looking at the output", open_folder, dict[str, SweepRow])
 
 
-def points_of(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-    """Name -> keywords of every run; the last key of the grid turns fastest."""
-    allowed = [name for name in inspect.signature(deploy).parameters if name not in _NOT_SWEPT]
+def grid_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """Name of a run -> its keywords of deploy. The last key of the grid changes fastest."""
+    allowed = [*DeployOptions.model_fields, *RunOptions.model_fields, "config"]
+    allowed = [name for name in allowed if name not in ("output", "quantization", "resume", "force")]
     for key, values in grid.items():
         if key not in allowed:
             raise UsageError(f"grid: {key!r} is no keyword of deploy that can be swept: {nearest(key, allowed)}")
@@ -138,25 +137,26 @@ def points_of(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
         count *= len(values)
     if not grid or count > MOST_RUNS:
         raise UsageError(f"grid: {count if grid else 0} runs; at least one key and at most {MOST_RUNS} runs")
-    found: dict[str, dict[str, Any]] = {}
-    for places in product(*(range(len(values)) for values in grid.values())):
-        point = {key: grid[key][place] for key, place in zip(grid, places, strict=True)}
-        name = "-".join(_word(key, point[key], place) for key, place in zip(grid, places, strict=True))
-        found[name if name not in found else f"{name}-{len(found)}"] = point
-    return found
+    runs: dict[str, dict[str, Any]] = {}
+    for indices in product(*(range(len(values)) for values in grid.values())):
+        values_of_run = {key: grid[key][index] for key, index in zip(grid, indices, strict=True)}
+        words = [_folder_word(key, values_of_run[key], index) for key, index in zip(grid, indices, strict=True)]
+        name = "-".join(words)
+        runs[name if name not in runs else f"{name}-{len(runs)}"] = values_of_run
+    return runs
 
 
-def _word(key: str, value: Any, place: int) -> str:
-    """A part of a folder's name."""
+def _folder_word(key: str, value: Any, index: int) -> str:
+    """A part of a folder's name; the key and a number if the value has no short text."""
     text = getattr(value, "name", value)
     if text is None or isinstance(text, Mapping) or not isinstance(text, str | int | float | bool):
-        return f"{key}{place + 1}"
+        return f"{key}{index + 1}"
     word = re.sub(r"[^A-Za-z0-9._]+", "_", text if isinstance(text, str) else f"{key}{text}").strip("_.")
-    return word or f"{key}{place + 1}"
+    return word or f"{key}{index + 1}"
 
 
-def _known(folder: Path) -> dict[str, SweepRow]:
-    """The runs that are done, and whose folders are there."""
+def _finished_rows(folder: Path) -> dict[str, SweepRow]:
+    """The finished runs whose folders exist."""
     try:
         rows = Sweep.from_file(folder / FILE).rows
     except StoreError:
@@ -165,37 +165,35 @@ def _known(folder: Path) -> dict[str, SweepRow]:
 
 
 def _run(
-    model: nn.Module,
-    inputs: tuple[Any, Any],
+    inputs: tuple[Any, Any, Any],
     folder: Path,
-    point: Mapping[str, Any],
+    values: Mapping[str, Any],
     options: Mapping[str, Any],
-    finish: Callable[[Any, Path, Mapping[str, Any]], object] | None,
+    finish: Finish | None,
 ) -> SweepRow:
-    """One run, from where it was."""
+    """Make one run, from where it was interrupted."""
     check_links(folder.parent, (folder.name,))
-    goes_on = folder.is_dir() and bool(finished_stages(folder))
+    resume = folder.is_dir() and bool(finished_stages(folder))
     try:
         done = deploy(
-            model, *inputs, output=folder, resume=goes_on, force=True, **{"allow_departure": True, **options, **point}
+            *inputs, output=folder, resume=resume, force=True, **{"allow_departure": True, **options, **values}
         )
-    except (ScalepointError, ValidationError) as error:
-        return SweepRow(folder.name, _plain(point), "failed", str(error))
+    except ScalepointError as error:
+        return SweepRow(folder.name, _plain_values(values), "failed", str(error))
     if finish is not None:
-        finish(done, folder, point)
-    report: Report = done.report
-    return SweepRow.of(folder.name, _plain(point), report, done.path.stat().st_size)
+        finish(done, folder, values)
+    return SweepRow.of(folder.name, _plain_values(values), done.report, done.path.stat().st_size)
 
 
-def _plain(point: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run as JSON, the same in every process: a target by its name, options and fingerprint."""
-    return {key: _plain_target(each) if isinstance(each, Target) else plain(each) for key, each in point.items()}
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a run as JSON, equal in every process. A target is its name, options and fingerprint."""
+    return {key: _plain_target(each) if isinstance(each, Target) else plain(each) for key, each in values.items()}
 
 
 def _plain_target(target: Target) -> dict[str, Any]:
     return {"name": target.name, "options": plain(target.options), "fingerprint": fingerprint_target(target)}
 
 
-def _write(folder: Path, found: Sweep) -> None:
-    replace_text(folder / FILE, json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
-    replace_text(folder / PAGE, sweep_page(found))
+def _write(folder: Path, table: Sweep) -> None:
+    replace_text(folder / FILE, json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n")
+    replace_text(folder / PAGE, sweep_page(table))

@@ -1,6 +1,6 @@
 """Workspace: the output folder of one run, and the only code of the pipeline that writes or deletes in it.
 
-    OUT/                        what the user gets; a manifest lists the files that this library wrote (output_folder.py)
+    OUT/                        what the user gets, with a manifest of the files that were written (output_folder.py)
     OUT/.scalepoint/            the cache of stages, the log, and the files of trials, while the run is not finished
 
 A folder that is not empty is refused unless `resume` or `force` is set. Only files of the manifest are ever deleted.

@@ -1,0 +1,149 @@
+"""Flags, config keys, cache keys and calls are made from the declarations of options; looking up loads no torch."""
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+from typing import Annotated
+
+import pytest
+import torch
+import typer
+from torch import nn
+from typer.testing import CliRunner
+
+import scalepoint
+from scalepoint.cli.app import app
+from scalepoint.cli.flags import takes
+from scalepoint.options import (
+    CheckpointOptions,
+    DeployConfig,
+    DeployOptions,
+    Option,
+    RunOptions,
+    changed_values,
+    option_of,
+    stage_values,
+)
+from scalepoint.targets import describe, find_target
+from tests.cli.conftest import child
+
+CHEAP = ("--help", "deploy --help", "report out", "report out --json", "doctor")
+PROGRAM = """
+import sys
+from scalepoint.cli.app import run
+codes = [run(line.split()) for line in sys.argv[1:]]
+print(codes, "torch" in sys.modules, file=sys.stderr)
+"""
+OBJECTS = {"example_inputs", "calibration_data", "model", "evaluate", "kwargs", "progress", "callback"}  # of deploy
+RENAMED = {"quantization": "config"}  # key of a config file -> keyword in Python
+
+
+def keywords(*classes):
+    return {RENAMED.get(name, name): field for each in classes for name, field in each.model_fields.items()}
+
+
+def test_commands_that_only_look_something_up_do_not_load_torch(deployed) -> None:
+    command = [sys.executable, "-c", PROGRAM, *CHEAP]
+    done = subprocess.run(command, cwd=deployed.folder, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.splitlines()[-1] == f"{[0] * len(CHEAP)} False"
+
+
+@pytest.mark.parametrize("cpu", ["vnni", "avx2"])
+def test_a_target_says_which_processor_it_was_made_for(cpu) -> None:
+    assert ("made with cpu=", cpu) in describe(find_target("onnxruntime", cpu))[0].rows
+
+
+def test_a_package_still_gives_all_its_names() -> None:
+    done = child("targets", "nowhere")
+    known = "onnxruntime, openvino, ort-genai, reference, tensorrt"
+    assert (done.returncode, known in " ".join(done.stderr.split())) == (2, True)
+    for package in ("targets", "verification"):
+        module = import_module(f"scalepoint.{package}")
+        assert all(getattr(module, name) is not None for name in module.__all__)
+        with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
+            module.nowhere  # noqa: B018
+
+
+def test_the_keywords_and_defaults_of_deploy_are_those_of_the_options() -> None:
+    declared = keywords(DeployOptions, RunOptions)
+    parameters = inspect.signature(scalepoint.deploy).parameters
+    assert set(parameters) - OBJECTS == set(declared)
+    for name in set(declared) - {"config", "output"}:  # None means the same there
+        assert parameters[name].default == declared[name].default, name
+
+
+def test_the_keywords_and_defaults_of_deploy_checkpoint_are_those_of_the_options() -> None:
+    declared = keywords(CheckpointOptions, RunOptions)
+    parameters = inspect.signature(scalepoint.deploy_checkpoint).parameters
+    # smoke runs and a switch for verification differ; text is what a checkpoint is calibrated with
+    assert set(parameters) - {"source", "data", "verify", "progress"} == set(declared) - {"smoke"}
+    for name in ("judge", "memory", "length", "samples", "cache", "allow_departure", "resume", "force"):
+        assert parameters[name].default == declared[name].default, name
+
+
+def test_every_option_of_deploy_can_be_swept_or_is_an_option_of_the_sweep() -> None:
+    sweep = inspect.signature(scalepoint.sweep).parameters
+    assert set(sweep) >= {"output", "resume", "force"}
+    done = scalepoint.sweep
+    with pytest.raises(scalepoint.errors.UsageError) as error:
+        done(nn.Linear(2, 2), torch.ones(1, 2), [], grid={"nowhere": [1]})
+    known = keywords(DeployOptions, RunOptions)
+    assert all(name in str(error.value) for name in known if name not in ("output", "resume", "force"))
+
+
+def test_every_key_of_a_config_file_is_a_flag_of_deploy_and_the_other_way_round() -> None:
+    command = typer.main.get_command(app).commands["deploy"]
+    own = {"config", "trust", "dry_run", "quiet", "verbose", "json", "debug", "help"}
+    flags = {parameter.name for parameter in command.params} - own
+    assert flags == {*DeployConfig.model_fields, *RunOptions.model_fields} - {"quantization"}
+
+
+def test_every_option_has_a_help_text_that_fits_its_group() -> None:
+    for options in (DeployConfig, RunOptions):
+        for name, field in options.model_fields.items():
+            assert option_of(field).help.endswith("."), name
+    language = set(CheckpointOptions.model_fields) - set(DeployOptions.model_fields)
+    assert {option_of(CheckpointOptions.model_fields[name]).group for name in language} == {"Language models"}
+
+
+class TestAnAddedOption:
+    """An option that is declared once is everywhere."""
+
+    class Config(DeployConfig):
+        flavour: Annotated[str | None, Option("How it tastes.", "Data", ("quantize", "verify"))] = None
+
+    def test_is_a_flag_with_its_help(self) -> None:
+        seen = {}
+
+        @takes("model", "flavour", options=self.Config)
+        def command(context: typer.Context) -> int:
+            seen.update(context.params)
+            return 0
+
+        runner, own = CliRunner(), typer.Typer()
+        own.command()(command)
+        text = runner.invoke(own, ["--help"]).stdout
+        assert "--flavour" in text
+        assert "How it tastes." in text
+        runner.invoke(own, ["net", "--flavour", "sweet"], catch_exceptions=False)
+        assert seen == {"model": "net", "flavour": "sweet"}
+
+    def test_is_a_key_of_config_files_and_of_their_schema(self, tmp_path) -> None:
+        path = tmp_path / "config.yaml"
+        self.Config(flavour="sweet").to_file(path)
+        assert "flavour: sweet" in path.read_text()
+        assert self.Config.from_file(path).flavour == "sweet"
+        assert "flavour" in self.Config.model_json_schema()["properties"]
+
+    def test_is_in_the_cache_keys_of_the_stages_that_read_it(self) -> None:
+        config = self.Config(flavour="sweet")
+        assert stage_values(config, "quantize")["flavour"] == "sweet"
+        assert stage_values(config, "verify")["flavour"] == "sweet"
+        assert "flavour" not in stage_values(config, "export")
+
+    def test_is_in_the_call_that_repeats_a_run(self, tmp_path) -> None:
+        from scalepoint.pipeline import build_report
+
+        assert changed_values(self.Config(flavour="sweet"))["flavour"] == "sweet"
+        assert "flavour" not in build_report.NOT_REPRODUCED
