@@ -51,11 +51,13 @@ class FolderRun:
 
     def check(self) -> bool:
         """What can be refused before the model is looked at; whether a run goes on."""
+        from scalepoint.deployment.story import check_runtime_installed
         from scalepoint.language.settings import has_blocks, work_of
         from scalepoint.output_folder import check_path
         from scalepoint.targets import find_target, list_targets
 
-        if not find_target(self.settings.target).is_language:
+        target = find_target(self.settings.target)
+        if not target.is_language:
             raise usage(
                 f"{self.settings.model} is a folder, the checkpoint of a language model: --target is one of "
                 f"{', '.join(list_targets(language=True))}, not {self.settings.target!r}"
@@ -64,6 +66,8 @@ class FolderRun:
         given += ["cpu"] if self.settings.cpu != "auto" else []
         if given:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
+        if not self.settings.allow_departure and (self.settings.data or self.settings.judge):
+            check_runtime_installed(target, allow_departure=False)
         check_path(self.output)
         is_left = has_blocks(work_of(self.output))
         if self.resume or (is_left and ranks.is_restarted()):

@@ -145,6 +145,11 @@ def deploy(
 def check_installed(target: Target, *, allow_departure: bool) -> None:
     """Refuse a target whose file cannot be written or verified here, before any work."""
     find_format(target.format).check_installed()
+    check_runtime_installed(target, allow_departure=allow_departure)
+
+
+def check_runtime_installed(target: Target, *, allow_departure: bool) -> None:
+    """Refuse a target whose runtime is not installed; with allow_departure=True only warn."""
     runtime = None if target.runtime is None else find_runtime(target.runtime)
     if runtime is None or runtime.is_here:
         return

@@ -24,6 +24,7 @@ from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skeleton
 from scalepoint.deployment.accuracy import Accuracy
 from scalepoint.deployment.result import Deployment
+from scalepoint.deployment.story import check_runtime_installed
 from scalepoint.errors import CalibrationError, NonFiniteError, StoreError, UsageError
 from scalepoint.files import LOCK, is_full, locked, remove, room_needed, sweep, sweep_temporary
 from scalepoint.language.cache import check_cached, check_placed, groups_of, stored_cache
@@ -79,10 +80,12 @@ def deploy_checkpoint(
     "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. force=True writes
     into an `output` that contains something, and leaves files of others. The score is perplexity, lower is better. A
     runtime that cannot run the file, or departs from the simulation, is a VerificationError unless
-    allow_departure=True; the file is kept.
+    allow_departure=True; the file is kept. A runtime that is not installed is the same error, before any work.
     """
     texts = {"calibration data": data, "text to judge by": judge}
     job = asked(source, output, target, config, accuracy, memory, cache, texts, may_exist=force, resume=resume)
+    if verify and (data is not None or judge is not None):
+        ranks.told("looking for the runtime", lambda: check_runtime_installed(job.target, allow_departure=allow_departure))
     _check_same(job)
     timings: dict[str, float] = {}
     check_config(job.source)
