@@ -110,7 +110,7 @@ def example_of(model: Any, batch: Any) -> Any:
 
 def coverage_listing(found: Any) -> Listing:
     rows = [
-        (row.name, row.kind, row.precision, row.reason, count(row.macs), count(row.parameters))
+        (row.name, row.kind, row.precision, row.explanation, count(row.macs), count(row.parameters))
         for row in found.operations
     ]
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))

@@ -290,7 +290,7 @@ def _float_table(report: "Report", narrow: bool, limit: int) -> Table | None:
     left = [row for row in report.coverage.operations if row.precision == NOT_LOW]
     if not left:
         return None
-    rows = [(short(row.name), row.kind, one_line(row.reason)) for row in left[:limit]]
+    rows = [(short(row.name), row.kind, one_line(row.explanation)) for row in left[:limit]]
     rows += [(f"and {len(left) - limit} more", "", "")] if len(left) > limit else []
     if narrow:
         return plain_table(("operation", "why"), [(row[0], row[2]) for row in rows])
