@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint import ranks
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.stubs import QuantStub, reader_name
 
 SAMPLED = 64  # values that are compared first: real data differs among them, so that the rest is not read
 NAMED = 5
@@ -84,7 +84,7 @@ class ConstantData:
         readers: dict[float, list[str]] = {}
         for stub, value in zip(self._stubs, stubs, strict=True):
             if value is not None:
-                readers.setdefault(value, []).extend(stub.consumers)
+                readers.setdefault(value, []).extend(map(reader_name, stub.consumers))
         said += [f"the activation at {_few(layers)} is always {value:.6g}" for value, layers in readers.items()]
         if not said:
             return ""
