@@ -62,8 +62,8 @@ def test_a_missing_runtime_is_an_error_before_any_work_unless_it_may_be_unverifi
     monkeypatch.setattr(Runtime, "is_here", False)
     with pytest.raises(VerificationError, match="transformers is not installed"):
         deployed(llama, tmp_path / "out")
-    command = ["deploy", str(llama[0]), "--target", TARGET, "--judge", str(llama[0] / "judge.txt"), "--accuracy", "fast"]
-    assert run([*command, "-o", str(tmp_path / "out")]) == Code.UNVERIFIED
+    options = ["--target", TARGET, "--judge", str(llama[0] / "judge.txt"), "--accuracy", "fast"]
+    assert run(["deploy", str(llama[0]), *options, "-o", str(tmp_path / "out")]) == Code.UNVERIFIED
     assert list(tmp_path.iterdir()) == []
     with pytest.warns(ScalepointWarning, match="will not be verified"):
         done = deployed(llama, tmp_path / "out", allow_departure=True)

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,13 @@ def deploy_checkpoint(
     """
     texts = {"calibration data": data, "text to judge by": judge}
     job = asked(source, output, target, config, accuracy, memory, cache, texts, may_exist=force, resume=resume)
-    if verify and (data is not None or judge is not None):
-        ranks.told("looking for the runtime", lambda: check_runtime_installed(job.target, allow_departure=allow_departure))
     _check_same(job)
     timings: dict[str, float] = {}
     check_config(job.source)
     calibration, judging = _texts(job, data, judge, length, samples)
+    if verify and judging:
+        check = partial(check_runtime_installed, job.target, allow_departure=allow_departure)
+        ranks.told("looking for the runtime", check)
     with _working(job):
         with timed(timings, "capturing", show=progress):
             model, weights = quantized_skeleton(job, calibration)
