@@ -19,6 +19,7 @@ from scalepoint.files import replace_text
 from scalepoint.progress import Event, tell
 from scalepoint.quantize import QuantConfig
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.targets.registry import has_cpu_option
 from scalepoint.verification import Status, extract_failing
 from scalepoint.verification.extraction import NAMES as EXTRACTED
 from scalepoint.verification.inputs import INPUTS_FILE
@@ -98,7 +99,7 @@ def keep(
     folder = run.journal.folder.parent
     asked = DeployConfig(
         target=run.target.name,
-        cpu=run.target.options.get("cpu", "auto"),
+        cpu=run.target.options["cpu"] if has_cpu_option(run.target) else "auto",
         output=str(folder),
         max_drop=limits[0],
         min_speed=limits[1],

@@ -59,7 +59,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import missing
 from scalepoint.targets import Target, find_target
 from scalepoint.targets.cpu import AUTOMATIC
-from scalepoint.targets.registry import BY_CPU
+from scalepoint.targets.registry import has_cpu_option
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.turns import in_turn
@@ -164,7 +164,7 @@ def check_runtime_installed(target: Target, *, allow_departure: bool) -> None:
 
 def _tell_cpu(target: Target, config: QuantConfig) -> None:
     """Say for which CPUs the file will be, where nobody chose. Products with float activations never saturate."""
-    if target.name in BY_CPU and config.activation != FLOAT:
+    if has_cpu_option(target) and config.activation != FLOAT:
         say(AUTOMATIC[str(target.options["cpu"])])
 
 
