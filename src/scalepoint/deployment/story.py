@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import fx, nn
 from torch.export import ExportedProgram
 
 from scalepoint import ranks
 from scalepoint.allocation import Budget, check_choices
-from scalepoint.complaints import told_plainly
 from scalepoint.deployment.accuracy import Accuracy, check_accuracy, tuning_for
 from scalepoint.deployment.allocating import CHOICES, allocated, corrected, widths_of
 from scalepoint.deployment.dropped import DroppedInputs
@@ -38,7 +37,7 @@ from scalepoint.deployment.scoring import judged, runs_in_runtime
 from scalepoint.deployment.settings import check_options, with_speed
 from scalepoint.deployment.sizes import telling_of_sizes
 from scalepoint.deployment.trials import Bar, Step, Trial, best_of, closed, slimmed
-from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
+from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, VerificationError, shown
 from scalepoint.files import sweep as sweep_files
 from scalepoint.files import sweep_temporary
 from scalepoint.formats import Writing, check_metadata, export, find_format
@@ -474,7 +473,4 @@ def _checked_budget(budget: Any, choices: Sequence[str], max_drop: float | None,
     if isinstance(data, Iterator):
         raise UsageError("budget= reads the data several times, an iterator gives it once: pass a list or a function")
     check_choices(choices)
-    try:
-        return Budget.build(budget)
-    except ValidationError as error:
-        raise ConfigError(f"budget={shown(budget)}: {told_plainly(error, budget)}") from error
+    return Budget.build(budget)

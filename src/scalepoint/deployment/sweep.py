@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import nn
 
 from scalepoint import ranks
@@ -179,7 +179,7 @@ def _run(
         done = deploy(
             model, *inputs, output=folder, resume=goes_on, force=True, **{"allow_departure": True, **options, **point}
         )
-    except (ScalepointError, ValidationError) as error:
+    except ScalepointError as error:
         return SweepRow(folder.name, _plain(point), "failed", str(error))
     if finish is not None:
         finish(done, folder, point)
