@@ -156,7 +156,7 @@ def _options(run: Run, best: Trial) -> dict[str, str]:
     known = plain(known_of(run.model))
     given: dict[str, Any] = {
         "accuracy": run.accuracy,
-        "max_batches": run.max_batches,
+        "max_batches": run.asked_batches,
         "on_nan": None if run.on_nan == "error" else run.on_nan,
         "leave": run.leave,
         "dynamic_axes": run.dynamic_axes,
