@@ -10,24 +10,12 @@ from scalepoint import ranks
 from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import say, show, show_json
+from scalepoint.cli.settings import changed
 
-NOT_HERE = (
-    "evaluate",
-    "max_drop",
-    "min_speed",
-    "budget",
-    "leave",
-    "dynamic_axes",
-    "strict",
-    "float_dtype",
-    "metadata",
-    "size",
-    "mean",
-    "std",
-    "weights",
-    "random",
-    "max_batches",
-)
+USED = (  # keys of a config that a checkpoint's run reads
+    "model", "data", "judge", "target", "output", "root", "accuracy", "memory", "length", "samples", "cache",
+    "allow_departure", "quantization",
+)  # fmt: skip
 
 
 def is_folder(name: str | None) -> bool:
@@ -62,9 +50,7 @@ class FolderRun:
                 f"{self.settings.model} is a folder, the checkpoint of a language model: --target is one of "
                 f"{', '.join(list_targets(language=True))}, not {self.settings.target!r}"
             )
-        given = [name for name in NOT_HERE if getattr(self.settings, name)]
-        given += ["cpu"] if self.settings.cpu != "auto" else []
-        if given:
+        if given := [name for name in changed(self.settings) if name not in USED]:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
         if not self.settings.allow_departure and (self.settings.data or self.settings.judge):
             check_runtime_installed(target, allow_departure=False)

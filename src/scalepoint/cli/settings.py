@@ -78,10 +78,7 @@ def check_settings(settings: Any, finder: Finder, *, needs_data: bool = True) ->
 
 def _check_apply(settings: Any, finder: Finder) -> None:
     """Refuse options that this run would not use: to leave them out silently would look as if they had worked."""
-    defaults = {name: field.default for name, field in type(settings).model_fields.items()}
-    for name in (*OF_LANGUAGE, *OF_PICTURES, "random"):
-        if getattr(settings, name) == defaults[name]:
-            continue
+    for name in changed(settings):
         flag = f"--{name}"
         if name in OF_LANGUAGE:
             raise usage(f"{flag} is for checkpoints of language models, which are folders; {settings.model!r} is none")
@@ -89,6 +86,12 @@ def _check_apply(settings: Any, finder: Finder) -> None:
             raise usage(f"{flag} is for data that is a folder of pictures; the data is {settings.data!r}")
         if name == "random" and not is_library(settings.model):
             raise usage(f"{flag} is for timm:NAME and hf:FOLDER; {settings.model!r} makes its own weights")
+
+
+def changed(settings: Any) -> list[str]:
+    """The keys of a config that have another value than the default."""
+    fields = type(settings).model_fields.items()
+    return [name for name, field in fields if getattr(settings, name) != field.default]
 
 
 def check_target(name: str) -> None:
