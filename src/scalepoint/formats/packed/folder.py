@@ -60,9 +60,9 @@ def write_folder(checkpoint: QuantizedCheckpoint, path: Path, parts: Parts, fini
 
 
 def tensor_bytes(path: Path) -> int:
-    """Bytes of all tensors in a folder: its safetensors files without their headers."""
+    """Bytes of all tensors of the model in a folder: its shards without their headers."""
     total = 0
-    for shard in path.glob("*.safetensors"):
+    for shard in path.glob("model*.safetensors"):  # a folder may contain others, such as adapters
         total += shard.stat().st_size - 8 - int.from_bytes(read_head(shard, 8), "little")
     return total
 
