@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.files import replace_file
-from scalepoint.untrusted import check_file
+from scalepoint.untrusted import open_tensors
 
 INPUTS_FILE = "inputs.safetensors"
 
@@ -24,8 +24,7 @@ def save_inputs(folder: Path, feeds: Mapping[str, np.ndarray]) -> Path:
 def load_inputs(path: Path) -> dict[str, np.ndarray]:
     """The arrays that `save_inputs` wrote."""
     try:
-        check_file(path)
-        with safe_open(path, framework="np") as file:
+        with open_tensors(path, framework="np") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
     except (DocumentError, SafetensorError, OSError, ValueError, TypeError) as error:
         raise StoreError(
