@@ -38,7 +38,7 @@ TOKENIZER = (
     "generation_config.json",
 )
 HEADS = ("lm_head", "embed_out")
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings", "tokens_embed")
+TOKEN_EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings", "tokens_embed")
 TIE = "tie_word_embeddings"
 _DTYPES = {
     "F64": torch.float64,
@@ -98,7 +98,7 @@ class Source:
 
         transformers uses such a head even if config.json ties it to the embedding.
         """
-        heads, embeddings = (self._weights_of(names) for names in (HEADS, EMBEDDINGS))
+        heads, embeddings = (self._weights_of(names) for names in (HEADS, TOKEN_EMBEDDINGS))
         if len(heads) != 1 or len(embeddings) != 1:
             return False
         if self.tensors[heads[0]].shape != self.tensors[embeddings[0]].shape:
