@@ -259,7 +259,7 @@ def _add_special(writer: Any, folder: Path, config: Mapping[str, Any], found: Vo
     template = folder / "chat_template.jinja"
     chat = read_template(template) if template.is_file() else about.chat_template
     if isinstance(chat, str):
-        check_text([chat], path)
+        check_text([chat], template if template.is_file() else path)
         writer.add_chat_template(chat)
 
 
