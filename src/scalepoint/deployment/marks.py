@@ -137,7 +137,10 @@ class Watched:
         self.source = source
         self.data: Any = source
         if is_batches and not callable(source):
-            self.data = _looked_at(source, look) if isinstance(source, Iterator) else _Passing(source, look, self.few)
+            if not isinstance(source, Iterator):
+                self.data = _Passing(source, look, self.few)
+            elif look is not None:
+                self.data = _looked_at(source, look)
 
     @property
     def mark(self) -> str | None:
@@ -155,10 +158,11 @@ class Watched:
         return self.mark
 
 
-def _looked_at(batches: Iterator[Any], look: Callable[[Any], None] | None) -> Iterator[Any]:
-    if look is None:
-        return batches
-    return (batch for batch in batches if look(batch) is None)
+def _looked_at(batches: Iterator[Any], look: Callable[[Any], None]) -> Iterator[Any]:
+    """The batches, each given to `look` before it is used."""
+    for batch in batches:
+        look(batch)
+        yield batch
 
 
 class _Passing:

@@ -66,7 +66,9 @@ def _runtime_verdict(report: "Report") -> str:
     if found.latency is not None and found.latency.ratio < 1:
         word = "Slower than" if found.latency.is_slower else "No faster than"
         return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."
-    return f"I{agrees[1:]}." if report.coverage.is_float_for_speed else f"Verified: {agrees}."
+    if report.coverage.is_float_for_speed:  # nothing is quantized: there is little to verify
+        return f"{agrees[0].upper()}{agrees[1:]}."
+    return f"Verified: {agrees}."
 
 
 def _unverified(found: "Verification") -> str:
