@@ -20,7 +20,7 @@ class DroppedInputs:
 
     def __init__(self, model: nn.Module, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
         self.names = input_names(model)[0]
-        self.in_example = _given(model, inputs)
+        self.in_example = _names_of_example(model, inputs)
         self.found: dict[str, None] = {}
 
     def look(self, batch: Any) -> None:
@@ -56,7 +56,7 @@ class DroppedInputs:
             warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
-def _given(model: nn.Module, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> set[str]:
+def _names_of_example(model: nn.Module, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> set[str]:
     try:
         bound = inspect.signature(model.forward).bind(*inputs[0], **inputs[1])
     except TypeError:  # the example does not fit forward: capturing the model says how

@@ -228,7 +228,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Delete what runs of ours keep in their folder, except the lock. What somebody else put there stays."""
+    """Delete the files that a run keeps in its folder, except the lock. Files of others stay."""
     for path in folder.iterdir():
         if _OURS.fullmatch(path.name):
             remove(path)

@@ -25,7 +25,7 @@ from scalepoint.verification.extraction import NAMES as EXTRACTED
 from scalepoint.verification.inputs import INPUTS_FILE
 
 CONFIG, LOG, FAILING = "config.yaml", "log.txt", "failing"
-# what is written into an output folder, beside the files of the target's format; the last two by the command line
+# Files and folders in an output folder, except those of the target's format. The command line writes the last two.
 NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, INPUTS_FILE, "kept.yaml", "reproduce.py")
 OBJECTS = ("model", "data", "evaluate")
 BY_PYTHON = """\

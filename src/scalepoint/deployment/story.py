@@ -131,7 +131,7 @@ def deploy(
     said = _checked_file(found, float_dtype, model, metadata)
     ranks.told("looking for the runtime", lambda: check_installed(found, allow_departure=allow_departure))
     if isinstance(target, str) and cpu == "auto" and progress is not False:
-        _tell_cpu(found, wanted)
+        _say_cpu(found, wanted)
     with seeded(seed), listening(callback), _opened(folder, found, resume=resume, force=force) as journal:
         run = Run(model=model, inputs=inputs, data=calibration_data, target=found, journal=journal, evaluate=evaluate,
             leave=tuple(leave), dynamic_axes=axes, strict=strict, threads=threads, max_batches=max_batches,
@@ -161,8 +161,8 @@ def check_runtime_installed(target: Target, *, allow_departure: bool) -> None:
     warnings.warn(ScalepointWarning(f"{why}. The file will not be verified"), stacklevel=user_level())
 
 
-def _tell_cpu(target: Target, config: QuantConfig) -> None:
-    """Say for which CPUs the file will be, where nobody chose. Products with float activations never saturate."""
+def _say_cpu(target: Target, config: QuantConfig) -> None:
+    """Print which CPUs the file is for. With float activations no product saturates, and it makes no difference."""
     if has_cpu_option(target) and config.activation != FLOAT:
         say(AUTOMATIC[str(target.options["cpu"])])
 
@@ -241,7 +241,7 @@ def _made(
 
 
 def _record(run: Run, folder: Path) -> None:
-    """List the files of this run as ours, and delete those of an earlier run that this one has not replaced."""
+    """Record the files of this run, and delete files of an earlier run that this run did not write again."""
     files = [*run.written, folder / JSON_FILE, folder / HTML_FILE]
     written = WrittenFiles(folder)
     written.remove_all_but(written.add(files))
@@ -383,7 +383,7 @@ def _exported(run: Run, folder: Path, model: fx.GraphModule) -> tuple[Path, Path
 
 
 def _export_plain(run: Run, model: fx.GraphModule) -> None:
-    """The float model by torch.onnx.export, where the speed is measured: it may be faster than our float file."""
+    """Write the float model by torch.onnx.export if speed will be measured: it may be faster than our float file."""
     runtime = None if run.target.runtime is None else find_runtime(run.target.runtime)
     if runtime is not None and runtime.is_here and not runtime.why_not_run:
         writing = Writing(run.inputs, names=tuple(feeds_of(model, run.inputs)))
@@ -454,7 +454,7 @@ def _check(data: Any, evaluate: Any, accuracy: str | None, options: Mapping[str,
 
 
 def _checked_data(data: Any, config: QuantConfig) -> Any:
-    """No data is needed, and None may be given, where activations stay float."""
+    """Refuse calibration_data=None unless activations stay float; then no data is needed."""
     if data is not None:
         return data
     if config.activation != "float":

@@ -143,7 +143,7 @@ def _write(job: Asked, checkpoint: QuantizedCheckpoint) -> None:
 
 
 def _remove_work(job: Asked) -> None:
-    """Delete what this run kept to go on from. What somebody else put there stays."""
+    """Delete the files that a killed run resumes from. Files of others stay."""
     for name in (STAGED, TUNING, LOCK):
         with suppress(OSError):
             remove(job.work / name)

@@ -36,7 +36,7 @@ class _Values:
         self.is_constant = all(bool((each == self.value).all()) for each in (few, flat))
 
     @property
-    def said(self) -> list[Any]:
+    def summary(self) -> list[Any]:
         """[count, is_constant, value], for the other ranks."""
         return [self.count, self.is_constant, 0.0 if self.value is None else float(self.value) + 0.0]  # never -0.0
 
@@ -73,8 +73,8 @@ class ConstantData:
     def warning(self) -> str:
         """What had one value only, in a sentence; "" where all changed. Every rank calls it."""
         with ranks.agreed("looking for constant data") as told:
-            inputs = {name: each.said for name, each in self._inputs.items()}
-            told.mine = [inputs, [each.said for each in self._seen]]
+            inputs = {name: each.summary for name, each in self._inputs.items()}
+            told.mine = [inputs, [each.summary for each in self._seen]]
         names = list(dict.fromkeys(name for inputs, _ in told.all for name in inputs))
         found = {name: _joined([inputs[name] for inputs, _ in told.all if name in inputs]) for name in names}
         stubs = [_joined(list(each)) for each in zip(*(seen for _, seen in told.all), strict=True)]

@@ -329,7 +329,7 @@ class ReportView:
         return [self._layer_row(row, error, largest) for row, error in pairs]
 
     def _layer_pairs(self) -> list[tuple[CoverageRow | None, ReportedLayer | None]]:
-        """Operations with their errors, then errors of layers that are no operations. Names may repeat."""
+        """Operations with their errors, then errors of layers without an operation. Names may repeat."""
         errors: dict[str, list[ReportedLayer]] = defaultdict(list)
         for layer in reversed(self.report.layers):
             errors[layer.name].append(layer)

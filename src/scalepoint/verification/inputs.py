@@ -1,4 +1,4 @@
-"""The inputs that deploy measured a file with, kept beside the file: `scalepoint bench` measures with the same."""
+"""The inputs that deploy measured a file with, kept next to it for `scalepoint bench`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ def load_inputs(path: Path) -> dict[str, np.ndarray]:
     """The arrays that `save_inputs` wrote."""
     try:
         with open_tensors(path, framework="np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (DocumentError, SafetensorError, OSError, ValueError, TypeError) as error:
         raise StoreError(
             f"{path} holds no inputs ({error}): delete it to measure with random ones, or deploy again"
