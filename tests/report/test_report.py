@@ -27,6 +27,7 @@ from scalepoint.report import (
     Raised,
     Report,
     ReportedLayer,
+    Reproduction,
     is_within,
     placement_graph,
     to_html,
@@ -369,6 +370,13 @@ def test_layers_that_are_faster_in_float_share_a_card_whatever_their_times():
     assert page.count("<h3>faster in float") == 1
     assert "3 operations" in page
     assert "12 us" in page
+
+
+def test_a_command_in_the_next_steps_can_be_typed_whatever_the_folder_is_called():
+    found = replace(made.verification(sqnr=1.0), path="my out/model.onnx")
+    again = Reproduction("", "", "scalepoint deploy -c config.yaml --trust")
+    report = replace(made.ordinary(), verification=found, reproduction=again)
+    assert "scalepoint compare 'my out' -c 'my out/config.yaml' --trust" in "\n".join(report.next_steps())
 
 
 def test_only_what_the_config_asked_for_is_called_asked():
