@@ -131,7 +131,6 @@ ALLOWED = {
     "cli/models.py": "torch.load with weights_only=True, after check_file",
     "tuning/checkpoint.py": "load_file, after check_file",
     "verification/layers.py": "onnx.load, after check_file",
-    "verification/inputs.py": "safe_open, after check_file",
     "formats/onnx/saving.py": "reads what it has just written",
     "formats/coreml/writing.py": "reads what it has just written",
     "formats/packed/shards.py": "opened for writing",

@@ -3,18 +3,15 @@
 Plain data: who reads a report does not load torch for it.
 """
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from scalepoint.errors import CoverageError
-from scalepoint.words import count, one_line, printed, share_of, time_of
+from scalepoint.words import count, one_line, printed, share_of, time_of, two_times
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-TIMES = re.compile(r": [\d.]+ \w+, in int8 [\d.]+ \w+")  # of a layer that is faster in float
 
 
 class State(StrEnum):
@@ -33,12 +30,13 @@ class CoverageRow:
     kind: str
     state: State
     how: str  # "w int8 per_channel, x int8"
-    reason: str
+    reason: str  # the same text for all operations with the same cause
     parameters: int
     macs: int | None
     is_asked: bool = False  # float because the config says so
     is_meant: bool = False  # float because the target runs its kind so
     saves: float | None = None  # seconds by which float is faster, where it stays float for speed
+    seconds: tuple[float, float] | None = None  # predicted for it in float and in int8, where those are the reason
     shared: int = 0  # of its parameters, those that an earlier operation in the same precision has too
     stored: str = ""  # "int8 per_channel": how the file holds the weight of a product that runs in float
 
@@ -47,9 +45,12 @@ class CoverageRow:
         return self.saves is not None
 
     @property
-    def cause(self) -> str:
-        """The reason without the times of this operation: the same for all operations of one cause."""
-        return TIMES.sub("", self.reason) if self.is_for_speed else self.reason
+    def explanation(self) -> str:
+        """The reason, with the times of this operation if they are the reason."""
+        if self.seconds is None:
+            return self.reason
+        in_float, in_int8 = two_times(*self.seconds)
+        return f"{self.reason}: {in_float}, in int8 {in_int8}"
 
     @property
     def precision(self) -> str:
@@ -101,7 +102,7 @@ class Coverage:
         return not self.in_state(State.QUANTIZED) and any(row.is_for_speed for row in self.operations)
 
     def why_empty(self) -> str:
-        told = dict.fromkeys(f"{row.name}: {row.reason}" for row in self.operations)
+        told = dict.fromkeys(f"{row.name}: {row.explanation}" for row in self.operations)
         reasons = "; ".join(list(told)[:4]) or "it has no weights"
         if len(told) > 4:
             reasons += f"; and {len(told) - 4} more"
@@ -112,7 +113,7 @@ class Coverage:
         """strict=True: an error that names what stays float unasked."""
         if not self.unasked:
             return
-        listed = "; ".join(f"{row.name} ({row.kind}): {row.reason}" for row in self.unasked[:8])
+        listed = "; ".join(f"{row.name} ({row.kind}): {row.explanation}" for row in self.unasked[:8])
         more = f"; and {len(self.unasked) - 8} more" if len(self.unasked) > 8 else ""
         raise CoverageError(
             f"{len(self.unasked)} operations stay float unasked: {listed}{more}. Ask for it with "
@@ -147,7 +148,7 @@ class Coverage:
         for column in ("MACs", "weights"):
             table.add_column(column, justify="right", no_wrap=True)
         for row in self.operations:
-            cells = (row.name, row.kind, row.precision, row.reason)
+            cells = (row.name, row.kind, row.precision, row.explanation)
             table.add_row(*(Text(one_line(cell)) for cell in cells), count(row.macs), count(row.parameters))
         return table
 

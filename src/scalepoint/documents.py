@@ -122,7 +122,7 @@ def parse_json(text: str, limit: int = MAX_BYTES) -> Any:
 
 
 def _integer(text: str) -> int:
-    """No count or size has more digits, and a longer one is no float."""
+    """Refuse numbers with very many digits: no count or size has them, and float() fails on them."""
     if len(text) > MAX_DIGITS:
         raise DocumentError(f"a whole number of {len(text)} digits: at most {MAX_DIGITS} are read")
     return int(text)

@@ -237,7 +237,10 @@ def sweep_temporary() -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    data = text.encode()
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
     replace_file(path, lambda temporary: _write_bytes(temporary, data), len(data))
 
 

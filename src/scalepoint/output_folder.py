@@ -50,7 +50,7 @@ class WrittenFiles:
         self.records = _read(folder / LIST)
 
     def __contains__(self, name: str) -> bool:
-        """Whether we wrote this file and nobody changed it since."""
+        """Whether we wrote this file and it is unchanged."""
         record, path = self.records.get(name), self.folder / name
         if record is None or not _is_plain(self.folder, name):
             return False
@@ -70,7 +70,7 @@ class WrittenFiles:
         return names
 
     def remove_all_but(self, names: Iterable[str]) -> None:
-        """Delete what earlier runs wrote, except these files, and forget it. What was changed since stays."""
+        """Delete the files of earlier runs except these, and forget them. Files that were changed stay."""
         kept = set(names)
         for name in sorted(set(self.records) - kept):
             if name in self:

@@ -106,12 +106,12 @@ def open_text(path: Path) -> Iterator[IO[str]]:
 
 
 @contextmanager
-def open_tensors(path: Path, *, folder: Path | None = None) -> Iterator[Any]:
-    """Open a safetensors file; safetensors checks its length against its header."""
+def open_tensors(path: Path, *, folder: Path | None = None, framework: str = "pt") -> Iterator[Any]:
+    """Open a safetensors file; safetensors checks its length against its header. `framework` is "pt" or "np"."""
     from safetensors import safe_open  # noqa: PLC0415  # loads numpy
 
     check_file(path, folder=folder)
-    with safe_open(path, framework="pt") as file:
+    with safe_open(path, framework=framework) as file:
         yield file
 
 

@@ -115,3 +115,16 @@ def test_an_unknown_tensor_is_named_with_the_nearest(folder):
 def test_no_folder_at_all(tmp_path):
     with pytest.raises(StoreError, match="no such folder"):
         Source.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("row", "is_own"), [(None, False), (0, True), (9_999, True)])
+def test_a_head_is_its_own_if_any_row_differs_from_the_embedding(tmp_path, row, is_own):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": True}))
+    embedding = torch.randn(10_000, 8).to(torch.bfloat16)
+    head = embedding.to(torch.float32)
+    if row is not None:
+        head[row, 3] += 1
+    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    source = Source.open(tmp_path)
+    assert source.has_own_head() == is_own
+    assert source.config["tie_word_embeddings"] == (not is_own)

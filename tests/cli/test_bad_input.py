@@ -36,6 +36,8 @@ BAD = (
     ("deploy", "of pictures", [*GIVEN, "--mean", "0.5,0.5,0.5"], USAGE, "--mean is for data that is a folder of"),
     ("deploy", "of libraries", [*GIVEN, "--random"], USAGE, "--random is for timm:NAME"),
     ("deploy", "of no checkpoint", ["{out}", "--target", "gguf", "--smoke"], USAGE, "--smoke is not for checkpoints"),
+    ("deploy", "not used", ["{out}", "--target", "gguf", "--threads", "2"], USAGE, "--threads is not for"),
+    ("deploy", "not used", ["{out}", "--target", "gguf", "--on-nan", "skip"], USAGE, "--on-nan is not for"),
     ("sweep", "no grid", [], USAGE, "which grid?"),
     ("sweep", "missing file", ["-c", "nowhere.yaml"], USAGE, "nowhere.yaml"),
     ("sweep", "misspelt key", ["-c", "misspelt.yaml"], USAGE, "did you mean 'target'?"),

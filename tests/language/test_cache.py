@@ -15,6 +15,7 @@ from scalepoint.language.text import sequences
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.runtimes import find_runtime
+from scalepoint.targets import find_target
 from tests.checkpoints.test_skeleton import saved
 from tests.language.conftest import text, write_llama, write_tokenizer
 
@@ -41,10 +42,11 @@ def deployed(folder, path, target, cache, **more):
 )
 def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
     target, cache = case.split()
+    runtime = find_runtime(find_target(target).runtime)
+    if not runtime.is_here:
+        pytest.skip(f"{runtime.name} is not installed")
     done = deployed(wide, tmp_path / "out", target, cache)
     found = done.report.language
-    if not find_runtime(found.runtime).is_here:
-        pytest.skip(f"{found.runtime} is not installed")
     assert (found.status, found.message) == ("ok", "")
     assert found.agreement_db > LEAST[case]
     assert found.written.split()[:5]

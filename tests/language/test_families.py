@@ -13,6 +13,8 @@ from scalepoint.checkpoints.skeleton import skeleton
 from scalepoint.errors import TargetError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.runtimes import find_runtime
+from scalepoint.targets import find_target
 from tests.checkpoints.test_skeleton import KINDS, saved
 from tests.formats.gguf.checkpoints import WORDS, byte_level
 
@@ -121,6 +123,9 @@ def test_a_family_whose_packed_weights_transformers_cannot_load_is_refused_befor
     ],
 )
 def test_a_head_of_its_own_is_kept_where_the_config_ties_it(tmp_path, target):
+    runtime = find_runtime(find_target(target).runtime)
+    if not runtime.is_here:
+        pytest.skip(f"{runtime.name} is not installed")
     written("llama", tmp_path / "m", tie_word_embeddings=True)
     file = tmp_path / "m" / "model.safetensors"
     tensors = load_file(file)
@@ -137,4 +142,4 @@ def test_a_head_of_its_own_is_kept_where_the_config_ties_it(tmp_path, target):
         wanted = perplexity(lambda own: model(own).logits, tokens)
     assert done.float_score == pytest.approx(wanted, rel=1e-4)
     assert done.score == pytest.approx(wanted, rel=0.05)
-    assert done.report.language.status in ("ok", "unavailable")
+    assert done.report.language.status == "ok"

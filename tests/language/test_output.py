@@ -86,6 +86,14 @@ def test_files_of_others_are_refused_and_stay_when_forced(llama, tmp_path, targe
                                       ".scalepoint-files.json"}  # fmt: skip
 
 
+def test_files_of_others_do_not_count_as_what_was_written(llama, tmp_path):
+    fresh = deployed(llama[0], tmp_path / "fresh").report.language
+    (tmp_path / "out").mkdir()
+    save_file({"lora": torch.zeros(500_000)}, tmp_path / "out" / "adapter.safetensors")
+    found = deployed(llama[0], tmp_path / "out", force=True).report.language
+    assert (found.size, found.bits) == (fresh.size, fresh.bits)
+
+
 @pytest.mark.slow
 def test_files_of_an_earlier_run_go_unless_they_were_changed(llama, tmp_path):
     out = tmp_path / "out"

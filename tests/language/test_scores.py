@@ -9,11 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.cli.app import run
-from scalepoint.errors import NonFiniteError, StoreError, UsageError, VerificationError
+from scalepoint.cli.ending import Code
+from scalepoint.errors import NonFiniteError, ScalepointWarning, StoreError, UsageError, VerificationError
 from scalepoint.files import replace_folder
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.report import Report, compare_runs
+from scalepoint.runtimes import Runtime
 
 GIVEN = {"length": 32, "accuracy": "fast", "progress": False, "config": {"weight": {"n_bits": 4, "block_size": 32}}}
 TARGET = "compressed-tensors"
@@ -54,6 +56,19 @@ def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama
     numbers = compare_runs(tmp_path / "three", tmp_path / "eight").numbers
     (row,) = (each for each in numbers if each.name == "perplexity")
     assert row.mood == "better"
+
+
+def test_a_missing_runtime_is_an_error_before_any_work_unless_it_may_be_unverified(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(Runtime, "is_here", False)
+    with pytest.raises(VerificationError, match="transformers is not installed"):
+        deployed(llama, tmp_path / "out")
+    options = ["--target", TARGET, "--judge", str(llama[0] / "judge.txt"), "--accuracy", "fast"]
+    assert run(["deploy", str(llama[0]), *options, "-o", str(tmp_path / "out")]) == Code.UNVERIFIED
+    assert list(tmp_path.iterdir()) == []
+    with pytest.warns(ScalepointWarning, match="will not be verified"):
+        done = deployed(llama, tmp_path / "out", allow_departure=True)
+    assert (done.report.language.status, done.path.is_dir()) == ("unavailable", True)
+    assert not deployed(llama, tmp_path / "unasked", verify=False).report.language.status
 
 
 def test_a_file_that_computes_something_else_is_an_error_unless_allowed(llama, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from scalepoint import deploy_checkpoint
 from scalepoint.checkpoints import Source
 from scalepoint.errors import CalibrationError, UsageError
 from scalepoint.language import text as module
-from scalepoint.language.text import sequences, tokenizer_of
+from scalepoint.language.text import context_of, sequences, tokenizer_of
 
 CONFIG = {"weight": {"n_bits": 4, "block_size": 32}}
 
@@ -70,6 +70,13 @@ def test_sequences_longer_than_the_context_are_refused(llama, tmp_path, data):
     with pytest.raises(UsageError, match="length=128"):
         deploy_checkpoint(llama[0], tmp_path / "out", target="gguf", config=CONFIG, data=data, length=150)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scaling", [[1], "linear", 3, {"original_max_position_embeddings": "many"}])
+def test_a_context_is_read_from_a_config_of_any_kind(llama, scaling):
+    source = Source.open(llama[0])
+    source = Source(source.folder, {**source.config, "rope_parameters": None, "rope_scaling": scaling}, source.tensors)
+    assert context_of(source, 5) == 128
 
 
 def test_only_as_much_text_is_tokenized_as_is_needed(llama, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """For which CPUs a file is: chosen or automatic, told, and kept in the file."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,12 @@ def test_an_automatic_choice_is_told_in_one_line_and_kept(tmp_path, capsys):
     deploy(tmp_path / "chosen", progress=True, cpu=HERE)
     deploy(tmp_path / "weights", progress=True, config={"activation": "float"})
     assert "cpu: " not in capsys.readouterr().err
+
+
+def test_a_target_of_another_package_may_have_an_option_of_the_same_name(tmp_path):
+    own = replace(onnxruntime_target(cpu=HERE), name="mine", options={"cpu": "arm"})
+    deploy(tmp_path, target=own)
+    assert DeployConfig.from_file(tmp_path / "config.yaml").cpu == "auto"
 
 
 def test_what_cannot_be_chosen_is_refused_before_any_work(tmp_path):

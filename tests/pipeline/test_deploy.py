@@ -370,6 +370,7 @@ class TestConfigFile:
             lambda: QuantizationSpec(dtype="int77"),
             lambda: PerChannelGranularity(axs=1),
             lambda: scalepoint.Budget(size=3),
+            lambda: scalepoint.Budget(size="abc"),
             lambda: scalepoint.deploy(nn.Linear(2, 2), torch.ones(1, 2), [torch.ones(1, 2)], budget="size=abc"),
             lambda: scalepoint.deploy(nn.Linear(2, 2), torch.ones(1, 2), [], config={"weight": {"n_bits": 99}}),
         ],

@@ -91,6 +91,18 @@ def test_an_index_error_of_the_users_own_code_stays_as_it_is(tmp_path) -> None:
         deploy(Tokens().eval(), IDS, data, tmp_path)
 
 
+def test_an_index_error_in_forward_is_not_taken_for_ids_out_of_range(tmp_path) -> None:
+    class Wrong(Tokens):
+        factors = (1.0, 2.0)
+
+        def forward(self, ids):
+            return super().forward(ids) * self.factors[5]
+
+    with pytest.raises(CaptureError, match="tuple index out of range") as caught:
+        deploy(Wrong().eval(), IDS, [IDS], tmp_path)
+    assert "takes ids below" not in str(caught.value)
+
+
 @pytest.mark.parametrize("seed", ["abc", 1.5, None, 2**64, -(2**63) - 1])
 def test_a_seed_that_is_none_is_refused(seed, tmp_path) -> None:
     with pytest.raises(UsageError, match="seed: must be"):

@@ -27,6 +27,7 @@ from scalepoint.report import (
     Raised,
     Report,
     ReportedLayer,
+    Reproduction,
     is_within,
     placement_graph,
     to_html,
@@ -359,14 +360,23 @@ def test_an_unverified_run_speaks_of_numbers_of_the_simulation_only_where_it_has
 
 
 def test_layers_that_are_faster_in_float_share_a_card_whatever_their_times():
-    reason = "faster in float: {}, in int8 {}, as such kernels were measured"
-    texts = [("1.2 us", "1.4 us"), ("18 us", "25 us"), ("1.00 ms", "1.50 ms")]
-    rows = [made.left_float(f"layer{index}", reason.format(*times)) for index, times in enumerate(texts)]
-    rows = [replace(row, saves=4e-6) for row in rows]
-    page = to_html(replace(made.bare(), coverage=Coverage(tuple(rows)))).partition('id="left-float"')[2]
+    times = [(1.2e-6, 1.4e-6), (18e-6, 25e-6), (1e-3, 1.5e-3)]
+    rows = [made.left_float(f"layer{index}", "faster in float") for index in range(len(times))]
+    rows = [replace(row, saves=4e-6, seconds=seconds) for row, seconds in zip(rows, times, strict=True)]
+    report = replace(made.bare(), coverage=Coverage(tuple(rows)))
+    assert "18 us, in int8 25 us" in str(report)
+    assert Report.from_json(report.to_json()).coverage == report.coverage
+    page = to_html(report).partition('id="left-float"')[2]
     assert page.count("<h3>faster in float") == 1
     assert "3 operations" in page
     assert "12 us" in page
+
+
+def test_a_command_in_the_next_steps_can_be_typed_whatever_the_folder_is_called():
+    found = replace(made.verification(sqnr=1.0), path="my out/model.onnx")
+    again = Reproduction("", "", "scalepoint deploy -c config.yaml --trust")
+    report = replace(made.ordinary(), verification=found, reproduction=again)
+    assert "scalepoint compare 'my out' -c 'my out/config.yaml' --trust" in "\n".join(report.next_steps())
 
 
 def test_only_what_the_config_asked_for_is_called_asked():

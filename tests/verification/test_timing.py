@@ -152,6 +152,11 @@ def test_measurements_that_are_compared_have_the_same_baseline(timed):
     assert found.ratio == pytest.approx(4, rel=0.4)
 
 
+def test_a_baseline_that_is_neither_file_is_refused(timed):
+    with pytest.raises(UsageError, match="did you mean 'the plain export'"):
+        timed("slow", "quantized", "fast", baseline="plain export")
+
+
 def test_a_file_that_does_not_run_is_an_error(timed):
     start = time.monotonic()
     with pytest.raises(VerificationError, match="clock could not run the files: failed"):

@@ -24,6 +24,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LARGEST_INDEX = 64_000_000
+ROWS = 4096  # of a matrix that are compared at once
 LARGEST_FILE = 256_000_000  # of a tokenizer
 OPENED_BY_TRANSFORMERS = (".json", ".model", ".txt", ".jinja", ".safetensors")
 TOKENIZER = (
@@ -38,7 +39,7 @@ TOKENIZER = (
     "generation_config.json",
 )
 HEADS = ("lm_head", "embed_out")
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings", "tokens_embed")
+TOKEN_EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings", "tokens_embed")
 TIE = "tie_word_embeddings"
 _DTYPES = {
     "F64": torch.float64,
@@ -98,12 +99,28 @@ class Source:
 
         transformers uses such a head even if config.json ties it to the embedding.
         """
-        heads, embeddings = (self._weights_of(names) for names in (HEADS, EMBEDDINGS))
+        heads, embeddings = (self._weights_of(names) for names in (HEADS, TOKEN_EMBEDDINGS))
         if len(heads) != 1 or len(embeddings) != 1:
             return False
         if self.tensors[heads[0]].shape != self.tensors[embeddings[0]].shape:
             return True
-        return not torch.equal(*(self.tensor(name, torch.float32) for name in (heads[0], embeddings[0])))
+        return not self._are_equal(heads[0], embeddings[0])
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        """Compare two matrices of one shape some rows at a time: a head can be larger than a block of the model."""
+        one, other = self.tensors[first], self.tensors[second]
+        try:
+            with (
+                open_tensors(one.shard, folder=self.folder) as first_file,
+                open_tensors(other.shard, folder=self.folder) as second_file,
+            ):
+                rows = first_file.get_slice(first), second_file.get_slice(second)
+                return all(
+                    torch.equal(*(each[start : start + ROWS].to(torch.float32) for each in rows))
+                    for start in range(0, one.shape[0] if one.shape else 0, ROWS)
+                )
+        except (OSError, SafetensorError, DocumentError) as error:
+            raise StoreError(f"{one.shard}: {first} cannot be read: {error}") from error
 
     def _weights_of(self, layers: Iterable[str]) -> list[str]:
         """The weights of layers whose names end so."""

@@ -12,7 +12,8 @@ from scalepoint.cli.naming import public
 from scalepoint.cli.screen import say, show, show_json
 from scalepoint.options import CheckpointOptions, changed_values
 
-READ = {"model", "data", *CheckpointOptions.model_fields}  # keys that the run of a checkpoint reads
+# Keys of a config that the run of a checkpoint reads.
+USED = {"model", "data", "root", *CheckpointOptions.model_fields}
 
 
 def is_folder(name: str | None) -> bool:
@@ -47,16 +48,19 @@ class FolderRun:
         """What can be refused before the model is looked at; whether a run goes on."""
         from scalepoint.language.settings import has_blocks, work_of
         from scalepoint.output_folder import check_path
+        from scalepoint.pipeline.job import check_runtime_installed
         from scalepoint.targets import find_target, list_targets
 
-        if not find_target(self.settings.target).is_language:
+        target = find_target(self.settings.target)
+        if not target.is_language:
             raise usage(
                 f"{self.settings.model} is a folder, the checkpoint of a language model: --target is one of "
                 f"{', '.join(list_targets(language=True))}, not {self.settings.target!r}"
             )
-        given = [name for name in changed_values(self.settings) if name not in {*READ, "root"}]
-        if given:
+        if given := [name for name in changed_values(self.settings) if name not in USED]:
             raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
+        if not self.settings.allow_departure and (self.settings.data or self.settings.judge):
+            check_runtime_installed(target, allow_departure=False)
         check_path(self.output)
         is_left = has_blocks(work_of(self.output))
         if self.resume or (is_left and ranks.is_restarted()):

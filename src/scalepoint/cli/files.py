@@ -79,7 +79,7 @@ def bench(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=1, help="What free axes are that are not the batch, such as tokens; 1 if not said."),
+        typer.Option(min=1, help="Size of free axes other than the batch, such as tokens; 1 unless given."),
     ] = None,
     min_ratio: Annotated[
         float | None, typer.Option(min=0, help="Exit with 5 when B is not so many times as fast.")
@@ -89,8 +89,8 @@ def bench(
 ) -> int:
     """The speed of two files in one process, in turns: the ratio of medians, and the time of their layers.
 
-    With the inputs that deploy measured with, where they lie beside B; with random ones if --batches or --length is
-    given."""
+    If B is in a folder that deploy wrote, the inputs are those that deploy measured with. Otherwise, and with --batches
+    or --length, they are random."""
     _there(first, None)
     _there(second, None)
     from scalepoint.runtimes import find_runtime
@@ -137,7 +137,7 @@ def bench(
 
 
 def _kept_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any] | None:
-    """What deploy measured the second file with; None where it kept nothing, or the first takes other inputs."""
+    """Load the inputs that deploy measured the second file with; None if there are none, or the files take others."""
     from scalepoint.verification.files import about_file
     from scalepoint.verification.inputs import INPUTS_FILE, load_inputs
 
@@ -185,7 +185,7 @@ def _layers(first: Path, second: Path, feeds: Any, runtime: Any, threads: int) -
 
 
 def _with_layer_names(path: Path) -> Path:
-    """The float file whose nodes are named after layers: torch.onnx.export names those of float_plain otherwise."""
+    """The float file whose nodes have the names of layers: torch.onnx.export gives those of float_plain other names."""
     own = path.with_name(f"float{path.suffix}")
     return own if path.stem == "float_plain" and own.is_file() else path
 

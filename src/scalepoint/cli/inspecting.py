@@ -67,8 +67,8 @@ def preview(settings: Any, finder: Finder, command: str, example: Any = None, *,
 
 
 def covered(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, bool]:
-    """What of the model is quantized and what not, as deploy has it where the sizes of inputs are known, and whether
-    they are."""
+    """Return the coverage of the model, and whether the sizes of its inputs are known. If they are, it is the coverage
+    that deploy would give."""
     from scalepoint.pipeline.job import with_speed
     from scalepoint.targets import find_target
 
@@ -80,8 +80,11 @@ def covered(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, bo
 
 
 def model_and_data(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, Any, Batches | None]:
-    """The model, its example inputs and the data. The example is what is given, else what the user's factory returns,
-    else the first batch of the data; a library's model has one of its own only where there is no data."""
+    """Load the model, its example inputs and the data.
+
+    The example is the one that is passed, else the one that the user's factory returns, else the first batch of the
+    data. For a library's model the first batch comes before the example that we make for it.
+    """
     model, inputs = load_model(settings.model, finder)
     batches = load_data(settings.data, reading_of(settings, finder)) if settings.data else None
     if example is not None:
@@ -103,7 +106,7 @@ def example_of(model: Any, batch: Any) -> Any:
 
 def coverage_listing(found: Any) -> Listing:
     rows = [
-        (row.name, row.kind, row.precision, row.reason, count(row.macs), count(row.parameters))
+        (row.name, row.kind, row.precision, row.explanation, count(row.macs), count(row.parameters))
         for row in found.operations
     ]
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))

@@ -231,8 +231,8 @@ def _file(folder: Path, name: str) -> Path:
     suffixes = [find_format(each).suffix for each in list_formats()]
     if folder.suffix in suffixes:
         raise usage(
-            f"{folder} is a file without the folder quantized/ beside it, which verify compares it with: give the "
-            "folder that `scalepoint deploy` wrote"
+            f"{folder} is a file, and the folder quantized/, which verify compares it with, is not next to it: give "
+            "the folder that `scalepoint deploy` wrote"
         )
     paths = [folder / f"{name}{suffix}" for suffix in suffixes]
     if not any(path.exists() for path in paths):

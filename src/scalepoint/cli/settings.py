@@ -74,10 +74,7 @@ def check_settings(settings: Any, finder: Finder, *, needs_data: bool = True) ->
 
 def _check_apply(settings: Any, finder: Finder) -> None:
     """Refuse options that this run would not use: to leave them out silently would look as if they had worked."""
-    changed = changed_values(settings)
-    for name in (*OF_LANGUAGE, *OF_PICTURES, "random"):
-        if name not in changed:
-            continue
+    for name in changed_values(settings):
         flag = f"--{name}"
         if name in OF_LANGUAGE:
             raise usage(f"{flag} is for checkpoints of language models, which are folders; {settings.model!r} is none")

@@ -136,7 +136,7 @@ def read_value(text: str) -> Any:
         return text
     try:
         return parse_json(text, LARGEST_DESCRIPTION)
-    except DocumentError:  # somebody else's text
+    except DocumentError:  # text that only begins like JSON
         return text
 
 

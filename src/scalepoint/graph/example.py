@@ -1,7 +1,6 @@
 """Check inputs before they are used: dense tensors with values, and token ids that the model has rows for."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, TensorError
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.modes import evaluating
+
+EMBEDDING_ERROR = "index out of range in self"  # torch 2.13, for ids without a row; an index of a list says otherwise
 
 
 def check_dense(value: Tensor) -> None:
@@ -40,21 +41,20 @@ def check_example(model: nn.Module, inputs: tuple[Any, Any]) -> None:
     for value in _tensors(inputs):
         check_dense(value)
         check_values(value)
-    if not any(map(_is_of_ids, _tensors(inputs))) or not any(True for _ in _tables(model)):
+    if not has_ids(inputs) or not any(True for _ in _tables(model)):
         return
-    out_of_range: IndexError | None = None
-    with suppress(Exception):  # the user's code raises what it likes; capture says at which line
-        try:
-            with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                dry_run(model, *inputs)
-        except IndexError as error:
-            out_of_range = error
-    if out_of_range is not None:
-        raise CaptureError(f"the example inputs: {ids_out_of_range(model, inputs)} ({out_of_range})") from out_of_range
+    try:
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            dry_run(model, *inputs)
+    except Exception as error:  # the user's code raises what it likes; capture says at which line
+        if message := ids_out_of_range(error, model, inputs):
+            raise CaptureError(f"the example inputs: {message}") from error
 
 
-def ids_out_of_range(model: nn.Module, inputs: Any) -> str:
-    """Describe integer inputs that an embedding refused, and the embeddings of the model."""
+def ids_out_of_range(error: Exception, model: nn.Module, inputs: Any) -> str:
+    """Describe the ids that an embedding refused, and the embeddings of the model; "" for every other error."""
+    if not isinstance(error, IndexError) or EMBEDDING_ERROR not in str(error) or not has_ids(inputs):
+        return ""
     ranges = [
         f"{tuple(value.shape)} {value.dtype} with ids from {int(value.min())} to {int(value.max())}"
         for value in _tensors(inputs)

@@ -54,7 +54,7 @@ def export(
         except Exception as error:  # torch.export raises every kind; each is a rung of the ladder
             first = first or error
             if "not a known type" in str(error) and not _register_outputs(model, args, kwargs):
-                break  # no rung can hold what the model gives
+                break  # no other way of exporting can represent this output either
             continue
         check_names(program, axes or {})
         if why := why_fixed(program, axes or {}):
@@ -144,8 +144,7 @@ def _has_batch(shape: tuple[int, ...]) -> bool:
 
 
 def _register_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell torch.export of the dataclass or dict that the model gives, so that the next rung takes it; False where
-    there is nothing to tell."""
+    """Register the dataclass or dict that the model returns with torch.export. False if it is neither, or known."""
     kind = type(dry_run(model, args, kwargs))
     if kind in pytree.SUPPORTED_NODES:
         return False

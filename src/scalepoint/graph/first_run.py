@@ -1,7 +1,7 @@
-"""Models that make buffers or caches in their first forward: the copy is run once, where a trace alone would not do.
+"""Models that make buffers or caches in their first forward: run the copy once if a trace alone fails.
 
-A trace calls the forward more than once. What the first call stored in an attribute has no values, and what the second
-call reads from it would be a constant without values in the graph.
+A trace calls the forward more than once. The first call stores tensors of the trace in attributes. They have no values,
+and a second call that reads them would put constants without values into the graph.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 def export_after_first_run(
     model: nn.Module, given: Inputs, wide: Inputs, *, dynamic: bool, axes: Axes
 ) -> ExportedProgram:
-    """The program of a model that is ours. Where that fails or lacks values, the model is run on the `wide` inputs, and
-    exported again if the run made tensors that were not there."""
+    """Export our copy of a model. If that fails or the program lacks values, run the model on the `wide` inputs, and
+    export it again if the run made new tensors."""
     failed: CaptureError | None = None
     try:
         names = dict(model.named_buffers()).keys()

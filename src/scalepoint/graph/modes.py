@@ -61,8 +61,8 @@ def _is_traced(value: Any) -> bool:
 
 @contextmanager
 def without_cache(model: Any) -> Iterator[None]:
-    """Models of transformers return keys and values of earlier tokens unless `use_cache` is False in the config of each
-    part that has one: inside it is."""
+    """Set `use_cache` to False in all configs of a transformers model: it returns keys and values of earlier tokens
+    otherwise."""
     found = {id(config): config for module in _modules(model) for config in _configs(vars(module).get("config"))}
     on = [config for config in found.values() if config.use_cache is True]
     for config in on:

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from scalepoint.language.streams import Scored, scored
 from scalepoint.language.text import Text, sequences
 from scalepoint.options import Accuracy
 from scalepoint.output_folder import LIST, WrittenFiles, move_into
+from scalepoint.pipeline.job import check_runtime_installed
 from scalepoint.pipeline.result import Deployment
 from scalepoint.progress import timed
 from scalepoint.quantize import QuantConfig, coverage, insert_qdq
@@ -79,7 +81,7 @@ def deploy_checkpoint(
     "int4", "fp8"), where the runtime does. resume=True goes on where a run of the same was killed. force=True writes
     into an `output` that contains something, and leaves files of others. The score is perplexity, lower is better. A
     runtime that cannot run the file, or departs from the simulation, is a VerificationError unless
-    allow_departure=True; the file is kept.
+    allow_departure=True; the file is kept. A runtime that is not installed is the same error, before any work.
     """
     texts = {"calibration data": data, "text to judge by": judge}
     job = asked(source, output, target, config, accuracy, memory, cache, texts, may_exist=force, resume=resume)
@@ -87,6 +89,9 @@ def deploy_checkpoint(
     timings: dict[str, float] = {}
     check_config(job.source)
     calibration, judging = _texts(job, data, judge, length, samples)
+    if verify and judging:
+        check = partial(check_runtime_installed, job.target, allow_departure=allow_departure)
+        ranks.told("looking for the runtime", check)
     with _working(job):
         with timed(timings, "capturing", show=progress):
             model, weights = quantized_skeleton(job, calibration)
@@ -138,7 +143,7 @@ def _write(job: Asked, checkpoint: QuantizedCheckpoint) -> None:
 
 
 def _remove_work(job: Asked) -> None:
-    """Delete what this run kept to go on from. What somebody else put there stays."""
+    """Delete the files that a killed run resumes from. Files of others stay."""
     for name in (STAGED, TUNING, LOCK):
         with suppress(OSError):
             remove(job.work / name)

@@ -122,7 +122,8 @@ def _wider(job: Asked, codes: Codes) -> tuple[str, ...]:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else sum(each.stat().st_size for each in path.rglob("*"))
+    """Bytes of what was written: a folder may contain files of others."""
+    return path.stat().st_size if path.is_file() else sum(each.size for each in WrittenFiles(path).records.values())
 
 
 def write_report(report: Report, job: Asked) -> None:

@@ -145,7 +145,9 @@ def check_output(job: Asked, *, force: bool, resume: bool) -> None:
     if force or (resume and is_left):
         return
     if is_left:
-        raise UsageError(f"{job.output} has an unfinished run: go on with resume=True, or begin anew with force=True")
+        raise UsageError(
+            f"{job.output} contains an unfinished run: continue it with resume=True, or start again with force=True"
+        )
     if job.output.is_dir() and any(job.output.iterdir()):
         raise UsageError(f"{job.output} is not empty: choose another output, or overwrite files there with force=True")
     written = WrittenFiles(job.report_folder)
@@ -186,7 +188,7 @@ def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) ->
 
 
 def _can_be_signed(spec: QuantizationSpec) -> bool:
-    """Whether these are plain integers of 4 or 5 bits in blocks, whose range nobody chose."""
+    """Whether these are plain integers of 4 or 5 bits in blocks, with the default range and scales."""
     is_plain = spec.range_calculator_cls is MinMaxRangeCalculator and spec.float_range == (None, None)
     is_nearest = spec.qparam_calculator_cls in (StaticQParamsCalculator, DefaultQParamsCalculator)
     is_symmetric = spec.qscheme == QuantizationScheme.SYMMETRIC and spec.qformulation == QuantizationFormulation.ZP

@@ -5,7 +5,7 @@
 a folder                 all such files in it, in the order of their names
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,8 +55,9 @@ def sequences(given: Text, source: Source, *, length: int, count: int, what: str
 def context_of(source: Source, default: int) -> int:
     """The most tokens of a sequence: the shortest context that config.json names."""
     config = source.config
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    known = [config.get(name) for name in CONTEXTS] + [rope.get(CONTEXTS[0])]
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    known = [config.get(name) for name in CONTEXTS]
+    known += [rope.get(CONTEXTS[0])] if isinstance(rope, Mapping) else []  # anybody may have written the config
     return min([each for each in known if isinstance(each, int) and each > 1], default=default)
 
 

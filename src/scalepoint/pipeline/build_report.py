@@ -41,6 +41,7 @@ from scalepoint.report import (
 )
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import instruction_set
+from scalepoint.targets.registry import has_cpu_option
 from scalepoint.tuning import TuneReport
 from scalepoint.version import __version__
 
@@ -96,7 +97,11 @@ def build_report(
 
 def config_file(job: Job) -> str:
     """config.yaml: everything that was asked for, with every default written out."""
-    values = {**dict(job.options), "cpu": job.target.options.get("cpu", "auto"), "metadata": job.metadata}
+    values = {
+        **dict(job.options),
+        "cpu": job.target.options["cpu"] if has_cpu_option(job.target) else "auto",
+        "metadata": job.metadata,
+    }
     config = DeployConfig.model_validate(values).to_dict()
     return CONFIG_HEADER + dump_yaml({key: value for key, value in config.items() if key not in OBJECTS})
 

@@ -40,7 +40,7 @@ from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
 from scalepoint.targets import Target
 from scalepoint.targets.cpu import AUTOMATIC
-from scalepoint.targets.registry import BY_CPU
+from scalepoint.targets.registry import has_cpu_option
 from scalepoint.turns import in_turn
 from scalepoint.verification import Status, Verification
 
@@ -180,18 +180,12 @@ def deploy(
         Workspace.open(Path(job.options.output), suffix=suffix, resume=resume, force=force) as workspace,
         listening(workspace.log),
     ):
-        context = StageContext(job=job.for_smoke() if smoke else job, workspace=workspace)
-        deployment = run_job(context, asked=job)
+        deployment = run_job(StageContext(job=job.for_smoke() if smoke else job, workspace=workspace))
     return deployment if allow_departure else deployment.checked()
 
 
-def run_job(context: StageContext, asked: Job) -> Deployment:
-    """Make trials, keep the best, and write its files and the report into the output folder.
-
-    Args:
-        context: The run, of a job or of its smoke version.
-        asked: The job as the user asked for it, for config.yaml.
-    """
+def run_job(context: StageContext) -> Deployment:
+    """Make trials, keep the best, and write its files and the report into the output folder."""
     stages.check_same_model(context)
     job, workspace = context.job, context.workspace
     limits = Limits(stages.evaluate_float(context), job.options.max_drop, job.options.min_speed)
@@ -210,7 +204,7 @@ def run_job(context: StageContext, asked: Job) -> Deployment:
     if ranks.is_main():
         with ranks.alone():
             stages.extract_departure(context, best)
-        workspace.write_text(CONFIG, config_file(asked))
+        workspace.write_text(CONFIG, config_file(job))
         workspace.finish()
     return Deployment.from_trials(best, report, limits, trials)
 
@@ -256,7 +250,7 @@ def _baseline(trials: Sequence[Trial]) -> str | None:
 
 def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], Allocated | None]:
     """Trials until none that costs less would hold the limits; one trial if there are no limits."""
-    config, most = context.job.config, context.job.options.max_trials
+    config, most = context.job.config, context.job.max_trials
     has_limits = limits.max_drop is not None or limits.min_speed is not None
     trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or most == 1)]
     widths = None
@@ -343,7 +337,7 @@ def _write_report(
 
 def _say_which_cpu(job: Job) -> None:
     """Say which CPUs the file is for, if the user did not choose. With float activations nothing can saturate."""
-    if job.target.name in BY_CPU and job.config.activation != FLOAT:
+    if has_cpu_option(job.target) and job.config.activation != FLOAT:
         say(AUTOMATIC[str(job.target.options["cpu"])])
 
 

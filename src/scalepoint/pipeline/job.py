@@ -11,7 +11,6 @@ from torch.export import ExportedProgram
 from scalepoint import ranks
 from scalepoint.allocation import check_choices
 from scalepoint.budget import Budget
-from scalepoint.complaints import cause_of, told_plainly
 from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
 from scalepoint.formats import check_metadata, find_format
 from scalepoint.graph.blame import user_level
@@ -66,11 +65,20 @@ class Job:
     is_smoke: bool = False
     progress: bool | None = None
 
+    @property
+    def max_batches(self) -> int | None:
+        """Batches of the data that are used; None for all."""
+        asked = self.options.max_batches
+        return min(asked or SMOKE_BATCHES, SMOKE_BATCHES) if self.is_smoke else asked
+
+    @property
+    def max_trials(self) -> int:
+        return 1 if self.is_smoke else self.options.max_trials
+
     def for_smoke(self) -> "Job":
-        """The quick version of this job: two batches, one trial, no timing."""
-        batches = min(self.options.max_batches or SMOKE_BATCHES, SMOKE_BATCHES)
-        options = self.options.model_copy(update={"max_batches": batches, "max_trials": 1})
-        return replace(self, options=options, data=replace(self.data, max_batches=batches), is_smoke=True)
+        """The quick version of this job: two batches, one trial, no timing. The options stay as they were asked."""
+        smoke = replace(self, is_smoke=True)
+        return replace(smoke, data=replace(self.data, max_batches=smoke.max_batches))
 
 
 def prepare_job(
@@ -142,6 +150,11 @@ def with_speed(config: QuantConfig, *, strict: bool, has_budget: bool) -> QuantC
 def check_installed(target: Target, *, allow_departure: bool) -> None:
     """Refuse a target whose file cannot be written or verified here, before any work."""
     find_format(target.format).check_installed()
+    check_runtime_installed(target, allow_departure=allow_departure)
+
+
+def check_runtime_installed(target: Target, *, allow_departure: bool) -> None:
+    """Refuse a target whose runtime is not installed; with allow_departure=True only warn."""
     runtime = None if target.runtime is None else find_runtime(target.runtime)
     if runtime is None or runtime.is_here:
         return
@@ -188,7 +201,7 @@ def _check_data_and_metric(data: Any, evaluate: Any, max_drop: float | None) -> 
 
 
 def _data_or_none(data: Any, config: QuantConfig) -> Any:
-    """The data; [] for None, which is allowed where activations stay float."""
+    """Refuse None unless activations stay float: then no data is needed."""
     if data is not None:
         return data
     if config.activation != FLOAT:
@@ -206,12 +219,7 @@ def _build_budget(budget: Any, max_drop: float | None, data: Any) -> Budget | No
         raise UsageError("budget= says how small or fast, max_drop= how accurate: give one of them")
     if isinstance(data, Iterator):
         raise UsageError("budget= reads the data several times, an iterator gives it once: pass a list or a function")
-    try:
-        return Budget.build(budget)
-    except ConfigError as error:
-        if (cause := cause_of(error)) is None:
-            raise
-        raise ConfigError(f"budget={shown(budget)}: {told_plainly(cause, budget)}") from error
+    return Budget.build(budget)
 
 
 def _check_min_speed(values: Mapping[str, Any], data: Any, target: Target, *, smoke: bool) -> None:

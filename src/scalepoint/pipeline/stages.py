@@ -182,7 +182,7 @@ def _quantize(
         calibrate(
             model,
             data,
-            max_batches=options.max_batches,
+            max_batches=job.max_batches,
             on_nan=options.on_nan,
             progress=job.progress,
             freeze_weights=True,
@@ -195,7 +195,7 @@ def _quantize(
                 model,
                 job.data.data,
                 tuning,
-                max_batches=options.max_batches,
+                max_batches=job.max_batches,
                 on_nan=options.on_nan,
                 progress=job.progress,
             )
@@ -234,7 +234,7 @@ def measure(context: StageContext, config: QuantConfig, choices: tuple[str, ...]
                     choices,
                     job.data.data if has_data else job.example.as_data(),
                     steps=steps,  # stands for the tuning that will follow
-                    max_batches=job.options.max_batches,
+                    max_batches=job.max_batches,
                     on_nan=job.options.on_nan,
                     progress=job.progress,
                 )
@@ -447,7 +447,11 @@ def extract_departure(context: StageContext, best: Trial) -> None:
 def quantize_inputs(context: StageContext, config: QuantConfig) -> Inputs:
     """What a quantized model depends on, besides the data."""
     job = context.job
-    values = {**stage_values(job.options, "quantize"), "dynamic_axes": job.dynamic_axes}
+    values = {
+        **stage_values(job.options, "quantize"),
+        "max_batches": job.max_batches,
+        "dynamic_axes": job.dynamic_axes,
+    }
     return {
         **VERSIONS,
         "the model": context.model_fingerprint,

@@ -20,7 +20,7 @@ from scalepoint import ranks
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.modes import evaluating
-from scalepoint.quantize.constant import ConstantData
+from scalepoint.quantize.constant_data import ConstantData
 from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split, length_of
 from scalepoint.quantize.means import Means, take_back
 from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of

@@ -54,7 +54,7 @@ def _row(decision: Decision) -> CoverageRow:
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
     whose = (decision.is_asked, decision.is_meant)
     told = (site.name, kind, decision.state, ", ".join(words), decision.reason, 0, macs, *whose)
-    return CoverageRow(*told, saves=decision.saves, stored=stored)
+    return CoverageRow(*told, saves=decision.saves, seconds=decision.seconds, stored=stored)
 
 
 def _operands(site: Site, kind: str) -> list[fx.Node]:

@@ -38,7 +38,7 @@ from scalepoint.errors import (
     shown,
 )
 from scalepoint.graph.capture import as_tensor
-from scalepoint.graph.example import check_values, has_ids, ids_out_of_range
+from scalepoint.graph.example import check_values, ids_out_of_range
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.progress import Phase, phase
 from scalepoint.turns import in_turn
@@ -144,9 +144,8 @@ def _feed(
         raise
     except Exception as error:
         told.at = inside.batch
-        if isinstance(error, IndexError) and inside.is_inside and has_ids(inside.given):
-            said = ids_out_of_range(model, inside.given)
-            raise CalibrationError(f"batch {inside.batch} of the data: {said} ({error})") from error
+        if message := ids_out_of_range(error, model, inside.given):
+            raise CalibrationError(f"batch {inside.batch} of the data: {message}") from error
         error.add_note(BatchNote(f"{what}: batch {inside.batch}"))
         raise
     finally:

@@ -25,7 +25,6 @@ from scalepoint.quantize.parts import kind_of_part, weight_shape
 from scalepoint.quantize.placement import Decision, unpacked
 from scalepoint.targets import Target
 from scalepoint.targets.kernels import Kernels, Shape, kernels
-from scalepoint.words import two_times
 
 SMALLEST = 15e-6  # seconds of all products: below, the call itself weighs more than any layer
 LEAST_GAIN = 0.03  # of the predicted time: less is within what a prediction can tell
@@ -33,6 +32,10 @@ INT8, FLOAT = 0, 1  # the two ends of the cut
 NOTHING = 1e-12  # seconds
 ROUNDING = 1e-6
 DEQUANTIZED = 2e-9  # seconds a weight, at each run, where a runtime fuses float over stored codes
+FASTER = "faster in float, by the times of such kernels"
+NEIGHBOURS_FASTER = (
+    "its neighbours are faster in float, and converting to int8 and back would cost more than int8 gains here"
+)
 LAYOUT = 2.0  # passes over a tensor at a border: integer kernels have channels last, float ones in blocks
 
 
@@ -58,7 +61,10 @@ def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], confi
         decision.points, decision.state = [], State.FLOAT
         decision.weight = unpacked(decision.site, config, target) if target.unpacks else None
         decision.is_meant, decision.saves = True, after - before
-        decision.reason = _why(before, after)
+        if after > before:
+            decision.reason, decision.seconds = FASTER, (before, after)
+        else:
+            decision.reason = NEIGHBOURS_FASTER
 
 
 class _View:
@@ -117,13 +123,6 @@ def _together(free: Sequence[Decision], lists: Sequence[Sequence[Decision]]) -> 
     """All of these, in the order of the graph."""
     named = {id(each) for each_list in lists for each in each_list}
     return [each for each in free if id(each) in named]
-
-
-def _why(before: float, after: float) -> str:
-    if after > before:
-        in_float, in_int8 = two_times(before, after)
-        return f"faster in float: {in_float}, in int8 {in_int8}, as such kernels were measured"
-    return "what stands around it is faster in float, and conversions would cost more than int8 wins"
 
 
 @dataclass

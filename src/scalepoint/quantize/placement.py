@@ -91,6 +91,7 @@ class Decision:
     is_asked: bool = False  # whether the config wants it float
     is_meant: bool = False  # whether the target runs its kind in float
     saves: float | None = None  # seconds that float wins, where it stays float for speed
+    seconds: tuple[float, float] | None = None  # in float and in int8, where those are the reason
 
 
 def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Site]:

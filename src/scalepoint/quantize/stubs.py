@@ -51,9 +51,13 @@ def as_consumers(consumers: Consumers) -> list[Any]:
     return [consumers] if isinstance(consumers, str | nn.Module) else list(consumers)
 
 
+def reader_name(reader: str | nn.Module) -> str:
+    """Name a reader for a message. A module has no name of its own: its class stands for it."""
+    return reader if isinstance(reader, str) else type(reader).__name__
+
+
 def reader_names(consumers: Iterable[str | nn.Module]) -> str:
-    """Name the readers for a message. A module has no name of its own: its class stands for it."""
-    return ", ".join(reader if isinstance(reader, str) else type(reader).__name__ for reader in consumers)
+    return ", ".join(map(reader_name, consumers))
 
 
 class Quantizing(Stateful):

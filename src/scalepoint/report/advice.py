@@ -83,5 +83,6 @@ def _compare(report: "Report") -> str:
     if not _is_typed(report) or report.verification is None:
         return "scalepoint.compare(model, done.model, data)"
     folder = PurePath(report.verification.path).parent
-    trust = " --trust" if "--trust" in str(report.reproduction and report.reproduction.command).split() else ""
-    return f"scalepoint compare {folder} -c {folder}/config.yaml{trust}"
+    words = ["scalepoint", "compare", str(folder), "-c", str(folder / "config.yaml")]
+    is_trusted = report.reproduction is not None and "--trust" in report.reproduction.command.split()
+    return shlex.join([*words, "--trust"] if is_trusted else words)

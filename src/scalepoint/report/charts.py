@@ -138,7 +138,7 @@ def shares(parts: Iterable[tuple[str, float]], classes: Mapping[str, str]) -> li
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers between two values."""
     rough = (high - low) / about
-    if not 1e-300 < rough < math.inf:  # also a report of somebody else, with numbers of any size
+    if not 1e-300 < rough < math.inf:  # a report.json from elsewhere may hold any number
         return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)

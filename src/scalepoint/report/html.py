@@ -329,7 +329,7 @@ class ReportView:
         return [self._layer_row(row, error, largest) for row, error in pairs]
 
     def _layer_pairs(self) -> list[tuple[CoverageRow | None, ReportedLayer | None]]:
-        """Operations with their errors, then errors of layers that are no operations. Names may repeat."""
+        """Operations with their errors, then errors of layers without an operation. Names may repeat."""
         errors: dict[str, list[ReportedLayer]] = defaultdict(list)
         for layer in reversed(self.report.layers):
             errors[layer.name].append(layer)
@@ -346,7 +346,7 @@ class ReportView:
             name=row.name if row else error.name if error else "",
             kind=row.kind if row else "",
             precision=precision,
-            reason=row.reason if row else "",
+            reason=row.explanation if row else "",
             css=self.classes.get(precision, "p-none"),
             is_operation=row is not None,
             numbers=(
@@ -378,7 +378,7 @@ class ReportView:
         groups: dict[tuple[str, bool], list[CoverageRow]] = defaultdict(list)
         for row in self.report.coverage.operations:
             if row.precision == terminal.NOT_LOW:
-                groups[row.cause or "no reason given", row.is_asked].append(row)
+                groups[row.reason or "no reason given", row.is_asked].append(row)
         total = sum(row.macs or 0 for row in self.report.coverage.operations)
         found = []
         for (reason, is_asked), rows in groups.items():

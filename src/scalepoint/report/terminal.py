@@ -66,7 +66,9 @@ def _runtime_verdict(report: "Report") -> str:
     if found.latency is not None and found.latency.ratio < 1:
         word = "Slower than" if found.latency.is_slower else "No faster than"
         return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."
-    return f"I{agrees[1:]}." if report.coverage.is_float_for_speed else f"Verified: {agrees}."
+    if report.coverage.is_float_for_speed:  # nothing is quantized: there is little to verify
+        return f"{agrees[0].upper()}{agrees[1:]}."
+    return f"Verified: {agrees}."
 
 
 def _unverified(found: "Verification") -> str:
@@ -290,7 +292,7 @@ def _float_table(report: "Report", narrow: bool, limit: int) -> Table | None:
     left = [row for row in report.coverage.operations if row.precision == NOT_LOW]
     if not left:
         return None
-    rows = [(short(row.name), row.kind, one_line(row.reason)) for row in left[:limit]]
+    rows = [(short(row.name), row.kind, one_line(row.explanation)) for row in left[:limit]]
     rows += [(f"and {len(left) - limit} more", "", "")] if len(left) > limit else []
     if narrow:
         return plain_table(("operation", "why"), [(row[0], row[2]) for row in rows])

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _exit_with_parent() -> None:
-    """Exit soon after the parent closed stdin, also in the middle of a run that nobody waits for any more.
+    """Exit soon after the parent closed stdin, also in the middle of a run.
 
     `poll` reports the end of a pipe without reading from it, so requests stay for the main thread.
     """

@@ -113,7 +113,7 @@ class Child:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Kill it after so many seconds, which ends a read of its stdout."""
+        """Kill the child after this time, which ends a read of its stdout."""
         timer = threading.Timer(seconds, self._kill_late)
         timer.start()
         try:

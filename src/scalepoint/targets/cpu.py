@@ -11,7 +11,7 @@ AUTOMATIC = {
     "cpu='avx2' (--cpu avx2) makes a file for both",
     "avx2": "cpu: this CPU has no VNNI, so weights are scaled to be exact without it, on every CPU. "
     "cpu='vnni' (--cpu vnni) uses all 8 bits, for CPUs with VNNI only",
-}  # what is said where nobody chose
+}  # printed when cpu="auto" made the choice
 
 
 def instruction_set(cpu: str = "auto") -> str:

@@ -27,6 +27,11 @@ def list_targets(*, language: bool = False) -> list[str]:
     return [name for name in _ALL.names() if (name in own) == language]
 
 
+def has_cpu_option(target: Target) -> bool:
+    """Whether the option cpu= of `deploy` made this target. Targets of other packages may have such an option too."""
+    return target.name in BY_CPU and "cpu" in target.options
+
+
 def find_target(target: str | Target, cpu: str = "auto") -> Target:
     """A target from itself or from its name.
 
@@ -40,7 +45,7 @@ def find_target(target: str | Target, cpu: str = "auto") -> Target:
         raise UsageError(f"cpu={shown(cpu)}: {nearest(str(cpu), CHOICES)}")
     if cpu in ("auto", found.options.get("cpu")):
         return found
-    if found.name not in BY_CPU or "cpu" not in found.options:
+    if not has_cpu_option(found):
         raise UsageError(f"cpu={cpu!r} cannot be used with target {found.name!r}: it is for {' and '.join(BY_CPU)}")
     if not isinstance(target, str):
         raise UsageError(

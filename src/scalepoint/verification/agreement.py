@@ -51,7 +51,7 @@ def nothing_compared(agreements: Sequence[Agreement]) -> str:
 def agreements(
     expected: "Sequence[Tensor]", found: Mapping[str, np.ndarray], feeds: Mapping[str, np.ndarray] | None = None
 ) -> tuple[Agreement, ...]:
-    """One for every output, in order; an output that the file has not does not agree.
+    """Compare every output, in order; an output that the file lacks does not agree.
 
     Top-1 is counted over the last axis of float outputs with two axes (samples, classes), and with three where the
     first two are those of an integer input in `feeds` (samples, tokens, vocabulary). Other outputs have none.

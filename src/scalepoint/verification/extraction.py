@@ -14,7 +14,7 @@ import numpy as np
 from torch import fx
 
 from scalepoint.errors import StoreError, UsageError
-from scalepoint.files import replace_file, replace_text
+from scalepoint.files import replace_bytes, replace_file, replace_text
 from scalepoint.output_folder import check_inputs, check_links, check_path
 from scalepoint.verification.layers import Compared, compared
 
@@ -114,14 +114,10 @@ def _write(folder: Path, proto: Any, tensor: str, found: Compared) -> None:
     except OSError as error:
         raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
     model, inputs, expected, script = (folder / name for name in NAMES)
-    replace_file(model, lambda path: _write_bytes(path, proto.SerializeToString(deterministic=True)))
+    replace_bytes(model, proto.SerializeToString(deterministic=True))
     replace_file(inputs, lambda path: _save_arrays(path, {"names": np.array(names), **arrays}))
     replace_file(expected, lambda path: _save_arrays(path, {"output": found.expected[tensor]}))
     replace_text(script, SCRIPT.format(where=where))
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:

@@ -1,15 +1,15 @@
-"""The inputs that deploy measured a file with, kept beside the file: `scalepoint bench` measures with the same."""
+"""The inputs that deploy measured a file with, kept next to it for `scalepoint bench`."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.files import replace_file
-from scalepoint.untrusted import check_file
+from scalepoint.untrusted import open_tensors
 
 INPUTS_FILE = "inputs.safetensors"
 
@@ -24,9 +24,8 @@ def save_inputs(folder: Path, feeds: Mapping[str, np.ndarray]) -> Path:
 def load_inputs(path: Path) -> dict[str, np.ndarray]:
     """The arrays that `save_inputs` wrote."""
     try:
-        check_file(path)
-        with safe_open(path, framework="np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        with open_tensors(path, framework="np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (DocumentError, SafetensorError, OSError, ValueError, TypeError) as error:
         raise StoreError(
             f"{path} holds no inputs ({error}): delete it to measure with random ones, or deploy again"

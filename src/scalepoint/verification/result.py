@@ -145,7 +145,7 @@ class Verification:
 
     @property
     def origin(self) -> str:
-        """What the file was made for, and on which other kind of CPU it was verified."""
+        """The target and options of the file, and the kind of CPU that verified it if that is another one."""
         made = ", ".join(f"{key} {each}" for key, each in self.made_for.items())
         is_elsewhere = self.machine_cpu and self.made_for.get("cpu", self.machine_cpu) != self.machine_cpu
         return f"{made}; verified on another CPU, {self.machine_cpu}" if is_elsewhere else made
@@ -183,7 +183,7 @@ class Verification:
     def check(self) -> None:
         """Raise VerificationError when the file does not run as the simulation says.
 
-        A file that could not be verified here is no error: `status` and `message` say why.
+        A file that could not be verified here is not an error: `status` and `message` say why.
         """
         if not self.is_refuted:
             return

@@ -32,7 +32,7 @@ from scalepoint.verification.profiling import layer_names, profile
 from scalepoint.verification.result import BOUND_DB, OWN_BASELINE, Benchmark, Departure, Resized, Verification
 from scalepoint.verification.simulation import feeds_of, simulate
 from scalepoint.verification.times import LayerTime
-from scalepoint.verification.timing import benchmark, blamed, plain_file
+from scalepoint.verification.timing import benchmark, blamed, check_baseline, plain_file
 from scalepoint.words import one_line
 
 Feeds = Mapping[str, np.ndarray]
@@ -67,6 +67,7 @@ def verify(
     A run has `seconds` and `memory` (bytes; all of this machine's unless given): beyond them it failed, which the
     status says. layers=False leaves out the search for the first tensor that departs.
     """
+    check_baseline(baseline)
     path, chosen, given = existing(path), runtime_of(model, runtime), as_inputs(inputs, kwargs)
     said = _about(path, chosen)
     found = replace(_expected(path, chosen, said, bound), differences=_differences(path, chosen, model))

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import UsageError
-from scalepoint.graph.example import has_ids, ids_out_of_range
+from scalepoint.graph.example import ids_out_of_range
 from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.stubs import QuantStub
 
@@ -25,9 +25,9 @@ def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], d
         with evaluating(model), torch.no_grad():
             outputs = pytree.tree_leaves(model(*inputs[0], **inputs[1]))
     except IndexError as error:
-        if not has_ids(inputs):
-            raise
-        raise UsageError(f"the inputs: {ids_out_of_range(model, inputs)} ({error})") from error
+        if message := ids_out_of_range(error, model, inputs):
+            raise UsageError(f"the inputs: {message}") from error
+        raise
     finally:
         for handle in handles:
             handle.remove()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from scalepoint.errors import UsageError, VerificationError
+from scalepoint.errors import UsageError, VerificationError, nearest, shown
 from scalepoint.files import TemporaryFolder
 from scalepoint.formats import FileFormat, Writing
 from scalepoint.runtimes import Runtime, Status, find_runtime
@@ -47,6 +47,7 @@ def benchmark(
         plain_path: Another float file, of torch.onnx.export: the faster of the two is the baseline.
         baseline: Which of the two is the baseline, "the float file" or "the plain export", whichever is faster now.
     """
+    check_baseline(baseline)
     paths = [existing(float_path), existing(quantized_path)]
     found = runtime_for(paths[1]) if runtime is None else find_runtime(runtime)
     if found.why_not_run:
@@ -105,6 +106,12 @@ def _timed(
 ) -> Answer:
     request = {"task": "benchmark", "paths": [str(path) for path in paths], **asked, **files.files}
     return ask(runtime, request, seconds=asked["seconds"] * 10 + 300, memory=memory)
+
+
+def check_baseline(baseline: str | None) -> None:
+    """Refuse a baseline that is neither of the two: a misspelt one would be left out silently."""
+    if baseline not in (None, OWN_BASELINE, PLAIN_BASELINE):
+        raise UsageError(f"baseline={shown(baseline)}: {nearest(str(baseline), (OWN_BASELINE, PLAIN_BASELINE))}")
 
 
 def _spread(quarters: Sequence[float]) -> float:

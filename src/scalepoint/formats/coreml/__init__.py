@@ -1,5 +1,6 @@
 """Core ML: an .mlpackage with weights as codes in constant expressions, activations between quantize and dequantize."""
 
+from scalepoint.errors import install_hint
 from scalepoint.formats.coreml.about import about, files_of
 from scalepoint.formats.coreml.comparing import differences
 from scalepoint.formats.coreml.writing import write
@@ -14,5 +15,5 @@ COREML = FileFormat(
     summary="Core ML programs: weights as constexpr, activations between quantize and dequantize",
     compare=differences,
     package="coremltools",
-    install="pip install 'scalepoint[coreml]'",
+    install=install_hint("coreml"),
 )

@@ -1,5 +1,6 @@
 """ExecuTorch programs (.pte): int8 and int4 weights, Q/DQ as XNNPACK's partitioner takes them for its kernels."""
 
+from scalepoint.errors import install_hint
 from scalepoint.formats.executorch.about import about, files_of
 from scalepoint.formats.executorch.exposing import write_exposed
 from scalepoint.formats.executorch.writing import write
@@ -14,5 +15,5 @@ EXECUTORCH = FileFormat(
     summary="an ExecuTorch program, lowered to XNNPACK",
     exposed=write_exposed,
     package="executorch",
-    install="pip install 'scalepoint[executorch]'",
+    install=install_hint("executorch"),
 )

@@ -59,7 +59,8 @@ def width_of(spec: QuantizationSpec) -> int:
 def wider(spec: QuantizationSpec, columns: int) -> str:
     """Why codes take more bits in the file than their type has; "": they do not."""
     bits, width = format_of(spec.dtype).bits, width_of(spec)
-    return "" if width == bits else f"{width}-bit codes: the kernels of ONNX Runtime have {WIDTHS[0]}, 4 and 8 bits"
+    known = ", ".join(map(str, WIDTHS))
+    return "" if width == bits else f"{width}-bit codes: the kernels of ONNX Runtime are for codes of {known} bits"
 
 
 def block_of(packed: Packed) -> int:

@@ -115,7 +115,7 @@ def wider(spec: QuantizationSpec, columns: int) -> str:
         return ""
     whole = planned(spec, superblocks.SIZE * block, block)
     if whole is not None and whole.bits < kind.bits:
-        why = f"their rows are no multiple of {superblocks.SIZE} columns, which {whole.name} needs"
+        why = f"their rows are not a multiple of {superblocks.SIZE} columns, which {whole.name} needs"
     else:
         why = f"GGUF has no smaller type for blocks of {block}"
     return f"{kind.name}, which has {kind.bits} bits for each code: {why}"

@@ -238,7 +238,7 @@ def _piece(value: Any) -> tuple[str, float, Type]:
     piece = dict(fields_of(value))
     text, score, kind = piece.get(1), piece.get(2, bytes(4)), piece.get(3, 1)
     if not (isinstance(text, bytes) and isinstance(score, bytes) and len(score) == 4 and isinstance(kind, int)):
-        raise ValueError("a piece has no text, or a score or type that is none")
+        raise ValueError("a piece has no text, or its score or type is not a number")
     return text.decode(), struct.unpack("<f", score)[0], Type(kind)
 
 
@@ -259,7 +259,7 @@ def _add_special(writer: Any, folder: Path, config: Mapping[str, Any], found: Vo
     template = folder / "chat_template.jinja"
     chat = read_template(template) if template.is_file() else about.chat_template
     if isinstance(chat, str):
-        check_text([chat], path)
+        check_text([chat], template if template.is_file() else path)
         writer.add_chat_template(chat)
 
 

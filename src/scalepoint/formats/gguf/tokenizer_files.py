@@ -1,4 +1,4 @@
-"""The tokenizer files of a checkpoint with a fixed type for every field, whoever wrote them.
+"""The tokenizer files of a checkpoint, with every field checked for its type.
 
 tokenizer.json         Document: the model, steps before and after it, added tokens
 tokenizer_config.json  Settings: special tokens and the chat template
@@ -151,7 +151,7 @@ def fields_of(data: Any) -> Iterator[tuple[int, Any]]:
             yield key >> 3, value
             continue
         if key & 7 not in (1, 2, 5):
-            raise ValueError("a field is of no known type")
+            raise ValueError("a field has an unknown type")
         size, at = _integer(data, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
         if at + size > len(data):
             raise ValueError("it ends too early")

@@ -1,5 +1,6 @@
 """LiteRT (.tflite): integer operators with our own codes and scales, written by the public schema."""
 
+from scalepoint.errors import install_hint
 from scalepoint.formats.format import FileFormat
 from scalepoint.formats.litert.about import about, files_of
 from scalepoint.formats.litert.writing import check, write, write_exposed
@@ -14,5 +15,5 @@ LITERT = FileFormat(
     exposed=write_exposed,
     check=check,
     package="ai_edge_litert",
-    install="pip install 'scalepoint[litert]'",
+    install=install_hint("litert"),
 )

@@ -45,8 +45,8 @@ def index_select(walk: Walk, node: fx.Node) -> Value:
 def index(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
     wanted = [(axis, each) for axis, each in enumerate(given["indices"]) if each is not None]
-    if any(_is_mask(each) for _, each in wanted):  # its values are no numbers of places
-        raise UnfitError("picks elements by a mask: pick them by their numbers, mask.nonzero()")
+    if any(_is_mask(each) for _, each in wanted):  # its values are not indices
+        raise UnfitError("picks elements by a mask: pick them by indices, mask.nonzero()")
     if not all(isinstance(each, Tensor) for _, each in wanted) and len(wanted) > 1:
         raise UnfitError("picks elements by several indices that are computed")
     if len(wanted) == 1:

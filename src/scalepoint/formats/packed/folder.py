@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints.source import HEADS, TOKEN_EMBEDDINGS
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.files import replace_folder
 from scalepoint.formats.packed.shards import ENTRY, Shards
@@ -26,11 +27,7 @@ ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")
 PARTS = 6  # of one packed weight at most
 LONGEST_PART = 20
 CONV1D = ("gpt2", "openai-gpt")  # whose layers keep weights as (in, out)
-EMBEDDINGS = (
-    "embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "embeddings",
-    "tokens_embed", "positions_embed",
-)  # fmt: skip
-HEADS = ("lm_head", "embed_out")
+EMBEDDINGS = (*TOKEN_EMBEDDINGS, "embed_positions", "wpe", "position_embeddings", "positions_embed")
 ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and no layer of their own to loaders
 SIZES = (256, 128, 64, 32, 16)  # of blocks, as people choose them
 
@@ -60,9 +57,9 @@ def write_folder(checkpoint: QuantizedCheckpoint, path: Path, parts: Parts, fini
 
 
 def tensor_bytes(path: Path) -> int:
-    """Bytes of all tensors in a folder: its safetensors files without their headers."""
+    """Bytes of all tensors of the model in a folder: its shards without their headers."""
     total = 0
-    for shard in path.glob("*.safetensors"):
+    for shard in path.glob("model*.safetensors"):  # a folder may contain others, such as adapters
         total += shard.stat().st_size - 8 - int.from_bytes(read_head(shard, 8), "little")
     return total
 

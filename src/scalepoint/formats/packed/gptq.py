@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints.source import HEADS
 from scalepoint.errors import ExportError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.packed.bits import pack_bits
 from scalepoint.formats.packed.folder import (
     EMBEDDINGS,
-    HEADS,
     as_stored,
     block_of,
     check_blocks,

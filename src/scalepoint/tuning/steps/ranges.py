@@ -62,7 +62,7 @@ def _cost(stub: QuantStub, values: Tensor, weights: Tensor, qparams: QParams) ->
 
 
 def _importance(walk: Walk, node: fx.Node) -> dict[int, Tensor]:
-    """What every channel counts, by the axis that the readers multiply; empty where no layer reads the value itself.
+    """The weight of every channel, by the axis that the readers multiply; empty if no layer reads the value itself.
 
     Axes are counted from the end: a linear layer multiplies the last one, a convolution the one before its positions.
     """

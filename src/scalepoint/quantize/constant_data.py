@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint import ranks
-from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.stubs import QuantStub, reader_name
 
 SAMPLED = 64  # values that are compared first: real data differs among them, so that the rest is not read
 NAMED = 5
@@ -36,7 +36,7 @@ class _Values:
         self.is_constant = all(bool((each == self.value).all()) for each in (few, flat))
 
     @property
-    def said(self) -> list[Any]:
+    def summary(self) -> list[Any]:
         """[count, is_constant, value], for the other ranks."""
         return [self.count, self.is_constant, 0.0 if self.value is None else float(self.value) + 0.0]  # never -0.0
 
@@ -73,8 +73,8 @@ class ConstantData:
     def warning(self) -> str:
         """What had one value only, in a sentence; "" where all changed. Every rank calls it."""
         with ranks.agreed("looking for constant data") as told:
-            inputs = {name: each.said for name, each in self._inputs.items()}
-            told.mine = [inputs, [each.said for each in self._seen]]
+            inputs = {name: each.summary for name, each in self._inputs.items()}
+            told.mine = [inputs, [each.summary for each in self._seen]]
         names = list(dict.fromkeys(name for inputs, _ in told.all for name in inputs))
         found = {name: _joined([inputs[name] for inputs, _ in told.all if name in inputs]) for name in names}
         stubs = [_joined(list(each)) for each in zip(*(seen for _, seen in told.all), strict=True)]
@@ -84,7 +84,7 @@ class ConstantData:
         readers: dict[float, list[str]] = {}
         for stub, value in zip(self._stubs, stubs, strict=True):
             if value is not None:
-                readers.setdefault(value, []).extend(stub.consumers)
+                readers.setdefault(value, []).extend(map(reader_name, stub.consumers))
         said += [f"the activation at {_few(layers)} is always {value:.6g}" for value, layers in readers.items()]
         if not said:
             return ""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import scalepoint
 from scalepoint.errors import ScalepointWarning
-from scalepoint.quantize import QuantConfig, quantize, record_of
+from scalepoint.quantize import QuantConfig, QuantStub, calibrate, quantize, record_of
 
 EXAMPLE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
@@ -66,6 +66,12 @@ def test_a_layer_that_always_reads_zeros_is_named_alone():
 def test_a_second_input_that_is_constant_is_no_fault_of_the_data():
     said = warned([(EXAMPLE, torch.ones(4, 1, 1))], (EXAMPLE, torch.ones(4, 1, 1)), Branches())
     assert "input scale" not in said
+
+
+def test_readers_that_are_modules_are_named_by_their_class():
+    layer = nn.Linear(4, 4)
+    with pytest.warns(ScalepointWarning, match="the activation at Linear is always 1"):
+        calibrate(nn.Sequential(QuantStub([layer]), layer), [torch.ones(2, 4)], progress=False)
 
 
 def test_the_warning_is_in_the_report_and_in_the_saved_model(tmp_path):
