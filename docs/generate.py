@@ -17,7 +17,7 @@ from scalepoint.checking import describe_rules
 from scalepoint.cli.app import EXIT_CODES, app
 from scalepoint.cli.beginning import TEMPLATES, WRITTEN
 from scalepoint.documents import parse_yaml
-from scalepoint.options import DeployConfig
+from scalepoint.options import DeployConfig, option_of
 from scalepoint.quantize import (
     Override,
     QuantConfig,
@@ -281,12 +281,25 @@ def config_page() -> str:
     )
     for model, what in models:
         parts.append(f"## {model.__name__}\n\n{what[0].upper()}{what[1:]}.\n")
-        parts.append(table(("key", "may be", "default"), _fields(model)))
+        if model is DeployConfig:
+            columns = ("key", "what it is", "may be", "default")
+            parts.append(table(columns, _option_rows(dict(_key_rows(model)))))
+        else:
+            rows = [(code(name), *cells) for name, cells in _key_rows(model)]
+            parts.append(table(("key", "may be", "default"), rows))
     return "\n".join(parts)
 
 
-def _fields(model: type[Config]) -> Iterator[tuple[str, str, str]]:
-    """From the schema, so that it is what an editor says too."""
+def _option_rows(
+    rows: dict[str, tuple[str, str]],
+) -> Iterator[tuple[str, str, str, str]]:
+    for name in DeployConfig.file_keys():
+        what = option_of(DeployConfig.model_fields[name]).help
+        yield (code(name), what, *rows[name])
+
+
+def _key_rows(model: type[Config]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Type and default of each key, from the schema that editors use."""
     schema = model.model_json_schema(schema_generator=SchemaGenerator)
     for name, entry in schema["properties"].items():
         default = model.model_fields[name].default
@@ -297,15 +310,14 @@ def _fields(model: type[Config]) -> Iterator[tuple[str, str, str]]:
             if default is None
             else f"`{default!s}`"
         )
-        yield (
-            code(name),
-            _type(entry, schema.get("$defs", {})),
-            re.sub(r"`(\(\)|{})`", "empty", shown),
-        )
+        types = _type(entry, schema.get("$defs", {}))
+        yield name, (types, re.sub(r"`(\(\)|{})`", "empty", shown))
 
 
 def _type(entry: dict[str, Any], known: dict[str, Any]) -> str:
     """A JSON Schema type in words."""
+    if entry.get("title") == "QuantConfig":
+        return "QuantConfig"
     if "$ref" in entry:
         name = entry["$ref"].rpartition("/")[2]
         choices = known.get(name, {}).get("enum")
@@ -381,7 +393,8 @@ def faults_page() -> str:
 # the API ---------------------------------------------------------------------------------------------------------
 
 MODULES = {
-    "deployment": "the whole road in one call",
+    "pipeline": "the whole pipeline in one call",
+    "options": "every option of deploy, and config files",
     "transformation": "a model as one graph of fused groups",
     "allocation": "a precision for every layer under a budget",
     "language": "language models, from a checkpoint's folder",
@@ -401,6 +414,21 @@ MODULES = {
 }
 
 
+# Packages whose names stand in modules of theirs: name -> module.
+HOMES = {
+    "pipeline": {
+        "deploy": "scalepoint.pipeline.deploy",
+        "sweep": "scalepoint.pipeline.sweep",
+        "Deployment": "scalepoint.pipeline.result",
+        "Trial": "scalepoint.pipeline.result",
+    },
+    "options": {
+        "DeployConfig": "scalepoint.options",
+        "SweepConfig": "scalepoint.options",
+    },
+}
+
+
 API = """Everything on these pages is public; what is not here may change. `import scalepoint` loads nothing: a name
 loads what it needs when it is first used.
 """
@@ -409,8 +437,9 @@ loads what it needs when it is first used.
 def api_index() -> str:
     order = list(MODULES)
     rows = []
+    pages = {name: module.partition(".")[0] for name, module in TOP_LEVEL.items()}
     for name, module in sorted(
-        TOP_LEVEL.items(), key=lambda pair: (order.index(pair[1]), pair[0])
+        pages.items(), key=lambda pair: (order.index(pair[1]), pair[0])
     ):
         said = _sentence(
             (getattr(scalepoint, name).__doc__ or "").strip().partition("\n\n")[0]
@@ -435,8 +464,9 @@ def api_page(module: str) -> str:
     members = "".join(
         f"        - {name}\n" for name in names if not _is_file(module, name)
     )
+    listed = f"\n      members:\n{members}" if members else "\n      members: []\n"
     parts = [
-        f"# scalepoint.{module}\n\n{MADE}::: scalepoint.{module}\n    options:\n      members:\n{members}"
+        f"# scalepoint.{module}\n\n{MADE}::: scalepoint.{module}\n    options:{listed}"
     ]
     files = [name for name in names if _is_file(module, name)]
     parts += [
@@ -447,10 +477,12 @@ def api_page(module: str) -> str:
 
 
 def _is_file(module: str, name: str) -> bool:
-    return (SOURCE / module / f"{name}.py").is_file()
+    return module in HOMES or (SOURCE / module / f"{name}.py").is_file()
 
 
 def anchor(module: str, name: str) -> str:
+    if module in HOMES:
+        return f"{HOMES[module][name]}.{name}"
     if not _is_file(module, name):
         return f"scalepoint.{module}.{name}"
     return f"{getattr(import_module(f'scalepoint.{module}'), name).__module__}.{name}"
@@ -458,6 +490,8 @@ def anchor(module: str, name: str) -> str:
 
 def public_names(module: str) -> list[str]:
     """What `__all__` says; for a module without one, what it defines."""
+    if module in HOMES:
+        return list(HOMES[module])
     found = import_module(f"scalepoint.{module}")
     if hasattr(found, "__all__"):
         return list(found.__all__)

@@ -32,7 +32,7 @@ _SUBMODULES = (
     "verification",
 )
 _FUNCTIONS = {
-    "Budget": "budget",
+    "Budget": "allocation",
     "Deployment": "pipeline.result",
     "DeployConfig": "options",
     "apply_transformation_plan": "transformation",
