@@ -44,14 +44,14 @@ def runtime_choices(shown: ShownChoices, outputs: Mapping[str, np.ndarray]) -> l
     return [RuntimeChoice(name, arrays[scores], arrays[indices]) for name, scores, indices in shown.choices]
 
 
-class FollowChoices(TorchDispatchMode):
+class FollowChoices(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside this mode torch takes the runtime's indices where they are a right choice.
 
     `followed` has the choices whose indices differ from torch's own.
     """
 
     def __init__(self, choices: Sequence[RuntimeChoice], bound: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.choices, self.bound = choices, bound
         self.used: set[int] = set()
         self._different: dict[int, Choice] = {}
@@ -103,7 +103,8 @@ class _Call:
     def again(self, scores: Tensor) -> Tensor:
         """The indices that it chooses by other scores."""
         result = self.function(scores, **self.arguments)
-        return result[1] if self.has_values else result
+        indices: Tensor = result[1] if self.has_values else result
+        return indices
 
     def chosen(self, indices: Tensor, scores: Tensor | None = None) -> Tensor:
         """The scores at these indices."""
