@@ -103,6 +103,7 @@ def _quantized(name: str) -> tuple[fx.GraphModule, tuple[Tensor]]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NETS])
+@pytest.mark.filterwarnings("ignore::scalepoint.errors.ScalepointWarning")  # the computed weight fixes the batch
 def test_a_program_has_the_bytes_that_executorch_writes_by_itself(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
