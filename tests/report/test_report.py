@@ -35,7 +35,7 @@ from scalepoint.report import (
 )
 from scalepoint.report.html import environment
 from scalepoint.report.placement_graph import blocks_of
-from scalepoint.verification import Status, Verification
+from scalepoint.verification import Choice, Status, Verification
 from scalepoint.words import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
 from tests.report import made
 
@@ -199,6 +199,10 @@ def test_summary_of_an_ordinary_run():
         (made.verification(ratio=0.83), "Slower than float: 0.83x its speed"),
         (made.verification(ratio=0.999), "No faster than float: 0.99x"),
         (made.verification(sqnr=math.inf), r"runs as simulated \(exactly\)"),
+        (
+            replace(made.verification(), choices=(Choice("decoder.topk", 141.0, 0.0),)),
+            "runs as simulated .* chose others than the simulation among .* at decoder.topk .*141.0 dB",
+        ),
     ],
 )
 def test_the_verdict_hides_nothing(found, words):

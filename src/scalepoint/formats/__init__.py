@@ -2,7 +2,7 @@
 
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.export import export
-from scalepoint.formats.format import About, FileFormat, FileInput, Writing
+from scalepoint.formats.format import About, FileFormat, FileInput, ShownChoices, Writing
 from scalepoint.formats.metadata import check_metadata, read_value
 from scalepoint.formats.registry import find_checkpoint_format, find_format, list_checkpoint_formats, list_formats
 
@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointFormat",
     "FileFormat",
     "FileInput",
+    "ShownChoices",
     "Writing",
     "check_metadata",
     "export",

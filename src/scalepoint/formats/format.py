@@ -6,7 +6,8 @@
 at writing.float_path where that is given; `files(path)` names all that it wrote, the file itself last; `about(path)`
 reads it back without running anything. `check(model, writing)`, where a format has it, refuses a graph that has an
 operation without a form, before anything is calibrated. `compare(path, model)`, where a format has it, reads all codes,
-scales and tables back and says in words where they are others than the model's, bit by bit.
+scales and tables back and says in words where they are others than the model's, bit by bit. `show_choices(path, copy)`,
+where a format has it, writes a copy of a file whose further outputs are the scores and the indices of every top-k.
 """
 
 import inspect
@@ -57,6 +58,14 @@ class About:
 
 
 @dataclass(frozen=True)
+class ShownChoices:
+    """The outputs of a copy of a file that shows by which scores it chooses indices."""
+
+    outputs: tuple[str, ...]  # all of them, in order: first those of the file
+    choices: tuple[tuple[str, str, str], ...]  # the name of a node, the output with its scores, that with its indices
+
+
+@dataclass(frozen=True)
 class FileFormat:
     """One file format."""
 
@@ -70,6 +79,7 @@ class FileFormat:
     exposed: Callable[[fx.GraphModule, Path, Writing], None] | None = None  # with the codes of activations as outputs
     check: Callable[[fx.GraphModule, Writing], None] | None = None  # raises for a model that cannot be written
     compare: Callable[[Path, fx.GraphModule], Sequence[str]] | None = None  # what a file holds that the model does not
+    show_choices: Callable[[Path, Path], ShownChoices | None] | None = None  # writes a copy that shows them
     package: str = ""  # that has to be installed to write such files, where scalepoint does not bring it
     install: str = ""  # how it is installed
 
@@ -86,6 +96,8 @@ class FileFormat:
             calls["check"] = ("model", "writing")
         if self.compare is not None:
             calls["compare"] = ("path", "model")
+        if self.show_choices is not None:
+            calls["show_choices"] = ("path", "copy")
         for called, given in calls.items():
             _check_call(f"format {self.name!r}: {called}=", getattr(self, called), given)
 

@@ -62,7 +62,8 @@ def _runtime_verdict(report: "Report") -> str:
         return f"Not verified in a runtime.{simulated}{checked and ' ' + checked}"
     if not found.holds:
         return _unverified(found)
-    agrees = f"in {found.runtime} it runs as simulated ({_agreement(found.sqnr)})"
+    chosen = f"; {one_line(found.chosen)}" if found.choices else ""
+    agrees = f"in {found.runtime} it runs as simulated ({_agreement(found.sqnr)}){chosen}"
     if found.latency is not None and found.latency.ratio < 1:
         word = "Slower than" if found.latency.is_slower else "No faster than"
         return f"{word} float: {ratio(found.latency.ratio)} its speed; {agrees}."

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from scalepoint.verification.extraction import extract_failing
     from scalepoint.verification.layers import LayerAgreement, LayerVerification, verify_layers
     from scalepoint.verification.profiling import profile
-    from scalepoint.verification.result import Benchmark, Departure, Verification
+    from scalepoint.verification.result import Benchmark, Choice, Departure, Verification
     from scalepoint.verification.runner import RuntimeModel
     from scalepoint.verification.running import verify
     from scalepoint.verification.times import LayerTime
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Agreement",
     "Benchmark",
+    "Choice",
     "Departure",
     "LayerAgreement",
     "LayerTime",
@@ -37,6 +38,7 @@ __all__ = [
 _HOMES = {
     "Agreement": "agreement",
     "Benchmark": "result",
+    "Choice": "result",
     "Departure": "result",
     "LayerAgreement": "layers",
     "LayerTime": "times",

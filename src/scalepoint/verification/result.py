@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ class Departure:
     largest: int
     cause: str
     way_out: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A top-k, sort or argmax where the runtime chose others than the simulation, among nearly equal scores."""
+
+    where: str  # the node
+    sqnr: float  # of its scores with the simulation's
+    gap: float  # the largest difference between a score that was chosen here and one that was chosen there
+
+    def __str__(self) -> str:
+        scores = f"scores at most {self.gap:.3g} apart" if self.gap else "equal scores"
+        agree = "exactly" if self.sqnr == inf else f"to {decibel(self.sqnr)} dB"
+        return f"{self.where} ({scores}, which agree with the simulation's {agree})"
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,7 @@ class Verification:
     is_run: bool = True  # False: not in the runtime, but evaluated from the file read back
     differences: tuple[str, ...] = ()  # what the file holds that the model does not, bit by bit
     resized: Resized | None = None  # where axes are free by name
+    choices: tuple[Choice, ...] = ()  # of the runtime, which the simulation took over for the comparison
     machine_cpu: str = ""  # of the machine that ran it: "vnni" or "avx2"
 
     @property
@@ -154,6 +170,16 @@ class Verification:
     def sqnr(self) -> float:
         """The worst output, with the runtime's optimisations on."""
         return worst(self.optimized)
+
+    @property
+    def chosen(self) -> str:
+        """Where the runtime chose others among equal scores, and what the outputs were compared with; "" if nowhere."""
+        if not self.choices:
+            return ""
+        return (
+            f"{self.runtime} chose others than the simulation among equal or nearly equal scores at "
+            f"{', '.join(map(str, self.choices))}; the outputs are compared with the simulation given the same choice"
+        )
 
     @property
     def exact_sqnr(self) -> float:
@@ -225,6 +251,7 @@ class Verification:
         rows += [("made for", self.origin)] if self.made_for else []
         rows += [("not as the model", each) for each in self.differences]
         rows += [("agreement", str(each)) for each in self.optimized]
+        rows += [("chosen among equals", self.chosen)] if self.choices else []
         rows += [("at other sizes", str(self.resized))] if self.resized else []
         rows += [("with floats left float", str(each)) for each in self.exact]
         rows += [("what is rounded", self.rounded)] if self.exact else []

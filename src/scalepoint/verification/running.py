@@ -26,16 +26,27 @@ from scalepoint.runtimes.runtime import Executed
 from scalepoint.targets.cpu import instruction_set
 from scalepoint.turns import in_turn
 from scalepoint.verification.agreement import Agreement, agreements, nothing_compared, worst
+from scalepoint.verification.choices import FollowChoices, RuntimeChoice, runtime_choices
 from scalepoint.verification.departure import departure, foreseen
 from scalepoint.verification.files import about_file, existing, format_of
 from scalepoint.verification.profiling import layer_names, profile
-from scalepoint.verification.result import BOUND_DB, OWN_BASELINE, Benchmark, Departure, Resized, Verification
+from scalepoint.verification.result import (
+    BOUND_DB,
+    OWN_BASELINE,
+    SURE_DB,
+    Benchmark,
+    Choice,
+    Departure,
+    Resized,
+    Verification,
+)
 from scalepoint.verification.simulation import feeds_of, simulate
 from scalepoint.verification.times import LayerTime
 from scalepoint.verification.timing import benchmark, blamed, check_baseline, plain_file
 from scalepoint.words import one_line
 
 Feeds = Mapping[str, np.ndarray]
+Codes = Mapping[str, list[Tensor]]
 SEARCHED_BELOW_DB = 30.0  # to write another file for the first layer that departs takes as long as the first did
 EVALUATED_DB = 10.0  # of a file that is not run: its codes are compared bit by bit, narrow constants flip single ones
 
@@ -74,16 +85,19 @@ def verify(
     expected, codes = simulate(model, given)
     feeds = feeds_of(model, given)
     with exchange(feeds) as files:
-        run = _Run(chosen, path, expected, feeds, files, threads, seconds, memory)
+        run = _Run(
+            chosen, path, Simulated(model, given, expected, codes), feeds, files, threads, seconds, memory, bound
+        )
         answer = run.answer(executed=True)
         if answer.status != Status.OK:
             answer = blamed(chosen, answer, files, None if float_path is None else Path(float_path), seconds)
             return replace(found, status=answer.status, message=answer.message, is_run=not chosen.why_not_run)
         executed = list((answer.data or {})["executed"])
-        found = replace(found, optimized=run.compared(answer))
+        compared = run.compared(answer)
+        found = replace(found, optimized=compared.agreed, choices=compared.choices)
         found = replace(found, **run.otherwise(executed), resized=_resized(run, model, given))
         if layers and codes and said is not None and isinstance(model, fx.GraphModule):
-            found = replace(found, departure=_departure(run, codes, said, found, Shown(model, given)))
+            found = replace(found, departure=_departure(run, compared.codes, said, found, Shown(model, given)))
     if chosen.why_not_run:
         limit = min(found.bound, EVALUATED_DB)
         found = replace(found, is_run=False, message=chosen.why_not_run, bound=limit)
@@ -137,18 +151,36 @@ def runtime_of(model: nn.Module, runtime: str | Runtime | None) -> Runtime:
     return find_runtime(runtime or "onnxruntime")
 
 
+class Simulated(NamedTuple):
+    """The simulation of a model on its inputs."""
+
+    model: nn.Module
+    inputs: tuple[Any, Any]
+    expected: list[Tensor]
+    codes: Codes
+
+
+class Compared(NamedTuple):
+    """A run against the simulation: where the runtime chose otherwise among equal scores, given the same choices."""
+
+    agreed: tuple[Agreement, ...]
+    codes: Codes  # of that simulation
+    choices: tuple[Choice, ...] = ()
+
+
 @dataclass(frozen=True)
 class _Run:
     """A file in its runtime, in one way or another, against the same simulation."""
 
     runtime: Runtime
     path: Path
-    expected: list[Tensor]
+    simulated: Simulated
     feeds: Feeds
     files: Exchange
     threads: int
     seconds: float
     memory: int | None
+    bound: float
 
     def answer(self, *, executed: bool = False, **options: Any) -> Any:
         request = {"task": "run", "path": str(self.path), "options": {"threads": self.threads, **options}}
@@ -163,11 +195,35 @@ class _Run:
 
     def agreements(self, **options: Any) -> tuple[Agreement, ...]:
         answer = self.answer(**options)
-        return self.compared(answer) if answer.status == Status.OK else ()
+        return self.compared(answer, **options).agreed if answer.status == Status.OK else ()
 
-    def compared(self, answer: Any) -> tuple[Agreement, ...]:
+    def compared(self, answer: Any, **options: Any) -> Compared:
         """The outputs of a run that went well, against the simulation's."""
-        return agreements(self.expected, self.files.outputs(answer), self.feeds)
+        outputs = self.files.outputs(answer)
+        own = Compared(agreements(self.simulated.expected, outputs, self.feeds), self.simulated.codes)
+        if worst(own.agreed) >= SURE_DB:
+            return own
+        follow = FollowChoices(self._choices(**options), self.bound)
+        if not follow.choices:
+            return own
+        with follow:
+            expected, codes = simulate(self.simulated.model, self.simulated.inputs)
+        agreed = agreements(expected, outputs, self.feeds)
+        is_explained = follow.followed and worst(agreed) >= self.bound and worst(agreed) > worst(own.agreed)
+        return Compared(agreed, codes, follow.followed) if is_explained else own
+
+    def _choices(self, **options: Any) -> list[RuntimeChoice]:
+        """What the runtime chooses by which scores, if the format can show it."""
+        show = format_of(self.path, self.runtime).show_choices
+        if show is None:
+            return []
+        with TemporaryFolder() as folder:
+            copy = folder / self.path.name
+            shown = show(self.path, copy)
+            answer = None if shown is None else replace(self, path=copy).answer(**options)
+            if shown is None or answer is None or answer.status != Status.OK:
+                return []
+            return runtime_choices(shown, self.files.outputs(answer))
 
 
 def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
@@ -178,16 +234,16 @@ def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | 
     found = Resized(dict(origin.tried), steps=dict(origin.steps))
     others = resized(model, inputs, origin.axes, origin.tried)
     try:
-        expected, _ = simulate(model, others)
+        simulated = Simulated(model, others, *simulate(model, others))
     except RuntimeError as error:  # the float graph ran there
         return replace(found, message=f"the simulation fails: {one_line(str(error))}")
     feeds = feeds_of(model, others)
     with exchange(feeds) as files:
-        other = replace(run, expected=expected, feeds=feeds, files=files)
+        other = replace(run, simulated=simulated, feeds=feeds, files=files)
         answer = other.answer()
         if answer.status != Status.OK:
             return replace(found, message=f"{answer.status.value}: {answer.message}")
-        return replace(found, agreed=other.compared(answer))
+        return replace(found, agreed=other.compared(answer).agreed)
 
 
 def _about(path: Path, runtime: Runtime) -> About | None:
@@ -221,9 +277,7 @@ class Shown(NamedTuple):
     inputs: tuple[Any, Any]
 
 
-def _departure(
-    run: _Run, codes: Mapping[str, list[Tensor]], said: About, found: Verification, shown: Shown
-) -> Departure | None:
+def _departure(run: _Run, codes: Codes, said: About, found: Verification, shown: Shown) -> Departure | None:
     """By the runtime where it shows codes; else by a file that does, which is written only where outputs disagree."""
     if run.runtime.shows_codes:
         answer, quantizers = run.answer(expose=True), said.quantizers

@@ -20,6 +20,7 @@ from scalepoint.errors import ExportError, install_hint
 from scalepoint.files import replace_file
 from scalepoint.formats.executorch.attention import spell_out
 from scalepoint.formats.executorch.graph import infer_batch, prepared
+from scalepoint.formats.executorch.passes import without_idle_passes
 from scalepoint.formats.executorch.stored import PARTS, StoredWeight
 from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
@@ -93,20 +94,31 @@ def _axes(value: Any, batch: Any) -> Any:
 
 def _lowered(program: ExportedProgram, about: dict[str, Any]) -> bytes:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: PLC0415
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower  # noqa: PLC0415
+
+    from scalepoint.formats.executorch.partitioning import DecomposeOnce, NotTakenError  # noqa: PLC0415
 
     try:
-        edge = to_edge_transform_and_lower(
-            program,
-            transform_passes=[infer_batch],
-            partitioner=[XnnpackPartitioner()],
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-            constant_methods={ABOUT: json.dumps(about)},
-        )
-        return bytes(edge.to_executorch().buffer)
+        with without_idle_passes():
+            try:
+                return _program_bytes(program, DecomposeOnce(), about)
+            except NotTakenError:
+                return _program_bytes(program, XnnpackPartitioner(), about)
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise ExportError(f"ExecuTorch cannot lower this model. {type(error).__name__}: {first}") from error
+
+
+def _program_bytes(program: ExportedProgram, partitioner: Any, about: dict[str, Any]) -> bytes:
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower  # noqa: PLC0415
+
+    edge = to_edge_transform_and_lower(
+        program,
+        transform_passes=[infer_batch],
+        partitioner=[partitioner],
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        constant_methods={ABOUT: json.dumps(about)},
+    )
+    return bytes(edge.to_executorch().buffer)
 
 
 def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from scalepoint.untrusted import LARGEST_PROTOBUF, check_file, file_in, read_byt
 
 def about(path: Path) -> About:
     """Its inputs, its quantizers, what it was made for; its size with the data beside it."""
-    model = _model(path)
+    model = read_model(path)
     said = {_text(each.key): _text(each.value) for each in model.metadata_props}
     return About(
         size=_size(path, model),
@@ -24,7 +24,8 @@ def about(path: Path) -> About:
     )
 
 
-def _model(path: Path) -> Any:
+def read_model(path: Path) -> Any:
+    """The file without the data beside it."""
     import onnx  # noqa: PLC0415  # only files need it
 
     try:

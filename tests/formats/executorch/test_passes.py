@@ -1,0 +1,165 @@
+"""What is left out when a program is lowered changes nothing in the file."""
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from scalepoint.formats.executorch import passes
+from scalepoint.formats.executorch.writing import with_executorch
+from scalepoint.formats.export import export
+from scalepoint.quantize.shortcut import quantize
+from scalepoint.runtimes import find_runtime
+
+HERE = find_runtime("executorch").is_here
+pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: pip install 'scalepoint[executorch]'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """ExecuTorch warns when it is imported."""
+    with with_executorch():
+        from scalepoint.formats.executorch import partitioning  # noqa: F401
+
+
+class Net(nn.Module):
+    def __init__(self, layer: nn.Module, after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.after = layer, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.layer(x))
+
+
+class Residual(nn.Module):
+    """As a ResNet: a stem with a pool, a sum, a mean and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.conv, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(F.relu(x + self.conv(x)).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + F.gelu(self.out(F.scaled_dot_product_attention(query, key, value)))
+
+
+class Computed(nn.Module):
+    """A recurrent cell whose weights are computed: it decomposes to linear layers that XNNPACK does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(16, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight(x).reshape(24, 8)
+        return torch.gru_cell(x[:, :8], torch.tanh(x[:, 8:]), weight, weight.flip(0))
+
+
+def _joined(x: Tensor) -> Tensor:
+    return torch.cat([x, x.relu(), x.sigmoid(), x.tanh(), x.abs(), -x, x + 1], 1)
+
+
+def _enlarged(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False)
+
+
+PICTURE, LINE, TOKENS = (1, 3, 8, 8), (1, 3, 16), (1, 6, 16)
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "residual": (Residual, PICTURE),
+    "attention": (Attention, TOKENS),
+    "computed weight": (Computed, (8, 16)),
+    "conv1d": (lambda: Net(nn.Conv1d(3, 8, 3), F.relu), LINE),
+    "prelu": (lambda: Net(nn.Conv2d(3, 8, 3), nn.PReLU(8)), PICTURE),
+    "hardswish": (lambda: Net(nn.Conv2d(3, 8, 3), F.hardswish), PICTURE),
+    "batch norm": (lambda: Net(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3)), PICTURE),
+    "concat of seven": (lambda: Net(nn.Conv2d(3, 8, 3), _joined), PICTURE),
+    "bilinear": (lambda: Net(nn.Conv2d(3, 8, 3), _enlarged), PICTURE),
+    "pad": (lambda: Net(nn.Conv2d(3, 8, 3), lambda x: F.pad(x, (1, 2, 1, 2))), PICTURE),
+    "pool that XNNPACK does not take": (lambda: Net(nn.Conv2d(3, 8, 3), nn.MaxPool2d(3, 2, ceil_mode=True)), PICTURE),
+}
+QUICK = ("conv1d",)
+
+
+def _quantized(name: str) -> tuple[fx.GraphModule, tuple[Tensor]]:
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    inputs = (torch.randn(shape),)
+    return quantize(make().eval(), inputs, forward_loop=[inputs], target="executorch"), inputs
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NETS])
+@pytest.mark.filterwarnings("ignore::scalepoint.errors.ScalepointWarning")  # the computed weight fixes the batch
+def test_a_program_has_the_bytes_that_executorch_writes_by_itself(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    from scalepoint.formats.executorch import partitioning
+
+    model, inputs = _quantized(name)
+    ours = export(model, tmp_path / "ours.pte", inputs).read_bytes()
+    monkeypatch.setattr(passes, "TESTED", ())
+    monkeypatch.setattr(partitioning, "DecomposeOnce", XnnpackPartitioner)
+    assert export(model, tmp_path / "plain.pte", inputs).read_bytes() == ours
+
+
+def _managers() -> tuple[object, object]:
+    """XNNPACK's pass manager outside and inside the block."""
+    from executorch.backends.xnnpack import xnnpack_preprocess
+
+    outside = getattr(xnnpack_preprocess, "XNNPACKPassManager", None)
+    with passes.without_idle_passes():
+        inside = getattr(xnnpack_preprocess, "XNNPACKPassManager", None)
+    assert getattr(xnnpack_preprocess, "XNNPACKPassManager", None) is outside
+    return outside, inside
+
+
+def test_the_installed_executorch_is_a_tested_one_whose_passes_are_known() -> None:
+    from executorch.backends.xnnpack import _passes
+
+    outside, inside = _managers()
+    assert inside is not outside
+    assert all(hasattr(_passes, name) for name in passes.CHANGES)
+
+
+@pytest.mark.parametrize("found", ["0.9.0", "99.0", None])
+def test_all_passes_run_with_another_version(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(passes, "version", version)
+    outside, inside = _managers()
+    assert inside is outside
+
+
+def test_nothing_is_replaced_where_the_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from executorch.backends.xnnpack import xnnpack_preprocess
+
+    monkeypatch.delattr(xnnpack_preprocess, "XNNPACKPassManager")
+    assert _managers() == (None, None)
+
+
+def test_the_name_is_restored_after_an_error() -> None:
+    from executorch.backends.xnnpack import xnnpack_preprocess
+
+    outside = xnnpack_preprocess.XNNPACKPassManager
+    with pytest.raises(ZeroDivisionError), passes.without_idle_passes():
+        _ = 1 / 0
+    assert xnnpack_preprocess.XNNPACKPassManager is outside
