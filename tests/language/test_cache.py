@@ -16,19 +16,9 @@ from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.runtimes import find_runtime
 from tests.checkpoints.test_skeleton import saved
-from tests.language.conftest import text, write_llama, write_tokenizer
 
 FAST = ("ort-genai int4", "compressed-tensors fp8")
 LEAST = {"gguf int8": 30, "gguf int4": 20, "ort-genai int8": 30, "ort-genai int4": 30, "compressed-tensors fp8": 100}
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """A Llama whose heads have 32 channels: llama.cpp cuts them into blocks of so many."""
-    folder = tmp_path_factory.mktemp("wide")
-    tokenizer = write_tokenizer(folder)
-    write_llama(folder, tokenizer.encode(text(400)), words=320, hidden=128, inner=128, steps=10)
-    return folder
 
 
 def deployed(folder, path, target, cache, **more):
