@@ -166,16 +166,11 @@ def test_an_axis_that_the_model_computes_with_is_named_with_its_size_and_what_fa
     with pytest.raises(CaptureError) as caught:
         captured(Flat(), torch.randn(2, 3, 8, 8))
     said = str(caught.value)
-    assert (
-        "finds no other height or width that Flat could take than the example's: it noted Eq(3*height*width, 192)"
-        in said
-    )
-    assert "With height 16 it fails at" in said
+    for words in ("height or width", "Flat", "Eq(3*height*width, 192)", "height 16", "Leave that axis out"):
+        assert words in said
     assert "self.head(x.flatten(1)): RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x384 and 192x5)" in said
-    assert "Leave that axis out" in said
-    with pytest.raises(CaptureError) as caught:
+    with raises(CaptureError, "axis 2 of 'x' (height)", "a number, 8", "height 16"):
         captured(Flat(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
-    assert "the model computes with axis 2 of 'x' (height) as a number, 8. With height 16 it fails" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
