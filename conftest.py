@@ -12,6 +12,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 cap()  # before torch is loaded: no test may die of what the processor only announces
 
 # ruff: noqa: E402
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,15 @@ def pytest_collection_finish() -> None:
     """What is there by now stays: the garbage collector need not look at it again and again, nor as often."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how the combinations of options ended (tests/pairwise.py)."""
+    passed = terminalreporter.getreports("passed")
+    ended = Counter(value for report in passed for name, value in report.user_properties if name == "matrix")
+    if ended:
+        counts = ", ".join(f"{count} {how}" for how, count in ended.most_common())
+        terminalreporter.write_line(f"combinations of options: {ended.total()} as predicted: {counts}")
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ def test_the_cache_of_huggingface_hub_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/../../b", "", "a\0b", "c:\\windows", "..\\a"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DocumentError, match="not the name of a file"):
+    with pytest.raises(DocumentError, match="name of a file"):
         untrusted.file_in(tmp_path, name)
 
 

@@ -119,5 +119,5 @@ def test_what_is_no_number_has_no_place():
         front([Item("a", (Choice("int4", math.nan, 1),))])
     with pytest.raises(ValueError, match="no choice"):
         front([Item("a", ())])
-    with pytest.raises(ValueError, match="two items of one name"):
+    with pytest.raises(ValueError, match="two items"):
         front(made([[(1, 1)]]) * 2)

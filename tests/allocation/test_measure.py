@@ -10,6 +10,7 @@ from scalepoint.allocation import AS_IT_IS, Budget, Widths, measure_widths
 from scalepoint.errors import TargetError, UsageError
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.targets import find_target
+from tests.errors import raises
 
 MINMAX = TensorQuantConfig(symmetric=False)
 CONFIG = QuantConfig(activation=MINMAX, weight=TensorQuantConfig(n_bits=4, per_channel=True))
@@ -106,9 +107,9 @@ def test_the_sum_is_near_what_the_whole_model_loses(data):
 @pytest.mark.parametrize(
     ("budget", "told"),
     [
-        (Budget(bits=1.5), "bits=1.5 cannot be reached with choices int2, int4, int8, float: the fewest are 2 bits"),
+        (Budget(bits=1.5), "bits=1.5.*int2, int4, int8, float.*2 bits"),
         (Budget(size=0.01), "the smallest is 0.1"),
-        (Budget(speed=9), "the fastest is 4 times"),
+        (Budget(speed=9), "fastest is 4 times"),
     ],
     ids=str,
 )
@@ -153,7 +154,7 @@ def test_what_an_override_names_has_no_choice(result, data):
     config = CONFIG.model_copy(update={"overrides": (Override(name="large", weight="float"),)})
     assert [row.name for row in measured(result, data, ("int8",), config).rows] == ["small", "q", "head"]
     every = CONFIG.model_copy(update={"overrides": (Override(name="*", weight=TensorQuantConfig(per_channel=True)),)})
-    with pytest.raises(UsageError, match="no layer has a choice"):
+    with pytest.raises(UsageError, match="no layer"):
         measured(result, data, ("int8",), every)
 
 
@@ -164,9 +165,9 @@ def test_what_the_target_does_not_run_is_no_choice(data):
     names = {row.name: [each.name for each in row.widths] for row in found.rows}
     assert names == {"small": ["int8"], "large": ["int8"], "q": ["uint4", "int8"], "head": ["uint4", "int8"]}
     assert "cannot run uint4" in found.rows[0].refused["uint4"]
-    with pytest.raises(TargetError, match="no layer can have uint8: small: target 'onnxruntime' cannot run"):
+    with raises(TargetError, "uint8", "small", "'onnxruntime'"):
         measured(result, data, ("int8", "uint8"), QuantConfig(activation=MINMAX), "onnxruntime")
-    with pytest.raises(TargetError, match="small can have none of uint4"):
+    with raises(TargetError, "small", "uint4"):
         measured(result, data, ("uint4",), QuantConfig(activation=MINMAX), "onnxruntime")
 
 

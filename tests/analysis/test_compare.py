@@ -38,6 +38,7 @@ from tests.analysis.nets import (
     snapshot,
     some_models,
 )
+from tests.errors import raises
 from tests.models import settled
 
 
@@ -386,7 +387,7 @@ class TestRestoration:
 class TestBadInput:
     def test_uncalibrated(self, plain):
         result = transform(plain, batches()[0])
-        with pytest.raises(UsageError, match="none of the 10 quantizers of this model is on: calibrate it first"):
+        with raises(UsageError, "10 quantizers", "calibrate"):
             compare(plain, insert_qdq(result.model, result.matches, config()), batches())
 
     def test_switched_off(self, plain):

@@ -38,13 +38,13 @@ def test_the_config_counts():
     [
         (nn.ReLU(), None, "it has no weights"),
         (nn.LSTM(6, 4, batch_first=True), None, "lstm"),
-        (nn.Sequential(nn.Linear(6, 4)), LEFT_FLOAT, "asked for by the config"),
-        (nn.Sequential(nn.Linear(6, 4)), LEFT_FLOAT.to_dict(), "asked for by the config"),
+        (nn.Sequential(nn.Linear(6, 4)), LEFT_FLOAT, "by the config"),
+        (nn.Sequential(nn.Linear(6, 4)), LEFT_FLOAT.to_dict(), "by the config"),
     ],
     ids=["relu", "lstm", "config", "mapping"],
 )
 def test_nothing_to_quantize_is_said_and_no_error(model, config, message):
-    with pytest.warns(ScalepointWarning, match=f"nothing of this model would be quantized: .*{message}"):
+    with pytest.warns(ScalepointWarning, match=f"nothing.*{message}"):
         found = inspect(model.eval(), torch.randn(2, 3, 6), config=config)
     assert not found.in_state("quantized")
     assert all(row.reason for row in found.operations)

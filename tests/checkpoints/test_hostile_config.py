@@ -47,5 +47,5 @@ def test_more_layers_than_the_checkpoint_has_weights_for_are_refused(key: str, t
     folder = make("llama, tied", tmp_path / "m").folder
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: 2**31}))
-    with pytest.raises(StoreError, match=f"{key} is {2**31}, and the checkpoint has"):
+    with pytest.raises(StoreError, match=f"{key} is {2**31}"):
         skeleton(Source.open(folder))

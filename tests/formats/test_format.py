@@ -8,6 +8,7 @@ from scalepoint import export
 from scalepoint.errors import ExportError, UsageError
 from scalepoint.formats import FileFormat, find_format, list_formats
 from scalepoint.quantize import quantize
+from tests.errors import raises
 
 
 def write(model, path, writing):
@@ -34,11 +35,11 @@ def test_an_unknown_one_is_told_with_the_nearest():
     [
         ({"name": ""}, "has a name"),
         ({"suffix": "mine"}, "begins with a dot"),
-        ({"write": one}, r"write= is a function of \(model, path, writing\)"),
-        ({"files": write}, r"files= is a function of \(path\)"),
-        ({"about": None}, r"about= is a function of \(path\), not None"),
-        ({"plain": one}, r"plain= is a function of \(model, path, writing\)"),
-        ({"exposed": one}, r"exposed= is a function of \(model, path, writing\)"),
+        ({"write": one}, r"write=.*\(model, path, writing\)"),
+        ({"files": write}, r"files=.*\(path\)"),
+        ({"about": None}, r"about=.*\(path\).*None"),
+        ({"plain": one}, r"plain=.*\(model, path, writing\)"),
+        ({"exposed": one}, r"exposed=.*\(model, path, writing\)"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(fields, why):
@@ -50,5 +51,5 @@ def test_what_makes_no_sense_is_refused_at_once(fields, why):
 def test_a_file_has_the_suffix_of_its_format(tmp_path):
     x = torch.randn(2, 16)
     quantized = quantize(nn.Linear(16, 16).eval(), x, forward_loop=[x], target="onnxruntime")
-    with pytest.raises(ExportError, match=r"m.tflite: target 'onnxruntime' writes onnx, in files that end in .onnx"):
+    with raises(ExportError, "m.tflite", "'onnxruntime'", ".onnx"):
         export(quantized, tmp_path / "m.tflite", x)

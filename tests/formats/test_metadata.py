@@ -14,6 +14,7 @@ from scalepoint.errors import StoreError, UsageError
 from scalepoint.formats import check_metadata, find_format, read_value
 from scalepoint.pipeline.model_metadata import metadata_of
 from scalepoint.quantize import quantize
+from tests.errors import raises
 
 GIVEN = {
     "preprocessing": {"mean": (0.5, 0.25), "size": 224},
@@ -78,9 +79,9 @@ def test_the_order_of_the_keys_changes_no_byte_and_a_saved_model_says_the_same(p
     [
         (["cat"], "maps keys to values"),
         ({"scalepoint.version": "9"}, "are ours"),
-        ({3: "x"}, "a key is a text"),
-        ({"": "x"}, "a key is a text"),
-        ({"a\nb": "x"}, "a key is a text"),
+        ({3: "x"}, "key is a text"),
+        ({"": "x"}, "key is a text"),
+        ({"a\nb": "x"}, "key is a text"),
         ({"labels": "x" * 1_000_001}, "more than 1000000 characters"),
         ({"x" * 1_000_001: ""}, "more than 1000000 characters"),
         ({"labels": "\ud800"}, "half a character"),
@@ -166,7 +167,7 @@ def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, 
     model = onnx.load(path)
     model.graph.input[0].CopyFrom(onnx.helper.make_tensor_sequence_value_info("x", onnx.TensorProto.FLOAT, None))
     onnx.save(model, tmp_path / "sequence.onnx")
-    with pytest.raises(StoreError, match="input 'x' of the file is no tensor"):
+    with raises(StoreError, "input 'x'", "no tensor"):
         find_format("onnx").about(tmp_path / "sequence.onnx")
     damaged = path.read_bytes().replace(b"somebody", b"some\xffody")
     (tmp_path / "damaged.onnx").write_bytes(damaged)

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.graph import capture, check_graph
 from scalepoint.graph.origin import origin_of
+from tests.errors import raises
 from tests.models import Decoder, ResNet, SilentSkip, UNet, resnet50, settled, vit_b16
 
 
@@ -995,7 +996,7 @@ class TestHardModules:
     @pytest.mark.parametrize("name", ["code", "graph", "meta"])
     def test_a_name_that_torch_keeps_on_graphs_is_refused_with_the_way_out(self, name):
         model = nn.Sequential(OrderedDict([(name, nn.Linear(4, 3))]))
-        with pytest.raises(CaptureError, match=rf"Sequential\.{name} has a name .* nn.Sequential\(model\)"):
+        with raises(CaptureError, f"Sequential.{name}", "nn.Sequential(model)"):
             capture(model, X)
         captured(nn.Sequential(model), X)
 
@@ -1069,7 +1070,7 @@ class TestErrors:
         ],
     )
     def test_inputs_on_which_the_model_itself_fails_are_told_with_the_line(self, model, line):
-        with pytest.raises(CaptureError, match=r"itself fails on these example inputs.*RuntimeError: .*mat1") as caught:
+        with raises(CaptureError, "example inputs", "RuntimeError", "mat1") as caught:
             capture(model, torch.randn(2, 5))
         assert f"{__file__}:" in str(caught.value)
         assert line in str(caught.value)

@@ -13,6 +13,7 @@ from scalepoint.graph.free import axes_of, is_free, named_inputs, resized
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.graph.origin import origin_of
 from scalepoint.graph.rebuilt import rebuild
+from tests.errors import raises
 
 PICTURE = {"x": {2: "height", 3: "width"}}
 
@@ -119,16 +120,14 @@ def test_axes_that_the_inputs_have_not_are_refused(axes, said):
 
 
 def test_an_example_of_one_and_an_input_without_axes_are_refused():
-    with pytest.raises(
-        UsageError, match=r"axis 3 of 'x' has the size 1 in the example, which torch.export takes for a con"
-    ):
+    with raises(UsageError, "axis 3 of 'x'", "size 1"):
         captured(Pixels(), torch.randn(2, 3, 8, 1))
-    with pytest.raises(UsageError, match="the input 'y_a' is 2 in the example, no tensor with axes"):
+    with raises(UsageError, "'y_a'", "no tensor"):
         captured(Sum(), torch.randn(2, 3), {"a": 2}, axes={"y_a": [0]})
     with pytest.raises(CaptureError, match="dynamic_axes= needs example inputs"):
         capture(Pixels(), dynamic_axes=PICTURE)
     program = torch.export.export(Pixels().eval(), (torch.randn(2, 3, 8, 8),))
-    with pytest.raises(UsageError, match="a program has its free axes"):
+    with raises(UsageError, "dynamic_axes", "dynamic_shapes="):
         capture(program, dynamic_axes=PICTURE)
 
 
@@ -157,9 +156,9 @@ def test_a_name_on_two_inputs_is_one_size():
     axes = {"x": {1: "frames"}, "y_a": {1: "frames"}}
     graph = captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 5)}, axes=axes)
     assert origin_of(graph).tried == {"frames": 7}
-    with pytest.raises(CaptureError, match="the model takes 'frames' and 'steps' for one size: give it one name, or"):
+    with raises(CaptureError, "'frames'", "'steps'", "one name"):
         captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 5)}, axes={"x": {1: "frames"}, "y_a": {1: "steps"}})
-    with pytest.raises(UsageError, match="'frames' is 5 on axis 1 of 'x' and 4 on axis 1 of 'y_a' in the example"):
+    with raises(UsageError, "'frames'", "5 on axis 1 of 'x'", "4 on axis 1 of 'y_a'"):
         captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 4)}, axes=axes)
 
 
@@ -167,16 +166,11 @@ def test_an_axis_that_the_model_computes_with_is_named_with_its_size_and_what_fa
     with pytest.raises(CaptureError) as caught:
         captured(Flat(), torch.randn(2, 3, 8, 8))
     said = str(caught.value)
-    assert (
-        "finds no other height or width that Flat could take than the example's: it noted Eq(3*height*width, 192)"
-        in said
-    )
-    assert "With height 16 it fails at" in said
+    for words in ("height or width", "Flat", "Eq(3*height*width, 192)", "height 16", "Leave that axis out"):
+        assert words in said
     assert "self.head(x.flatten(1)): RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x384 and 192x5)" in said
-    assert "Leave that axis out" in said
-    with pytest.raises(CaptureError) as caught:
+    with raises(CaptureError, "axis 2 of 'x' (height)", "a number, 8", "height 16"):
         captured(Flat(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
-    assert "the model computes with axis 2 of 'x' (height) as a number, 8. With height 16 it fails" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -201,9 +195,7 @@ def test_a_number_made_of_a_size_by_way_of_a_fraction_is_told():
         def forward(self, x):
             return F.adaptive_avg_pool2d(x, (int(x.shape[2] * 0.5), 4))
 
-    with pytest.raises(
-        CaptureError, match=r"finds no other height .* noted .*TruncToInt\(0.5\*.*height.*whole numbers"
-    ):
+    with raises(CaptureError, "height", "TruncToInt(0.5*", "whole numbers"):
         captured(Halves(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
 
 
@@ -234,7 +226,7 @@ def test_a_graph_that_is_another_model_at_other_sizes_is_refused():
             self.scale = 1.0 if torch.compiler.is_compiling() else float(x.shape[2])
             return x * self.scale
 
-    with pytest.raises(CaptureError, match="at height 12 the captured graph gives other values than Remembers"):
+    with raises(CaptureError, "height 12", "Remembers"):
         captured(Remembers(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
 
 

@@ -48,10 +48,10 @@ def test_what_is_wrapped_around_a_model_is_taken_off(wrap) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Two, r"is a class: give a model, such as Two\(...\).eval\(\)"),
-        (Two().state_dict(), "is a state_dict, weights without a model"),
-        (3, "3 is not an nn.Module"),
-        ({}, "{} is not an nn.Module"),
+        (Two, r"class.*Two\(...\).eval\(\)"),
+        (Two().state_dict(), "state_dict"),
+        (3, "3 .*nn.Module"),
+        ({}, "{} .*nn.Module"),
         ("model.pt", "is not an nn.Module"),
     ],
     ids=["class", "state_dict", "number", "dict", "path"],

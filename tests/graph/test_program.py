@@ -168,7 +168,7 @@ def test_what_cannot_be_noted_goes_through_torch_export_and_is_told():
     x = torch.randn(2, 4)
     model = nn.Sequential(nn.Linear(4, 4), Written())
     graph = capture(model, x, leave=["1"])
-    with pytest.warns(ScalepointWarning, match=r"traces the model once more .*: aten.add_.Tensor writes in place"):
+    with pytest.warns(ScalepointWarning, match="once more.*aten.add_.Tensor"):
         program = export_graph(graph, (x,), {}, dynamic=True)
     assert not isinstance(program, Program)
     assert torch.allclose(program.module(check_guards=False)(x), model(x))

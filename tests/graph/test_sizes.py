@@ -55,7 +55,5 @@ def test_a_count_of_what_is_not_zero_is_such_a_size():
 def test_a_run_that_fails_is_told():
     inputs = (torch.randn(2, 8), torch.tensor(3))
     graph_module = capture(Takes(), inputs)
-    with pytest.warns(
-        ScalepointWarning, match="MACs behind them do not count: a run failed: Runtime assertion.*'le_1'$"
-    ):
+    with pytest.warns(ScalepointWarning, match="MACs.*'le_1'$"):
         note_sizes(graph_module, (inputs[0], torch.tensor(9)))  # more rows than the model says it takes

@@ -86,3 +86,12 @@ def llama(tmp_path_factory):
         warnings.simplefilter("ignore")
         tokenizer = write_tokenizer(folder)
     return folder, write_llama(folder, tokenizer.encode(text(400)), words=WORDS)
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory):
+    """A Llama whose heads have 32 channels: llama.cpp cuts them into blocks of so many."""
+    folder = tmp_path_factory.mktemp("wide")
+    tokenizer = write_tokenizer(folder)
+    write_llama(folder, tokenizer.encode(text(400)), words=WORDS, hidden=128, inner=128, steps=10)
+    return folder

@@ -17,19 +17,10 @@ from scalepoint.quantize.stubs import QuantStub
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
 from tests.checkpoints.test_skeleton import saved
-from tests.language.conftest import text, write_llama, write_tokenizer
+from tests.errors import raises
 
 FAST = ("ort-genai int4", "compressed-tensors fp8")
 LEAST = {"gguf int8": 30, "gguf int4": 20, "ort-genai int8": 30, "ort-genai int4": 30, "compressed-tensors fp8": 100}
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """A Llama whose heads have 32 channels: llama.cpp cuts them into blocks of so many."""
-    folder = tmp_path_factory.mktemp("wide")
-    tokenizer = write_tokenizer(folder)
-    write_llama(folder, tokenizer.encode(text(400)), words=320, hidden=128, inner=128, steps=10)
-    return folder
 
 
 def deployed(folder, path, target, cache, **more):
@@ -97,14 +88,14 @@ def _largest(model, tokens):
 
 
 def test_a_target_without_it_is_refused_with_those_that_have_it(wide, tmp_path):
-    with pytest.raises(UsageError, match="only compressed-tensors, gguf, ort-genai do"):
+    with pytest.raises(UsageError, match="compressed-tensors, gguf, ort-genai"):
         deployed(wide, tmp_path / "out", "gptq", "int8")
-    with pytest.raises(UsageError, match="its caches are int8, int4"):
+    with pytest.raises(UsageError, match="int8, int4"):
         deployed(wide, tmp_path / "out", "gguf", "fp8")
 
 
 def test_a_config_that_does_not_tell_its_heads_is_refused(tmp_path):
-    with pytest.raises(CaptureError, match=r"config.json does not tell num_attention_heads or n_head"):
+    with raises(CaptureError, "config.json", "num_attention_heads or n_head"):
         groups_of(Source(tmp_path, {"model_type": "other"}, {}))
 
 
@@ -112,14 +103,14 @@ def test_a_config_that_does_not_tell_its_heads_is_refused(tmp_path):
 def test_one_block_in_another_precision_is_refused(wide, tmp_path):
     config = {"overrides": [{"name": "model.layers.0.self_attn.attention", "input": "float"}]}
     job = asked(wide, tmp_path / "out", "ort-genai", config, "fast", None, "int8")
-    with pytest.raises(UsageError, match="the attention of 1 of 2 blocks another precision"):
+    with raises(UsageError, "1 of 2 blocks", "precision"):
         quantized_skeleton(job, [])
 
 
 @pytest.mark.slow
 def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):
     folder, _ = llama  # of 16 channels
-    with pytest.raises(UsageError, match="heads of 16 channels are not cut into blocks of 32"):
+    with raises(UsageError, "16 channels", "blocks of 32"):
         deployed(folder, tmp_path / "out", "gguf", "int8")
 
 
@@ -127,7 +118,7 @@ def test_attention_that_hides_its_keys_is_refused(tmp_path, monkeypatch):
     form = CheckpointFormat("ort-genai", "", lambda _, path: path.mkdir(), lambda *_: None)
     monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "ort-genai", form)
     saved("gemma2", tmp_path / "m")
-    with pytest.raises(CaptureError, match="of 2 of 2 blocks"):
+    with pytest.raises(CaptureError, match="2 of 2 blocks"):
         deploy_checkpoint(
             tmp_path / "m", tmp_path / "out", target="ort-genai", cache="int8", accuracy="fast",
             data=[torch.randint(0, 40, (2, 16))], config={"weight": {"n_bits": 4, "block_size": 16}}, progress=False,

@@ -211,11 +211,11 @@ def test_asking_for_what_cannot_be_is_refused_before_any_work(llama, tmp_path):
         deployed(llama, tmp_path / "out", "onnxruntime")
     with pytest.raises(UsageError, match="the checkpoint itself"):
         deployed(llama, folder)
-    with pytest.raises(ConfigError, match="rewrites need the whole model"):
+    with pytest.raises(ConfigError, match="whole model"):
         deployed(llama, tmp_path / "out", config=QuantConfig(migrate=("awq",)))
-    with pytest.raises(CalibrationError, match="less than one sequence of 4096"):
+    with pytest.raises(CalibrationError, match="sequence of 4096"):
         deployed(llama, tmp_path / "out", length=4096)
-    with pytest.raises(UsageError, match="given as a file, or as tokens"):
+    with pytest.raises(UsageError, match="file, or as tokens"):
         deployed(llama, tmp_path / "out", data="the cat sees the house . " * 200)
     assert not list(tmp_path.iterdir())
 
@@ -231,7 +231,7 @@ def spoiled(folder, tmp_path, **config):
 @pytest.mark.parametrize(
     ("config", "error", "says"),
     [
-        ({"hidden_size": 32}, StoreError, r"has shape \[\d+, \d+\], by config.json it is"),
+        ({"hidden_size": 32}, StoreError, r"shape \[\d+, \d+\].*config.json"),
         ({"num_hidden_layers": 3}, StoreError, r"has no model\.layers\.2\."),
         ({"model_type": "nonesuch"}, scalepoint.errors.CaptureError, "nonesuch"),
         (
@@ -261,8 +261,8 @@ def test_targets_of_language_models_are_a_list_of_their_own():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"length": 1}, "sequences have at least 2 tokens"),
-        ({"samples": 0}, "there is at least one"),
+        ({"length": 1}, "at least 2 tokens"),
+        ({"samples": 0}, "at least one"),
         ({"memory": "lots"}, "memory='lots'"),
     ],
     ids=str,
@@ -275,7 +275,7 @@ def test_numbers_that_mean_nothing_are_refused(llama, tmp_path, given, says):
 
 def test_an_output_that_is_a_file_is_refused(llama, tmp_path):
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UsageError, match="is a file: choose a folder"):
+    with pytest.raises(UsageError, match="choose a folder"):
         deployed(llama, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
 
@@ -290,7 +290,7 @@ def damaged(llama, folder, change):
 
 def test_a_config_that_transformers_refuses_is_told_as_such(llama, tmp_path):
     source = damaged(llama, tmp_path / "source", {"num_attention_heads": 5})
-    with pytest.raises(CaptureError, match="makes no language model of its config"):
+    with pytest.raises(CaptureError, match="no language model"):
         deployed(source, tmp_path / "out")
 
 

@@ -64,5 +64,5 @@ def test_blocks_are_as_large_as_the_layers_allow_unless_asked(llama, tmp_path, t
     done = asked(folder, tmp_path / "out", target, None, "fast", None)
     assert done.config.spec_for("weight", (), ()).granularity.block_size == 64
     assert find_target(target).weight.granularity.block_size == 128
-    with pytest.raises(TargetError, match="blocks of 64, 32, 16 do"):
+    with pytest.raises(TargetError, match="64, 32, 16"):
         asked(folder, tmp_path / "out", target, {"weight": find_target(target).weight}, "fast", None)

@@ -30,6 +30,7 @@ from scalepoint.patterns import (
 )
 from scalepoint.patterns.fused import FusedAttention, FusedConvBN, FusedLinear, FusedLinearReLU, FusedNorm
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, transform
+from tests.errors import raises
 from tests.models import Decoder, ResNet, SilentSkip, UNet, VisionTransformer, resnet50, settled, vit_b16
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -1082,7 +1083,7 @@ class TestInvalidPatterns:
 
     def test_two_patterns_of_one_name_are_refused(self):
         twins = [Pattern("Mine", chain(op(kind)), Fused) for kind in ("linear", "conv")]
-        with pytest.raises(PatternError, match="two patterns are called 'Mine'"):
+        with raises(PatternError, "two patterns", "'Mine'"):
             transform(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4), twins)
 
     def test_what_is_no_pattern_is_refused(self):

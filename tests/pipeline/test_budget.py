@@ -12,6 +12,7 @@ from scalepoint.pipeline import stages
 from scalepoint.quantize import QuantConfig, TensorQuantConfig
 from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.report import Report
+from tests.errors import raises
 
 MINMAX = QuantConfig(activation=TensorQuantConfig(symmetric=False))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -86,7 +87,7 @@ def test_a_budget_of_size_holds_for_the_file(net, data, tmp_path):
 
 def test_a_file_that_stays_too_large_is_kept_with_a_warning(net, data, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "MAX_SIZE_TRIALS", 1)
-    with pytest.warns(ScalepointWarning, match=r"budget: 0\.3 of the float file's size is missed.*has 0\.\d+ of it"):
+    with pytest.warns(ScalepointWarning, match=r"budget: 0\.3 .*missed.*0\.\d+"):
         done = deployed(net, data, tmp_path, budget="size=0.3")
     assert done.path.stat().st_size > 0.3 * done.float_path.stat().st_size
 
@@ -107,7 +108,7 @@ def test_what_makes_no_sense_is_refused(net, data, tmp_path, options, why):
 
 
 def test_data_that_comes_once_is_refused(net, data, tmp_path):
-    with pytest.raises(UsageError, match="an iterator gives it once"):
+    with raises(UsageError, "budget=", "iterator"):
         scalepoint.deploy(net, data[0], iter(data), budget=Budget(bits=5), output=tmp_path)
 
 

@@ -29,6 +29,7 @@ from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
 from scalepoint.report import Report
 from scalepoint.spec import PerChannelGranularity, QuantizationSpec
 from scalepoint.verification import RuntimeModel
+from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -127,7 +128,7 @@ def test_batches_with_nan_can_be_left_out(model, data, tmp_path):
     settings = {"config": ALL, "output": tmp_path, "smoke": True, "progress": False}
     with pytest.raises(NonFiniteError, match="on_nan='skip'"):
         scalepoint.deploy(model, data[0], holed, **settings)
-    with pytest.warns(ScalepointWarning, match="1 batches hold NaN or infinity"):
+    with pytest.warns(ScalepointWarning, match="1 batches.*NaN"):
         done = scalepoint.deploy(model, data[0], holed, on_nan="skip", **settings)
     assert done.verification.holds
 
@@ -192,7 +193,7 @@ def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
     def evaluate(run):
         return 0.5 if run is model else math.nan
 
-    with pytest.warns(ScalepointWarning, match="evaluate gave NaN for the quantized file"):
+    with pytest.warns(ScalepointWarning, match="NaN.*quantized file"):
         done = scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=evaluate, smoke=True, progress=False)
     assert math.isnan(done.score)
 
@@ -247,7 +248,7 @@ def test_data_of_sizes_that_the_file_will_not_take_is_told_of(form, tmp_path):
         "function": lambda model: [model(batch) for batch in batches],
         "by name": [{"x": batch} for batch in batches],
     }
-    with pytest.warns(ScalepointWarning, match="'x' has 17, 41 on axis 2, 30 in the example.* pad or resize"):
+    with pytest.warns(ScalepointWarning, match="'x'.*17, 41.*axis 2.*30.*pad or resize"):
         scalepoint.deploy(Speech().eval(), torch.randn(2, 8, 30), given[form], output=tmp_path, smoke=True)
 
 
@@ -276,23 +277,23 @@ class TestRefused:
 
     @pytest.mark.parametrize("value", [None, "high", torch.zeros(2)])
     def test_a_metric_that_is_no_number(self, model, data, tmp_path, value):
-        with pytest.raises(UsageError, match="it must return one number"):
+        with pytest.raises(UsageError, match="one number"):
             scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: value, progress=False)
 
     def test_a_metric_that_is_nan_for_the_float_model(self, model, data, tmp_path):
-        with pytest.raises(NonFiniteError, match="evaluate gave NaN for the float model"):
+        with raises(NonFiniteError, "evaluate", "NaN", "float model"):
             scalepoint.deploy(model, data[0], data, output=tmp_path, evaluate=lambda run: math.nan, progress=False)
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"threads": 0}, "threads: must be at least 1, not 0"),
-            ({"max_batches": 0}, "max_batches: must be at least 1"),
-            ({"max_drop": -1.0, "evaluate": lambda run: 1.0}, "max_drop: must be at least 0"),
-            ({"leave": "body.0"}, "leave: must be a list, not 'body.0'"),
-            ({"on_nan": "ignore"}, "on_nan: must be 'error' or 'skip', not 'ignore'"),
-            ({"evaluate": "accuracy"}, "evaluate= is a function .* not 'accuracy'"),
-            ({"config": {"wieght": "float"}}, "config: there is no key 'wieght': did you mean 'weight'"),
+            ({"threads": 0}, "threads: .*at least 1"),
+            ({"max_batches": 0}, "max_batches: .*at least 1"),
+            ({"max_drop": -1.0, "evaluate": lambda run: 1.0}, "max_drop: .*at least 0"),
+            ({"leave": "body.0"}, "leave: .*list.*'body.0'"),
+            ({"on_nan": "ignore"}, "on_nan: .*'error' or 'skip'.*'ignore'"),
+            ({"evaluate": "accuracy"}, "evaluate=.*'accuracy'"),
+            ({"config": {"wieght": "float"}}, "config: .*'wieght'.*'weight'"),
             ({"config": {"weight": "int7"}}, "config: weight: .* not 'int7'"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -304,7 +305,7 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         ("model", "message"),
-        [(nn.Sequential(nn.LazyLinear(3)), "0 is a lazy module"), (nn.Linear(4, 3, device="meta"), "weight .* meta")],
+        [(nn.Sequential(nn.LazyLinear(3)), "0 .*lazy module"), (nn.Linear(4, 3, device="meta"), "weight .* meta")],
         ids=["lazy", "meta"],
     )
     def test_a_model_without_values(self, model, message, tmp_path):
@@ -315,17 +316,17 @@ class TestRefused:
     @pytest.mark.parametrize("given", ["a loader", "a shape"])
     def test_an_example_without_a_tensor_gets_the_way_to_one(self, model, data, tmp_path, given):
         example = DataLoader(data) if given == "a loader" else tuple(data[0].shape)
-        with pytest.raises(CaptureError, match=r"no tensor among them .* next\(iter\(loader\)\)"):
+        with raises(CaptureError, "no tensor", "next(iter(loader))"):
             scalepoint.deploy(model, example, data, output=tmp_path)
 
     def test_several_targets_at_once(self, model, data, tmp_path):
-        with pytest.raises(TargetError, match=r"a target is a name or a Target, not .*: one at a time"):
+        with raises(TargetError, "Target", "one at a time"):
             scalepoint.deploy(model, data[0], data, target=["onnxruntime", "openvino"], output=tmp_path / "out")
 
     def test_an_example_of_another_type_than_the_models(self, data, tmp_path):
         model = nn.Sequential(nn.Linear(8, 8))
         x = torch.randn(2, 8).double().numpy()
-        with pytest.raises(CaptureError, match="The inputs are float64, the parameters float32: give inputs of the"):
+        with raises(CaptureError, "inputs", "float64", "parameters", "float32"):
             scalepoint.deploy(model, x, [x], output=tmp_path / "out", progress=False)
 
     @pytest.mark.parametrize(
@@ -333,11 +334,11 @@ class TestRefused:
     )
     def test_data_that_is_unlike_the_example(self, batch, tmp_path):
         model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
-        with pytest.raises(CalibrationError, match=r"batch 1 of the data is unlike the example: it was .*captured"):
+        with raises(CalibrationError, "batch 1", "unlike the example", "captured"):
             scalepoint.deploy(model, x, [x, batch], output=tmp_path / "out", progress=False)
 
     def test_a_folder_whose_name_is_no_text(self, model, data, tmp_path):
-        with pytest.raises(UsageError, match="is no text in this locale's encoding"):
+        with raises(UsageError, "encoding", "PYTHONUTF8=1"):
             scalepoint.deploy(model, data[0], data, output=tmp_path / "out\udcff", progress=False)
 
     def test_an_unknown_target(self, model, data, tmp_path):

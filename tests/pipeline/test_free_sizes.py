@@ -16,6 +16,7 @@ from scalepoint.quantize import QuantConfig, coverage, quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.transformation import transform
 from scalepoint.verification import RuntimeModel, verify
+from tests.errors import raises
 from tests.pace import fast
 
 PICTURE = {"x": {2: "height", 3: "width"}}
@@ -152,21 +153,21 @@ def test_a_file_that_is_not_free_is_found_out(segments, pictures, tmp_path):
     found = verify(path, free, pictures[0], layers=False)
     assert not found.holds
     assert "Got invalid dimensions" in found.resized.message
-    with pytest.raises(VerificationError, match="is not free in the sizes of dynamic_axes: at height 24, width 12"):
+    with raises(VerificationError, "dynamic_axes", "height 24", "width 12"):
         found.check()
 
 
 @pytest.mark.parametrize("target", ["coreml", "executorch", "litert"])
 def test_a_target_of_fixed_sizes_refuses_before_any_work(target, segments, pictures, tmp_path):
-    with pytest.raises(TargetError, match=f"target '{target}' has files of fixed sizes: .*deploy once for each size"):
+    with raises(TargetError, f"'{target}'", "fixed sizes", "once for each size"):
         scalepoint.deploy(segments, pictures[0], pictures, target=target, output=tmp_path / "out", dynamic_axes=PICTURE)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(TargetError, match="has files of fixed sizes"):
+    with pytest.raises(TargetError, match="fixed sizes"):
         transform(segments, pictures[0], target=target, dynamic_axes=PICTURE)
 
 
 def test_a_name_that_is_none_is_told_before_any_work(segments, pictures, tmp_path):
-    with pytest.raises(UsageError, match="the model has no input 'image'"):
+    with pytest.raises(UsageError, match="no input 'image'"):
         scalepoint.deploy(segments, pictures[0], pictures, output=tmp_path / "out", dynamic_axes={"image": [2, 3]})
     assert not (tmp_path / "out").exists()
 
@@ -174,7 +175,7 @@ def test_a_name_that_is_none_is_told_before_any_work(segments, pictures, tmp_pat
 def test_the_warning_of_other_sizes_names_the_setting(segments, pictures, tmp_path):
     given = {"config": QUANTIZED, "smoke": True, "progress": False}
     setting = "dynamic_axes={'x': {2: 'x_2', 3: 'x_3'}}"
-    with pytest.warns(ScalepointWarning, match="sizes that the file will not take") as told:
+    with pytest.warns(ScalepointWarning, match="will not take") as told:
         scalepoint.deploy(nn.Conv2d(3, 4, 3), pictures[0], pictures, output=tmp_path / "a", **given)
     assert str(told[-1].message).endswith("let them be free: dynamic_axes={'input': {2: 'input_2', 3: 'input_3'}}")
     with pytest.raises(RuntimeError) as caught:
@@ -194,12 +195,12 @@ def test_the_key_of_a_config_is_read_as_yaml_and_json_have_it(tmp_path):
         config.to_file(tmp_path / f"again-{name}")
         assert DeployConfig.from_file(tmp_path / f"again-{name}") == config
     (tmp_path / "d.yaml").write_text("dynamic_axes: {x: {two: height}}")
-    with pytest.raises(ConfigError, match="an axis of 'x' is a number, not 'two'"):
+    with raises(ConfigError, "axis", "'x'", "'two'"):
         DeployConfig.from_file(tmp_path / "d.yaml")
 
 
 def test_the_flag_is_the_key():
     given = {"dynamic_axes": ["x:2=height,3=width", "mask:1"]}
     assert settings_of(given).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
-    with pytest.raises(UsageError, match=r"--dynamic-axes: .*is written as x:2=height,3=width or x:2,3, not 'x=2'"):
+    with raises(UsageError, "--dynamic-axes", "x:2=height,3=width", "x:2,3", "'x=2'"):
         settings_of({"dynamic_axes": ["x=2"]})

@@ -10,6 +10,7 @@ import scalepoint
 from scalepoint.errors import CalibrationError, CaptureError, ConfigError, ScalepointError, TensorError, UsageError
 from scalepoint.quantize import calibrate, insert_qdq
 from scalepoint.verification import verify
+from tests.errors import raises
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 IDS = torch.arange(10).reshape(2, 5)
@@ -50,7 +51,7 @@ ODD = {
 def test_a_tensor_that_is_not_dense_is_refused_as_example_and_as_data(make, says, tmp_path) -> None:
     with pytest.raises(TensorError, match=says):
         deploy(linear(), make(), [X], tmp_path)
-    with pytest.raises(TensorError, match=f"batch 1 of the data: .*{says}"):
+    with pytest.raises(TensorError, match=f"batch 1 .*{says}"):
         deploy(linear(), X, [X, make()], tmp_path)
     assert not (tmp_path / "out" / "model.onnx").exists()
 
@@ -61,7 +62,7 @@ def test_the_single_steps_refuse_such_tensors_too() -> None:
         scalepoint.transform(linear(), nested(torch.strided))
     found = scalepoint.transform(linear(), X)
     model = insert_qdq(found.model, found.matches)
-    with pytest.raises(TensorError, match="batch 0 of the data"):
+    with pytest.raises(TensorError, match="batch 0"):
         calibrate(model, [X.to_sparse()], progress=False)
 
 
@@ -69,14 +70,14 @@ def test_the_single_steps_refuse_such_tensors_too() -> None:
 def test_ids_out_of_range_name_the_batch_and_the_largest_id(number, tmp_path) -> None:
     wrong = IDS.clone()
     wrong[1, 2] = number
-    with pytest.raises(CaptureError, match=rf"example inputs.* to {max(number, 9)}; .*table, takes ids below 10"):
+    with raises(CaptureError, "example inputs", f" to {max(number, 9)};", "table", "below 10"):
         deploy(Tokens().eval(), wrong, [IDS], tmp_path)
-    with pytest.raises(CalibrationError, match=rf"batch 1 of the data.* to {max(number, 9)}; .*takes ids below 10"):
+    with raises(CalibrationError, "batch 1", f" to {max(number, 9)};", "below 10"):
         deploy(Tokens().eval(), IDS, [IDS, wrong], tmp_path)
 
 
 def test_ids_out_of_range_in_a_function_for_data_and_in_verify(tmp_path) -> None:
-    with pytest.raises(CalibrationError, match=r"batch 1 of the data.* to 99"):
+    with raises(CalibrationError, "batch 1", " to 99"):
         deploy(Tokens().eval(), IDS, lambda model: (model(IDS), model(IDS * 11)), tmp_path)
     done = deploy(Tokens().eval(), IDS, [IDS], tmp_path, force=True)
     with pytest.raises(UsageError, match="to 99"):

@@ -28,7 +28,7 @@ def deployed(data, folder, **options):
 @pytest.mark.parametrize(
     ("data", "error", "words"),
     [
-        pytest.param([EXAMPLE * float("nan")], NonFiniteError, "batch 0 of the data", id="NaN"),
+        pytest.param([EXAMPLE * float("nan")], NonFiniteError, "batch 0", id="NaN"),
         pytest.param([], CalibrationError, "empty", id="no batch"),
         pytest.param(iter([]), CalibrationError, "empty", id="an iterator that is at its end"),
         pytest.param(lambda model: None, CalibrationError, "never called", id="a function that calls nothing"),

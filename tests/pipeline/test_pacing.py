@@ -96,7 +96,7 @@ def test_the_first_file_that_is_fast_enough_is_kept_or_the_fastest():
         pytest.param({"min_speed": 0.0}, "more than 0", id="nothing"),
         pytest.param({"min_speed": 1.0, "budget": "bits=4"}, "give one of them", id="with a budget"),
         pytest.param({"min_speed": 1.0, "smoke": True}, "smoke=True times nothing", id="smoke"),
-        pytest.param({"min_speed": 1.0, "target": "tensorrt"}, "tensorrt has no runtime here", id="no runtime"),
+        pytest.param({"min_speed": 1.0, "target": "tensorrt"}, "tensorrt.*no runtime", id="no runtime"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_any_work(options, message, tmp_path):

@@ -28,6 +28,7 @@ from scalepoint.quantize import (
 )
 from scalepoint.spec import QuantizationSpec
 from scalepoint.transformation import transform
+from tests.errors import raises
 from tests.models import ResNet, settled
 
 LEAF_SPEC = "ignore:.*LeafSpec.*:FutureWarning"  # torch's deepcopy of torch's own graph
@@ -192,7 +193,7 @@ class TestData:
     def test_a_wrong_shape_says_what_the_model_takes(self, float_model):
         captured = transform(float_model, torch.randn(2, 3, 6, 6))
         model = insert_qdq(captured.model, captured.matches, QuantConfig())
-        with pytest.raises(CalibrationError, match="batch 0 of the data is unlike the example") as caught:
+        with raises(CalibrationError, "batch 0", "unlike the example") as caught:
             calibrate(model, [torch.randn(2, 7, 6, 6)])
         assert "captured with x (*, 3, 6, 6) torch.float32" in str(caught.value)
 
@@ -389,7 +390,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("calls_original", [False, True], ids=["never", "original"])
     def test_a_loop_that_does_not_call_the_model_is_an_error(self, model, float_model, batches, calls_original):
-        with pytest.raises(CalibrationError, match="calibrating: the function never called the model it was given"):
+        with pytest.raises(CalibrationError, match="never called the model"):
             calibrate(model, lambda given: float_model(batches[0]) if calls_original else None)
 
     def test_a_float_model_is_refused(self, float_model, batches):
@@ -414,9 +415,9 @@ class TestFailures:
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
         nn.init.constant_(net[0].weight, 10.0)
         result = transform(net, x, target="reference")
-        with pytest.raises(NonFiniteError, match=r"batch 1 of the data: 3 of the 8 values of its inputs are not"):
+        with raises(NonFiniteError, "batch 1", "3 of the 8 values"):
             calibrate(insert_qdq(result.model, result.matches, CONFIG), [x, bad])
-        with pytest.raises(NonFiniteError, match=r"batch 1 of the data: its inputs are finite, and what the model"):
+        with raises(NonFiniteError, "batch 1", "inputs are finite"):
             calibrate(insert_qdq(result.model, result.matches, CONFIG), [x, x.clamp(-1, 1) * 3e38])
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -146,7 +146,7 @@ class TestTensorQuantConfig:
     @pytest.mark.parametrize("bits", [3, 5, 6, 7, 16])
     def test_a_target_without_a_width_says_which_is_nearest(self, net, target, bits):
         wide = TensorQuantConfig(n_bits=bits, per_channel=True)
-        refusal = rf"target '{target}' cannot run dtype int{bits} as {{}} \(the nearest it can: "
+        refusal = rf".*'{target}'.*int{bits} as {{}} .*nearest.*: "
         nearest = "int8" if target == "tensorrt" or bits > 5 else "int4"
         with pytest.raises(TargetError, match=rf"stem: {refusal.format('weight')}{nearest}"):
             inserted(net, Override(name="stem", weight=wide), activation=None, weight=None, target=target)
@@ -290,7 +290,7 @@ class TestOverride:
             ({"weight": INT4}, "a name .* or a type"),
             ({"name": "head", "type": "Linear", "weight": INT4}, "not both"),
             ({"name": "head"}, "'head' says nothing"),
-            ({"type": 3, "weight": INT4}, "module class or its name"),
+            ({"type": 3, "weight": INT4}, "module class"),
         ],
         ids=["nowhere", "both", "nothing", "no-class"],
     )
@@ -377,7 +377,7 @@ class TestTargets:
         [
             ({"activation": TensorQuantConfig(symmetric=False)}, "int8.*symmetric"),
             ({"weight": QuantizationSpec(qscheme="asymmetric")}, "int8.*symmetric"),
-            ({"weight": INT4}, r"int4 for conv as weight \(the nearest it can: int8 symmetric"),
+            ({"weight": INT4}, "int4 for conv.*int8 symmetric"),
             ({"weight": INT4, "skip_weight_quant_for": (nn.Conv2d,)}, "int4.*per_block"),
             ({"activation": QuantizationSpec(granularity=PerChannelGranularity(axis=1))}, "int8.*per_tensor"),
             (

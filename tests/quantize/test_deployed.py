@@ -186,7 +186,7 @@ class TestChosenCodes:
         ("change", "message"),
         [
             (lambda codes: codes[:1], "shape"),
-            (lambda codes: codes + 1000, "its range is -127 to 127"),
+            (lambda codes: codes + 1000, "-127 to 127"),
             (lambda codes: codes + 0.5, "whole numbers"),
             (lambda codes: codes.fill_(float("nan")), "its range is"),
         ],

@@ -128,7 +128,7 @@ def test_data_that_never_reaches_the_model_is_an_error(data, message):
 
 @pytest.mark.parametrize("data", [torch.zeros(2, 4), {"x": torch.zeros(2, 4)}, "batches", 3])
 def test_what_is_no_data_is_refused(data):
-    with pytest.raises(UsageError, match="iterable of batches or a function"):
+    with pytest.raises(UsageError, match="iterable of batches"):
         feed(Counted(), data, "testing", progress=False)
 
 

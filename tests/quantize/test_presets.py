@@ -11,6 +11,7 @@ from scalepoint.errors import ExportError, TargetError
 from scalepoint.numerics import format_of
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, load, presets, quantize, save
 from scalepoint.quantize.weighted import QuantizedWeighted
+from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own deepcopy of a graph
 
@@ -84,7 +85,7 @@ def test_tensorrt_has_the_presets_that_it_runs():
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
 def test_a_target_without_fp6_says_what_is_nearest(model, target):
     nearest = "float8_e4m3fn|float4_e2m1fn_x2" if target == "tensorrt" else "int8"
-    with pytest.raises(TargetError, match=rf"{target}' cannot run dtype float6_e2m3fn .*nearest it can: u?({nearest})"):
+    with pytest.raises(TargetError, match=rf"{target}'.*float6_e2m3fn.*u?({nearest})"):
         quantize(model, X, presets.MXFP6_E2M3, forward_loop=[X], target=target)
 
 
@@ -99,12 +100,12 @@ def test_a_target_without_fp6_says_what_is_nearest(model, target):
 )
 def test_a_file_without_a_type_for_the_weights_is_refused_with_those_it_has(model, tmp_path, weight, name):
     quantized = simulated(model, QuantConfig(activation="float", weight=weight))
-    with pytest.raises(ExportError, match=rf"0.weight: ONNX has no type for {name}.* It has: int8, uint8, float8"):
+    with raises(ExportError, "0.weight", name, "int8, uint8, float8"):
         export(quantized, tmp_path / "m.onnx", X)
     assert not (tmp_path / "m.onnx").exists()
 
 
 def test_a_file_without_a_type_for_the_activations_is_refused_too(model, tmp_path):
     quantized = simulated(model, QuantConfig(activation=TensorQuantConfig(n_bits=6)))
-    with pytest.raises(ExportError, match="ONNX has no type for int6"):
+    with pytest.raises(ExportError, match="no type for int6"):
         export(quantized, tmp_path / "m.onnx", X)

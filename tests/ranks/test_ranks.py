@@ -9,6 +9,7 @@ import pytest
 
 from scalepoint import ranks
 from scalepoint.errors import UsageError
+from tests.errors import raises
 from tests.ranks.checkpoints import write_source
 from tests.ranks.group import result_of, run_group, start_group
 from tests.ranks.jobs import METHODS
@@ -279,5 +280,5 @@ def test_without_a_group_there_is_one_rank() -> None:
 
 def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("SCALEPOINT_RANK_TIMEOUT", "soon")
-    with pytest.raises(UsageError, match="SCALEPOINT_RANK_TIMEOUT='soon': a number of seconds"):
+    with raises(UsageError, "SCALEPOINT_RANK_TIMEOUT='soon'", "seconds"):
         ranks.limit()

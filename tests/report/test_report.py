@@ -37,6 +37,7 @@ from scalepoint.report.html import environment
 from scalepoint.report.placement_graph import blocks_of
 from scalepoint.verification import Choice, Status, Verification
 from scalepoint.words import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
+from tests.errors import raises
 from tests.report import made
 
 REPORTS = {"ordinary": made.ordinary, "bare": made.bare, "evil": made.evil, "large": lambda: made.large(300)}
@@ -99,7 +100,7 @@ def test_numbers_of_numpy_and_paths_are_plain_in_json(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "schema 2; this scalepoint reads schema 1"),
+        ({"schema": 2}, "schema 2.*schema 1"),
         ({"schema": None}, "schema None"),
         ({"coverage": 3}, "coverage"),
         ({"coverage": {"operations": [{"name": "a"}]}}, r"coverage\.operations\.0\.kind"),
@@ -303,7 +304,7 @@ def test_worst_layers_begin_with_what_is_no_number():
 
 
 def test_histogram_needs_one_more_edge_than_counts():
-    with pytest.raises(ValueError, match="2 counts need 3 edges, not 2"):
+    with raises(ValueError, "2 counts", "3 edges"):
         Histogram("a", "weight", (0, 1), (1, 1), 0, 1)
 
 

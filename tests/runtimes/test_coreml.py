@@ -16,6 +16,7 @@ from scalepoint.errors import VerificationError
 from scalepoint.formats import Writing, find_format
 from scalepoint.runtimes import find_runtime
 from scalepoint.verification import Status
+from tests.errors import raises
 from tests.formats.coreml.conftest import net, pictures, quantized
 from tests.formats.coreml.test_package import written
 from tests.pace import fast
@@ -76,13 +77,13 @@ def test_a_file_that_was_changed_does_not_hold_whatever_it_computes(tmp_path: Pa
     found = scalepoint.verify(path, other, pictures(), layers=False)
     assert found.sqnr > 20
     assert not found.holds
-    with pytest.raises(VerificationError, match="does not hold what the model does: input_quant: 1 of 1 scale"):
+    with raises(VerificationError, "input_quant", "1 of 1 scale"):
         found.check()
 
 
 def test_there_is_no_speed_to_measure_where_core_ml_is_not(tmp_path: Path) -> None:
     path, _ = written(tmp_path)
-    with pytest.raises(VerificationError, match="no speed to measure here: Core ML runs on macOS alone"):
+    with raises(VerificationError, "speed", "macOS"):
         scalepoint.benchmark(path, path, runtime="coreml")
 
 
@@ -146,7 +147,7 @@ def test_an_operation_that_is_not_known_is_named(tmp_path: Path, file_class) -> 
     table = file.run.__func__.__globals__["TABLE"]
     kept = table.pop("relu")
     try:
-        with pytest.raises(file_class.gaps, match=r"relu .* can only be checked on macOS"):
+        with pytest.raises(file_class.gaps, match=r"relu.*macOS"):
             file.run({"input": pictures().numpy()})
     finally:
         table["relu"] = kept

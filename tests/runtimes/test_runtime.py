@@ -25,11 +25,11 @@ def test_an_unknown_one_is_told_with_the_nearest():
     ("fields", "why"),
     [
         ({"name": ""}, "has a name"),
-        ({"package": "not a module"}, "package= is what is imported"),
-        ({"child": Path("/no/such/child.py")}, "its child program .* is not there"),
+        ({"package": "not a module"}, "package="),
+        ({"child": Path("/no/such/child.py")}, "child program"),
         ({"formats": "onnx"}, "formats= are keys"),
         ({"formats": ()}, "formats= are keys"),
-        ({"variants": (Variant("fast", {}),)}, "a variant is one of unoptimized, exact"),
+        ({"variants": (Variant("fast", {}),)}, "unoptimized, exact"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(fields, why):

@@ -156,7 +156,7 @@ class TestNonFinite:
             create(**fields)(x)
 
     def test_a_double_beyond_float32_is_told_apart_from_infinity(self):
-        with pytest.raises(NonFiniteError, match="outside the range of float32"):
+        with pytest.raises(NonFiniteError, match="range of float32"):
             create()(torch.tensor([1e300], dtype=torch.float64))
 
     def test_fixed_ends_look_at_no_value(self):

@@ -14,6 +14,7 @@ from scalepoint.quantize.shortcut import quantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationComponentFactory, palette_spec
 from scalepoint.spec.extended import spec_from_dict
+from tests.errors import raises
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
@@ -29,7 +30,7 @@ def test_a_weight_has_so_many_values_in_each_group_and_more_bits_are_nearer(bits
 
 
 def test_widths_and_components_that_no_palette_has_are_refused() -> None:
-    with pytest.raises(SpecError, match="n_bits=5: palettes have indices of 1, 2, 3, 4, 6, 8 bits"):
+    with raises(SpecError, "n_bits=5", "1, 2, 3, 4, 6, 8"):
         palette_spec(5)
     wrong = palette_spec(4).replace(qparam_calculator_cls="static")
     with pytest.raises(SpecError, match="both 'palette'"):
@@ -59,7 +60,7 @@ def test_a_palettized_model_is_saved_and_loaded_bit_by_bit_and_shown_in_the_cove
 
 def test_groups_that_do_not_divide_the_channels_leave_the_layer_float_and_say_so() -> None:
     x = torch.randn(2, 3, 8, 8)
-    with pytest.warns(UserWarning, match="blocks of 5 do not divide"):
+    with pytest.warns(UserWarning, match="blocks of 5"):
         made = quantize(net(), x, QuantConfig.palettes(4, group_size=5), target="coreml", freeze_weights=True)
     with torch.no_grad():
         assert torch.allclose(made.eval()(x), net()(x), atol=1e-5)

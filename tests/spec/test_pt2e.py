@@ -17,6 +17,7 @@ from scalepoint.spec import (
     QuantizationSpec,
     StaticQParamsCalculator,
 )
+from tests.errors import raises
 
 WEIGHT, ACTIVATION = CompressionTargetTensor.WEIGHT, CompressionTargetTensor.ACTIVATION
 
@@ -185,5 +186,5 @@ class TestACalculatorOfAUser:
 
         quantizer = QuantizationComponentFactory.create_fake_quantizer(QuantizationSpec(), "weight")
         quantizer.qparams_calculator.__class__ = Wrong
-        with pytest.raises(SpecError, match=r"Wrong must return \(scale, zero_point, minval\)"):
+        with raises(SpecError, "Wrong", "(scale, zero_point, minval)"):
             quantizer(torch.ones(3))

@@ -24,6 +24,7 @@ from scalepoint.spec import (
     RunningRangeMixin,
     StaticQParamsCalculator,
 )
+from tests.errors import raises
 
 REMEMBERING = [
     "moving_average",
@@ -187,7 +188,7 @@ def test_merging_into_an_empty_one_takes_over_and_merging_an_empty_one_changes_n
 def test_what_cannot_be_merged_says_so():
     with pytest.raises(UsageError, match="use moving_average, global_minmax"):
         create("static").merge(create("static"))
-    with pytest.raises(ValueError, match="must come from the same spec"):
+    with pytest.raises(ValueError, match="the same spec"):
         create("global_minmax").merge(create("moving_average"))
 
 
@@ -280,7 +281,7 @@ class TestNonFinite:
         calculator.name = "layer1.conv.weight"
         calculator(torch.randn(10))
         before = {name: value.clone() for name, value in calculator.state_dict().items()}
-        with pytest.raises(NonFiniteError, match=r"layer1\.conv\.weight, batch 1: .* of 3 values"):
+        with raises(NonFiniteError, "layer1.conv.weight", "batch 1", "of 3 values"):
             calculator(torch.tensor([1.0, bad, 2.0]))
         after = calculator.state_dict()
         assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -288,7 +289,7 @@ class TestNonFinite:
     def test_a_bad_batch_may_be_skipped_and_is_counted(self):
         calculator = create("global_minmax", on_nan="skip")
         calculator.name = "stem"
-        with pytest.warns(UserWarning, match="stem, batch 0: 1 NaN.*left out"):
+        with pytest.warns(UserWarning, match="stem, batch 0: 1 NaN"):
             calculator(torch.tensor([float("nan")]))
         assert not calculator.is_initialized
         calculator(torch.tensor([1.0]))

@@ -124,7 +124,7 @@ def test_a_users_calculator_sees_ragged_tensors_part_by_part():
 
 @pytest.mark.parametrize("percentile", [0, 50, 101])
 def test_a_percentile_out_of_bounds_is_refused(percentile):
-    with pytest.raises(ValueError, match="above 50 and at most 100"):
+    with pytest.raises(ValueError, match=r"50.*100"):
         PercentileRangeCalculator(PerTensorGranularity(), percentile=percentile)
 
 

@@ -126,7 +126,7 @@ def test_fp4_without_a_scale_type_has_e8m0_scales():
 @pytest.mark.parametrize("dtype", ["float6_e2m3fn", "float6_e3m2", Float6.E2M3], ids=str)
 def test_fp6_has_e8m0_scales_and_no_others(dtype):
     assert QuantizationSpec(dtype=dtype).scale_dtype == torch.float8_e8m0fnu
-    with pytest.raises(SpecError, match=r"the scale of float6_e.m.fn may be float8_e8m0fnu"):
+    with pytest.raises(SpecError, match=r"float6_e.m.fn.*float8_e8m0fnu"):
         QuantizationSpec(dtype=dtype, scale_dtype="float8_e4m3fn")
 
 
@@ -134,7 +134,7 @@ def test_fp6_has_e8m0_scales_and_no_others(dtype):
     ("fields", "message"),
     [
         ({"dtype": "int9"}, "Unsupported dtype: 'int9'"),
-        ({"dtype": torch.float16}, "Unsupported dtype: 'float16'. Allowed dtypes: float4_e2m1fn_x2, .*uint8"),
+        ({"dtype": torch.float16}, "'float16'.*Allowed dtypes: float4_e2m1fn_x2, .*uint8"),
         ({"dtype": torch.int3}, "Allowed dtypes"),
         ({"dtype": 8}, "Unsupported dtype"),
         ({"qscheme": "symmetricc"}, "symmetric_with_clipping"),
@@ -147,11 +147,11 @@ def test_fp6_has_e8m0_scales_and_no_others(dtype):
         ({"qparam_calculator_cls": "moving_avg"}, "did you mean 'moving_average'"),
         ({"range_calculator_cls": "minmaxx"}, "did you mean 'minmax'"),
         ({"range_calculator_cls": StaticQParamsCalculator}, "is not a RangeCalculatorBase"),
-        ({"range_calculator_cls": 3}, "give a registered class or a key"),
+        ({"range_calculator_cls": 3}, "registered class or a key"),
         ({"float_range": None}, r"give \[low, high\]"),
         ({"float_range": [0.0, 1.0, 2.0]}, r"give \[low, high\]"),
-        ({"float_range": [0.0, True]}, "True is not a number"),
-        ({"float_range": ["0", 1]}, "'0' is not a number"),
+        ({"float_range": [0.0, True]}, "True .*number"),
+        ({"float_range": ["0", 1]}, "'0' .*number"),
         ({"float_range": [1.0, 2.0]}, "at most 0"),
         ({"float_range": [-2.0, -1.0]}, "at least 0"),
         ({"float_range": [0.0, 0.0]}, "below high"),
@@ -160,15 +160,15 @@ def test_fp6_has_e8m0_scales_and_no_others(dtype):
         ({"dtype": "float8_e4m3fn", "qscheme": "asymmetric"}, "use qscheme='symmetric'"),
         ({"dtype": "float4_e2m1fn", "qscheme": "symmetric_with_clipping"}, "use qscheme='symmetric'"),
         ({"dtype": "float8_e5m2", "qformulation": "minval"}, "use qformulation='zp'"),
-        ({"dtype": "float6_e2m3fn", "qscheme": "asymmetric"}, "float6_e2m3fn cannot be asymmetric, use qscheme="),
+        ({"dtype": "float6_e2m3fn", "qscheme": "asymmetric"}, "float6_e2m3fn.*asymmetric.*qscheme="),
         ({"dtype": "float6_e3m2fn", "qformulation": "minval"}, "use qformulation='zp'"),
         ({"dtype": "float6_e3m3fn"}, "did you mean 'float6_e3m2fn'"),
         ({"dtype": "float8_e4m3fn", "scale_dtype": "float6_e3m2fn"}, "torch has no float6_e3m2fn"),
-        ({"dtype": "int8", "scale_dtype": "float8_e8m0fnu"}, "the scale of int8 may be None"),
-        ({"dtype": "float8_e4m3fn", "scale_dtype": "float8_e4m3fn"}, "may be None or float8_e8m0fnu"),
-        ({"dtype": "float4_e2m1fn", "scale_dtype": "float32"}, "may be float8_e8m0fnu or float8_e4m3fn"),
-        ({"scale_dtype": "float8_typo"}, "'float8_typo' is not a dtype.*did you mean"),
-        ({"granularty": {"type": "per_tensor"}}, "no field 'granularty': did you mean 'granularity'"),
+        ({"dtype": "int8", "scale_dtype": "float8_e8m0fnu"}, "scale of int8.*None"),
+        ({"dtype": "float8_e4m3fn", "scale_dtype": "float8_e4m3fn"}, "None or float8_e8m0fnu"),
+        ({"dtype": "float4_e2m1fn", "scale_dtype": "float32"}, "float8_e8m0fnu or float8_e4m3fn"),
+        ({"scale_dtype": "float8_typo"}, "'float8_typo'.*did you mean"),
+        ({"granularty": {"type": "per_tensor"}}, "'granularty'.*'granularity'"),
         ({"bits": 8}, "no field 'bits'.*Known: dtype"),
     ],
     ids=str,
@@ -240,16 +240,16 @@ def test_derived_values_that_agree_are_accepted(target):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_bits": 3}, "n_bits=3 contradicts dtype='int8', .*leave n_bits away, or give dtype='int3'"),
-        ({"n_bits": 12}, "n_bits=12 contradicts dtype='int8', from which n_bits=8 follows: leave n_bits away"),
+        ({"n_bits": 3}, "n_bits=3 .*dtype='int8'.*dtype='int3'"),
+        ({"n_bits": 12}, "n_bits=12 .*dtype='int8'.*n_bits=8"),
         ({"dtype": "uint8", "n_bits": 4}, "give dtype='uint4'"),
         ({"dtype": "float8_e5m2", "n_bits": 4}, "n_bits=4 contradicts dtype='float8_e5m2'"),
         ({"n_bits": None}, "n_bits=None contradicts"),
         ({"dtype": "int2", "n_bits": "2"}, "n_bits='2' contradicts"),
-        ({"quant_min": 0}, "quant_min=0 contradicts dtype='int8' with qscheme='symmetric', .*quant_min=-128 follows"),
-        ({"quant_max": 255}, "quant_max=255 contradicts .*quant_max=127 follows: leave quant_max away"),
+        ({"quant_min": 0}, "quant_min=0 .*'symmetric'.*quant_min=-128"),
+        ({"quant_max": 255}, "quant_max=255 .*quant_max=127"),
         ({"qscheme": "symmetric_with_clipping", "quant_min": -128}, "'symmetric_with_clipping', .*quant_min=-127"),
-        ({"target_dtype": "uint8"}, "target_dtype='uint8' contradicts dtype='int8', .*target_dtype='int8' follows"),
+        ({"target_dtype": "uint8"}, "target_dtype='uint8'.*target_dtype='int8'"),
         ({"dtype": "int4", "target_dtype": torch.int4}, "target_dtype=torch.int4 contradicts"),
         ({"target_dtype": 8}, "target_dtype=8 contradicts"),
     ],
@@ -311,7 +311,7 @@ def test_the_json_schema_names_every_field_and_the_schemes():
 
 @pytest.mark.parametrize("text", ["[1, 2]", "just a word", "3", ""])
 def test_a_document_that_is_no_mapping_is_an_error_of_its_own(text):
-    with pytest.raises(ValueError, match="is a mapping of its fields"):
+    with pytest.raises(ValueError, match="mapping"):
         QuantizationSpec.from_yaml(text)
 
 

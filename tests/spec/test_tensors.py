@@ -6,6 +6,7 @@ from torch import nn
 
 from scalepoint.errors import TensorError
 from scalepoint.spec import PerChannelGranularity, QuantizationComponentFactory, QuantizationSpec
+from tests.errors import raises
 
 create = QuantizationComponentFactory.create_fake_quantizer
 SPECS = {
@@ -89,7 +90,7 @@ def test_integers_pass_through_unobserved_with_the_reason(dtype):
 def test_what_is_no_plain_float_tensor_is_refused_by_its_kind(make, kind):
     fq = create(SPECS["int8"], "activation")
     fq.name = "stem.input"
-    with pytest.raises(TensorError, match=rf"stem\.input cannot quantize a tensor that is .*({kind})"):
+    with pytest.raises(TensorError, match=rf"stem\.input.*({kind})"):
         fq(make())
 
 
@@ -135,7 +136,7 @@ def test_channels_last_stays_channels_last():
 def test_a_meta_tensor_has_a_shape_when_frozen_and_is_an_error_when_observed():
     x = torch.empty(2, 3, 4, 4, device="meta")
     assert frozen()(x).shape == x.shape
-    with pytest.raises(TensorError, match="cannot observe a meta tensor"):
+    with pytest.raises(TensorError, match="meta tensor"):
         create(SPECS["int8"], "activation")(x)
 
 
@@ -149,7 +150,7 @@ def test_a_fake_tensor_has_a_shape_when_frozen():
 
 def test_parameters_on_another_device_are_named():
     fq = frozen().to("meta")
-    with pytest.raises(TensorError, match=r"tensor is on cpu, the parameters are on meta.*\.to\('cpu'\)"):
+    with raises(TensorError, "on cpu", "on meta", ".to('cpu')"):
         fq(torch.randn(2, 3, 4, 4))
 
 
@@ -190,7 +191,7 @@ def test_another_rank_fits_per_tensor_and_is_refused_per_channel():
     assert frozen()(torch.randn(5, 7)).shape == (5, 7)
     assert frozen()(torch.tensor(0.5)).shape == ()
     fq = frozen(SPECS["per channel"])
-    with pytest.raises(TensorError, match=r"parameters of shape \(1, 3, 1, 1\).*shape \(5, 7\) needs \(1, 7\)"):
+    with raises(TensorError, "(1, 3, 1, 1)", "(5, 7)", "(1, 7)"):
         fq(torch.randn(5, 7))
 
 

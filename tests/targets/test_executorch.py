@@ -11,6 +11,7 @@ from scalepoint.quantize.record import record_of
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import find_target
 from scalepoint.transformation import transform
+from tests.errors import raises
 from tests.models import resnet50, vit_b16
 
 INT4 = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
@@ -79,9 +80,9 @@ def test_a_static_linear_layer_has_its_output_quantized_as_xnnpack_wants():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (QuantConfig(activation=STATIC.replace(dtype="uint8")), "cannot run dtype uint8 as activation"),
-        (QuantConfig(weight=QuantizationSpec(qscheme="asymmetric")), "int8 with scheme asymmetric as weight"),
-        (QuantConfig(weight=INT4), "int4 for conv as weight"),
+        (QuantConfig(activation=STATIC.replace(dtype="uint8")), "uint8 as activation"),
+        (QuantConfig(weight=QuantizationSpec(qscheme="asymmetric")), "asymmetric as weight"),
+        (QuantConfig(weight=INT4), "int4 for conv"),
         (QuantConfig(weight=QuantizationSpec(dtype="float8_e4m3fn")), "dtype float8_e4m3fn as weight"),
     ],
     ids=["unsigned activations", "asymmetric weights", "int4 convolutions", "float8"],
@@ -104,7 +105,7 @@ def test_a_convolution_over_three_axes_is_refused_before_any_data_is_read(tmp_pa
         yield
 
     model = nn.Sequential(nn.Conv3d(3, 4, 3), nn.ReLU())
-    with pytest.raises(TargetError, match=r"0: target 'executorch' cannot run a convolution over three axes") as caught:
+    with raises(TargetError, "'executorch'", "three axes") as caught:
         scalepoint.deploy(
             model.eval(), torch.randn(1, 3, 8, 8, 8), never(), target="executorch", output=tmp_path / "out"
         )
@@ -112,16 +113,14 @@ def test_a_convolution_over_three_axes_is_refused_before_any_data_is_read(tmp_pa
 
 
 def test_narrow_weights_with_float_activations_have_no_kernel():
-    with pytest.raises(CoverageError, match="narrow weights and float activations: leave those to the target"):
+    with raises(CoverageError, "float activations", "leave those to the target"):
         placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(activation="float", weight=INT4))
 
 
 def test_four_bits_behind_convolutions_ask_for_rows():
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 8))
     x, only = torch.randn(1, 3, 8, 8), Override(name="3", weight=INT4)
-    with pytest.raises(
-        TargetError, match="3: target 'executorch' cannot run 4-bit weights with activations of a const"
-    ):
+    with raises(TargetError, "3: ", "'executorch'", "4-bit weights"):
         placed(model, x, QuantConfig(overrides=(only,)))
     rows = find_target("executorch").activation_for("LinearPattern")
     found = placed(model, x, QuantConfig(overrides=(Override(name="3", weight=INT4, activation=rows),)))

@@ -10,6 +10,7 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.targets import find_target
 from scalepoint.transformation import transform
+from tests.errors import raises
 
 
 def placed(model, x, config=None):
@@ -59,27 +60,27 @@ def test_what_others_read_too_keeps_a_scale_of_its_own_and_a_concat_in_a_concat_
 @pytest.mark.parametrize(
     ("model", "x", "said"),
     [
-        (nn.Conv3d(3, 4, 3), torch.randn(1, 3, 8, 8, 8), "a convolution over three axes"),
-        (nn.ConvTranspose2d(4, 4, 2, groups=2), torch.randn(1, 4, 8, 8), "a transposed convolution in groups"),
-        (nn.ConvTranspose1d(4, 4, 2), torch.randn(1, 4, 8), "a transposed convolution in groups or over one axis"),
+        (nn.Conv3d(3, 4, 3), torch.randn(1, 3, 8, 8, 8), "convolution over three axes"),
+        (nn.ConvTranspose2d(4, 4, 2, groups=2), torch.randn(1, 4, 8, 8), "transposed convolution in groups"),
+        (nn.ConvTranspose1d(4, 4, 2), torch.randn(1, 4, 8), "groups or over one axis"),
     ],
     ids=["volumes", "groups", "one axis"],
 )
 def test_what_has_no_operator_is_refused_with_another_target(model, x, said):
-    with pytest.raises(TargetError, match=f"target 'litert' cannot run {said}") as caught:
+    with pytest.raises(TargetError, match=f"'litert'.*{said}") as caught:
         placed(nn.Sequential(model, nn.ReLU()), x)
     assert "deploy for 'onnxruntime'" in str(caught.value)
 
 
 def test_unsigned_activations_are_refused_with_the_nearest_choice():
     wrong = QuantConfig(activation=QuantizationSpec(dtype="uint8", qscheme="asymmetric"))
-    with pytest.raises(TargetError, match=r"cannot run dtype uint8 as activation .*the nearest it can: int8"):
+    with raises(TargetError, "uint8 as activation", "int8"):
         placed(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), wrong)
 
 
 def test_blocks_of_another_size_are_refused_with_those_that_run():
     blocks = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=16))
-    with pytest.raises(TargetError, match=r"int4 in blocks of 16 as weight .*of 32/64/128/256"):
+    with raises(TargetError, "int4 in blocks of 16", "32/64/128/256"):
         placed(nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64), QuantConfig(weight=blocks))
 
 

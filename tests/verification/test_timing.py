@@ -15,6 +15,7 @@ from scalepoint.quantize import quantize
 from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.verification.files import runtime_for
 from scalepoint.verification.timing import plain_file, random_inputs, throughput
+from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -71,7 +72,7 @@ def test_throughput_is_told_at_each_batch_and_a_file_with_a_fixed_one_says_so(fi
     assert (first.batch, second.batch) == (2, 16)
     assert second.per_second == tuple(16 / each for each in second.seconds)
     export(quantized, tmp_path / "m.onnx", ARGS, kwargs=KWARGS, dynamic=False)
-    with pytest.raises(UsageError, match=r"in batches of 4 alone, not of 16: export it with a free batch"):
+    with raises(UsageError, "batches of 4", "16", "free batch"):
         throughput(tmp_path / "m.onnx", tmp_path / "m.onnx", batches=(4, 16), repeats=3)
 
 
@@ -159,7 +160,7 @@ def test_a_baseline_that_is_neither_file_is_refused(timed):
 
 def test_a_file_that_does_not_run_is_an_error(timed):
     start = time.monotonic()
-    with pytest.raises(VerificationError, match="clock could not run the files: failed"):
+    with raises(VerificationError, "clock", "failed"):
         timed("slow", "broken")
     assert time.monotonic() - start < 60
 
@@ -167,5 +168,5 @@ def test_a_file_that_does_not_run_is_an_error(timed):
 def test_the_runtime_is_that_of_the_files_name():
     known = {"a.onnx": "onnxruntime", "a.pte": "executorch", "a.tflite": "litert"}
     assert {name: runtime_for(name).name for name in known} == known
-    with pytest.raises(UsageError, match=r"a.bin: no runtime reads it; files are .*\.onnx, \.pte"):
+    with raises(UsageError, "a.bin", ".onnx, .pte"):
         runtime_for("a.bin")

@@ -33,8 +33,8 @@ def test_a_config_that_lacks_a_size_is_refused_by_its_name(tmp_path):
     ("weight", "activation", "why"),
     [
         (int_spec(4), default_activation_quantization_spec(), "takes no quantized activations"),
-        (QuantizationSpec(dtype="float8_e4m3fn"), None, "integers of up to 8 bits"),
-        (int_spec(4, 24), None, "blocks of 16, 32, 64, 128, 256"),
+        (QuantizationSpec(dtype="float8_e4m3fn"), None, "up to 8 bits"),
+        (int_spec(4, 24), None, "16, 32, 64, 128, 256"),
     ],
 )
 def test_specs_that_no_kernel_takes_are_refused(tmp_path, weight, activation, why):
@@ -57,7 +57,7 @@ def test_a_missing_tensor_is_named(tmp_path):
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "not 'dynamic'"),
         ({"hidden_act": "tanh"}, "not 'tanh'"),
-        ({"head_dim": 24}, "in steps of 16 channels"),
+        ({"head_dim": 24}, "steps of 16 channels"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True, "query_pre_attn_scalar": 8}, "later words"),
     ],
 )

@@ -7,6 +7,7 @@ from scalepoint.checkpoints import Packed
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf import GGUF
 from scalepoint.formats.gguf.kinds import KINDS, bytes_of, kind_of, planned, snapped
+from tests.errors import raises
 from tests.formats.gguf.checkpoints import nearest, spec_of
 
 gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
@@ -105,7 +106,7 @@ def test_scales_that_are_not_snapped_take_a_wider_type_or_none():
     packed = Packed(codes, scale, spec_of("int3", 32))
     assert kind_of([packed], "w").name == "Q4_0"
     assert torch.equal(read_back(packed, kind_of([packed], "w")), packed.values())
-    with pytest.raises(ExportError, match=r"proj: no block type of GGUF holds torch.int3 in blocks of 32"):
+    with raises(ExportError, "proj", "torch.int3", "blocks of 32"):
         kind_of([Packed(codes, scale + 1e-6, spec_of("int3", 32))], "proj")
 
 
@@ -131,13 +132,13 @@ def test_experts_of_a_layer_share_the_type_that_holds_all():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"spec": spec_of("float8_e4m3fn", 32)}, "GGUF holds integer codes, not torch.float8_e4m3fn"),
+        ({"spec": spec_of("float8_e4m3fn", 32)}, "integer codes.*float8_e4m3fn"),
         ({"activation": spec_of("int8", 32)}, "GGUF holds weights alone"),
         (
             {"codes": torch.zeros(2, 48, dtype=torch.int8), "scale": torch.ones(2, 3)},
-            "must be a multiple of 32",
+            "multiple of 32",
         ),
-        ({"codes": torch.zeros(2, 64, dtype=torch.int8), "scale": torch.ones(2, 8)}, "blocks of 16 or 32"),
+        ({"codes": torch.zeros(2, 64, dtype=torch.int8), "scale": torch.ones(2, 8)}, "16 or 32"),
     ],
 )
 def test_what_no_block_holds_is_refused(fields, says):

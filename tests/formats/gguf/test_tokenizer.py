@@ -163,13 +163,13 @@ def nothing(folder):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (word_piece, "a WordPiece tokenizer; GGUF is written here for BPE alone"),
+        (word_piece, "WordPiece.*BPE"),
         (unigram, "a unigram tokenizer"),
-        (broken, "no SentencePiece model: it ends too early"),
-        (odd, r"its pre-tokenizer \(Whitespace, ByteLevel\) is none that llama.cpp is known to have"),
+        (broken, "SentencePiece.*too early"),
+        (odd, "Whitespace, ByteLevel.*llama.cpp"),
         (garbage, r"tokenizer\.json cannot be read"),
         (large, r"tokens, the model 100"),
-        (nothing, r"has no tokenizer\.json or tokenizer\.model"),
+        (nothing, r"no tokenizer\.json or tokenizer\.model"),
     ],
     ids=lambda each: each.__name__ if callable(each) else "",
 )

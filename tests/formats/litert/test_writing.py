@@ -223,8 +223,8 @@ class Sized(Middle):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Middle(), r"aten.kthvalue .*has no form in a \.tflite file"),
-        (Sized(), "has a size that depends on the data"),
+        (Middle(), r"aten.kthvalue.*\.tflite"),
+        (Sized(), "depends on the data"),
         (Branched(), r"torch\.cond .*has branches"),
     ],
     ids=["no form", "dynamic shape", "branches"],
@@ -247,8 +247,6 @@ def test_a_batch_that_cannot_be_free_is_told_with_the_reason(tmp_path):
     model = quantize(
         nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.ReLU()).eval(), x, None, forward_loop=[x], target="litert"
     )
-    with pytest.warns(
-        ScalepointWarning, match=r"is 2, that of the example.*a transposed convolution is told its output's"
-    ):
+    with pytest.warns(ScalepointWarning, match="is 2.*transposed convolution"):
         path = export(model, tmp_path / "fixed.tflite", x)
     assert find_format("litert").about(path).inputs[0].shape == (2, 3, 4, 4)

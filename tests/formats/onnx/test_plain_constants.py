@@ -105,7 +105,7 @@ def test_quantizers_that_are_off_are_told_and_not_silently_float(tmp_path, dynam
     x = torch.randn(2, 16, 8, 8)
     quantized = for_tensorrt(settled(nn.Sequential(nn.Conv2d(16, 64, 3), nn.BatchNorm2d(64), nn.ReLU())), x)
     disable_fake_quant(quantized)
-    with pytest.warns(ScalepointWarning, match=r"quantizers of this model are off.*enable_fake_quant"):
+    with pytest.warns(ScalepointWarning, match="quantizers.*off.*enable_fake_quant"):
         graph = written(quantized, x, tmp_path / "m.onnx", dynamo)
     assert "QuantizeLinear" not in {node.op_type for node in graph.node}
     enable_fake_quant(quantized)

@@ -62,7 +62,7 @@ def test_int4_is_refused_and_never_a_float_model_in_disguise(tmp_path, dynamo, b
     x = torch.randn(2, 64)
     quantized = quantize(nn.Sequential(nn.Linear(64, 32)).eval(), x, QuantConfig.weight_only("int4", block))
     error = torch.onnx.errors.OnnxExporterError if dynamo else SpecError
-    with pytest.raises(error, match=r"cannot write int4.* or scalepoint\.export"):
+    with pytest.raises(error, match=r"int4.*scalepoint\.export"):
         plain_export(quantized, x, tmp_path / "m.onnx", dynamo)
     assert not list(tmp_path.iterdir())
 

@@ -226,7 +226,7 @@ def test_models_of_other_float_types_are_written_in_float32(tmp_path, dtype):
     model, x = Half().to(dtype), torch.randn(4, 3, 8, 8, dtype=dtype)
     made = quantized(model, x)
     state = {name: value.clone() for name, value in made.state_dict().items()}
-    said = f"the model computes in {str(dtype).removeprefix('torch.')}, the file in float32 .*: feed x as float32"
+    said = f"{str(dtype).removeprefix('torch.')}.*feed x as float32"
     with pytest.warns(ScalepointWarning, match=said):
         path = export(made, tmp_path / "model.onnx", x, float_path=tmp_path / "float.onnx")
     found = verify(path, made, x, layers=False)
@@ -317,7 +317,7 @@ class Remembering(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:torch traces the model once more")
 def test_a_state_that_a_file_does_not_keep_is_told_in_a_warning_and_in_the_report(tmp_path):
-    with pytest.warns(ScalepointWarning, match="the model's forward writes calls, mean, and a file keeps nothing"):
+    with pytest.warns(ScalepointWarning, match="forward writes calls, mean"):
         done = deploy(Remembering().eval(), torch.randn(4, 8), [torch.randn(4, 8)], output=tmp_path, smoke=True)
     assert any("writes calls, mean" in each for each in done.report.warnings)
     assert "writes calls, mean" in " ".join(str(done).split())

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.spec import QuantizationSpec
+from tests.errors import raises
 from tests.formats.packed.tiny import FAMILIES, make, quantize
 
 FORMAT = find_checkpoint_format("awq")
@@ -110,7 +111,7 @@ def test_two_sizes_of_blocks_are_refused(tmp_path):
     checkpoint = quantize(
         source, UINT4, scale_dtype=torch.float16, choose=lambda layer: wide if "down" in layer else UINT4
     )
-    with pytest.raises(ExportError, match=r"blocks of 32, .*down_proj of 64: awq has one size"):
+    with raises(ExportError, "blocks of 32", "down_proj of 64", "awq"):
         FORMAT.write(checkpoint, tmp_path / "out")
 
 
@@ -118,7 +119,7 @@ def test_two_sizes_of_blocks_are_refused(tmp_path):
     ("weight", "activation", "says"),
     [
         (UINT4, QuantizationSpec(dtype="int8"), r"awq has float activations"),
-        (QuantizationSpec(dtype="int8", granularity=ROWS), None, r"awq has no int8 weights: integers of 4 bits"),
+        (QuantizationSpec(dtype="int8", granularity=ROWS), None, "awq.*int8.*4 bits"),
         (None, None, r"give a spec"),
     ],
     ids=["activations", "int8", "nothing"],

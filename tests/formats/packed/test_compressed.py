@@ -11,6 +11,7 @@ from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
+from tests.errors import raises
 from tests.formats.packed.tiny import (
     FAMILIES,
     SIZES,
@@ -151,7 +152,7 @@ def _of_experts(layer, experts, rest):
 def test_experts_that_differ_are_refused(tmp_path):
     source = make("olmoe", tmp_path / "in")
     checkpoint = quantize(source, INT4, choose=lambda layer: SPECS["int8"] if "experts.1." in layer else INT4)
-    with pytest.raises(ExportError, match=r"experts\.0\..* and .*experts\.1\..* different ways"):
+    with raises(ExportError, "experts.0.", "experts.1.", "different ways"):
         FORMAT.write(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -256,9 +257,9 @@ REFUSED = {
     "static with zero points": ("int8", QuantizationSpec(dtype="int8", qscheme="asymmetric"), r"without zero points"),
     "a scale a channel of the input": ("int8", QuantizationSpec(dtype="int8", granularity=ROWS), r"a scale a token"),
     "inputs of mxfp4": ("mxfp4", QuantizationSpec(dtype="int8"), r"float activations"),
-    "other inputs of nvfp4": ("nvfp4", QuantizationSpec(dtype="int8"), r"blocks of 16 of a token"),
-    "zero points of int8 weights": ("uint8 rows", QuantizationSpec(dtype="int8"), r"weights have no zero points"),
-    "blocks of 48": ("int4 by 48", None, r"blocks of 48 do not divide the 64 inputs of .*: blocks of 64, 32, 16 do"),
+    "other inputs of nvfp4": ("nvfp4", QuantizationSpec(dtype="int8"), r"blocks of 16"),
+    "zero points of int8 weights": ("uint8 rows", QuantizationSpec(dtype="int8"), r"no zero points"),
+    "blocks of 48": ("int4 by 48", None, r"48.*64 inputs.*64, 32, 16"),
     "one scale for int4": ("int4, one scale", None, r"PerChannelGranularity"),
     "minval": ("minval", None, r"qformulation='zp'"),
     "float8_e5m2": ("e5m2", None, r"no float8_e5m2 weights"),
@@ -293,7 +294,7 @@ def llama(tmp_path_factory):
 
 
 def test_conv1d_layers_are_refused(tmp_path):
-    with pytest.raises(TargetError, match=r"gpt2 keeps its matrices in Conv1D.*gptq or gguf"):
+    with raises(TargetError, "gpt2", "Conv1D", "gptq or gguf"):
         FORMAT.check(make("gpt2", tmp_path), INT4, None)
 
 
@@ -304,7 +305,7 @@ def test_experts_with_more_than_weights_and_scales_are_refused(tmp_path, name):
 
 
 def test_float4_of_a_source_that_is_not_bfloat16_is_refused(tmp_path):
-    with pytest.raises(TargetError, match=r"not bfloat16.*Save the checkpoint as bfloat16"):
+    with raises(TargetError, "not bfloat16", "Save the checkpoint as bfloat16"):
         FORMAT.check(make("llama", tmp_path, torch.float16), SPECS["mxfp4"], None)
 
 
@@ -312,7 +313,7 @@ def test_codes_that_fill_no_whole_word_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(SIZES, "intermediate_size", 68)
     source = make("mistral", tmp_path)
     spec = ExtendedQuantizationSpec(dtype="int3", granularity=ROWS)
-    with pytest.raises(TargetError, match=r"down_proj has 68 inputs.*a multiple of 32"):
+    with raises(TargetError, "down_proj", "68 inputs", "multiple of 32"):
         FORMAT.check(source, spec, None)
 
 
@@ -339,5 +340,5 @@ def test_weights_that_loaders_keep_float_are_refused_and_not_held(tmp_path, name
 
 def test_scales_that_the_source_type_cannot_hold_are_refused(tmp_path, llama):
     checkpoint = quantize(llama, INT4, scale_dtype=torch.float32)
-    with pytest.raises(ExportError, match=r"lm_head: its scales are no bfloat16 numbers"):
+    with raises(ExportError, "lm_head", "bfloat16"):
         FORMAT.write(checkpoint, tmp_path / "out")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
+from tests.errors import raises
 from tests.formats.packed.tiny import FAMILIES, make, quantize
 
 FORMAT = find_checkpoint_format("gptq")
@@ -123,7 +124,7 @@ def test_a_zero_point_of_0_after_symmetric_layers_is_refused(tmp_path):
         source, INT4, scale_dtype=torch.float16, choose=lambda layer: SPECS["uint4" if "up" in layer else "int4"]
     )
     checkpoint.packed["model.layers.0.mlp.up_proj.weight"].zero_point[0, 0] = 0
-    with pytest.raises(ExportError, match=r"up_proj has a zero point of 0.*with zero points, or none"):
+    with raises(ExportError, "up_proj", "zero point of 0"):
         FORMAT.write(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -131,12 +132,12 @@ def test_a_zero_point_of_0_after_symmetric_layers_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("weight", "activation", "says"),
     [
-        (INT4, QuantizationSpec(dtype="int8"), r"gptq has float activations, not int8.*compressed-tensors"),
-        (QuantizationSpec(dtype="float8_e4m3fn", granularity=ROWS), None, r"integers of 2, 3, 4, 8 bits"),
-        (ExtendedQuantizationSpec(dtype="int5", granularity=ROWS), None, r"integers of 2, 3, 4, 8 bits"),
+        (INT4, QuantizationSpec(dtype="int8"), "gptq.*int8.*compressed-tensors"),
+        (QuantizationSpec(dtype="float8_e4m3fn", granularity=ROWS), None, "2, 3, 4, 8 bits"),
+        (ExtendedQuantizationSpec(dtype="int5", granularity=ROWS), None, "2, 3, 4, 8 bits"),
         (QuantizationSpec(dtype="int4"), None, r"a scale a row"),
         (QuantizationSpec(dtype="int4", qformulation="minval", granularity=ROWS), None, r"qformulation='zp'"),
-        (QuantizationSpec(dtype="int4", granularity={**BLOCKS, "block_size": 48}), None, r"blocks of 64, 32, 16 do"),
+        (QuantizationSpec(dtype="int4", granularity={**BLOCKS, "block_size": 48}), None, "64, 32, 16"),
         (None, None, r"give a spec"),
     ],
     ids=["activations", "float8", "int5", "one scale", "minval", "blocks of 48", "nothing"],
@@ -148,7 +149,7 @@ def test_what_the_format_has_not_is_refused_before_any_work(tmp_path, weight, ac
 
 def test_outputs_that_fill_no_whole_word_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(FAMILIES, "odd", lambda: _odd(FAMILIES["llama"]()))
-    with pytest.raises(TargetError, match=r"lm_head has 97 outputs.*a multiple of 8"):
+    with raises(TargetError, "lm_head", "97 outputs", "multiple of 8"):
         FORMAT.check(make("odd", tmp_path), INT4, None)
 
 
