@@ -73,12 +73,18 @@ def test_what_was_tuned_is_resumed(net, data, tmp_path):
     assert done.path.read_bytes() == fresh.path.read_bytes()
 
 
-def test_without_data_nothing_is_chosen(data):
+def test_without_data_nothing_is_chosen():
     linear = nn.Sequential(nn.Linear(32, 32)).eval()
     model = quantize(linear, torch.randn(2, 32), QuantConfig.weight_only("int4", block_size=32))
     assert tuning_for(model, None, has_data=False) is None
-    with pytest.raises(UsageError, match="there is none"):
-        tuning_for(model, "balanced", has_data=False)
+
+
+@pytest.mark.parametrize("given", [list, lambda: iter([torch.ones(2, 32)])], ids=["no batches", "an iterator"])
+def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monkeypatch, given):
+    monkeypatch.setattr(stages, "transform", None)  # it would fail if it ran
+    with pytest.raises(UsageError, match="accuracy='balanced' reads the calibration data once more"):
+        scalepoint.deploy(nn.Linear(32, 32), torch.ones(2, 32), given(), accuracy="balanced", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_word_is_refused(net, data, tmp_path):

@@ -4,6 +4,7 @@ The parts keep their places and names in the model, so parameters, batch norm st
 they were; the fused module adds none of its own.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any
@@ -100,7 +101,7 @@ class FusedAttention(Fused):
             query, key, value = inputs
             scale = next(iter(self.parts.values())).arguments.get("scale")  # type: ignore[union-attr,operator]
             scores = query @ key.transpose(-2, -1)
-            scores = scores * (1 / sqrt(int(query.shape[-1])) if scale is None else float(scale))
+            scores = scores * (_default_scale(query) if scale is None else float(scale))
             return torch.softmax(scores, -1) @ value
         return super().forward(*inputs)
 
@@ -137,3 +138,10 @@ class FusedConcat(Fused):
 
 class FusedHead(Fused):
     """y = conv1x1(x): a classifier after a global pool"""
+
+
+def _default_scale(query: Tensor) -> float:
+    """1 / sqrt(head size). The older ONNX exporter warns when a traced size becomes a number; this size is fixed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return 1 / sqrt(int(query.shape[-1]))

@@ -26,11 +26,6 @@ PRESETS: dict[str, TuneConfig] = {
 
 def tuning_for(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data: bool) -> TuneConfig | None:
     """The steps to run; None if nothing is tuned."""
-    if accuracy is not None and not has_data:
-        raise UsageError(
-            f"accuracy={accuracy!r} reads the calibration data once more, and there is none, or an iterator gives it "
-            "only once: pass a list, a loader or a function"
-        )
     if accuracy is None:
         accuracy = "balanced" if has_data and _has_narrow_weights(model) else None
     if accuracy == "balanced" and _has_narrow_activations(model):

@@ -37,6 +37,9 @@ DERIVED = frozenset(
     ("the quantized model", "the file", "the float file", "the plain export", "the baseline", "the files", "the drop")
 )
 
+# The fingerprint of the data is made of at most max_batches batches. If max_batches changed, only that is named.
+FOLLOWS = {"the calibration data": "max_batches"}
+
 Inputs = dict[str, str | None]  # name -> fingerprint; None is never equal to anything
 T = TypeVar("T")
 
@@ -131,7 +134,7 @@ class StageCache:
             return None
         changed = [each for each in dict.fromkeys([*inputs, *entry.marks]) if not _is_same(each, inputs, entry.marks)]
         if changed:
-            causes = [each for each in changed if each not in DERIVED]
+            causes = [each for each in changed if each not in DERIVED and FOLLOWS.get(each) not in changed]
             if causes:
                 _warn(f"{name}: {', '.join(causes)} changed since it was saved: done again")
             return None

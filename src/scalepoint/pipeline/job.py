@@ -119,6 +119,12 @@ def prepare_job(
     except ConfigError as error:
         raise UsageError(error.args[0]) from error
     check_threads(options.threads)
+    data = DataSource(_data_or_none(calibration_data, quantization), options.max_batches)
+    if options.accuracy is not None and not data.is_rereadable:
+        raise UsageError(
+            f"accuracy={options.accuracy!r} reads the calibration data once more, and there is none, or an iterator "
+            "gives it only once: pass a list, a loader or a function"
+        )
     metadata = plain({**metadata_of(model), **(values["metadata"] or {})})
     check_metadata(metadata)
     ranks.told(
@@ -128,7 +134,7 @@ def prepare_job(
     return Job(
         model=model,
         example=example,
-        data=DataSource(_data_or_none(calibration_data, quantization), options.max_batches),
+        data=data,
         target=checked_target,
         config=quantization,
         options=options,

@@ -29,10 +29,11 @@ class RealTensors:
         self._places = tuple(places)
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> Self | None:
-        """None where one of them has no values, or is a stand-in already."""
+    def of(cls, whole: Iterable[nn.Module], owners: Iterable[nn.Module]) -> Self | None:
+        """The tensors of modules with their submodules, and those of owners without: an attention module owns its
+        input weight, and other layers are its submodules. None if a tensor has no values, or is a stand-in already."""
         found: dict[tuple[int, str], _Place] = {}
-        for module in (inner for outer in modules for inner in outer.modules()):
+        for module in (*(inner for outer in whole for inner in outer.modules()), *owners):
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:

@@ -288,7 +288,8 @@ class QuantizedWeighted(Stateful):
         """References to all that `deployed` reads; None where a weight is made of other parameters."""
         parts = [self.operation, *(each for each in (self.norm, self.input_stub) if each is not None)]
         owners = [owner for part in parts for owner in owners_of(part)]
-        return None if any(isinstance(owner, Computed) for owner in owners) else RealTensors.of([self, *owners])
+        whole = [self] if self.input_stub is None else [self, self.input_stub]
+        return None if any(isinstance(owner, Computed) for owner in owners) else RealTensors.of(whole, owners)
 
     def _is_constant_here(self) -> bool:
         """Whether torch.onnx.export records, and weight and bias can be constants of its file."""

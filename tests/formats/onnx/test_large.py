@@ -12,7 +12,7 @@ from torch import nn
 from scalepoint import check, export, verify
 from scalepoint.formats.onnx import saving
 from scalepoint.formats.onnx.about import about
-from scalepoint.quantize import QuantConfig, quantize
+from scalepoint.quantize import Override, QuantConfig, quantize
 from scalepoint.verification import benchmark
 from tests.warm import warm
 
@@ -125,7 +125,8 @@ def test_a_model_of_more_than_two_gigabytes(tmp_path):
     torch.manual_seed(0)
     model = Table(2_200_000).eval()  # 2.25 GB of float32
     x = torch.randint(0, 2_200_000, (2, 5))
-    quantized = quantize(model, x, forward_loop=[x], target="onnxruntime")
+    config = QuantConfig(overrides=(Override(name="table", weight="float"),))
+    quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime")
     path = export(quantized, tmp_path / "large.onnx", x)
     assert path.stat().st_size < 1_000_000
     assert about(path).size > 2**31
