@@ -91,8 +91,10 @@ def test_a_file_that_departs_is_returned_where_that_is_allowed(llama, tmp_path, 
 @pytest.mark.parametrize(("more", "code"), [([], 4), (["--allow-departure"], 0)], ids=["refused", "allowed"])
 def test_the_command_ends_by_what_is_allowed(llama, tmp_path, monkeypatch, capsys, more, code):
     use_format(monkeypatch, lambda weight: weight.roll(1, 0))
-    given = ["deploy", str(llama[0]), "--target", TARGET, "--judge", str(llama[0] / "judge.txt"), "--length", "32"]
-    assert run([*given, "--accuracy", "fast", "-o", str(tmp_path / "out"), *more]) == code
+    config = tmp_path / "config.yaml"
+    config.write_text("quantization: {weight: {n_bits: 4, block_size: 32}}\nlength: 32\naccuracy: fast\n")
+    given = ["deploy", str(llama[0]), "-c", str(config), "--target", TARGET, "--judge", str(llama[0] / "judge.txt")]
+    assert run([*given, "-o", str(tmp_path / "out"), *more]) == code
     said = capsys.readouterr()
     assert "not verified" in said.err
     assert ("--allow-departure" in said.err) is (code == 4)

@@ -137,10 +137,12 @@ def _take_back_correction(model: fx.GraphModule) -> None:
 
 
 def _is_open(walk: Walk, node: fx.Node) -> bool:
-    """Whether the range of an activation quantizer is still to be found from data."""
+    """Whether the range of an activation quantizer is still to be found from data.
+
+    Dynamic quantizers are fixed, except those of two-level formats (NVFP4): the scale of the whole tensor is stored.
+    """
     stub = walk.stub(node)
-    is_found = stub is None or stub.is_fixed or stub.calculator.is_initialized or stub.calculator.always_called
-    return not is_found
+    return stub is not None and not stub.is_fixed and not stub.calculator.is_initialized
 
 
 def _check_given(data: Data, config: TuneConfig) -> None:
