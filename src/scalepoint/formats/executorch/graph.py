@@ -127,7 +127,8 @@ def _keep_extents(node: fx.Node) -> None:
 
 def _use_mean_slope(node: fx.Node) -> None:
     """torch decomposes RReLU to an operation without an out variant, which ExecuTorch cannot write."""
-    x, lower, upper, training = (*node.args[:4], *(1 / 8, 1 / 3, False)[len(node.args) - 1 :])
+    settings: Any = (*node.args[:4], *(1 / 8, 1 / 3, False)[len(node.args) - 1 :])
+    x, lower, upper, training = settings
     if not training:
         node.target, node.args = aten.leaky_relu.default, (x, (lower + upper) / 2)
 

@@ -1,10 +1,11 @@
-"""What ExecuTorch's division of a program into delegates of XNNPACK needs.
+"""A pass and a partitioner for the division of a program into delegates of XNNPACK.
 
 SeparateOutputs: no delegate reads a dequantized tensor that is also one of its outputs.
 
-DecomposeOnce: a partitioner that decomposes a program once where ExecuTorch would do it twice. XNNPACK takes a few operations whole that torch would decompose: linear, prelu, hardswish, max_pool2d. ExecuTorch
-decomposes all others, asks the partitioner about each of these, and decomposes the program again for those that it does
-not take. If it takes all of them, the second time changes nothing. A partitioner without a filter leaves it out.
+DecomposeOnce: a partitioner that decomposes a program once where ExecuTorch would do it twice. XNNPACK takes a few
+operations whole that torch would decompose: linear, prelu, hardswish, max_pool2d. ExecuTorch decomposes all others,
+asks the partitioner about each of these, and decomposes the program again for those that it does not take. If it takes
+all of them, the second time changes nothing. A partitioner without a filter leaves it out.
 
 This module imports ExecuTorch: import it where a file is written.
 """
