@@ -202,3 +202,15 @@ def test_tensors_of_several_scales_are_joined_at_that_of_the_result(tmp_path):
     assert found.status == Status.OK, found.message
     assert found.holds
     assert found.sqnr > 60
+
+
+def test_activations_that_xnnpack_takes_in_part_compute_what_the_simulation_does(tmp_path):
+    """Parts of CELU and Hardshrink run outside of its delegates, and read the same tensor as the parts inside."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 1), nn.CELU(0.5), nn.Conv2d(8, 8, 1), nn.Hardshrink(), nn.Conv2d(8, 8, 1), nn.RReLU()
+    model, x = nn.Sequential(*layers, nn.Conv2d(8, 4, 1)).eval(), torch.randn(2, 3, 8, 8) * 2
+    quantized = quantize(model, x, forward_loop=[x], target="executorch")
+    export(quantized, tmp_path / "m.pte", x)
+    found = verify(tmp_path / "m.pte", quantized, x, layers=False)
+    assert found.status == Status.OK, found.message
+    assert found.sqnr > 30

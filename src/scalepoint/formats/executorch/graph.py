@@ -4,6 +4,7 @@ a dequantize with several readers    one for each
 a concat between Q/DQ                its inputs brought to the scale of its output, the one that XNNPACK joins by
 a reshape to a free batch            to whatever is left (-1)
 an average over the picture          to extents of one, and a reshape
+a random leaky ReLU                  a leaky ReLU with the mean slope
 what nobody reads                    gone
 """
 
@@ -29,6 +30,8 @@ def prepared(program: ExportedProgram) -> ExportedProgram:
             _keep_extents(node)
         elif node.op == "call_function" and node.target is aten.cat.default:
             _join_at_one_scale(node)
+        elif node.op == "call_function" and node.target is aten.rrelu.default:
+            _use_mean_slope(node)
     _drop_unused(program)
     graph.lint()
     program.graph_module.recompile()
@@ -120,6 +123,14 @@ def _keep_extents(node: fx.Node) -> None:
     flat.meta = dict(node.meta)
     node.replace_all_uses_with(flat)
     node.graph.erase_node(node)
+
+
+def _use_mean_slope(node: fx.Node) -> None:
+    """torch decomposes RReLU to an operation without an out variant, which ExecuTorch cannot write."""
+    settings: Any = (*node.args[:4], *(1 / 8, 1 / 3, False)[len(node.args) - 1 :])
+    x, lower, upper, training = settings
+    if not training:
+        node.target, node.args = aten.leaky_relu.default, (x, (lower + upper) / 2)
 
 
 def infer_batch(model: fx.GraphModule) -> PassResult:

@@ -111,9 +111,11 @@ def _lowered(program: ExportedProgram, about: dict[str, Any]) -> bytes:
 def _program_bytes(program: ExportedProgram, partitioner: Any, about: dict[str, Any]) -> bytes:
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower  # noqa: PLC0415
 
+    from scalepoint.formats.executorch.partitioning import SeparateOutputs  # noqa: PLC0415
+
     edge = to_edge_transform_and_lower(
         program,
-        transform_passes=[infer_batch],
+        transform_passes=[infer_batch, SeparateOutputs()],
         partitioner=[partitioner],
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
         constant_methods={ABOUT: json.dumps(about)},
