@@ -32,7 +32,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 sizes = {}
 for code in called:
-    if code.co_name.startswith("<"):
+    if code.co_name.startswith("<") or not code.co_filename.endswith(".py"):
         continue
     sizes.setdefault(code.co_filename, set()).add(code.co_firstlineno)
 layers = collections.Counter(); lines = collections.Counter(); files = collections.Counter()
@@ -49,6 +49,7 @@ for path, starts in sizes.items():
 for layer in sorted(layers, key=lambda each: -lines[each]):
     print(f"{layer:16} {files[layer]:6} {layers[layer]:10} {lines[layer]:6}")
 print(f"{'all':16} {sum(files.values()):6} {sum(layers.values()):10} {sum(lines.values()):6}")
+print(f"modules of scalepoint that were loaded: {sum(name.startswith('scalepoint') for name in sys.modules)}")
 """
 
 
