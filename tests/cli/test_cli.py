@@ -463,7 +463,7 @@ def test_an_interrupted_deployment_says_what_is_there(call, here, monkeypatch) -
         (output / ".scalepoint" / "journal.json").write_text(written)
         raise KeyboardInterrupt
 
-    written = '{"stages": {"trial-0 quantized": {}}}'
+    written = '{"stages": {"trial-0 quantized": {"marks": {}, "result": {}, "files": {}}}}'
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
     code, _, err = call("deploy", "nets:net", "--data", "nets:batches")
