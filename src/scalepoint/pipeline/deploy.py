@@ -177,7 +177,7 @@ def deploy(
     with (
         seeded(job.options.seed),
         listening(callback),
-        Workspace.open(Path(job.options.output), suffix=suffix, resume=resume, force=force) as workspace,
+        Workspace.opened(Path(job.options.output), suffix=suffix, resume=resume, force=force) as workspace,
         listening(workspace.log),
     ):
         deployment = run_job(StageContext(job=job.for_smoke() if smoke else job, workspace=workspace))

@@ -54,7 +54,7 @@ class Workspace:
 
     @classmethod
     @contextmanager
-    def open(cls, output: Path, *, suffix: str, resume: bool, force: bool) -> Iterator["Workspace"]:
+    def opened(cls, output: Path, *, suffix: str, resume: bool, force: bool) -> Iterator["Workspace"]:
         """Check, lock and clean up the folder; delete the work folder when the block ends without an error.
 
         Args:
