@@ -17,6 +17,7 @@ from scalepoint.quantize import CalibrationMethod, Override, QuantConfig, Tensor
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report
 from scalepoint.targets import find_target
+from scalepoint.transformation import transform
 
 INT8 = "int8 weights"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -35,15 +36,28 @@ def searched(model, data, tmp_path_factory):
     more = {"config": config, "output": folder, "evaluate": evaluate, "max_drop": 0.2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "export", counted)
+        patch.setattr(stages, "transform", captured)
         return scalepoint.deploy(model, data[0][:1], data, target="reference", **more), folder
 
 
 WRITTEN: list[tuple[Path, Path | None]] = []
+CAPTURED: list[object] = []
 
 
 def counted(model, path, *args, float_path=None, **kwargs):
     WRITTEN.append((path, float_path))
     return export(model, path, *args, float_path=float_path, **kwargs)
+
+
+def captured(model, *args, **kwargs):
+    CAPTURED.append(model)
+    return transform(model, *args, **kwargs)
+
+
+def test_the_model_is_captured_once_for_all_trials(searched):
+    done, _ = searched
+    assert len(done.trials) > 2
+    assert len(CAPTURED) == 1
 
 
 def test_every_trial_is_exported_once_and_the_float_model_with_the_first(searched):
