@@ -21,10 +21,14 @@ from scalepoint.options import (
     DeployOptions,
     Option,
     RunOptions,
-    changed_values,
     option_of,
     stage_values,
 )
+from scalepoint.pipeline.build_report import reproduced_options
+from scalepoint.pipeline.inputs import DataSource, Example
+from scalepoint.pipeline.job import Job
+from scalepoint.pipeline.result import Trial
+from scalepoint.quantize import QuantConfig
 from scalepoint.targets import describe, find_target
 from tests.cli.conftest import child
 
@@ -142,8 +146,14 @@ class TestAnAddedOption:
         assert stage_values(config, "verify")["flavour"] == "sweet"
         assert "flavour" not in stage_values(config, "export")
 
-    def test_is_in_the_call_that_repeats_a_run(self, tmp_path) -> None:
-        from scalepoint.pipeline import build_report
-
-        assert changed_values(self.Config(flavour="sweet"))["flavour"] == "sweet"
-        assert "flavour" not in build_report.NOT_REPRODUCED
+    def test_is_in_the_call_that_repeats_a_run(self) -> None:
+        job = Job(
+            model=nn.Linear(2, 2),
+            example=Example((torch.ones(1, 2),), {}),
+            data=DataSource([]),
+            target=find_target("reference"),
+            config=QuantConfig(),
+            options=self.Config(flavour="sweet"),
+        )
+        trial = Trial(QuantConfig(), None, None, None, None, None)
+        assert reproduced_options(job, trial) == {"flavour": "'sweet'", "threads": "1", "seed": "0"}

@@ -1,4 +1,4 @@
-"""deploy: the whole road."""
+"""scalepoint deploy: run the whole pipeline."""
 
 # ruff: noqa: PLC0415  # what needs torch is imported when a command runs
 import os
@@ -99,8 +99,8 @@ def _finished_stages(folder: Path) -> list[str]:
     return finished_stages(folder)
 
 
-def said(event: Any) -> None:
-    """What --verbose says beside the phases that ended: those that begin, numbers, files."""
+def print_event(event: Any) -> None:
+    """Print what --verbose adds to finished phases: phases that start, numbers, files."""
     if event.kind in ("start", "metric", "file"):
         say(f"{event.kind}: {event.name if event.kind == 'start' else event}")
 
@@ -184,13 +184,13 @@ class Run:
             resume=self.resume,
             force=True,  # what may not be overwritten was refused before
             progress=not self.quiet,
-            callback=said if self.verbose else None,
+            callback=print_event if self.verbose else None,
             **keywords_of(settings),
         )
-        return self.kept(done)
+        return self.write_run_files(done)
 
-    def kept(self, done: Any) -> Any:
-        """The same, with the configs in its folder and the command in its report."""
+    def write_run_files(self, done: Any) -> Any:
+        """Write the configs and reproduce.py. Returns the deployment with the command in its report."""
         from scalepoint.output_folder import WrittenFiles
         from scalepoint.pipeline.workspace import CONFIG, SCRIPT
         from scalepoint.report import write
@@ -227,7 +227,7 @@ class Run:
         return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *flags])
 
     def _left_behind(self) -> str:
-        """What a run that did not end has done, and how to go on."""
+        """Which stages of an interrupted run are finished, and how to continue."""
         done = _finished_stages(self.folder)
         if not done:
             return f"nothing was written into {self.folder}; run the same command again"
@@ -236,7 +236,7 @@ class Run:
     def _finish(self, done: Any) -> int:
         """Show what was made, and judge it."""
         settings, page = self.settings, self.folder / "report.html"
-        code, why = _judged(done, settings.max_drop, settings.min_speed, settings.allow_departure)
+        code, why = _exit_code(done, settings.max_drop, settings.min_speed, settings.allow_departure)
         if self.json:
             result = {
                 "exit_code": int(code),
@@ -261,7 +261,7 @@ class Run:
         return code
 
 
-def _judged(done: Any, max_drop: float | None, min_speed: float | None, allow_departure: bool) -> tuple[Code, str]:
+def _exit_code(done: Any, max_drop: float | None, min_speed: float | None, allow_departure: bool) -> tuple[Code, str]:
     """The exit code, and why it is not plainly 0."""
     from scalepoint.report import is_within
 

@@ -58,7 +58,7 @@ def sweep(
         own = {key: point[KEYWORDS.get(key, key)] for key in grid}
         base = {key: value for key, value in dict(settings).items() if key != "grid"}
         one = public("DeployConfig").model_validate({**base, **own, "output": str(place)})
-        Run(one, finder, smoke, False, quiet, json).kept(done)
+        Run(one, finder, smoke, False, quiet, json).write_run_files(done)
 
     names = {KEYWORDS.get(key, key): values for key, values in grid.items()}
     shared = {key: value for key, value in keywords_of(settings).items() if key not in names}

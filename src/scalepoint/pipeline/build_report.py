@@ -164,7 +164,7 @@ def reproduction(context: StageContext, best: Trial) -> Reproduction:
     has_both = bool(job.example.args and job.example.kwargs)  # inputs only by name are a dict of example_inputs
     yours = "model, example_inputs, calibration_data" + (" and kwargs" if has_both else "")
     lines = [f"# {yours} are yours", "import scalepoint"]
-    arguments = {"target": repr(job.target.name), **_reproduced_options(job, best)}
+    arguments = {"target": repr(job.target.name), **reproduced_options(job, best)}
     if has_both:
         arguments["kwargs"] = "kwargs"
     if hasattr(targets, f"{job.target.name}_target") and job.target.options:
@@ -189,7 +189,7 @@ def reproduction(context: StageContext, best: Trial) -> Reproduction:
     )
 
 
-def _reproduced_options(job: Job, best: Trial) -> dict[str, str]:
+def reproduced_options(job: Job, best: Trial) -> dict[str, str]:
     """Options that differ from the defaults, as Python source. `threads` and `seed` are always shown."""
     values: dict[str, Any] = {
         name: value for name, value in changed_values(job.options).items() if name not in NOT_REPRODUCED

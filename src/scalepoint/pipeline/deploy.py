@@ -26,7 +26,7 @@ from scalepoint.budget import Budget
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.graph.blame import user_level
-from scalepoint.options import DEFAULT_CHOICES, Accuracy
+from scalepoint.options import DEFAULT_CHOICES, Accuracy, DeployOptions
 from scalepoint.pipeline import search, stages
 from scalepoint.pipeline.build_report import allocated, build_report, config_file
 from scalepoint.pipeline.job import Job, prepare_job
@@ -139,26 +139,10 @@ def deploy(
         done = scalepoint.deploy(model, batches[0], batches, target="onnxruntime", output="out")
         print(done)
     """
-    values = {
-        "accuracy": accuracy,
-        "output": str(output or "out"),
-        "max_drop": max_drop,
-        "min_speed": min_speed,
-        "max_trials": max_trials,
-        "budget": budget,
-        "choices": choices,
-        "max_batches": max_batches,
-        "on_nan": on_nan,
-        "leave": leave,
-        "dynamic_axes": dynamic_axes,
-        "strict": strict,
-        "allow_departure": allow_departure,
-        "float_dtype": float_dtype,
-        "cpu": cpu,
-        "metadata": metadata,
-        "threads": threads,
-        "seed": seed,
-    }
+    given = dict(locals())  # before any other name is assigned
+    # The arguments that options.py declares, so that a new option needs no other line here.
+    values = {name: given[name] for name in DeployOptions.model_fields if name in given}
+    values["output"] = str(output or "out")
     job = prepare_job(
         model,
         example_inputs,

@@ -1,4 +1,4 @@
-"""Workspace: the output folder of one run, and the only code of the pipeline that writes or deletes in it.
+"""Workspace: the output folder of one run. It checks, locks and cleans the folder, and records what was written.
 
     OUT/                        what the user gets, with a manifest of the files that were written (output_folder.py)
     OUT/.scalepoint/            the cache of stages, the log, and the files of trials, while the run is not finished
