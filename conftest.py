@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 
-from scalepoint.processor import cap
+from scalepoint.support.cpu import cap
 
 sys.dont_write_bytecode = False  # hundreds of processes import the package: it is compiled once
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -39,8 +39,8 @@ from scalepoint.formats import Writing, export, find_format
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.origin import origin_of
 from scalepoint.graph.uncast import autocast_off
-from scalepoint.processor import amx
 from scalepoint.quantize import calibrate, coverage, freeze, insert_qdq
+from scalepoint.support.cpu import amx
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.verification import Status, verify

@@ -29,10 +29,10 @@ LIMIT = 1.0
 
 def rows(title: str, model: nn.Module, side: int, repeats: int) -> list[Row]:
     """Export as a multiple of capture."""
-    from scalepoint.files import replace_file  # noqa: PLC0415
     from scalepoint.formats.export import export  # noqa: PLC0415
     from scalepoint.graph.capture import capture  # noqa: PLC0415
     from scalepoint.quantize import quantize  # noqa: PLC0415
+    from scalepoint.support.files import replace_file  # noqa: PLC0415
 
     torch.manual_seed(0)
     inputs = torch.randn(2, 3, side, side)

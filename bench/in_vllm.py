@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scalepoint.processor import amx, cap, child_environment
+from scalepoint.support.cpu import amx, cap, child_environment
 
 cap()  # before torch is loaded
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
 from measure import publish
-from scalepoint.processor import child_environment
+from scalepoint.support.cpu import child_environment
 from smollm import folder as smollm
 from tuned import language
 from tuned.rows import BALANCED, NEAREST, Kept, Row, shown

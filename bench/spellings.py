@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from measure import Row, interleave, report
 from scalepoint.formats import export
 from scalepoint.quantize import Override, QuantConfig, quantize
+from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import onnxruntime_target, openvino_target
-from scalepoint.targets.cpu import instruction_set
 
 OUT = Path(__file__).parent.parent / "out"
 SIZES = {"32 tokens of 384": (32, 384), "197 tokens of 768": (197, 768)}

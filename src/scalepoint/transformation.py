@@ -21,9 +21,9 @@ from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
 from scalepoint.patterns.plan import TransformationPlan, make_plan
+from scalepoint.support.formatting import one_line
+from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
-from scalepoint.turns import in_turn
-from scalepoint.words import one_line
 
 _KEY = "scalepoint.transformed"
 
@@ -71,7 +71,7 @@ class TransformationResult:
     report: TransformationReport
 
 
-@in_turn
+@serialized
 def transform(
     model: Model,
     args: Any = None,

@@ -34,7 +34,7 @@ import pytest
 from sybil import Document, Example, Region, Sybil
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
-from scalepoint.processor import signal_of
+from scalepoint.support.cpu import signal_of
 
 ROOT = Path(__file__).parents[2]
 INFO = re.compile(r'(?P<language>[\w-]*)(?:[ \t]+title="(?P<title>[^"]+)")?[ \t]*$\n', re.MULTILINE)

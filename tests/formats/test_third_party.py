@@ -126,7 +126,7 @@ for find, name in ((find_format, "toy-nothing"), (find_runtime, "toy-other")):
 """
 WRONG = (
     "format 'toy-nothing' of the package 'toy-rooms' (toy_rooms:NO_FORMAT) is not a scalepoint.formats.",
-    "runtime 'toy-other' of the package 'toy-rooms' (toy_rooms:RUNTIME) calls itself 'toy-numpy'",
+    "runtime 'toy-other' of the package 'toy-rooms' (toy_rooms:RUNTIME) has the name 'toy-numpy'",
 )
 
 

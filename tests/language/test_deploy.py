@@ -16,12 +16,12 @@ import scalepoint
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.errors import CalibrationError, CaptureError, ConfigError, StoreError, UsageError
-from scalepoint.files import replace_folder
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.language.text import sequences
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.support.files import replace_folder
 from scalepoint.targets import find_target, list_targets
 from scalepoint.tuning.checkpoint import Checkpoint
 from tests.warm import warm

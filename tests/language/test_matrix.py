@@ -12,8 +12,8 @@ import torch
 
 import scalepoint
 from scalepoint.errors import CalibrationError, ScalepointError, TargetError, UsageError
-from scalepoint.progress import Event, listening
 from scalepoint.runtimes import find_runtime
+from scalepoint.support.progress import Event, listening
 from scalepoint.targets import find_target
 from tests.pairwise import Case, as_parameters, contents, pairwise
 

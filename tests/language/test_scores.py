@@ -11,11 +11,11 @@ from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.cli.app import run
 from scalepoint.cli.ending import Code
 from scalepoint.errors import NonFiniteError, ScalepointWarning, StoreError, UsageError, VerificationError
-from scalepoint.files import replace_folder
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.report import Report, compare_runs
 from scalepoint.runtimes import Runtime
+from scalepoint.support.files import replace_folder
 
 GIVEN = {"length": 32, "accuracy": "fast", "progress": False, "config": {"weight": {"n_bits": 4, "block_size": 32}}}
 TARGET = "compressed-tensors"

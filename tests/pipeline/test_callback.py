@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import scalepoint
-from scalepoint.progress import Event
+from scalepoint.support.progress import Event
 
 
 @pytest.fixture(scope="module")

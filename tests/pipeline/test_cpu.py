@@ -10,8 +10,8 @@ import scalepoint
 from scalepoint.errors import ScalepointWarning, UsageError
 from scalepoint.formats import find_format
 from scalepoint.options import DeployConfig
+from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import find_target, onnxruntime_target
-from scalepoint.targets.cpu import instruction_set
 from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

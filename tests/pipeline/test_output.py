@@ -18,8 +18,8 @@ from torch import nn
 
 import scalepoint
 from scalepoint.errors import StoreError, UsageError
-from scalepoint.files import TemporaryFolder
 from scalepoint.pipeline import stages
+from scalepoint.support.files import TemporaryFolder
 from tests.warm import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -93,7 +93,7 @@ def test_what_an_earlier_run_wrote_goes_unless_it_was_changed(tmp_path, made):
     (out / "failing").mkdir()
     for name in ("failing/run.py", "failing/model.onnx", "kept.yaml"):
         (out / name).write_text("of an earlier run")
-        written["files"][name] = {"size": 17, "sha256": scalepoint.files.digest(out / name)}
+        written["files"][name] = {"size": 17, "sha256": scalepoint.support.files.digest(out / name)}
     (out / "kept.yaml").write_text("edited since")
     (out / LIST).write_text(json.dumps(written))
     deployed(out, force=True)
@@ -192,7 +192,7 @@ def test_ctrl_c_in_a_weakref_callback_ends_the_run_at_the_next_stage(tmp_path):
 KILLED = """
 import os, signal, sys
 from tests.pipeline.test_output import deployed
-import scalepoint.files as files
+import scalepoint.support.files as files
 flush = files._flush
 
 def killed(path):
@@ -218,7 +218,7 @@ def test_what_a_killed_run_left_half_written_is_gone_when_it_is_resumed(tmp_path
 
 def test_temporary_folders_of_killed_processes_are_deleted_and_others_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import os, signal\nfrom scalepoint.files import TemporaryFolder\nTemporaryFolder()\nos.kill(os.getpid(), 9)"
+    code = "import os\nfrom scalepoint.support.files import TemporaryFolder\nTemporaryFolder()\nos.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "TMPDIR": str(tmp_path)})
     (left,) = tmp_path.iterdir()
     (tmp_path / "scalepoint-mine").mkdir()

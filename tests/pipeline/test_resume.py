@@ -15,10 +15,10 @@ from torch import nn
 
 import scalepoint
 from scalepoint.errors import ScalepointWarning, StoreError, UsageError
-from scalepoint.files import locked
 from scalepoint.pipeline import cache as caches
 from scalepoint.pipeline import stages
 from scalepoint.quantize import QuantConfig
+from scalepoint.support.files import locked
 from scalepoint.targets import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

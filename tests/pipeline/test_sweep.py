@@ -12,8 +12,8 @@ from scalepoint.errors import ConfigError, StoreError, UsageError
 from scalepoint.options import SweepConfig
 from scalepoint.pipeline.sweep import grid_runs
 from scalepoint.report import Sweep, SweepRow, SweepTable, sweep_page
+from scalepoint.support.formatting import printed
 from scalepoint.targets import onnxruntime_target
-from scalepoint.words import printed
 
 ROWS = (
     SweepRow("small", score=0.5, size=1e6, speed=3.0),

@@ -56,7 +56,7 @@ def free_port() -> int:
 
 
 def main(job: str, rank: str, size: str, init: str, folder: str) -> None:
-    from scalepoint.processor import cap
+    from scalepoint.support.cpu import cap
 
     cap()
     import torch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint.files import TEMPORARY
+from scalepoint.support.files import TEMPORARY
 from tests.ranks.checkpoints import write_source
 from tests.ranks.group import ROOT, result_of, run_group, start_group
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint.files import TEMPORARY
+from scalepoint.support.files import TEMPORARY
 from tests.ranks.group import ROOT, result_of, run_group, start_group
 
 NETS = """

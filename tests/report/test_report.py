@@ -35,8 +35,8 @@ from scalepoint.report import (
 )
 from scalepoint.report.html import environment
 from scalepoint.report.placement_graph import blocks_of
+from scalepoint.support.formatting import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
 from scalepoint.verification import Choice, Status, Verification
-from scalepoint.words import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
 from tests.errors import raises
 from tests.report import made
 

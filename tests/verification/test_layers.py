@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from scalepoint.errors import VerificationError
 from scalepoint.formats import export
 from scalepoint.quantize import quantize
+from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import onnxruntime_target
-from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification import verify_layers
 from tests.formats.onnx.test_export import Net, settled
 

@@ -12,8 +12,8 @@ from torch import nn
 from scalepoint.errors import ScalepointWarning, StoreError, UsageError, VerificationError
 from scalepoint.formats import export, find_format
 from scalepoint.quantize import quantize
+from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import onnxruntime_target
-from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification import Status, benchmark, verify
 from tests.errors import raises
 from tests.formats.onnx.test_export import Net, settled

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint import ranks
-from scalepoint.progress import phase
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
+from scalepoint.support.progress import phase
 from scalepoint.tuning.collect import Collector, Use
 from scalepoint.tuning.moments import Moments
 from scalepoint.tuning.problem import Problem, Shape

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 from scalepoint.allocation.front import Allocation, Choice, Item, front, trimmed, within
 from scalepoint.budget import Budget, Unit
 from scalepoint.errors import UsageError
-from scalepoint.plain import plain
 from scalepoint.quantize import Override, QuantConfig
+from scalepoint.support.jsonable import to_jsonable
 
 TRIM = 0.01  # of the error: what is worth less is not raised, even where a budget allows it
 Costs = Unit | Literal["cost"]
@@ -111,7 +111,7 @@ class Widths:
         return config.model_copy(update={"overrides": (*config.overrides, *more)})
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = plain(self)
+        found: dict[str, Any] = to_jsonable(self)
         return found
 
     @classmethod

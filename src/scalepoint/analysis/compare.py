@@ -29,8 +29,8 @@ from scalepoint.patterns import kind_of
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.twins import driven
-from scalepoint.turns import in_turn
-from scalepoint.words import one_line, plural, printed
+from scalepoint.support.formatting import one_line, plural, printed
+from scalepoint.support.torch_state import serialized
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}" if value >= 0.01 or value == 0 else "<1%"
 
 
-@in_turn
+@serialized
 @ranks.together()
 def compare(
     float_model: Callable[..., Any] | None,

@@ -35,8 +35,8 @@ from scalepoint.quantize.record import has_record
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.quantize.twins import driven, twin
+from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
-from scalepoint.turns import in_turn
 
 LEAST_COST = 1e-4  # of a layer without products and weights, so that a gain is divided by something
 Metric = Callable[[Callable[..., Any]], float]
@@ -64,7 +64,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@in_turn
+@serialized
 @ranks.together()
 def sensitivity(
     model: nn.Module,

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, inliner, shape_inference
 
 from scalepoint.errors import DocumentError, StoreError, shown
-from scalepoint.untrusted import read_bytes, read_part
+from scalepoint.support.untrusted import read_bytes, read_part
 
 OLDEST_OPSET = 10  # QuantizeLinear appeared
 MOST_NODES = 1_000_000  # after inlining functions, which can double at every level

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from scalepoint.checking.graph import Node
 from scalepoint.checking.qdq import View
-from scalepoint.words import short
+from scalepoint.support.formatting import short
 
 _LONGEST_NAME = 120
 

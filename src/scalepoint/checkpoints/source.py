@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from scalepoint.errors import DocumentError, StoreError, nearest
-from scalepoint.files import digest
-from scalepoint.untrusted import check_file, open_tensors, read_json
+from scalepoint.support.files import digest
+from scalepoint.support.untrusted import check_file, open_tensors, read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

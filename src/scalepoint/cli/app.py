@@ -13,7 +13,7 @@ from scalepoint.cli import beginning, deploying, files, inspecting, machine, pro
 from scalepoint.cli.ending import Code, fail, flushed, interrupted, misused
 from scalepoint.cli.screen import NARROW, abandon, prepare, say, show
 from scalepoint.errors import ScalepointWarning
-from scalepoint.interrupts import remembering_interrupts
+from scalepoint.support.interrupts import remembering_interrupts
 
 _MISUSE: Any = typer.BadParameter.__mro__[2]  # ClickException, under whichever name typer brings it
 EXIT_CODES = (

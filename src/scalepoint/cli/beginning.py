@@ -43,7 +43,7 @@ def init(
         raise usage(
             f"{' and '.join(there)} in {str(folder)!r} is there already, nothing was written: choose another folder"
         )
-    from scalepoint.files import replace_text
+    from scalepoint.support.files import replace_text
 
     answers = asked(folder) if ask else {}
     if any(text.startswith("deploy:") for text in answers.values()) and not _has_module(folder):

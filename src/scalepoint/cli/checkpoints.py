@@ -47,8 +47,8 @@ class FolderRun:
     def check(self) -> bool:
         """What can be refused before the model is looked at; whether a run goes on."""
         from scalepoint.language.settings import has_blocks, work_of
-        from scalepoint.output_folder import check_path
         from scalepoint.pipeline.job import check_runtime_installed
+        from scalepoint.support.output_folder import check_path
         from scalepoint.targets import find_target, list_targets
 
         target = find_target(self.settings.target)

@@ -15,7 +15,7 @@ from scalepoint.cli.ending import usage
 from scalepoint.cli.naming import PICKLES, Finder, check_name, named, users_code
 from scalepoint.cli.screen import say
 from scalepoint.errors import DocumentError, ScalepointError
-from scalepoint.untrusted import check_file
+from scalepoint.support.untrusted import check_file
 
 FILES = (".npz", ".safetensors")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")

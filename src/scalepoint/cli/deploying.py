@@ -20,9 +20,9 @@ from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.naming import Finder, load_evaluate, public
 from scalepoint.cli.screen import say, show, show_json
 from scalepoint.cli.settings import check_inputs, check_names, check_runtime, check_settings, finder_of, settings_of
-from scalepoint.files import replace_text
 from scalepoint.options import DeployConfig, DeployOptions, RunOptions, changed_values
-from scalepoint.words import decibel, ratio, value_of
+from scalepoint.support.files import replace_text
+from scalepoint.support.formatting import decibel, ratio, value_of
 
 AGAIN = '''"""Makes the kept file again, as scalepoint {version} made it: python reproduce.py [FOLDER]"""
 
@@ -191,10 +191,10 @@ class Run:
 
     def write_run_files(self, done: Any) -> Any:
         """Write the configs and reproduce.py. Returns the deployment with the command in its report."""
-        from scalepoint.output_folder import WrittenFiles
         from scalepoint.pipeline.workspace import CONFIG, SCRIPT
         from scalepoint.report import write
         from scalepoint.report.folder import HTML_FILE, JSON_FILE
+        from scalepoint.support.output_folder import WrittenFiles
 
         if not ranks.is_main():
             return done

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from scalepoint import errors, ranks
 from scalepoint.cli.screen import say, shortened, show_json, write
-from scalepoint.words import visible
+from scalepoint.support.formatting import visible
 
 
 class Code(IntEnum):

@@ -14,8 +14,8 @@ from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.errors import TargetError, UsageError
-from scalepoint.words import one_line, ratio, time_of
-from scalepoint.words import size_of as written_size
+from scalepoint.support.formatting import one_line, ratio, time_of
+from scalepoint.support.formatting import size_of as written_size
 
 SHOWN = 3  # places of one finding
 SLOWEST = 10
@@ -225,8 +225,8 @@ def report(
         raise usage(f"{path} is not there or no report: give the folder that `scalepoint deploy` wrote")
     if html is not None and html.exists() and not force:
         raise usage(f"{html} is there already: choose another name, or overwrite it with --force")
-    from scalepoint.files import replace_text
     from scalepoint.report import Report, to_html
+    from scalepoint.support.files import replace_text
 
     found = Report.from_file(path, folder=path.parent if folder.is_dir() else None)
     if html is not None:

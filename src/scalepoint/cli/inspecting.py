@@ -16,7 +16,7 @@ from scalepoint.cli.naming import Finder, load_model, public
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_names, check_settings, finder_of, reading_of, settings_of
 from scalepoint.errors import CoverageError
-from scalepoint.words import count
+from scalepoint.support.formatting import count
 
 UNSIZED = (
     "the sizes of the inputs are not known, so MACs are not counted and no layer is left float because int8 is slower: "

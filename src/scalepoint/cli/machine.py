@@ -19,8 +19,8 @@ from scalepoint.cli import flags
 from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.errors import TargetError, install_hint, nearest
-from scalepoint.plain import plain
-from scalepoint.processor import CAP, amx
+from scalepoint.support.cpu import CAP, amx
+from scalepoint.support.jsonable import to_jsonable
 
 NEEDED = (
     "torch",
@@ -116,7 +116,7 @@ def describe_target(name: str) -> dict[str, Any]:
         "default": f"w {describe_spec(target.weight)}, x {activation}",
         "accepts": sorted({str(row) for row in target.accepts}) or ["everything"],
         "runtime": target.runtime,
-        "sections": plain((*describe(target), *describe_rules(target.name))),
+        "sections": to_jsonable((*describe(target), *describe_rules(target.name))),
     }
 
 
@@ -209,7 +209,7 @@ def _llamacpp() -> Line:
 
 def _instructions() -> Line:
     try:
-        from scalepoint.targets.cpu import instruction_set
+        from scalepoint.support.cpu import instruction_set
 
         found = instruction_set()
     except Exception as error:

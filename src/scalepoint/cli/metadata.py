@@ -10,7 +10,7 @@ from scalepoint.cli.ending import Code, usage
 from scalepoint.cli.naming import Finder
 from scalepoint.cli.screen import Listing, show, show_json
 from scalepoint.errors import DocumentError
-from scalepoint.words import size_of
+from scalepoint.support.formatting import size_of
 
 SUFFIXES = (".onnx", ".pte", ".mlpackage", ".tflite")  # files that people have lying about; others go by their format
 OF_PICTURES = ("size", "mean", "std")
@@ -39,7 +39,7 @@ def _preprocessing(settings: Any, finder: Finder) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     """A mapping from YAML or JSON."""
-    from scalepoint.untrusted import read_json, read_yaml
+    from scalepoint.support.untrusted import read_json, read_yaml
 
     try:
         found = read_json(path) if path.suffix == ".json" else read_yaml(path)

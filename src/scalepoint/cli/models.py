@@ -12,8 +12,8 @@ from typing import Any
 
 from scalepoint.cli.ending import usage
 from scalepoint.errors import DocumentError, install_hint, nearest
-from scalepoint.untrusted import check_file
-from scalepoint.words import one_line
+from scalepoint.support.formatting import one_line
+from scalepoint.support.untrusted import check_file
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 WEIGHTS = (".safetensors", ".pt", ".pth")

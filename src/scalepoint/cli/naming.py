@@ -20,8 +20,8 @@ from typing import Any
 from scalepoint.cli.ending import usage
 from scalepoint.cli.models import check_library, check_weights, is_library, load_weights, make_library
 from scalepoint.errors import ScalepointError, nearest
-from scalepoint.processor import cap
-from scalepoint.words import one_line
+from scalepoint.support.cpu import cap
+from scalepoint.support.formatting import one_line
 
 PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".ckpt", ".bin", ".joblib")
 _BUILD = (

@@ -20,8 +20,8 @@ from scalepoint.cli.models import without_labels
 from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
-from scalepoint.files import replace_text
-from scalepoint.words import decibel, one_line, plural, quality, share_of
+from scalepoint.support.files import replace_text
+from scalepoint.support.formatting import decibel, one_line, plural, quality, share_of
 
 WORST = 20
 OF_A_MODEL = (

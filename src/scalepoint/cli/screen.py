@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scalepoint import ranks
-from scalepoint.plain import plain
-from scalepoint.words import one_line, visible
+from scalepoint.support.formatting import one_line, visible
+from scalepoint.support.jsonable import to_jsonable
 
 SCHEMA = 1  # of every JSON document on stdout
 NARROW = 72
@@ -48,7 +48,7 @@ def say(text: str, style: str = "") -> None:
 def show_json(command: str, fields: Mapping[str, Any]) -> None:
     """One JSON document on stdout."""
     document = {"schema": SCHEMA, "command": command, **fields}
-    write(sys.stdout, json.dumps(plain(document), indent=2, allow_nan=False) + "\n")
+    write(sys.stdout, json.dumps(to_jsonable(document), indent=2, allow_nan=False) + "\n")
 
 
 def _print(stream: TextIO, parts: Sequence[RenderableType]) -> None:

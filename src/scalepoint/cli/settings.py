@@ -11,9 +11,9 @@ from scalepoint.cli.data import Reading, check_data
 from scalepoint.cli.ending import usage
 from scalepoint.cli.models import is_library
 from scalepoint.cli.naming import Finder, check_name
-from scalepoint.complaints import cause_of, complaints
 from scalepoint.errors import ConfigError, nearest
 from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, SweepConfig, changed_values
+from scalepoint.support.validation_errors import cause_of, complaints
 
 OF_LANGUAGE = tuple(name for name in CheckpointOptions.model_fields if name not in CommonOptions.model_fields)
 OF_PICTURES = ("size", "mean", "std")
@@ -114,7 +114,7 @@ def check_runtime(settings: Any) -> None:
 
 def check_inputs(settings: Any, finder: Finder) -> None:
     """Refuse an output folder that contains the checkpoint, the weights or the data, or lies inside one of them."""
-    from scalepoint import output_folder
+    from scalepoint.support import output_folder
 
     names = {
         "checkpoint": settings.model.partition(":")[2] if str(settings.model).startswith("hf:") else None,

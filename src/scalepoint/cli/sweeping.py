@@ -73,7 +73,7 @@ def sweep(
 
 
 def _look(folder: Path, may_exist: bool) -> None:
-    from scalepoint.output_folder import check_path
+    from scalepoint.support.output_folder import check_path
 
     check_path(folder)
     if folder.is_dir() and any(folder.iterdir()) and not may_exist:

@@ -16,16 +16,16 @@ from scalepoint.formats.registry import find_format
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs
 from scalepoint.numerics import dtype_name
-from scalepoint.output_folder import check_path
 from scalepoint.quantize.record import has_record, record_of
+from scalepoint.support.output_folder import check_path
+from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
 from scalepoint.targets.target import float_dtype_of
-from scalepoint.turns import in_turn
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@in_turn
+@serialized
 def export(
     model: fx.GraphModule,
     path: str | Path,

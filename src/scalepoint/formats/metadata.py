@@ -23,14 +23,14 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import fx
 
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.plain import plain
 from scalepoint.quantize.record import has_record, record_of
+from scalepoint.support.documents import parse_json
+from scalepoint.support.formatting import one_line
+from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
 from scalepoint.targets.target import LABEL
 from scalepoint.version import __version__
-from scalepoint.words import one_line
 
 OURS = "scalepoint."
 KEPT = (str, Number, Enum, PathLike, date, time, torch.dtype, type(None))
@@ -141,4 +141,4 @@ def read_value(text: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(plain(value), ensure_ascii=False)
+    return json.dumps(to_jsonable(value), ensure_ascii=False)

@@ -1,44 +1,56 @@
-"""The formats by name: our own, and those that other packages bring through the entry points "scalepoint.formats" (of
-models) and "scalepoint.checkpoint_formats" (of language models)."""
+"""File formats by name. The package of a format is imported when the format is used.
+
+Other packages add formats through the entry points "scalepoint.formats" (models) and "scalepoint.checkpoint_formats"
+(language models).
+"""
 
 from scalepoint.errors import UsageError
-from scalepoint.extensions import Extensions
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.formats.coreml import COREML
-from scalepoint.formats.executorch import EXECUTORCH
 from scalepoint.formats.format import FileFormat
-from scalepoint.formats.genai import ORT_GENAI
-from scalepoint.formats.gguf import GGUF
-from scalepoint.formats.litert import LITERT
-from scalepoint.formats.onnx import ONNX
-from scalepoint.formats.packed import AWQ, COMPRESSED_TENSORS, GPTQ
+from scalepoint.support.plugins import Registry
 
-_ALL = Extensions(FileFormat, "scalepoint.formats", (ONNX, EXECUTORCH, LITERT, COREML), UsageError)
-_OF_CHECKPOINTS = Extensions(
+_FILE_FORMATS = Registry(
+    FileFormat,
+    "scalepoint.formats",
+    {
+        "onnx": "scalepoint.formats.onnx:ONNX",
+        "executorch": "scalepoint.formats.executorch:EXECUTORCH",
+        "litert": "scalepoint.formats.litert:LITERT",
+        "coreml": "scalepoint.formats.coreml:COREML",
+    },
+    UsageError,
+)
+_CHECKPOINT_FORMATS = Registry(
     CheckpointFormat,
     "scalepoint.checkpoint_formats",
-    (COMPRESSED_TENSORS, GPTQ, AWQ, ORT_GENAI, GGUF),
+    {
+        "compressed-tensors": "scalepoint.formats.packed:COMPRESSED_TENSORS",
+        "gptq": "scalepoint.formats.packed:GPTQ",
+        "awq": "scalepoint.formats.packed:AWQ",
+        "ort-genai": "scalepoint.formats.genai:ORT_GENAI",
+        "gguf": "scalepoint.formats.gguf:GGUF",
+    },
     UsageError,
 )
 
 
 def list_formats() -> list[str]:
-    """All names, ours first; nothing of another package is imported."""
-    return _ALL.names()
+    """Names of the file formats, the built-in ones first. No format is imported."""
+    return _FILE_FORMATS.names()
 
 
 def find_format(name: str | FileFormat) -> FileFormat:
-    """A format from itself or from its name."""
-    if name in _OF_CHECKPOINTS.names():
+    """Return a file format by its name."""
+    if name in _CHECKPOINT_FORMATS.names():
         raise UsageError(f"{name!r} is a format of language models: deploy_checkpoint writes it, from a folder")
-    return _ALL.find(name)
+    return _FILE_FORMATS.find(name)
 
 
 def list_checkpoint_formats() -> list[str]:
-    """The names of the formats of language models, ours first."""
-    return _OF_CHECKPOINTS.names()
+    """Names of the formats of language models, the built-in ones first. No format is imported."""
+    return _CHECKPOINT_FORMATS.names()
 
 
 def find_checkpoint_format(name: str | CheckpointFormat) -> CheckpointFormat:
-    """A format of language models from itself or from its name."""
-    return _OF_CHECKPOINTS.find(name)
+    """Return a format of language models by its name."""
+    return _CHECKPOINT_FORMATS.find(name)

@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from scalepoint.ambient import as_called
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
 from scalepoint.graph.blame import user_level, user_line
 from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
@@ -40,7 +39,7 @@ from scalepoint.graph.symbolic import trace
 from scalepoint.graph.tokens import unflatten
 from scalepoint.graph.uncast import autocast_off, inline_blocks
 from scalepoint.graph.writes import follow_writes, join_batch_norms
-from scalepoint.turns import in_turn
+from scalepoint.support.torch_state import caller_dtype, serialized
 
 Inputs = Any
 
@@ -49,7 +48,7 @@ WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "Distribut
 Model = nn.Module | ExportedProgram | str | Path  # a path is one of a .pt2 file
 
 
-@in_turn
+@serialized
 def capture(
     model: Model,
     args: Inputs = None,
@@ -113,7 +112,7 @@ def _captured(
     with ExitStack() as stack:
         left = stack.enter_context(replaced(model, leave, *inputs)) if leave else ()
         uncast = stack.enter_context(autocast_off())
-        stack.enter_context(as_called())
+        stack.enter_context(caller_dtype())
         program = export_after_first_run(model, given, inputs, dynamic=dynamic, axes=axes)
     graph_module = _finish(program, model, left)
     _check_output(graph_module, type(model).__name__)

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint.ambient import as_called
+from scalepoint.support.torch_state import caller_dtype
 
 
 def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the model gives for these inputs."""
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
-    with spared(model), as_called():
+    with spared(model), caller_dtype():
         return model(*args, **kwargs)
 
 

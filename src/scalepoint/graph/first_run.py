@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from scalepoint.ambient import as_called
 from scalepoint.errors import CaptureError
 from scalepoint.graph.export import export, quiet
 from scalepoint.graph.free import Axes
 from scalepoint.graph.modes import keeping_attributes
+from scalepoint.support.torch_state import caller_dtype
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,7 +54,7 @@ def _makes_tensors(model: nn.Module, inputs: Inputs) -> bool:
     for module, own in buffers:
         module._buffers.update({name: None if value is None else value.clone() for name, value in own.items()})
     try:
-        with quiet(), as_called(), torch.no_grad():
+        with quiet(), caller_dtype(), torch.no_grad():
             model(*args, **kwargs)
     except Exception:  # the user's code raises what it likes; the error of the export says more
         return False

@@ -18,7 +18,7 @@ from scalepoint.graph.blame import user_line
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.free import Axes, is_free, named_inputs, resized
 from scalepoint.graph.nodes import drawing
-from scalepoint.words import one_line
+from scalepoint.support.formatting import one_line
 
 LARGEST_STEP, STEPS = 256, 8  # 64 + 29 and 64 + 58 may do for a model of multiples of 32, 64 + 87 does not
 NEAR = 1e-4  # of the largest value: what two ways to compute the same may differ by

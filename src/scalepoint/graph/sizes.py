@@ -11,7 +11,7 @@ from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.dry_run import spared
 from scalepoint.graph.nodes import tensor_of
-from scalepoint.words import one_line
+from scalepoint.support.formatting import one_line
 
 
 def note_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -23,10 +23,10 @@ from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import Override
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.spec import QuantizationSpec
+from scalepoint.support.untrusted import open_tensors
 from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.targets.language import with_cache
 from scalepoint.tuning.checkpoint import Checkpoint
-from scalepoint.untrusted import open_tensors
 
 ATTENTION = "attention"
 

@@ -24,7 +24,6 @@ from scalepoint import ranks
 from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skeleton
 from scalepoint.errors import CalibrationError, NonFiniteError, StoreError, UsageError
-from scalepoint.files import LOCK, is_full, locked, remove, room_needed, sweep, sweep_temporary
 from scalepoint.language.cache import check_cached, check_placed, groups_of, stored_cache
 from scalepoint.language.proof import Proof, prove
 from scalepoint.language.quantized import Codes
@@ -34,24 +33,25 @@ from scalepoint.language.storage import as_stored, not_held
 from scalepoint.language.streams import Scored, scored
 from scalepoint.language.text import Text, sequences
 from scalepoint.options import Accuracy
-from scalepoint.output_folder import LIST, WrittenFiles, move_into
 from scalepoint.pipeline.job import check_runtime_installed
 from scalepoint.pipeline.result import Deployment
-from scalepoint.progress import timed
 from scalepoint.quantize import QuantConfig, coverage, insert_qdq
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.report import Report
+from scalepoint.support.files import LOCK, is_full, locked, remove, room_needed, sweep, sweep_temporary
+from scalepoint.support.output_folder import LIST, WrittenFiles, move_into
+from scalepoint.support.progress import timed
+from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.tuning.checkpoint import Checkpoint
-from scalepoint.turns import in_turn
 
 JUDGED = 16  # sequences that are scored, at most
 
 
-@in_turn
+@serialized
 @ranks.together()
 def deploy_checkpoint(
     source: str | Path,

@@ -13,8 +13,8 @@ from scalepoint.numerics import E4M3
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import QuantizationSpec
+from scalepoint.support.untrusted import open_tensors
 from scalepoint.tuning.checkpoint import Checkpoint
-from scalepoint.untrusted import open_tensors
 
 
 @dataclass(frozen=True)

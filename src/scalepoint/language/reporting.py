@@ -15,12 +15,12 @@ from scalepoint.language.settings import REPORTS, Asked
 from scalepoint.language.streams import Scored
 from scalepoint.language.text import tokenizer_of
 from scalepoint.numerics import dtype_name
-from scalepoint.output_folder import WrittenFiles
 from scalepoint.pipeline.build_report import environment, tuned_layers
 from scalepoint.quantize import coverage
 from scalepoint.report import Language, Metric, Report, write
+from scalepoint.support.formatting import plural
+from scalepoint.support.output_folder import WrittenFiles
 from scalepoint.tuning import TuneReport
-from scalepoint.words import plural
 
 
 def report_of(

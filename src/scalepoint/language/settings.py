@@ -15,7 +15,6 @@ from scalepoint.formats.registry import find_checkpoint_format
 from scalepoint.language.cache import with_cached
 from scalepoint.numerics import QuantizationFormulation, QuantizationScheme, format_of
 from scalepoint.options import Accuracy
-from scalepoint.output_folder import LIST, WrittenFiles, check_inputs, check_links, check_path
 from scalepoint.pipeline.accuracy import CLOSED_FORM, check_accuracy
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT, Override, TensorQuantConfig
@@ -28,6 +27,7 @@ from scalepoint.spec import (
     QuantizationSpec,
     StaticQParamsCalculator,
 )
+from scalepoint.support.output_folder import LIST, WrittenFiles, check_inputs, check_links, check_path
 from scalepoint.targets import Target, find_target, list_targets
 from scalepoint.tuning import TuneConfig
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from scalepoint import ranks
 from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.errors import CaptureError, NonFiniteError, UsageError
-from scalepoint.progress import phase
+from scalepoint.support.progress import phase
 from scalepoint.tuning.checkpoint import Checkpoint
 from scalepoint.tuning.lending import borrow, give_back
 from scalepoint.tuning.pieces import Piece, cut

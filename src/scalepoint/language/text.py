@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from scalepoint.checkpoints import Source
-from scalepoint.documents import parse_json
 from scalepoint.errors import CalibrationError, DocumentError, StoreError, UsageError, shown
-from scalepoint.untrusted import open_text
+from scalepoint.support.documents import parse_json
+from scalepoint.support.untrusted import open_text
 
 Text = str | Path | Sequence[Tensor] | None  # a path, or sequences of tokens
 SUFFIXES = (".txt", ".md", ".jsonl")

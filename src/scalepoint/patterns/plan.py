@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
-from scalepoint.documents import parse_json
 from scalepoint.errors import PatternError, shown
 from scalepoint.graph.kinds import WEIGHTED
 from scalepoint.graph.weights import unknown_readers
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, kind_of, match_at, place_of
-from scalepoint.words import one_line
+from scalepoint.support.documents import parse_json
+from scalepoint.support.formatting import one_line
 
 VERSION = 1
 

@@ -13,7 +13,6 @@ from scalepoint.allocation import Allocation, Budget, Choice, Widths, front, thi
 from scalepoint.allocation.widths import Costs
 from scalepoint.analysis import compare, histograms
 from scalepoint.checking import check, has_rules
-from scalepoint.documents import dump_yaml
 from scalepoint.formats.otherwise import otherwise, uncast
 from scalepoint.options import DeployConfig, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
@@ -22,8 +21,6 @@ from scalepoint.pipeline.model_metadata import metadata_of
 from scalepoint.pipeline.placement_rows import placement
 from scalepoint.pipeline.result import Limits, Trial
 from scalepoint.pipeline.stages import StageContext, package_version
-from scalepoint.plain import plain
-from scalepoint.processor import amx
 from scalepoint.quantize import coverage, record_of
 from scalepoint.report import (
     Allocated,
@@ -39,8 +36,10 @@ from scalepoint.report import (
     Tuned,
     advice,
 )
+from scalepoint.support.cpu import amx, instruction_set
+from scalepoint.support.documents import dump_yaml
+from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
-from scalepoint.targets.cpu import instruction_set
 from scalepoint.targets.registry import has_cpu_option
 from scalepoint.tuning import TuneReport
 from scalepoint.version import __version__
@@ -194,7 +193,7 @@ def reproduced_options(job: Job, best: Trial) -> dict[str, str]:
     values: dict[str, Any] = {
         name: value for name, value in changed_values(job.options).items() if name not in NOT_REPRODUCED
     }
-    declared = plain(metadata_of(job.model))
+    declared = to_jsonable(metadata_of(job.model))
     if own := {key: value for key, value in job.metadata.items() if declared.get(key) != value}:
         values["metadata"] = own
     if job.is_smoke:

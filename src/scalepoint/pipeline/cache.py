@@ -24,10 +24,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint import ranks
 from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning
-from scalepoint.files import digest, replace_text
-from scalepoint.interrupts import check_interrupt
-from scalepoint.plain import plain
-from scalepoint.untrusted import read_json
+from scalepoint.support.files import digest, replace_text
+from scalepoint.support.interrupts import check_interrupt
+from scalepoint.support.jsonable import to_jsonable
+from scalepoint.support.untrusted import read_json
 
 FILE = "journal.json"
 FORMAT = 1
@@ -146,7 +146,7 @@ class StageCache:
 
     def _write(self, stage: Stage, result: Mapping[str, Any], files: Sequence[Path]) -> None:
         digests = {str(path.relative_to(self.folder)): digest(path) for path in files}
-        entry = CachedStage(marks=dict(stage.inputs), result=plain(result), files=digests)
+        entry = CachedStage(marks=dict(stage.inputs), result=to_jsonable(result), files=digests)
         self._content.stages[stage.name] = entry
         replace_text(self.folder / FILE, json.dumps(self._content.model_dump(), indent=1) + "\n")
 

@@ -33,21 +33,21 @@ from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
 from scalepoint.pipeline.stages import StageContext
 from scalepoint.pipeline.workspace import CONFIG, Workspace
-from scalepoint.progress import Callback, Event, listening, say, tell
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Allocated, Raised, Report, write
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.support.cpu import AUTOMATIC_CHOICE_NOTES
+from scalepoint.support.progress import Callback, Event, listening, say, tell
+from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
-from scalepoint.targets.cpu import AUTOMATIC
 from scalepoint.targets.registry import has_cpu_option
-from scalepoint.turns import in_turn
 from scalepoint.verification import Status, Verification
 
 MAX_SIZE_TRIALS = 3  # files tried for a size budget: each corrects the estimate of what is not weights
 
 
-@in_turn
+@serialized
 @ranks.together()
 def deploy(
     model: nn.Module | ExportedProgram,
@@ -322,7 +322,7 @@ def _write_report(
 def _say_which_cpu(job: Job) -> None:
     """Say which CPUs the file is for, if the user did not choose. With float activations nothing can saturate."""
     if has_cpu_option(job.target) and job.config.activation != FLOAT:
-        say(AUTOMATIC[str(job.target.options["cpu"])])
+        say(AUTOMATIC_CHOICE_NOTES[str(job.target.options["cpu"])])
 
 
 @contextmanager

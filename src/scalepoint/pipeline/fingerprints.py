@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.numerics import dtype_name
-from scalepoint.plain import plain
 from scalepoint.quantize.fingerprint import fingerprint as fingerprint_parameters
 from scalepoint.spec import QuantizationSpec
+from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
 
 LENGTH = 16  # hexadecimal digits
@@ -30,7 +30,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 def fingerprint(*parts: object) -> str:
     """Digest of plain values."""
-    return hashlib.sha256(repr(plain(parts)).encode()).hexdigest()[:LENGTH]
+    return hashlib.sha256(repr(to_jsonable(parts)).encode()).hexdigest()[:LENGTH]
 
 
 def fingerprint_model(model: nn.Module) -> str:

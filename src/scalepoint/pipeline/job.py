@@ -21,14 +21,14 @@ from scalepoint.options import DeployOptions
 from scalepoint.pipeline.accuracy import check_accuracy
 from scalepoint.pipeline.inputs import DataSource, Example
 from scalepoint.pipeline.model_metadata import metadata_of
-from scalepoint.plain import plain
-from scalepoint.processor import check_threads
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
 from scalepoint.quantize.feeding import check_data, own_inputs
 from scalepoint.quantize.placement import check_formulations
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import missing
+from scalepoint.support.cpu import check_threads
+from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target, find_target
 
 Evaluate = Callable[[Any], float]
@@ -125,7 +125,7 @@ def prepare_job(
             f"accuracy={options.accuracy!r} reads the calibration data once more, and there is none, or an iterator "
             "gives it only once: pass a list, a loader or a function"
         )
-    metadata = plain({**metadata_of(model), **(values["metadata"] or {})})
+    metadata = to_jsonable({**metadata_of(model), **(values["metadata"] or {})})
     check_metadata(metadata)
     ranks.told(
         "looking for the runtime",

@@ -23,9 +23,7 @@ from torch import fx, nn
 from scalepoint import ranks
 from scalepoint.allocation import Widths, measure_widths
 from scalepoint.allocation.losses import SOLVER
-from scalepoint.ambient import as_called
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, shown
-from scalepoint.files import digest
 from scalepoint.formats import FileFormat, Writing, export, find_format
 from scalepoint.graph.modes import evaluating
 from scalepoint.options import stage_values
@@ -36,10 +34,12 @@ from scalepoint.pipeline.inputs import DroppedInputs, warned_about_sizes
 from scalepoint.pipeline.job import Job
 from scalepoint.pipeline.result import Trial
 from scalepoint.pipeline.workspace import FAILING, FILE, FLOAT_FILE, MODEL, PLAIN_FILE, Workspace
-from scalepoint.progress import Event, say, tell, timed
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.quantize.store import files_in
 from scalepoint.runtimes import find_runtime
+from scalepoint.support.files import digest
+from scalepoint.support.progress import Event, say, tell, timed
+from scalepoint.support.torch_state import caller_dtype
 from scalepoint.transformation import TransformationResult, transform
 from scalepoint.tuning import TuneReport, tune
 from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
@@ -378,7 +378,7 @@ def evaluate_file(context: StageContext, path: Path, model: fx.GraphModule, *, i
 
 def _evaluate(context: StageContext, model: Any, *, is_float: bool) -> float:
     assert context.job.evaluate is not None  # noqa: S101  # the callers return early
-    with evaluating(model) if isinstance(model, nn.Module) else nullcontext(), torch.no_grad(), as_called():
+    with evaluating(model) if isinstance(model, nn.Module) else nullcontext(), torch.no_grad(), caller_dtype():
         return as_score(context.job.evaluate(model), is_float=is_float)
 
 

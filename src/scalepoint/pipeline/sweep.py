@@ -20,19 +20,19 @@ from torch import nn
 
 from scalepoint import ranks
 from scalepoint.errors import ScalepointError, StoreError, UsageError, nearest
-from scalepoint.files import LOCK, locked, replace_text
-from scalepoint.files import sweep as sweep_files
 from scalepoint.options import DeployOptions, RunOptions
-from scalepoint.output_folder import check_links, check_path
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import fingerprint_target
 from scalepoint.pipeline.workspace import finished_stages
-from scalepoint.plain import plain
-from scalepoint.progress import say
 from scalepoint.quantize.feeding import is_split
 from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.folder import JSON_FILE
 from scalepoint.report.sweep import FILE
+from scalepoint.support.files import LOCK, locked, replace_text
+from scalepoint.support.files import sweep as sweep_files
+from scalepoint.support.jsonable import to_jsonable
+from scalepoint.support.output_folder import check_links, check_path
+from scalepoint.support.progress import say
 from scalepoint.targets import Target
 
 PAGE = "sweep.html"
@@ -88,7 +88,7 @@ def sweep(
                     shown = options if ranks.is_main() else {**options, "progress": False, "callback": None}
                     with ranks.alone():
                         inputs = (model, example_inputs, calibration_data)
-                        told.mine = plain(_run(inputs, folder / name, runs[name], shown, finish))
+                        told.mine = to_jsonable(_run(inputs, folder / name, runs[name], shown, finish))
             rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, told.all), strict=False)
             table = Sweep(tuple(rows[name] for name in runs if name in rows))
             ranks.told("the table", partial(_write, folder, table))
@@ -187,11 +187,11 @@ def _run(
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a run as JSON, equal in every process. A target is its name, options and fingerprint."""
-    return {key: _plain_target(each) if isinstance(each, Target) else plain(each) for key, each in values.items()}
+    return {key: _plain_target(each) if isinstance(each, Target) else to_jsonable(each) for key, each in values.items()}
 
 
 def _plain_target(target: Target) -> dict[str, Any]:
-    return {"name": target.name, "options": plain(target.options), "fingerprint": fingerprint_target(target)}
+    return {"name": target.name, "options": to_jsonable(target.options), "fingerprint": fingerprint_target(target)}
 
 
 def _write(folder: Path, table: Sweep) -> None:

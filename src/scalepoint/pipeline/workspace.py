@@ -16,11 +16,21 @@ from pathlib import Path
 
 from scalepoint import ranks
 from scalepoint.errors import StoreError, UsageError
-from scalepoint.files import LOCK, TEMPORARY, copy_whole, is_full, locked, remove, replace_text, sweep, sweep_temporary
-from scalepoint.output_folder import LIST, WrittenFiles, check_links, check_path
 from scalepoint.pipeline.cache import StageCache
-from scalepoint.progress import Event, tell
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.support.files import (
+    LOCK,
+    TEMPORARY,
+    copy_whole,
+    is_full,
+    locked,
+    remove,
+    replace_text,
+    sweep,
+    sweep_temporary,
+)
+from scalepoint.support.output_folder import LIST, WrittenFiles, check_links, check_path
+from scalepoint.support.progress import Event, tell
 from scalepoint.verification.inputs import INPUTS_FILE
 
 WORK = ".scalepoint"

@@ -30,12 +30,12 @@ from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
 from scalepoint.quantize.smooth import SmoothQuantObserver, observers_of
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, reader_names
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.turns import in_turn
+from scalepoint.support.torch_state import serialized
 
 OnNan = Literal["error", "skip"]
 
 
-@in_turn
+@serialized
 @ranks.together()
 def calibrate(
     model: nn.Module,
@@ -122,7 +122,7 @@ def _switch_on(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]
         weight.enabled = True
 
 
-@in_turn
+@serialized
 def freeze(model: nn.Module) -> None:
     """Make the scales of all weights constants."""
     for module in model.modules():

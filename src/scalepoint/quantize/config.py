@@ -24,10 +24,7 @@ from pydantic import (
 )
 from torch import nn
 
-from scalepoint.complaints import CheckedModel, Config
-from scalepoint.documents import dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import ConfigError, nearest, shown
-from scalepoint.extensions import brought
 from scalepoint.spec import (
     CompressionTargetTensor,
     ExtendedQuantizationSpec,
@@ -42,6 +39,9 @@ from scalepoint.spec import (
 from scalepoint.spec.extended import sparsity_of, spec_class, spec_from_dict
 from scalepoint.spec.sparsity import SparsityField
 from scalepoint.spec.spec import SchemaGenerator
+from scalepoint.support.documents import dump_yaml, parse_json, parse_yaml
+from scalepoint.support.plugins import entry_point_names
+from scalepoint.support.validation_errors import CheckedModel, Config
 
 MIGRATIONS = ("smooth", "equalize", "absorb", "awq", "rotate")  # ours, by name
 FLOAT = "float"  # in the place of a tensor's config: leave it as it is
@@ -298,7 +298,9 @@ class QuantConfig(Config):
     @field_validator("migrate")
     @classmethod
     def _known_migrations(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        known = [*MIGRATIONS, *brought("scalepoint.migrations")] if set(names) - set(MIGRATIONS) else MIGRATIONS
+        known = list(MIGRATIONS)
+        if set(names) - set(known):
+            known += entry_point_names("scalepoint.migrations")
         for name in names:
             if name not in known:
                 raise ConfigError(f"no migration {shown(name)}: {nearest(name, known)}")

@@ -27,7 +27,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from scalepoint import ranks
-from scalepoint.ambient import as_called, inside_users_code
 from scalepoint.errors import (
     BatchNote,
     CalibrationError,
@@ -40,8 +39,8 @@ from scalepoint.errors import (
 from scalepoint.graph.capture import as_tensor
 from scalepoint.graph.example import check_values, ids_out_of_range
 from scalepoint.graph.nodes import tensor_of
-from scalepoint.progress import Phase, phase
-from scalepoint.turns import in_turn
+from scalepoint.support.progress import Phase, phase
+from scalepoint.support.torch_state import caller_dtype, library_dtype, serialized
 
 ForwardLoop = Callable[[nn.Module], Any]
 Data = ForwardLoop | Iterable[Any]
@@ -61,7 +60,7 @@ class _Enough(BaseException):
     """Leaves a user's function once it has called the model often enough; no `except Exception` there holds it up."""
 
 
-@in_turn
+@serialized
 def feed(
     model: nn.Module,
     data: Data,
@@ -129,7 +128,7 @@ def _feed(
     try:
         with torch.inference_mode(is_of_inference(model)), torch.no_grad():
             if callable(data):
-                with as_called():
+                with caller_dtype():
                     data(model)
             else:
                 _feed_batches(model, data, inside, max_batches, skip_nan)
@@ -198,7 +197,7 @@ class _Calls:
         self.is_inside, self.given = True, (args, kwargs)
         if self.checks:
             _check_no_nan(self.given)
-        self.settings.enter_context(inside_users_code())
+        self.settings.enter_context(library_dtype())
 
     def ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.settings.close()
@@ -260,10 +259,10 @@ def _feed_batches(
 
 def batches_of(data: Iterable[Any]) -> Iterator[Any]:
     """The batches, each made under the default dtype of the caller."""
-    with as_called():
+    with caller_dtype():
         batches = iter(data)
     while True:
-        with as_called():
+        with caller_dtype():
             try:
                 batch = next(batches)
             except StopIteration:

@@ -38,12 +38,12 @@ from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize,
 from scalepoint.quantize.tables import decide_table, is_table, share_codes
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
+from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transformed_of
-from scalepoint.turns import in_turn
 
 
-@in_turn
+@serialized
 def insert_qdq(
     model: fx.GraphModule,
     matches: Sequence[PatternMatch],

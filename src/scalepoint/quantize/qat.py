@@ -16,10 +16,10 @@ from scalepoint.graph import Operation
 from scalepoint.quantize.record import amend_record
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.turns import in_turn
+from scalepoint.support.torch_state import serialized
 
 
-@in_turn
+@serialized
 def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool | None = None) -> nn.Module:
     """Ready for training: train mode, weights live, fake quantization on. Returns the model.
 

@@ -23,7 +23,20 @@ from torch import Tensor, fx, nn
 
 from scalepoint import ranks
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.files import (
+from scalepoint.graph.described import Described, Description, description_of
+from scalepoint.graph.rebuilt import rebuild
+from scalepoint.migrated import MigrationReport
+from scalepoint.patterns import Pattern
+from scalepoint.quantize.config import QuantConfig
+from scalepoint.quantize.fingerprint import fingerprint
+from scalepoint.quantize.insert import insert_qdq
+from scalepoint.quantize.migrations.layers import give_parameter, give_quantizer
+from scalepoint.quantize.qat import freeze_bn_stats
+from scalepoint.quantize.record import amend_record, has_record, record_of
+from scalepoint.quantize.smooth import affine_of, observers_of
+from scalepoint.quantize.stubs import Quantizing, QuantStub
+from scalepoint.spec import QParamsCalculatorBase
+from scalepoint.support.files import (
     LOCK,
     digest,
     finish_file,
@@ -36,24 +49,11 @@ from scalepoint.files import (
     sweep,
     temporary_path,
 )
-from scalepoint.graph.described import Described, Description, description_of
-from scalepoint.graph.rebuilt import rebuild
-from scalepoint.migrated import MigrationReport
-from scalepoint.output_folder import check_path
-from scalepoint.patterns import Pattern
-from scalepoint.quantize.config import QuantConfig
-from scalepoint.quantize.fingerprint import fingerprint
-from scalepoint.quantize.insert import insert_qdq
-from scalepoint.quantize.migrations.layers import give_parameter, give_quantizer
-from scalepoint.quantize.qat import freeze_bn_stats
-from scalepoint.quantize.record import amend_record, has_record, record_of
-from scalepoint.quantize.smooth import affine_of, observers_of
-from scalepoint.quantize.stubs import Quantizing, QuantStub
-from scalepoint.spec import QParamsCalculatorBase
+from scalepoint.support.output_folder import check_path
+from scalepoint.support.torch_state import serialized
+from scalepoint.support.untrusted import open_tensors, read_json
 from scalepoint.targets import Target
 from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_of
-from scalepoint.turns import in_turn
-from scalepoint.untrusted import open_tensors, read_json
 from scalepoint.version import __version__
 
 MANIFEST, TENSORS = "scalepoint.json", "tensors"
@@ -63,7 +63,7 @@ CONSTANT = "constant:"  # before the names of tensors that only the graph has
 FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 
 
-@in_turn
+@serialized
 def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = False) -> Path:
     """Write a quantized model; returns the folder. The folder then holds this model, or, when something fails, what it
     held before. with_graph=True also writes the captured graph as data, so that `load(folder)` needs neither the float
@@ -157,7 +157,7 @@ def _named_by(folder: Path) -> str | None:
         return None
 
 
-@in_turn
+@serialized
 def load(
     folder: str | Path,
     float_model: nn.Module | None = None,

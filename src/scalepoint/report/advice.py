@@ -4,7 +4,7 @@ import shlex
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from scalepoint.words import POOR_DB, short
+from scalepoint.support.formatting import POOR_DB, short
 
 if TYPE_CHECKING:
     from scalepoint.report.model import Report

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from scalepoint.report.terminal import NARROW, plain_table
-from scalepoint.words import decibel, one_line, short
+from scalepoint.support.formatting import decibel, one_line, short
 
 if TYPE_CHECKING:
     from scalepoint.report.difference import Difference, LayerPair, Setting

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from scalepoint.report.chosen import Allocated, ChosenCodes
 from scalepoint.report.model import Histogram, ReportedLayer
-from scalepoint.words import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
+from scalepoint.support.formatting import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
 
 MAX_TITLED_POINTS = 400  # more points than this are one path, and only the worst have a title
 MAX_BINS = 60

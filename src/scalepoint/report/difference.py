@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.errors import DocumentError, StoreError
-from scalepoint.plain import plain
 from scalepoint.report.beside import Beside
 from scalepoint.report.folder import JSON_FILE
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import low_share
-from scalepoint.untrusted import read_yaml
-from scalepoint.words import decibel, printed, ratio, share_of, size_of, time_of, value_of
+from scalepoint.support.formatting import decibel, printed, ratio, share_of, size_of, time_of, value_of
+from scalepoint.support.jsonable import to_jsonable
+from scalepoint.support.untrusted import read_yaml
 
 CONFIG_FILE = "config.yaml"
 SAME = {"model": "the model", "calibration data": "the calibration data", "example inputs": "the example inputs"}
@@ -154,8 +154,10 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """For machines: the numbers with their change."""
-        numbers = [{**plain(each), "change": plain(each.change), "mood": each.mood} for each in self.numbers]
-        return {**plain(self), "numbers": numbers, "summary": self.summary()}
+        numbers = [
+            {**to_jsonable(each), "change": to_jsonable(each.change), "mood": each.mood} for each in self.numbers
+        ]
+        return {**to_jsonable(self), "numbers": numbers, "summary": self.summary()}
 
     def __str__(self) -> str:
         return printed(Beside(self))
@@ -304,7 +306,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for key, each in value.items():
             yield from _flat(each, f"{path}.{key}" if path else str(key))
     elif value not in (None, [], ()):
-        yield path, plain(value)
+        yield path, to_jsonable(value)
 
 
 def _warnings(first: Report, second: Report) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from scalepoint.errors import StoreError
-from scalepoint.files import replace_text
 from scalepoint.report.html import to_html
 from scalepoint.report.model import Report
+from scalepoint.support.files import replace_text
 
 JSON_FILE, HTML_FILE = "report.json", "report.html"
 

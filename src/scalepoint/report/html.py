@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from scalepoint import words
 from scalepoint.covered import CoverageRow
 from scalepoint.report import charts, language, terminal
 from scalepoint.report.beside import layer_texts, written
 from scalepoint.report.model import Report, ReportedLayer
 from scalepoint.report.placement_graph import Placement, draw_placement
+from scalepoint.support import formatting
 from scalepoint.verification.times import LayerTime, because, totals
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ def difference_page(difference: "Difference") -> str:
     for number in difference.numbers:
         *texts, change = number.texts()
         sides = zip((first, second), (number.first, number.second), texts, strict=True)
-        rows = [(words.short(side.name, 18), value, text) for side, value, text in sides if value is not None]
+        rows = [(formatting.short(side.name, 18), value, text) for side, value, text in sides if value is not None]
         colours = ("before", {"worse": "slow"}.get(number.mood, "after"))[2 - len(rows) :]
         tiles.append({"name": number.name, "change": change, "mood": number.mood, "bars": charts.bars(rows, colours)})
-    title = f"{words.short(first.name)} and {words.short(second.name)}"
+    title = f"{formatting.short(first.name)} and {formatting.short(second.name)}"
     return render_page(
         "compare.html.j2", title, difference.to_dict(), difference=difference, tiles=tiles, layer_texts=layer_texts,
         written=written, limits={"rows": 2000},
@@ -132,20 +132,20 @@ def environment() -> "Environment":
     )
     env.policies["json.dumps_kwargs"] = {"ensure_ascii": True, "allow_nan": False, "separators": (",", ":")}
     env.filters |= {
-        "breakable": lambda text: escape(words.visible(text)).replace(".", Markup(".<wbr>")),  # paths wrap at dots
-        "count": words.count,
+        "breakable": lambda text: escape(formatting.visible(text)).replace(".", Markup(".<wbr>")),  # paths wrap at dots
+        "count": formatting.count,
         "json_text": _json_text,
         "number": charts.number,
-        "one_line": words.one_line,
-        "plural": words.plural,
-        "ratio": words.ratio,
-        "share": words.share_of,
-        "short": words.short,
-        "size": words.size_of,
-        "time": words.time_of,
-        "value": words.value_of,
+        "one_line": formatting.one_line,
+        "plural": formatting.plural,
+        "ratio": formatting.ratio,
+        "share": formatting.share_of,
+        "short": formatting.short,
+        "size": formatting.size_of,
+        "time": formatting.time_of,
+        "value": formatting.value_of,
     }
-    env.globals |= {"charts": charts, "text": terminal, "limits": LIMITS, "scale": words.SCALE}
+    env.globals |= {"charts": charts, "text": terminal, "limits": LIMITS, "scale": formatting.SCALE}
     env.globals["ui"] = env.get_template("macros.html.j2").module
     return env
 
@@ -156,7 +156,7 @@ def _visible(value: Any) -> Any:
         return ""
     if isinstance(value, float):
         return charts.number(value)
-    return value if isinstance(value, Markup) else words.visible(value)
+    return value if isinstance(value, Markup) else formatting.visible(value)
 
 
 @cache
@@ -270,20 +270,22 @@ class ReportView:
         metric = self.report.accuracy[0]
         values = (metric.float_value, metric.quantized_value, metric.runtime_value)
         known = [pair for pair in zip(("float", "simulated", "runtime"), values, strict=True) if pair[1] is not None]
-        rows = [(label, value, words.value_of(value)) for label, value in known if value is not None]
+        rows = [(label, value, formatting.value_of(value)) for label, value in known if value is not None]
         return charts.bars(rows, ("before", "after", "after")[: len(rows)])
 
     @property
     def size_change(self) -> tuple[str, str]:
         found = self.report.verification
-        return ("", "") if found is None else words.change_of_size(found.float_size or 0, found.size)
+        return ("", "") if found is None else formatting.change_of_size(found.float_size or 0, found.size)
 
     @property
     def size_bars(self) -> list[charts.Bar]:
         found = self.report.verification
         sizes = (0, 0) if found is None else (found.float_size or 0, found.size)
         rows = zip(("float", "quantized"), sizes, strict=True)
-        return charts.bars([(label, float(size), words.size_of(size)) for label, size in rows], ("before", "after"))
+        return charts.bars(
+            [(label, float(size), formatting.size_of(size)) for label, size in rows], ("before", "after")
+        )
 
     @property
     def latency_bars(self) -> list[charts.Bar]:
@@ -292,7 +294,7 @@ class ReportView:
             return []
         rows = zip(("float", "quantized"), latency.seconds, strict=True)
         colours = ("before", "slow" if latency.is_slower else "after")
-        return charts.bars([(label, seconds, words.time_of(seconds)) for label, seconds in rows], colours)
+        return charts.bars([(label, seconds, formatting.time_of(seconds)) for label, seconds in rows], colours)
 
     @cached_property
     def _shares(self) -> tuple[dict[str, float] | None, dict[str, float]]:
@@ -317,7 +319,7 @@ class ReportView:
     def share_legend(self) -> list[tuple[str, str]]:
         macs, parameters = self._shares
         parts = list((macs or parameters).items())[:COLOURS]
-        return [(self.classes[precision], f"{precision} {words.share_of(share)}") for precision, share in parts]
+        return [(self.classes[precision], f"{precision} {formatting.share_of(share)}") for precision, share in parts]
 
     # layers
 
@@ -350,11 +352,11 @@ class ReportView:
             css=self.classes.get(precision, "p-none"),
             is_operation=row is not None,
             numbers=(
-                NumberCell(_sort_key(macs), words.count(macs) if row else ""),
-                NumberCell(_sort_key(parameters), words.count(parameters) if row else ""),
+                NumberCell(_sort_key(macs), formatting.count(macs) if row else ""),
+                NumberCell(_sort_key(parameters), formatting.count(parameters) if row else ""),
                 _error_cell(error, largest),
-                NumberCell(_sort_key(clipped), words.share_of(clipped)),
-                NumberCell(_sort_key(used), words.share_of(used)),
+                NumberCell(_sort_key(clipped), formatting.share_of(clipped)),
+                NumberCell(_sort_key(used), formatting.share_of(used)),
             ),
         )
 
@@ -384,10 +386,10 @@ class ReportView:
         for (reason, is_asked), rows in groups.items():
             macs = sum(row.macs or 0 for row in rows)
             is_known = total and all(row.macs is not None for row in rows)
-            share = f", {words.share_of(macs / total)} of the MACs" if is_known else ""
+            share = f", {formatting.share_of(macs / total)} of the MACs" if is_known else ""
             saved = sum(max(0.0, row.saves or 0.0) for row in rows)
-            saves = f", float saves {words.time_of(saved)}" if saved >= 1e-6 else ""
-            note = f"{words.plural(len(rows), 'operation')}{share}{saves}{', as asked' if is_asked else ''}"
+            saves = f", float saves {formatting.time_of(saved)}" if saved >= 1e-6 else ""
+            note = f"{formatting.plural(len(rows), 'operation')}{share}{saves}{', as asked' if is_asked else ''}"
             found.append((macs, FloatGroup(reason, note, rows)))
         return [group for _, group in sorted(found, key=lambda pair: -pair[0])]
 
@@ -399,7 +401,8 @@ class ReportView:
         if found is None:
             return []
         decibels = [
-            None if value is None else f"{words.decibel(value)} dB" for value in (found.logits_db, found.agreement_db)
+            None if value is None else f"{formatting.decibel(value)} dB"
+            for value in (found.logits_db, found.agreement_db)
         ]
         rates = (found.prefill, found.decode, found.float_prefill, found.float_decode)
         speeds = [None if value is None else f"{value:.1f}" for value in rates]
@@ -408,11 +411,11 @@ class ReportView:
             ("size", language.sizes(found)),
             ("judged on", f"{found.tokens} tokens" if found.tokens else "nothing"),
             ("logits against float", decibels[0]),
-            (f"{words.short(found.runtime) or 'the runtime'} against the simulation", decibels[1]),
+            (f"{formatting.short(found.runtime) or 'the runtime'} against the simulation", decibels[1]),
             ("reads, tokens a second", speeds[0]),
             ("writes, tokens a second", speeds[1]),
-            (f"the float model in {words.short(found.float_runtime)} reads", speeds[2]),
-            (f"the float model in {words.short(found.float_runtime)} writes", speeds[3]),
+            (f"the float model in {formatting.short(found.float_runtime)} reads", speeds[2]),
+            (f"the float model in {formatting.short(found.float_runtime)} writes", speeds[3]),
         )
         return [(title, value) for title, value in rows if value]
 
@@ -458,12 +461,15 @@ class ReportView:
         executed = self.report.verification.executed if self.report.verification else {}
         most = sorted(executed.items(), key=lambda item: (-item[1], item[0]))[:30]
         return charts.bars(
-            [(words.short(name, 60), float(count), str(count)) for name, count in most], ["after"] * len(most)
+            [(formatting.short(name, 60), float(count), str(count)) for name, count in most], ["after"] * len(most)
         )
 
     @property
     def stage_bars(self) -> list[charts.Bar]:
-        rows = [(words.short(stage, 40), value, words.time_of(value)) for stage, value in self.report.timings.items()]
+        rows = [
+            (formatting.short(stage, 40), value, formatting.time_of(value))
+            for stage, value in self.report.timings.items()
+        ]
         return charts.bars(rows, ["before"] * len(rows))
 
     @property
@@ -474,7 +480,7 @@ class ReportView:
     def migration_rows(self) -> list[tuple[str, str]]:
         found = self.report.migrated
         steps = (*found.done, *found.refused) if found else ()
-        return [(f"{step.migration}: {words.short(step.name, 60)}", step.note) for step in steps]
+        return [(f"{step.migration}: {formatting.short(step.name, 60)}", step.note) for step in steps]
 
 
 def _sort_key(value: float | None) -> str | None:
@@ -490,13 +496,13 @@ def _error_cell(error: ReportedLayer | None, largest: float) -> NumberCell:
         return NumberCell(None, "")
     sqnr = error.sqnr_db
     notes = [] if error.cosine is None else [f"cosine {error.cosine:.5f}"]
-    notes += [] if error.weight_sqnr_db is None else [f"weights alone {words.decibel(error.weight_sqnr_db)} dB"]
+    notes += [] if error.weight_sqnr_db is None else [f"weights alone {formatting.decibel(error.weight_sqnr_db)} dB"]
     return NumberCell(
         key=_sort_key(sqnr),
-        text=words.decibel(sqnr),
-        word=words.quality(sqnr) if math.isfinite(sqnr) else "",
+        text=formatting.decibel(sqnr),
+        word=formatting.quality(sqnr) if math.isfinite(sqnr) else "",
         bar=None if math.isnan(sqnr) else round(100 * min(max(sqnr, 0.0), largest) / largest, 1),
-        css="bad-bar" if sqnr < words.POOR_DB else "after",
+        css="bad-bar" if sqnr < formatting.POOR_DB else "after",
         title=", ".join(notes) or None,
     )
 
@@ -509,7 +515,7 @@ def _time_row(row: LayerTime, largest: float, total: float, *, is_rest: bool = F
         name=row.name,
         kernels=" + ".join(row.kernels[:3]),
         cells=((before, widths[0] or 0.0, "before"), (seconds, widths[1] or 0.0, "slow" if is_slow else "after")),
-        speed=words.ratio(before / seconds) if before and seconds else "",
-        share=words.share_of(seconds / total) if seconds and total else "",
+        speed=formatting.ratio(before / seconds) if before and seconds else "",
+        share=formatting.share_of(seconds / total) if seconds and total else "",
         is_rest=is_rest,
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from scalepoint.errors import VerificationError
-from scalepoint.words import change_of_size, decibel, one_line, short, size_of
+from scalepoint.support.formatting import change_of_size, decibel, one_line, short, size_of
 
 FAILED, DEPARTS = "failed", "departs"  # of Language.status; the others are "", "ok", "unavailable"
 

@@ -15,16 +15,16 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 
 from scalepoint.covered import Coverage
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError, shown
 from scalepoint.migrated import MigrationReport
-from scalepoint.plain import plain
 from scalepoint.report import advice, terminal
 from scalepoint.report.chosen import Allocated, Tuned
 from scalepoint.report.language import Language
-from scalepoint.untrusted import read_text
+from scalepoint.support.documents import parse_json
+from scalepoint.support.formatting import change_of
+from scalepoint.support.jsonable import to_jsonable
+from scalepoint.support.untrusted import read_text
 from scalepoint.verification.result import Verification
-from scalepoint.words import change_of
 
 SCHEMA = 1
 LARGEST = 256_000_000
@@ -215,7 +215,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; infinity and not-a-number are the strings that float() reads."""
-        data: dict[str, Any] = {"schema": SCHEMA, **plain(self)}
+        data: dict[str, Any] = {"schema": SCHEMA, **to_jsonable(self)}
         if self.verification is not None:
             data["verification"] = self.verification.to_dict()
         return data

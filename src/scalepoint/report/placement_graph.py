@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from scalepoint.report.charts import Shape, number, rectangle, text_shape
 from scalepoint.report.model import GraphNode
-from scalepoint.words import plural, short
+from scalepoint.support.formatting import plural, short
 
 WHOLE = "the whole model"
 DEEPEST = 8

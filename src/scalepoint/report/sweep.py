@@ -18,11 +18,22 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from scalepoint.errors import DocumentError, StoreError
-from scalepoint.plain import plain
 from scalepoint.report.model import LARGEST, Report
 from scalepoint.report.terminal import NARROW, low_share, plain_table
-from scalepoint.untrusted import read_json
-from scalepoint.words import decibel, one_line, plural, printed, ratio, share_of, short, size_of, time_of, value_of
+from scalepoint.support.formatting import (
+    decibel,
+    one_line,
+    plural,
+    printed,
+    ratio,
+    share_of,
+    short,
+    size_of,
+    time_of,
+    value_of,
+)
+from scalepoint.support.jsonable import to_jsonable
+from scalepoint.support.untrusted import read_json
 
 FILE = "sweep.json"
 SCHEMA = 1
@@ -67,7 +78,7 @@ class SweepRow:
         latency = None if found is None else found.latency
         return cls(
             name,
-            plain(settings),
+            to_jsonable(settings),
             score=None if metric is None else metric.final,
             float_score=None if metric is None else metric.float_value,
             size=float(found.size) if found is not None and found.size else None if size is None else float(size),
@@ -116,7 +127,7 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         fronts = {cost: [row.name for row in self.front(cost)] for cost in ("size", "speed")}
-        return {"schema": SCHEMA, "rows": plain(self.rows), "front": fronts}
+        return {"schema": SCHEMA, "rows": to_jsonable(self.rows), "front": fronts}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from scalepoint.report.charts import Labels, Picture, Shape, circle, line_shape, path, text_shape, ticks
 from scalepoint.report.html import render_page
 from scalepoint.report.sweep import Sweep, SweepRow, cells, marks
-from scalepoint.words import short
+from scalepoint.support.formatting import short
 
 WIDTH, NARROW, HEIGHT, LEFT, BOTTOM, TOP = 1000.0, 340.0, 320.0, 60.0, 40.0, 18.0
 BEST_DB = 150.0  # an exact output is drawn here

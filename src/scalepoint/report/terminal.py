@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scalepoint.report import language
-from scalepoint.words import (
+from scalepoint.support.formatting import (
     change_of_size,
     decibel,
     one_line,

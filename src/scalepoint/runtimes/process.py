@@ -14,10 +14,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from scalepoint.files import TemporaryFolder
-from scalepoint.processor import check_threads, child_environment, signal_of
 from scalepoint.runtimes.loop import NOT_EVALUATED, OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
+from scalepoint.support.cpu import check_threads, child_environment, signal_of
+from scalepoint.support.files import TemporaryFolder
 
 SECONDS = 600
 LOOP = Path(__file__).with_name("loop.py")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from scalepoint.errors import VerificationError
-from scalepoint.processor import check_threads
 from scalepoint.runtimes.process import SECONDS, Child, Status, all_memory, ended, missing, named
 from scalepoint.runtimes.runtime import Runtime
+from scalepoint.support.cpu import check_threads
 
 
 class Served:

@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, StrictInt, field_validator, model_serializer, model_validator
 from torch import nn
 
-from scalepoint.complaints import CheckedModel
 from scalepoint.errors import SpecError, nearest, shown
 from scalepoint.numerics import check_divides
 from scalepoint.spec.registry import Registry
+from scalepoint.support.validation_errors import CheckedModel
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

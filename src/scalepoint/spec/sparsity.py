@@ -12,9 +12,9 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, WithJsonSchema, model_validator
 from torch import Tensor
 
-from scalepoint.complaints import CheckedModel
 from scalepoint.errors import SpecError, nearest, shown
 from scalepoint.numerics.sparsity import keep_of, keep_share
+from scalepoint.support.validation_errors import CheckedModel
 
 _RATIO = re.compile(r"(\d+):(\d+)")
 

@@ -17,7 +17,6 @@ from pydantic import (
 )
 from pydantic.json_schema import GenerateJsonSchema
 
-from scalepoint.complaints import CheckedModel
 from scalepoint.errors import DocumentError, SpecError, nearest, shown
 from scalepoint.numerics import (
     ALIASES,
@@ -40,6 +39,7 @@ from scalepoint.spec.qparams_calculator import (
 )
 from scalepoint.spec.range_calculator import RangeCalculatorBase
 from scalepoint.spec.registry import Registry, member
+from scalepoint.support.validation_errors import CheckedModel
 
 DERIVED = ("n_bits", "target_dtype", "quant_min", "quant_max")
 
@@ -311,18 +311,18 @@ class QuantizationSpec(CheckedModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        from scalepoint.documents import parse_json  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+        from scalepoint.support.documents import parse_json  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
 
         return cls.from_dict(parse_json(text))
 
     def to_yaml(self) -> str:
-        from scalepoint.documents import dump_yaml  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+        from scalepoint.support.documents import dump_yaml  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
 
         return dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        from scalepoint.documents import parse_yaml  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
+        from scalepoint.support.documents import parse_yaml  # noqa: PLC0415  # reads YAML, which most who import a spec do not need
 
         return cls.from_dict(parse_yaml(text))
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from scalepoint.lazy import lazily
+from scalepoint.support.plugins import lazy_attributes
 
 if TYPE_CHECKING:
     from scalepoint.targets.description import Section, describe
@@ -36,4 +36,4 @@ _HOMES = {
     "onnxruntime_target": "onnxruntime",
     "openvino_target": "openvino",
 }
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _HOMES)

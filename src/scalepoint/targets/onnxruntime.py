@@ -44,7 +44,7 @@ from scalepoint.patterns.fused import FusedAdd, FusedConcat, FusedConvBN, FusedC
 from scalepoint.patterns.language import Nodes, without_points
 from scalepoint.spec import PerChannelGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
-from scalepoint.targets.cpu import instruction_set
+from scalepoint.support.cpu import instruction_set
 from scalepoint.targets.rules import small_tables, weights_alone
 from scalepoint.targets.target import Accepted, Facts, Spelling, Target
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from scalepoint.errors import TargetError, UsageError, nearest, shown
-from scalepoint.extensions import Extensions
+from scalepoint.support.cpu import CPU_CHOICES
+from scalepoint.support.plugins import Registry
 from scalepoint.targets.coreml import COREML
-from scalepoint.targets.cpu import CHOICES
 from scalepoint.targets.executorch import EXECUTORCH
 from scalepoint.targets.language import LANGUAGE
 from scalepoint.targets.litert import LITERT
@@ -17,7 +17,7 @@ from scalepoint.targets.tensorrt import TENSORRT
 
 _OWN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE)
 BY_CPU: Mapping[str, Callable[[str], Target]] = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
-_ALL = Extensions(Target, "scalepoint.targets", _OWN, TargetError)
+_ALL = Registry(Target, "scalepoint.targets", {target.name: target for target in _OWN}, TargetError)
 
 
 def list_targets(*, language: bool = False) -> list[str]:
@@ -41,8 +41,8 @@ def find_target(target: str | Target, cpu: str = "auto") -> Target:
             on CPUs without VNNI too, "auto" looks at this machine, or leaves a target that was given as it is.
     """
     found = _ALL.find(target)
-    if cpu not in CHOICES:
-        raise UsageError(f"cpu={shown(cpu)}: {nearest(str(cpu), CHOICES)}")
+    if cpu not in CPU_CHOICES:
+        raise UsageError(f"cpu={shown(cpu)}: {nearest(str(cpu), CPU_CHOICES)}")
     if cpu in ("auto", found.options.get("cpu")):
         return found
     if not has_cpu_option(found):

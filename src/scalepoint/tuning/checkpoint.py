@@ -21,11 +21,11 @@ from torch import Tensor
 
 from scalepoint import ranks
 from scalepoint.errors import DocumentError, ScalepointWarning, StoreError
-from scalepoint.files import digest, locked, replace_file, replace_text, sweep
+from scalepoint.support.files import digest, locked, replace_file, replace_text, sweep
+from scalepoint.support.untrusted import check_file, open_tensors, read_json
 from scalepoint.tuning.report import TunedLayer, TunedPiece
 from scalepoint.tuning.state import States
 from scalepoint.tuning.walk import Walk
-from scalepoint.untrusted import check_file, open_tensors, read_json
 
 FILE = "tuning.json"
 LARGEST = 64_000_000

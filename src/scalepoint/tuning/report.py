@@ -10,8 +10,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from scalepoint.plain import plain
-from scalepoint.words import one_line, printed
+from scalepoint.support.formatting import one_line, printed
+from scalepoint.support.jsonable import to_jsonable
 
 ENOUGH = 4  # rows an unknown, below which solutions fit noise
 
@@ -100,7 +100,7 @@ class TuneReport:
         return printed(self.table())
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = plain(self)
+        found: dict[str, Any] = to_jsonable(self)
         return found
 
     @classmethod

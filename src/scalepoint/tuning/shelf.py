@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.files import TemporaryFolder
 from scalepoint.numerics import QParams
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.spec import PerTensorGranularity
+from scalepoint.support.files import TemporaryFolder
 
 
 class Shelf:

@@ -17,11 +17,8 @@ from pydantic import BeforeValidator, Field
 from torch import fx, nn
 
 from scalepoint import ranks
-from scalepoint.complaints import Config
 from scalepoint.errors import CalibrationError, ConfigError
 from scalepoint.numerics import QParams
-from scalepoint.output_folder import check_path
-from scalepoint.progress import phase
 from scalepoint.quantize.calibrate import OnNan, freeze
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.fingerprint import fingerprint
@@ -30,6 +27,10 @@ from scalepoint.quantize.record import amend_record, record_of
 from scalepoint.quantize.shared import merge_stubs, record
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.support.output_folder import check_path
+from scalepoint.support.progress import phase
+from scalepoint.support.torch_state import serialized
+from scalepoint.support.validation_errors import Config
 from scalepoint.tuning.checkpoint import Checkpoint, Done, mark_of
 from scalepoint.tuning.collect import Collector, Use
 from scalepoint.tuning.judge import Judge
@@ -41,7 +42,6 @@ from scalepoint.tuning.solve import Solver
 from scalepoint.tuning.state import States, restore, states_of
 from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, step_names
 from scalepoint.tuning.walk import Walk
-from scalepoint.turns import in_turn
 
 LENT_NAN = (
     "Its weights are finite, so values overflow before it: check the checkpoint and its config.json by running it in "
@@ -83,7 +83,7 @@ class TuneConfig(Config):
             raise ConfigError(f"steps=() tunes nothing: choose from {', '.join(step_names())}")
 
 
-@in_turn
+@serialized
 @ranks.together()
 def tune(
     model: fx.GraphModule,

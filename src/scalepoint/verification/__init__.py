@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from scalepoint.lazy import lazily
 from scalepoint.runtimes import Status
+from scalepoint.support.plugins import lazy_attributes
 
 if TYPE_CHECKING:
     from scalepoint.verification.agreement import Agreement
@@ -52,4 +52,4 @@ _HOMES = {
     "verify": "running",
     "verify_layers": "layers",
 }
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _HOMES)

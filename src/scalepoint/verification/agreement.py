@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scalepoint.words import decibel, share_of
+from scalepoint.support.formatting import decibel, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor  # who reads a result does not need it

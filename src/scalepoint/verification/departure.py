@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from scalepoint.formats.onnx.turned import as_in_model
-from scalepoint.targets.cpu import instruction_set
+from scalepoint.support.cpu import instruction_set
 from scalepoint.verification.agreement import Agreement, worst
 from scalepoint.verification.result import Departure
 

@@ -14,8 +14,8 @@ import numpy as np
 from torch import fx
 
 from scalepoint.errors import StoreError, UsageError
-from scalepoint.files import replace_bytes, replace_file, replace_text
-from scalepoint.output_folder import check_inputs, check_links, check_path
+from scalepoint.support.files import replace_bytes, replace_file, replace_text
+from scalepoint.support.output_folder import check_inputs, check_links, check_path
 from scalepoint.verification.layers import Compared, compared
 
 NAMES = ("model.onnx", "inputs.npz", "expected.npz", "run.py")

@@ -8,8 +8,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from scalepoint.errors import DocumentError, StoreError
-from scalepoint.files import replace_file
-from scalepoint.untrusted import open_tensors
+from scalepoint.support.files import replace_file
+from scalepoint.support.untrusted import open_tensors
 
 INPUTS_FILE = "inputs.safetensors"
 

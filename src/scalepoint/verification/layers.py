@@ -16,13 +16,13 @@ import numpy as np
 from torch import fx
 
 from scalepoint.errors import VerificationError
-from scalepoint.files import TemporaryFolder
 from scalepoint.formats.onnx.turned import as_in_file
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Status, find_runtime
 from scalepoint.runtimes.process import ask, exchange, precision
-from scalepoint.untrusted import LARGEST_PROTOBUF, check_file
+from scalepoint.support.files import TemporaryFolder
+from scalepoint.support.untrusted import LARGEST_PROTOBUF, check_file
 from scalepoint.verification.simulation import as_array, feeds_of, simulate
 
 WEIGHTED = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))

@@ -10,11 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from scalepoint.errors import VerificationError
-from scalepoint.plain import plain
 from scalepoint.runtimes import Status
+from scalepoint.support.formatting import decibel, plural, printed, ratio, share_of, size_of
+from scalepoint.support.jsonable import to_jsonable
 from scalepoint.verification.agreement import Agreement, worst
 from scalepoint.verification.times import LayerTime, because
-from scalepoint.words import decibel, plural, printed, ratio, share_of, size_of
 
 BOUND_DB = 20.0
 SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
@@ -276,7 +276,7 @@ class Verification:
         return printed(self.table())
 
     def to_dict(self) -> dict[str, Any]:
-        return {**plain(self), **plain({"sqnr": self.sqnr, "holds": self.holds})}
+        return {**to_jsonable(self), **to_jsonable({"sqnr": self.sqnr, "holds": self.holds})}
 
 
 def _listed(fallbacks: Sequence[str]) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
-from scalepoint.files import TemporaryFolder
 from scalepoint.formats import About, Writing
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.free import resized
@@ -23,8 +22,10 @@ from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
 from scalepoint.runtimes.runtime import Executed
-from scalepoint.targets.cpu import instruction_set
-from scalepoint.turns import in_turn
+from scalepoint.support.cpu import instruction_set
+from scalepoint.support.files import TemporaryFolder
+from scalepoint.support.formatting import one_line
+from scalepoint.support.torch_state import serialized
 from scalepoint.verification.agreement import Agreement, agreements, nothing_compared, worst
 from scalepoint.verification.choices import FollowChoices, RuntimeChoice, runtime_choices
 from scalepoint.verification.departure import departure, foreseen
@@ -43,7 +44,6 @@ from scalepoint.verification.result import (
 from scalepoint.verification.simulation import feeds_of, simulate
 from scalepoint.verification.times import LayerTime
 from scalepoint.verification.timing import benchmark, blamed, check_baseline, plain_file
-from scalepoint.words import one_line
 
 Feeds = Mapping[str, np.ndarray]
 Codes = Mapping[str, list[Tensor]]
@@ -51,7 +51,7 @@ SEARCHED_BELOW_DB = 30.0  # to write another file for the first layer that depar
 EVALUATED_DB = 10.0  # of a file that is not run: its codes are compared bit by bit, narrow constants flip single ones
 
 
-@in_turn
+@serialized
 def verify(
     path: str | Path,
     model: nn.Module,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scalepoint.words import share_of, short, time_of
+from scalepoint.support.formatting import share_of, short, time_of
 
 CONVERSIONS = frozenset(("QuantizeLinear", "DequantizeLinear"))
 LEAST_LOSS = 0.01  # of the whole time: less is noise

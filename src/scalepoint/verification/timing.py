@@ -10,10 +10,10 @@ import numpy as np
 from torch import nn
 
 from scalepoint.errors import UsageError, VerificationError, nearest, shown
-from scalepoint.files import TemporaryFolder
 from scalepoint.formats import FileFormat, Writing
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Answer, Exchange, ask, exchange
+from scalepoint.support.files import TemporaryFolder
 from scalepoint.verification.files import about_file, existing, runtime_for
 from scalepoint.verification.result import OWN_BASELINE, PLAIN_BASELINE, Benchmark
 

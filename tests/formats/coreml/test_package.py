@@ -11,12 +11,12 @@ from torch import nn
 
 from scalepoint import export
 from scalepoint.errors import CoverageError, ExportError, StoreError, TargetError
-from scalepoint.files import digest
 from scalepoint.formats import find_format
 from scalepoint.formats.coreml.package import HOME, read_operations, read_spec
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.spec import QuantizationSpec
+from scalepoint.support.files import digest
 from tests.errors import raises
 from tests.formats.coreml.conftest import WAYS, net, pictures, quantized
 

@@ -10,8 +10,8 @@ from scalepoint import export, verify
 from scalepoint.patterns import Point
 from scalepoint.quantize import coverage, quantize
 from scalepoint.quantize.record import record_of
+from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import find_target, openvino_target
-from scalepoint.targets.cpu import instruction_set
 from tests.architectures import ARCHITECTURES
 
 pytestmark = [

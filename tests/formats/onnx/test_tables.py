@@ -10,8 +10,8 @@ import torch
 
 from scalepoint.formats import export
 from scalepoint.quantize import Override, QuantConfig
+from scalepoint.support.cpu import instruction_set
 from scalepoint.targets import onnxruntime_target
-from scalepoint.targets.cpu import instruction_set
 from scalepoint.verification import verify
 from tests.quantize.test_tables import ROWS, WIDTH, Words, ids, made, words
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from torch import fx, nn
 
-from scalepoint.files import replace_file
 from scalepoint.formats import About, FileFormat, FileInput, Writing
 from scalepoint.patterns import Fused
 from scalepoint.quantize import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Runtime
+from scalepoint.support.files import replace_file
 from scalepoint.targets import onnxruntime_target
 
 

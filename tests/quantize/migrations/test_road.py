@@ -329,7 +329,7 @@ class TestOtherPackages:
         values = {"doubling": "NOTHING", "broken": "NOT_ONE"}
         points = [EntryPoint(name, f"{__name__}:{value}", "scalepoint.migrations") for name, value in values.items()]
         monkeypatch.setattr(
-            "scalepoint.extensions.entry_points", lambda group: [each for each in points if each.group == group]
+            "scalepoint.support.plugins.entry_points", lambda group: [each for each in points if each.group == group]
         )
 
     def test_what_they_bring_is_found_by_name(self):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.errors import DocumentError, ExportError, StoreError, install_hint
-from scalepoint.untrusted import LARGEST_PROTOBUF, check_file, read_bytes
+from scalepoint.support.untrusted import LARGEST_PROTOBUF, check_file, read_bytes
 
 HOME = Path("Data") / "com.apple.CoreML"
 

@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from scalepoint.errors import ExportError, ScalepointError
-from scalepoint.files import replace_folder
 from scalepoint.formats.coreml.operators import register
 from scalepoint.formats.coreml.package import coremltools, quietly
 from scalepoint.formats.coreml.stored import PARTS, StoredPalette, StoredWeight, coreml_form, label
@@ -29,6 +28,7 @@ from scalepoint.formats.onnx.rewrites import prepared
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import export_graph, quiet
 from scalepoint.numerics import dtype_name
+from scalepoint.support.files import replace_folder
 
 AUTHOR = "com.apple.CoreML"
 MODEL, WEIGHTS = "model.mlmodel", "weights"

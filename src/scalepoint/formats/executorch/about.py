@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from scalepoint.documents import parse_json
 from scalepoint.errors import DocumentError, StoreError
-from scalepoint.files import TemporaryFolder
 from scalepoint.formats.executorch.writing import ABOUT, INSTALL
 from scalepoint.formats.format import About, FileInput
 from scalepoint.formats.metadata import Description, made_for, read_description
-from scalepoint.untrusted import LARGEST_FLATBUFFER, check_file, read_head, read_part, read_text
+from scalepoint.support.documents import parse_json
+from scalepoint.support.files import TemporaryFolder
+from scalepoint.support.untrusted import LARGEST_FLATBUFFER, check_file, read_head, read_part, read_text
 
 MAGIC = b"ET12"
 LARGEST_TEXT = 2**32  # bytes of a program as JSON

@@ -17,7 +17,6 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import ExportError, install_hint
-from scalepoint.files import replace_file
 from scalepoint.formats.executorch.attention import spell_out
 from scalepoint.formats.executorch.graph import infer_batch, prepared
 from scalepoint.formats.executorch.passes import without_idle_passes
@@ -26,6 +25,7 @@ from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import contiguous, quiet, widened
+from scalepoint.support.files import replace_file
 
 LARGEST_BATCH = 8  # memory is planned for it, or for the example's where that is larger
 ABOUT = "scalepoint"  # a method of the program that gives what the file says of itself

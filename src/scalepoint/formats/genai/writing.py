@@ -8,13 +8,13 @@ from typing import Any
 
 from scalepoint.checkpoints import Cache, QuantizedCheckpoint, Source
 from scalepoint.errors import DocumentError, ExportError
-from scalepoint.files import replace_folder
 from scalepoint.formats.genai.decoder import Decoder
 from scalepoint.formats.genai.families import decoder_of
 from scalepoint.formats.genai.graph import MICROSOFT, Graph
 from scalepoint.formats.genai.network import PAST, PRESENT, Network
 from scalepoint.formats.genai.store import Store
-from scalepoint.untrusted import LARGEST_PROTOBUF, read_bytes, read_json
+from scalepoint.support.files import replace_folder
+from scalepoint.support.untrusted import LARGEST_PROTOBUF, read_bytes, read_json
 from scalepoint.version import __version__
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"

@@ -27,8 +27,8 @@ from scalepoint.formats.gguf.tokenizer_files import (
     read_template,
     typed,
 )  # fmt: skip
-from scalepoint.untrusted import read_bytes
-from scalepoint.words import one_line
+from scalepoint.support.formatting import one_line
+from scalepoint.support.untrusted import read_bytes
 
 MOST_TOKENS = 2**24
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"

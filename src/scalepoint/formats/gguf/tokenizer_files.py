@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scalepoint.errors import DocumentError, ExportError
-from scalepoint.untrusted import read_json, read_text
-from scalepoint.words import one_line
+from scalepoint.support.formatting import one_line
+from scalepoint.support.untrusted import read_json, read_text
 
 LARGEST = 256_000_000  # bytes
 Number = Annotated[int, Field(ge=0)]

@@ -10,13 +10,13 @@ import numpy as np
 
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
 from scalepoint.errors import ExportError, install_hint
-from scalepoint.files import replace_file
 from scalepoint.formats.gguf.architectures import architecture_of
 from scalepoint.formats.gguf.metadata import add_metadata
 from scalepoint.formats.gguf.tensors import Entry, entries
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read, vocabulary_size
 from scalepoint.numerics import format_of
 from scalepoint.spec import QuantizationFormulation, QuantizationSpec
+from scalepoint.support.files import replace_file
 
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15,

@@ -11,7 +11,7 @@ from scalepoint.errors import DocumentError, ExportError, StoreError
 from scalepoint.formats.format import About, FileInput
 from scalepoint.formats.litert.schema import ABOUT, IDENTIFIER, TYPES, schema
 from scalepoint.formats.metadata import Description, made_for, read_description
-from scalepoint.untrusted import LARGEST_FLATBUFFER, read_bytes, read_head
+from scalepoint.support.untrusted import LARGEST_FLATBUFFER, read_bytes, read_head
 
 # What the flatbuffers package raises where an offset or a length is wrong: it follows them without a check.
 DAMAGED = (struct.error, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError)

@@ -18,7 +18,6 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import ExportError, ScalepointError, ScalepointWarning
-from scalepoint.files import replace_file
 from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
 from scalepoint.formats.litert import lookups, moves, pointwise, pools, products, reductions
@@ -32,6 +31,7 @@ from scalepoint.formats.onnx.rewrites import prepared
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.export import export_graph, quiet
+from scalepoint.support.files import replace_file
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 ROOMS = (lookups, moves, pointwise, pools, products, reductions)  # each brings forms

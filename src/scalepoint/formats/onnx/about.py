@@ -8,7 +8,7 @@ import numpy as np
 from scalepoint.errors import DocumentError, StoreError
 from scalepoint.formats.format import About, FileInput
 from scalepoint.formats.metadata import made_for
-from scalepoint.untrusted import LARGEST_PROTOBUF, check_file, file_in, read_bytes
+from scalepoint.support.untrusted import LARGEST_PROTOBUF, check_file, file_in, read_bytes
 
 
 def about(path: Path) -> About:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint.ambient import as_called
 from scalepoint.formats.format import Writing
 from scalepoint.graph.export import quiet
 from scalepoint.graph.modes import evaluating, plain_attention, without_cache
+from scalepoint.support.torch_state import caller_dtype
 
 
 class Flat(nn.Module):
@@ -37,7 +37,7 @@ def write_plain(model: nn.Module, path: Path, writing: Writing) -> None:
     """
     flat = Flat(model, writing.inputs)
     tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
-    with evaluating(model), torch.no_grad(), quiet(), _as_written(), without_cache(model), as_called():
+    with evaluating(model), torch.no_grad(), quiet(), _as_written(), without_cache(model), caller_dtype():
         torch.onnx.export(flat, tensors, str(path), dynamo=False, input_names=list(writing.names) or None)
 
 

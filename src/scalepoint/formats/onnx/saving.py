@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from scalepoint.errors import ExportError, StoreError
-from scalepoint.files import digest, is_full, make_anew, replace_file, room_needed, temporary_path
-from scalepoint.untrusted import LARGEST_PROTOBUF, read_bytes
+from scalepoint.support.files import digest, is_full, make_anew, replace_file, room_needed, temporary_path
+from scalepoint.support.untrusted import LARGEST_PROTOBUF, read_bytes
 
 LARGEST_IN_ONE_FILE = 1_900_000_000  # protobuf stops at 2 GB
 LARGEST_IN_CHECK = 1024  # bytes of a constant that shapes may depend on

@@ -25,8 +25,8 @@ from scalepoint.graph.export import export_graph, quiet
 from scalepoint.graph.origin import origin_of
 from scalepoint.graph.program import Known, Program, warn_of_tracing
 from scalepoint.numerics import dtype_name
+from scalepoint.support.torch_state import gc_paused
 from scalepoint.targets.target import Spelling
-from scalepoint.turns import uncollected
 
 IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
 OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
@@ -35,7 +35,7 @@ PLAIN_OPSET = 22  # from 23 on torch writes attention as one operator, which few
 
 def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
-    with uncollected():
+    with gc_paused():
         _write_all(model, path, writing)
 
 

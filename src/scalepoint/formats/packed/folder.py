@@ -16,11 +16,11 @@ from torch import Tensor
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
 from scalepoint.checkpoints.source import HEADS, TOKEN_EMBEDDINGS
 from scalepoint.errors import ExportError, TargetError
-from scalepoint.files import replace_folder
 from scalepoint.formats.packed.shards import ENTRY, Shards
 from scalepoint.numerics import QuantizationFormulation, dtype_name, format_of
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
-from scalepoint.untrusted import read_head
+from scalepoint.support.files import replace_folder
+from scalepoint.support.untrusted import read_head
 
 WEIGHT = ".weight"
 ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")

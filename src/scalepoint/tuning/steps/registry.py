@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from scalepoint.errors import UsageError
-from scalepoint.extensions import Extensions
+from scalepoint.support.plugins import Registry
 from scalepoint.tuning.problem import Problem, Solution
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PieceStep(Step):
     over: Literal["piece", "model"] = "piece"
 
 
-_STEPS: Extensions[Step] = Extensions(Step, "scalepoint.steps", (), UsageError)
+_STEPS: Registry[Step] = Registry(Step, "scalepoint.steps", {}, UsageError)
 
 
 def register(
@@ -66,11 +66,11 @@ def register(
 
     def known(step: Callable[..., Any]) -> Callable[..., Any]:
         if over == "layer":
-            _STEPS.own[name] = LayerStep(name, step)
+            _STEPS.builtin[name] = LayerStep(name, step)
         elif over == "stub":
-            _STEPS.own[name] = StubStep(name, step)
+            _STEPS.builtin[name] = StubStep(name, step)
         else:
-            _STEPS.own[name] = PieceStep(name, step, over)
+            _STEPS.builtin[name] = PieceStep(name, step, over)
         return step
 
     return known

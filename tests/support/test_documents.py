@@ -2,9 +2,9 @@
 
 import pytest
 
-from scalepoint.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
 from scalepoint.errors import DocumentError
 from scalepoint.spec import QuantizationSpec
+from scalepoint.support.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 10)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint import processor
-from scalepoint.processor import CAP, KNOWN, PROGRAM, Amx, flags, signal_of, tried
+from scalepoint.support import cpu
+from scalepoint.support.cpu import CAP, KNOWN, PROGRAM, Amx, flags, signal_of, tried
 
-PROBE = Path(processor.__file__).with_name("probe.py")
+PROBE = Path(cpu.__file__).with_name("amx_probe.py")
 DIES = "import os, signal\nif 'ONEDNN_MAX_CPU_ISA' not in os.environ: os.kill(os.getpid(), signal.SIGILL)\n"
 DIES_ANYWAY = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
 WATCHED = """
@@ -51,7 +51,7 @@ def python(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("library", processor.TRIED)
+@pytest.mark.parametrize("library", cpu.TRIED)
 def test_the_product_of_each_library_is_really_tried(library: str) -> None:
     pytest.importorskip(library)
     done = subprocess.run([sys.executable, "-I", str(PROBE), library], capture_output=True, text=True, check=False)
@@ -90,7 +90,7 @@ def test_flags_are_read_from_the_system(tmp_path: Path) -> None:
 
 def test_a_processor_without_amx_starts_no_process_and_imports_nothing() -> None:
     said = python(
-        WATCHED + "from scalepoint.processor import amx, cap, flags\ncap()\n"
+        WATCHED + "from scalepoint.support.cpu import amx, cap, flags\ncap()\n"
         "print(bool(started), any(name.startswith('amx') for name in flags()), 'torch' in sys.modules)"
     ).split()
     assert said[0] == said[1]
@@ -101,7 +101,7 @@ CHILDREN = (
     WATCHED
     + """
 import os
-from scalepoint.processor import amx, cap, child_environment
+from scalepoint.support.cpu import amx, cap, child_environment
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask
 probes = 2 * len(amx().died)  # without the cap and with it
@@ -120,16 +120,16 @@ def test_the_child_of_a_runtime_is_capped_and_this_process_when_asked(dying: Pat
 
 
 def test_processes_that_are_started_know_without_trying_again(dying: Path) -> None:
-    code = "from scalepoint.processor import amx\nimport os\namx()\nprint(os.environ['SCALEPOINT_AMX'])"
+    code = "from scalepoint.support.cpu import amx\nimport os\namx()\nprint(os.environ['SCALEPOINT_AMX'])"
     known = python(code, **{PROGRAM: str(dying)}).strip()
-    said = python(WATCHED + "from scalepoint.processor import amx\nprint(amx(), len(started))", **{KNOWN: known})
+    said = python(WATCHED + "from scalepoint.support.cpu import amx\nprint(amx(), len(started))", **{KNOWN: known})
     assert "torch dies of SIGILL" in said
     assert said.split()[-1] == "0"
 
 
 @pytest.mark.parametrize("text", ["", "yes", "[]", '{"died": 3, "mended": true}', '{"died": {}}'])
 def test_what_another_wrote_there_is_not_believed(text: str) -> None:
-    assert processor._known(text) is None
+    assert cpu._known(text) is None
 
 
 TOLD = """
@@ -177,7 +177,7 @@ def test_after(): pass
 def test_a_test_that_dies_does_not_take_the_run_down(tmp_path: Path) -> None:
     """As `make test` starts it."""
     (tmp_path / "test_some.py").write_text(TESTS)
-    spread = re.search(r"^SPREAD := (.*)$", (Path(__file__).parents[1] / "Makefile").read_text(), re.MULTILINE)
+    spread = re.search(r"^SPREAD := (.*)$", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE)
     assert spread is not None
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *spread[1].split(), "-c", os.devnull, str(tmp_path / "test_some.py")],

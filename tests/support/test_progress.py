@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from scalepoint import progress
-from scalepoint.progress import Phase, duration, listening, phase
+from scalepoint.support import progress
+from scalepoint.support.progress import Phase, duration, listening, phase
 
 
 def untimed(text: str) -> str:

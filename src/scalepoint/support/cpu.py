@@ -7,6 +7,7 @@ imported here, and a processor that announces no AMX pays nothing.
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scalepoint.errors import UsageError
+from scalepoint.errors import TargetError, UsageError, nearest
 
 # ONNX Runtime sends events to Microsoft by default from 1.29 on, also on Linux, and writes $TMPDIR/.ses for it
 NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1", "ORT_GENAI_TELEMETRY_DISABLED": "1"}
@@ -27,6 +28,15 @@ PROGRAM = "SCALEPOINT_PROBE"  # another program to try, on any processor
 TRIED = ("torch", "openvino")
 SECONDS = 120
 CPUINFO = Path("/proc/cpuinfo")
+
+CPU_CHOICES = ("auto", "vnni", "avx2")
+# Printed when cpu="auto" made the choice.
+AUTOMATIC_CHOICE_NOTES = {
+    "vnni": "cpu: this CPU has VNNI, so weights use all 8 bits; on a CPU without VNNI the file can saturate. "
+    "cpu='avx2' (--cpu avx2) makes a file for both",
+    "avx2": "cpu: this CPU has no VNNI, so weights are scaled to be exact without it, on every CPU. "
+    "cpu='vnni' (--cpu vnni) uses all 8 bits, for CPUs with VNNI only",
+}
 
 
 def check_threads(threads: int) -> None:
@@ -44,6 +54,20 @@ def flags(path: Path = CPUINFO) -> set[str]:
         return set()
     found = next((line for line in lines if line.startswith("flags")), "")
     return set(found.partition(":")[2].split())
+
+
+def instruction_set(cpu: str = "auto") -> str:
+    """Return "vnni" where int8 products are summed exactly (VNNI, AMX, ARM), else "avx2".
+
+    Without VNNI, products of uint8 and int8 are added in pairs that saturate at 16 bits.
+    """
+    if cpu not in CPU_CHOICES:
+        raise TargetError(f"cpu={cpu!r}: {nearest(str(cpu), CPU_CHOICES)}")
+    if cpu != "auto":
+        return cpu
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return "vnni"
+    return "vnni" if flags() & {"avx512_vnni", "avx_vnni", "amx_int8"} else "avx2"
 
 
 @dataclass(frozen=True)
@@ -73,7 +97,7 @@ def amx() -> Amx:
         return known
     if not program and not any(name.startswith("amx") for name in flags()):
         return Amx()
-    found = tried(Path(program) if program else Path(__file__).with_name("probe.py"))
+    found = tried(Path(program) if program else Path(__file__).with_name("amx_probe.py"))
     os.environ[KNOWN] = json.dumps({"died": dict(found.died), "mended": found.is_mended})
     return found
 

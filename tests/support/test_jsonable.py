@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from scalepoint.plain import plain
+from scalepoint.support.jsonable import to_jsonable
 
 
 class Kind(Enum):
@@ -43,5 +43,5 @@ class Pair:
     ids=range(13),
 )
 def test_it_becomes_what_json_has(value, expected):
-    assert plain(value) == expected
+    assert to_jsonable(value) == expected
     json.dumps(expected, allow_nan=False)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import scalepoint
-from scalepoint.ambient import as_called, settled
 from scalepoint.quantize import calibrate, insert_qdq
+from scalepoint.support.torch_state import caller_dtype, default_settings
 from scalepoint.tuning import TuneConfig, tune
 
 X = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
@@ -68,7 +68,7 @@ def test_quantizing_is_the_same_wherever_it_is_called_from(state):
     found = scalepoint.transform(model, X)
     plain = insert_qdq(found.model, found.matches)
     there = insert_qdq(found.model, found.matches)
-    for made, where in ((plain, settled), (there, state)):
+    for made, where in ((plain, default_settings), (there, state)):
         with where():
             calibrate(made, [X], progress=False, freeze_weights=True)
             tune(made, [X], TuneConfig(), progress=False)
@@ -112,9 +112,9 @@ def test_tensors_that_inference_mode_made_can_be_tuned_with(tmp_path: Path):
 
 
 def test_the_users_code_sees_the_dtype_it_was_called_under():
-    with default_dtype(torch.float64), settled():
+    with default_dtype(torch.float64), default_settings():
         assert torch.get_default_dtype() == torch.float32
-        with settled(), as_called():
+        with default_settings(), caller_dtype():
             assert torch.get_default_dtype() == torch.float64
         assert torch.get_default_dtype() == torch.float32
 

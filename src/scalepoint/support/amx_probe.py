@@ -1,4 +1,4 @@
-"""The other side of `scalepoint.processor`: one product in the library named, which ends this process or not."""
+"""The other side of `scalepoint.support.cpu`: one product in the library named, which ends this process or not."""
 
 import sys
 from collections.abc import Callable

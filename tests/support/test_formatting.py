@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from scalepoint.patterns.plan import TransformationPlan
-from scalepoint.words import one_line, ratio, short, two_times, visible
+from scalepoint.support.formatting import one_line, ratio, short, two_times, visible
 
-SOURCES = sorted((Path(__file__).parent.parent / "src").rglob("*.py"))
+SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def calls_of(path: Path) -> set[str]:
 
 
 def test_text_is_made_visible_in_one_place():
-    assert [path.name for path in SOURCES if "isprintable" in calls_of(path)] == ["words.py"]
+    assert [path.name for path in SOURCES if "isprintable" in calls_of(path)] == ["formatting.py"]
 
 
 def test_dataclasses_become_documents_by_plain_alone():

@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.files import LINK, digest, remove, replace_file, replace_text
-from scalepoint.untrusted import read_json
+from scalepoint.support.files import LINK, digest, remove, replace_file, replace_text
+from scalepoint.support.untrusted import read_json
 
 LIST = ".scalepoint-files.json"
 LARGEST = 64_000_000

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalepoint.errors import StoreError, UsageError
-from scalepoint.files import locked, replace_file, replace_folder, replace_text, sweep
-from scalepoint.output_folder import LIST, WrittenFiles, check_path, move_into
+from scalepoint.support.files import locked, replace_file, replace_folder, replace_text, sweep
+from scalepoint.support.output_folder import LIST, WrittenFiles, check_path, move_into
 from tests.errors import raises
 
 

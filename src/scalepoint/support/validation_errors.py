@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from scalepoint.documents import Places
 from scalepoint.errors import ConfigError, ScalepointError, nearest, shown
+from scalepoint.support.documents import Places
 
 MOST = 5
 Path = tuple[str | int, ...]
 
 
 class UnknownFieldError(ConfigError):
-    """A key that a model does not have; a validator raises it, and `complaints` finds its place."""
+    """A key that a model does not have; raised by a validator, which does not know the line."""
 
     def __init__(self, key: str, known: Sequence[str]) -> None:
         super().__init__(f"there is no key {key!r}: {nearest(key, known)}")

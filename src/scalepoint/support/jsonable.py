@@ -8,10 +8,10 @@ from numbers import Integral, Real
 from typing import Any
 
 
-def plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
+def to_jsonable(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
     """Dicts, lists, strings and numbers; infinity and not-a-number are the strings that float() reads."""
     if isinstance(value, Enum):
-        return plain(value.value)
+        return to_jsonable(value.value)
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):
@@ -19,15 +19,15 @@ def plain(value: Any) -> Any:  # noqa: PLR0911  # a table of cases
     if isinstance(value, Real):
         return _number(float(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: to_jsonable(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_jsonable(each) for key, each in value.items()}
     if isinstance(value, Sequence | Iterator | KeysView | ItemsView | ValuesView) and not isinstance(value, bytes):
-        return [plain(each) for each in value]
+        return [to_jsonable(each) for each in value]
     if isinstance(value, Set):
-        return [plain(each) for each in sorted(value, key=str)]
+        return [to_jsonable(each) for each in sorted(value, key=str)]
     is_array = hasattr(value, "tolist") and not isinstance(value, type)  # also a tensor, which is not imported here
-    return plain(value.tolist()) if is_array else str(value)
+    return to_jsonable(value.tolist()) if is_array else str(value)
 
 
 def _number(value: float) -> float | str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalepoint import ranks
-from scalepoint.interrupts import check_interrupt
+from scalepoint.support.interrupts import check_interrupt
 
 EVERY = 10.0  # seconds between two lines of a long phase
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scalepoint.quantize import quantize
-from scalepoint.turns import in_turn
+from scalepoint.support.torch_state import serialized
 
 THREADS = 8
 
@@ -58,13 +58,13 @@ def test_one_at_a_time_and_who_is_inside_may_call_again() -> None:
     inside: list[int] = []
     most: list[int] = []
 
-    @in_turn
+    @serialized
     def outer(number: int) -> None:
         inside.append(number)
         nested(number)
         inside.remove(number)
 
-    @in_turn
+    @serialized
     def nested(number: int) -> None:
         most.append(len(inside))
 
@@ -76,12 +76,12 @@ def test_one_at_a_time_and_who_is_inside_may_call_again() -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_threads_that_it_has_not() -> None:
     held, done = threading.Event(), threading.Event()
-    holder = threading.Thread(target=in_turn(lambda: (held.set(), done.wait())))
+    holder = threading.Thread(target=serialized(lambda: (held.set(), done.wait())))
     holder.start()
     held.wait()
     child = os.fork()
     if child == 0:
-        in_turn(lambda: os._exit(7))()
+        serialized(lambda: os._exit(7))()
     done.set()
     holder.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

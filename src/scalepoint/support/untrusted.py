@@ -3,7 +3,7 @@
     regular file  ->  inside its folder  ->  size  ->  read at most `limit` bytes  ->  UTF-8  ->  JSON or YAML
 
 Each check comes before the work it protects: a FIFO would block, `/dev/zero` never ends, and a sparse file of 5 GB
-takes no space on the disk and all of the memory. No other module opens such a file: `tests/test_untrusted.py` checks
+takes no space on the disk and all of the memory. No other module opens such a file: `tests/support/test_untrusted.py` checks
 the source.
 
 A missing or unreadable file raises OSError, as `open` does; everything else raises DocumentError.
@@ -81,7 +81,7 @@ def read_text(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None)
 
 def read_json(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None) -> Any:
     """Read a JSON file of at most `limit` bytes, 1 MB unless given."""
-    from scalepoint.documents import parse_json  # noqa: PLC0415  # loads yaml, which no command needs to start
+    from scalepoint.support.documents import parse_json  # noqa: PLC0415  # loads yaml, which no command needs to start
 
     text = read_text(path, limit, folder=folder)
     with _named(path):
@@ -90,7 +90,7 @@ def read_json(path: Path, limit: int = MAX_BYTES, *, folder: Path | None = None)
 
 def read_yaml(path: Path, *, folder: Path | None = None) -> Any:
     """Read a YAML file of at most 1 MB."""
-    from scalepoint.documents import parse_yaml  # noqa: PLC0415  # see read_json
+    from scalepoint.support.documents import parse_yaml  # noqa: PLC0415  # see read_json
 
     text = read_text(path, folder=folder)
     with _named(path):

@@ -1,0 +1,1 @@
+"""Shared helpers below every other package: files, documents, text, progress, plugins, CPU and torch state."""
