@@ -11,7 +11,7 @@ import torch
 
 import scalepoint
 from scalepoint import errors, spec
-from scalepoint.spec.export_form import in_onnx_export
+from scalepoint.spec.onnx_export import in_onnx_export
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))

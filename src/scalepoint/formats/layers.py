@@ -8,6 +8,7 @@ int8_parts    all parts of a format whose kernels take int8 activations of one s
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,6 +51,34 @@ class FloatWeight(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)
+
+
+class InputFirstFloatWeight(nn.Module):
+    """FloatWeight with matrices stored as (in, out), the layout that ONNX and Core ML multiply by.
+
+    With `as_view` a matrix is a transposed view of the model's parameter, copied only when it is written.
+    """
+
+    def __init__(self, source: QuantizedWeighted, *, as_view: bool = False) -> None:
+        super().__init__()
+        weight, bias = source.folded()
+        self.refers = {"operation": source.operation}
+        self.is_linear = source.kind == "linear"
+        if self.is_linear and not source.is_input_first:
+            weight = weight.transpose(0, 1)
+        weight = weight.detach()  # only read, so no copy
+        self.register_buffer("weight", weight if as_view and self.is_linear else weight.contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_linear:
+            y = torch.matmul(x, self.weight)
+            return y if self.bias is None else y + self.bias
+        operation: Any = self.refers["operation"]
+        return run_with(operation, x, self.weight, self.bias)
 
 
 def int8_parts(

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
 _TYPED = ("<ipython-input", "<stdin>")  # code without a file that is the user's all the same
@@ -66,3 +66,17 @@ def user_level() -> int:
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def operation_of(node: fx.Node | None) -> str:
+    """Name of the operation as the user wrote it, before decomposition; "" without a node."""
+    if node is not None and isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"torch.{node.target.__name__}"
+    return "" if node is None else str(node.meta.get("written", node.target)).rpartition(".")[0]
+
+
+def place_of(node: fx.Node) -> str:
+    """The user's line and the module that a node comes from, for the end of an error."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    module = f" (in {stack[-1][0]})" if stack and stack[-1][0] else ""
+    return f"{recorded_line(node.stack_trace)}{module}"

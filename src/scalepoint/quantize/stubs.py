@@ -37,8 +37,8 @@ from scalepoint.spec import (
     QuantizationScheme,
     QuantizationSpec,
 )
-from scalepoint.spec.export_form import FORMS
 from scalepoint.spec.extended import sparsity_of
+from scalepoint.spec.onnx_export import quantize_linear
 from scalepoint.spec.state import Stateful
 
 LEAST_WEIGHT_RANGE = 1e-8
@@ -497,8 +497,7 @@ class WeightFakeQuantize(Quantizing):
         grid = quantizer.grid
         if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING:
             grid = replace(grid, scheme=QuantizationScheme.SYMMETRIC)
-        form = FORMS["onnx"]
-        return form(values, self.qparams_for(values), grid, quantizer.granularity, self.name)
+        return quantize_linear(values, self.qparams_for(values), grid, quantizer.granularity, self.name)
 
     def pruned(self, weight: Tensor, *, anew: bool = False) -> Tensor:
         """The weight without what its mask takes away; `anew` makes the mask from this weight."""

@@ -31,7 +31,7 @@ from scalepoint.numerics import (
 from scalepoint.quantize.parts import kind_of_part, norm_settings, owners_of, run_with
 from scalepoint.quantize.real_tensors import RealTensors
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize, take_shapes, warn_if_exported_off
-from scalepoint.spec.export_form import in_onnx_export
+from scalepoint.spec.onnx_export import in_onnx_export
 from scalepoint.spec.state import Stateful
 
 TINY = 1e-12

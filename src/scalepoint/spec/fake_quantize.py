@@ -25,8 +25,8 @@ from scalepoint.numerics import (
     format_of,
 )
 from scalepoint.numerics.blocks import block_counts
-from scalepoint.spec.export_form import FORMS, in_onnx_export
 from scalepoint.spec.granularity import QuantizationGranularity
+from scalepoint.spec.onnx_export import in_onnx_export, quantize_linear
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, as_qparams
 from scalepoint.spec.registry import Registry, member, scheme_of
 from scalepoint.spec.state import Stateful
@@ -137,7 +137,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
         """The tensor as its codes keep it, whatever the switches say; in an ONNX export, the Q/DQ nodes that do it."""
         if in_onnx_export():
-            return FORMS["onnx"](tensor, qparams, self.grid, self.granularity, self._where())
+            return quantize_linear(tensor, qparams, self.grid, self.granularity, self._where())
         if qparams.scale.ndim != tensor.ndim or qparams.scale.device != tensor.device:
             qparams = self._fitted(tensor, qparams)
         return self.fake_quantize(tensor, *qparams)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from scalepoint.errors import ExportError, SpecError
 from scalepoint.numerics import QParams, check_divides
 from scalepoint.numerics.palette import by_group, from_groups, make_tables, nearest_entries
-from scalepoint.spec.export_form import in_onnx_export
 from scalepoint.spec.extended import spec_class
 from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
 from scalepoint.spec.granularity import QuantizationGranularity, _axis, _is_transposed
+from scalepoint.spec.onnx_export import in_onnx_export
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 from scalepoint.spec.spec import QuantizationSpec
 

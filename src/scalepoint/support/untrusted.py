@@ -3,8 +3,8 @@
     regular file  ->  inside its folder  ->  size  ->  read at most `limit` bytes  ->  UTF-8  ->  JSON or YAML
 
 Each check comes before the work it protects: a FIFO would block, `/dev/zero` never ends, and a sparse file of 5 GB
-takes no space on the disk and all of the memory. No other module opens such a file: `tests/support/test_untrusted.py` checks
-the source.
+takes no space on the disk and all of the memory. No other module opens such a file:
+`tests/support/test_untrusted.py` checks the source.
 
 A missing or unreadable file raises OSError, as `open` does; everything else raises DocumentError.
 """

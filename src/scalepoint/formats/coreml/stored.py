@@ -7,8 +7,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.form import Parts, stored_form
-from scalepoint.formats.layers import Layer
-from scalepoint.formats.onnx.stored import FloatWeight
+from scalepoint.formats.layers import InputFirstFloatWeight, Layer
 from scalepoint.formats.operators import dequantize, look_up, quantize
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.stubs import QuantStub
@@ -120,7 +119,7 @@ class StoredStub(nn.Module):
         return values
 
 
-PARTS = Parts(stored_weight, StoredStub, FloatWeight)
+PARTS = Parts(stored_weight, StoredStub, InputFirstFloatWeight)
 
 
 def coreml_form(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModule:

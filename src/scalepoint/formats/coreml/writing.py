@@ -23,8 +23,8 @@ from scalepoint.formats.coreml.package import coremltools, quietly
 from scalepoint.formats.coreml.stored import PARTS, StoredPalette, StoredWeight, coreml_form, label
 from scalepoint.formats.form import float_form
 from scalepoint.formats.format import Writing
-from scalepoint.formats.onnx.interface import output_names
-from scalepoint.formats.onnx.rewrites import prepared
+from scalepoint.formats.interface_names import output_names
+from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import export_graph, quiet
 from scalepoint.numerics import dtype_name
@@ -56,7 +56,7 @@ def _write(model: fx.GraphModule, path: Path, writing: Writing, metadata: Mappin
     try:
         with torch.no_grad():
             args, kwargs = single_inputs(writing.inputs)
-            program = export_graph(prepared(model), args, kwargs, False)
+            program = export_graph(prepare_graph(model), args, kwargs, False)
         register(is_new, _sparse(model))
         made = _converted(program, writing.float_dtype, is_new)
     except ScalepointError:

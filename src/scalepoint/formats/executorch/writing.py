@@ -23,6 +23,7 @@ from scalepoint.formats.executorch.passes import without_idle_passes
 from scalepoint.formats.executorch.stored import PARTS, StoredWeight
 from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
+from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import contiguous, quiet, widened
 from scalepoint.support.files import replace_file
@@ -139,8 +140,6 @@ def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:
 
 
 def _outputs(program: ExportedProgram) -> list[str]:
-    from scalepoint.formats.onnx.interface import output_names  # noqa: PLC0415  # onnx is imported by an export only
-
     gives: Any = next(node for node in program.graph.nodes if node.op == "output").args[0]
     return output_names(program, sum(isinstance(each, fx.Node) for each in gives))
 

@@ -27,7 +27,7 @@ from scalepoint.formats.litert.values import (
     plain,
     shape_of,
 )
-from scalepoint.formats.onnx.refusal import operation_of, place_of
+from scalepoint.graph.blame import operation_of, place_of
 
 aten, own = torch.ops.aten, torch.ops.scalepoint
 Form = Callable[["Walk", fx.Node], Any]

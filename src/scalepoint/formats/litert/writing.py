@@ -20,14 +20,14 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import ExportError, ScalepointError, ScalepointWarning
 from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
+from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.litert import lookups, moves, pointwise, pools, products, reductions
 from scalepoint.formats.litert.parts import taken_apart
 from scalepoint.formats.litert.schema import schema
 from scalepoint.formats.litert.stored import PARTS
 from scalepoint.formats.litert.values import NotFreeError, Value
 from scalepoint.formats.litert.walk import FORMS, Walk
-from scalepoint.formats.onnx.interface import output_names
-from scalepoint.formats.onnx.rewrites import prepared
+from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.export import export_graph, quiet
@@ -113,7 +113,7 @@ def _walked(model: fx.GraphModule, writing: Writing) -> tuple[Walk, ExportedProg
     """With a free batch where every operation allows one, else with that of the example."""
     schema()
     inputs = pytree.tree_map(_contiguous, single_inputs(writing.inputs))
-    model = prepared(model)
+    model = prepare_graph(model)
     why_fixed = ""
     if writing.dynamic:
         try:

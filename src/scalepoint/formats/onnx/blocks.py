@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.form import Parts
+from scalepoint.formats.layers import InputFirstFloatWeight
 from scalepoint.formats.onnx.operators import TYPES
 from scalepoint.formats.onnx.stored import (
-    FloatWeight,
     Stored,
     StoredBlockTable,
     StoredStub,
@@ -160,5 +160,5 @@ def onnx_parts(domains: Collection[str] = ()) -> Parts:
     return Parts(
         weight=lambda source: stored_weight(source, domains),
         stub=lambda stub, factor: stored_stub(stub, factor, domains),
-        plain=lambda source: FloatWeight(source, as_view=True),
+        plain=lambda source: InputFirstFloatWeight(source, as_view=True),
     )

@@ -11,12 +11,11 @@ from typing import Any
 
 import onnx_ir as ir
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from scalepoint.errors import ExportError
+from scalepoint.formats.interface_names import input_names, output_names, unused_name
 from scalepoint.graph.free import BATCH, SEQUENCE, Axes
 
-OUTPUT = "output"
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -27,74 +26,17 @@ def name_interface(model: Any, program: ExportedProgram, axes: Axes | None = Non
     inputs = input_names(program)
     inputs = inputs if len(inputs) == len(graph.inputs) else [value.name for value in graph.inputs]
     outputs = output_names(program, len(graph.outputs))
-    wanted = [*inputs, *(_free(name, set(inputs)) for name in outputs)]
+    wanted = [*inputs, *(unused_name(name, set(inputs)) for name in outputs)]
     own = [*graph.inputs, *graph.outputs]
     for value in values:  # whatever has one of these names gives it up
         if value.name in wanted and not any(value is each for each in own):
-            value.name = _free(value.name, {each.name for each in values} | set(wanted))
+            value.name = unused_name(value.name, {each.name for each in values} | set(wanted))
     for place, (value, name) in enumerate(zip(own, wanted, strict=True)):
         if value.name != name:
             value.name = f"interface {place}"  # two may change places
     for value, name in zip(own, wanted, strict=True):
         value.name = name
     _name_axes(graph, values, axes or {})
-
-
-def input_names(program: ExportedProgram) -> list[str]:
-    """Of the tensors among the arguments, in order."""
-    return [
-        each.arg.name
-        for each in program.graph_signature.input_specs
-        if each.kind.name == "USER_INPUT" and isinstance(each.arg, TensorArgument)
-    ]
-
-
-def output_names(program: ExportedProgram, count: int) -> list[str]:
-    """Of the tensors and sizes that the model returns, in order."""
-    specs = [each for each in program.graph_signature.output_specs if each.kind.name == "USER_OUTPUT"]
-    paths = _paths(program.call_spec.out_spec)
-    plain = [f"{OUTPUT}_{place}" for place in range(count)]
-    if len(paths) != len(specs):
-        return plain
-    kept = [path for path, each in zip(paths, specs, strict=True) if not isinstance(each.arg, ConstantArgument)]
-    if len(kept) != count:
-        return plain
-    names: list[str] = []
-    for place, path in enumerate(kept):
-        names.append(_free(_joined(path, place), set(names)))
-    return names
-
-
-def _joined(path: Sequence[str | int], place: int) -> str:
-    """From the first key or field on; places alone say nothing."""
-    first = next((at for at, key in enumerate(path) if isinstance(key, str)), None)
-    return f"{OUTPUT}_{place}" if first is None else "_".join(map(str, path[first:]))
-
-
-def _paths(spec: Any) -> list[tuple[str | int, ...]]:
-    """The keys that lead to every leaf of a structure."""
-    if spec is None or spec.is_leaf():
-        return [()]
-    children = spec.children()
-    return [
-        (key, *path) for key, child in zip(_keys(spec, len(children)), children, strict=True) for path in _paths(child)
-    ]
-
-
-def _keys(spec: Any, count: int) -> Sequence[str | int]:
-    """A dict has keys, a dataclass and a named tuple have fields, what else there is has places."""
-    context = spec.context
-    for found in (getattr(context, "_fields", None), context, *(context if isinstance(context, list | tuple) else ())):
-        is_list = isinstance(found, list | tuple) and len(found) == count
-        if is_list and all(isinstance(each, str) for each in found):
-            return list(found)
-    return range(count)
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """The name, or the first like it that nobody has."""
-    others = (f"{name}_{number}" for number in range(1, len(taken) + 2))
-    return name if name not in taken else next(each for each in others if each not in taken)
 
 
 def _name_axes(graph: Any, values: Sequence[Any], axes: Axes) -> None:

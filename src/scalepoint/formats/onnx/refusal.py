@@ -3,12 +3,11 @@
 import re
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 from torch.export import ExportedProgram
 
 from scalepoint.errors import ExportError
-from scalepoint.graph.blame import recorded_line
+from scalepoint.graph.blame import operation_of, place_of
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NODE = (re.compile(r"%(\w+) : "), re.compile(r"for node '(?:node_)?(\w+)'"))
@@ -56,16 +55,3 @@ def _node(said: str, graph: fx.Graph) -> fx.Node | None:
         own = named[1].partition(".")[2]  # decomposed, aten.special_x is prims.x
         found = next((node for node in nodes.values() if operation_of(node).endswith(own)), None)
     return found
-
-
-def operation_of(node: fx.Node | None) -> str:
-    """As it was written, before it was taken apart."""
-    if node is not None and isinstance(node.target, torch._ops.HigherOrderOperator):
-        return f"torch.{node.target.__name__}"
-    return "" if node is None else str(node.meta.get("written", node.target)).rpartition(".")[0]
-
-
-def place_of(node: fx.Node) -> str:
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    module = f" (in {stack[-1][0]})" if stack and stack[-1][0] else ""
-    return f"{recorded_line(node.stack_trace)}{module}"

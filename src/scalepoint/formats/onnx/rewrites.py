@@ -5,7 +5,6 @@ number - integers                integers cast first:  number + (-x)
 chunks of a free axis            slices
 an LSTM with a projection        step by step
 distances of all pairs           the root of the sum of squares, or the sum of differences
-a number among the outputs       a tensor of the file; another constant (None, text) is left out
 """
 
 from collections.abc import Callable
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from scalepoint.formats.pre_export import RESHAPES
 from scalepoint.formats.recurrent import has_projection, lstm
 from scalepoint.formats.spelled import distances, spelled_out
-from scalepoint.graph import Operation
 
 aten = torch.ops.aten
 
@@ -25,7 +24,7 @@ aten = torch.ops.aten
 def rewritten(program: ExportedProgram) -> ExportedProgram:
     """The same program; traced anew only where something has to be written in another way."""
     for node in program.graph.nodes:
-        node.target = _RESHAPED.get(node.target, node.target)
+        node.target = RESHAPES.get(node.target, node.target)
     calls = [node for node in program.graph.nodes if node.op == "call_function" and node.target in RULES]
     found = {RULES[node.target][1:] for node in calls if RULES[node.target][0](node)}
     return program.run_decompositions(dict(found)) if found else program
@@ -96,28 +95,3 @@ RULES: dict[Any, tuple[Callable[[fx.Node], bool], Any, Callable[..., Any]]] = {
     aten.cdist.default: (_is_known_distance, aten.cdist.default, distances),
     aten._cdist_forward.default: (_is_known_distance, aten._cdist_forward.default, distances),
 }
-
-
-_RESHAPED: dict[Any, Any] = {aten.view.default: aten.reshape.default}
-
-
-def prepared(model: fx.GraphModule) -> fx.GraphModule:
-    """In place: views become reshapes, numbers that the model gives tensors, other constants None. The graph alone, not
-    its code."""
-    for node in model.graph.nodes:
-        node.target = _RESHAPED.get(node.target, node.target)
-    for module in model.modules():
-        if isinstance(module, Operation):
-            module.function = _RESHAPED.get(module.function, module.function)
-    output = next(node for node in model.graph.nodes if node.op == "output")
-
-    def as_tensor(value: Any) -> Any:
-        if value is None or isinstance(value, fx.Node):
-            return value
-        if not isinstance(value, bool | int | float):
-            return None
-        with model.graph.inserting_before(output):
-            return model.graph.call_function(torch.full, ((), value))
-
-    output.args = fx.node.map_aggregate(output.args, as_tensor)
-    return model

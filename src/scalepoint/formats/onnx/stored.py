@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_type
-from scalepoint.formats.onnx.qdq import check_plain
 from scalepoint.formats.operators import dequantize, quantize
 from scalepoint.numerics import dtype_name, format_of
 from scalepoint.quantize.parts import run_with
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import Deployed, QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTensorGranularity
+from scalepoint.spec.onnx_export import check_expressible
 from scalepoint.spec.spec import to_dtype
 
 INT4 = 22  # of ONNX's types
@@ -183,7 +183,7 @@ class StoredStub(Stored):
         grid, granularity = stub.quantizer.grid, stub.calculator.granularity
         self.fmt, self.low, self.high = grid.format.name, grid.low, grid.high
         check_has_type(self.fmt, stub.name)
-        check_plain(grid, granularity, stub.name)
+        check_expressible(grid, granularity, stub.name)
         if stub.calculator.always_called and not stub.is_learned:
             raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
         self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
@@ -214,31 +214,3 @@ class StoredStub(Stored):
     @property
     def opset(self) -> int:
         return TYPES[self.fmt][1]
-
-
-class FloatWeight(nn.Module):
-    """The same operation in float, with the batch norm folded in: what the quantized file is compared with.
-
-    With `as_view` a matrix stays where it lies, turned only when it is written.
-    """
-
-    def __init__(self, source: QuantizedWeighted, *, as_view: bool = False) -> None:
-        super().__init__()
-        weight, bias = source.folded()
-        self.refers = {"operation": source.operation}
-        self.is_linear = source.kind == "linear"
-        if self.is_linear and not source.is_input_first:
-            weight = weight.transpose(0, 1)
-        weight = weight.detach()  # it is only read: no copy where there is one
-        self.register_buffer("weight", weight if as_view and self.is_linear else weight.contiguous())
-        self.register_buffer("bias", None if bias is None else bias.detach())
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_linear:
-            y = torch.matmul(x, self.weight)
-            return y if self.bias is None else y + self.bias
-        operation: Any = self.refers["operation"]
-        return run_with(operation, x, self.weight, self.bias)

@@ -17,9 +17,10 @@ from scalepoint.formats.format import Writing
 from scalepoint.formats.onnx.blocks import onnx_parts
 from scalepoint.formats.onnx.experts import grouped_products
 from scalepoint.formats.onnx.refusal import refusal
-from scalepoint.formats.onnx.rewrites import prepared, rewritten
+from scalepoint.formats.onnx.rewrites import rewritten
 from scalepoint.formats.onnx.saving import save_graph
 from scalepoint.formats.onnx.stored import Stored
+from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.single import single_inputs
 from scalepoint.graph.export import export_graph, quiet
 from scalepoint.graph.origin import origin_of
@@ -84,7 +85,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     exported: ExportedProgram | None = None
     try:
         with torch.no_grad():
-            exported = export_graph(prepared(model), *form.inputs, form.dynamic, known=form.known, has_code=False)
+            exported = export_graph(prepare_graph(model), *form.inputs, form.dynamic, known=form.known, has_code=False)
         with quiet():
             graph = translated(rewritten(exported), opset, {**translations(opset), **grouped_products(opset)})
     except ScalepointError:

@@ -1,4 +1,9 @@
-"""What a quantizer becomes in a plain torch.onnx.export: QuantizeLinear and DequantizeLinear, by either exporter."""
+"""Q/DQ nodes of a quantizer in a plain `torch.onnx.export(model.eval(), ...)`.
+
+torch.onnx.export has no table of operators that a package could extend. A quantizer therefore checks
+`in_onnx_export()` in its forward and returns QuantizeLinear and DequantizeLinear nodes, for torch's dynamo exporter
+and for its older TorchScript exporter.
+"""
 
 from typing import Any
 
@@ -7,17 +12,26 @@ from torch import Tensor
 
 from scalepoint.errors import SpecError
 from scalepoint.numerics import Grid, QParams, QuantizationFormulation, QuantizationScheme
-from scalepoint.spec.export_form import FORMS, in_onnx_export
 from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranularity, QuantizationGranularity
 
 _STORED_AS_IS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def in_onnx_export() -> bool:
+    """Whether torch.onnx.export is tracing. torch.compile treats torch's own function as False even inside it."""
+    return torch.onnx.is_in_onnx_export()
+
+
+# The attribute that torch.compiler.assume_constant_result sets. The decorator itself imports torch._dynamo, which
+# takes as long as importing torch.
+in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def quantize_linear(
     tensor: Tensor, qparams: QParams, grid: Grid, granularity: QuantizationGranularity, where: str
 ) -> Tensor:
-    """Q and DQ with constant parameters; what plain ONNX nodes cannot say is an error, never another model."""
-    check_plain(grid, granularity, where)
+    """Apply Q and DQ nodes with constant parameters; SpecError for what these nodes cannot express."""
+    check_expressible(grid, granularity, where)
     axis = 0
     if isinstance(granularity, PerChannelGranularity) and granularity.axis is not None:
         axis = granularity.axis % tensor.ndim
@@ -44,8 +58,8 @@ def _quantized(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, grid: Gri
     return result
 
 
-def check_plain(grid: Grid, granularity: QuantizationGranularity, where: str) -> None:
-    """Refuse what QuantizeLinear cannot say of an activation."""
+def check_expressible(grid: Grid, granularity: QuantizationGranularity, where: str) -> None:
+    """Raise SpecError for formats and granularities that QuantizeLinear does not have for activations."""
     dtype = grid.format.storage
     if grid.format.bits != 8 or dtype not in _STORED_AS_IS:
         raise SpecError(
@@ -53,22 +67,22 @@ def check_plain(grid: Grid, granularity: QuantizationGranularity, where: str) ->
             "writes every format"
         )
     if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity):
-        raise SpecError(f"{where}: torch.onnx.export writes one scale a tensor or a channel, not {granularity!r}")
+        raise SpecError(f"{where}: torch.onnx.export writes one scale per tensor or per channel, not {granularity!r}")
 
 
 def _clipped(tensor: Tensor, scale: Tensor, grid: Grid) -> Tensor:
-    """The lowest code of the dtype is not in use, which QuantizeLinear does not know."""
+    """Clip to the codes in use: the scheme leaves out the lowest code of the dtype, QuantizeLinear does not."""
     middle = grid.middle
     return torch.maximum(torch.minimum(tensor, scale * (grid.high - middle)), scale * (grid.low - middle))
 
 
 def _by_dynamo(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
-    def node(name: str, value: Tensor, gives: torch.dtype) -> Tensor:
+    def node(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         attributes: dict[str, Any] = {"axis": axis} if scale.ndim else {}
-        made: Tensor = torch.onnx.ops.symbolic(
-            name, (value, scale, zero), attributes, dtype=gives, shape=tensor.shape, version=None
+        result: Tensor = torch.onnx.ops.symbolic(
+            name, (value, scale, zero), attributes, dtype=dtype, shape=tensor.shape, version=None
         )
-        return made
+        return result
 
     return node("DequantizeLinear", node("QuantizeLinear", tensor, dtype), tensor.dtype)
 
@@ -82,6 +96,3 @@ class _ByTorchScript(torch.autograd.Function):
     def symbolic(g: Any, tensor: Any, scale: Any, zero: Any, axis: int) -> Any:
         codes = g.op("QuantizeLinear", tensor, scale, zero, axis_i=axis)
         return g.op("DequantizeLinear", codes, scale, zero, axis_i=axis)
-
-
-FORMS["onnx"] = quantize_linear

@@ -1,0 +1,73 @@
+"""Names of a file's inputs and outputs, taken from the model, the same for every format.
+
+inputs    arguments of forward; x_0 and x_key where an argument is nested
+outputs   keys and fields of the returned value, else output_0, output_1, ...
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, TensorArgument
+
+OUTPUT = "output"
+
+
+def input_names(program: ExportedProgram) -> list[str]:
+    """Names of the tensor arguments of forward, in order."""
+    return [
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind.name == "USER_INPUT" and isinstance(spec.arg, TensorArgument)
+    ]
+
+
+def output_names(program: ExportedProgram, count: int) -> list[str]:
+    """Names of the tensors and sizes that the model returns, in order.
+
+    A name is made from the keys and fields that lead to the value, or is output_0, output_1, ... without any.
+    """
+    specs = [spec for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
+    paths = _paths(program.call_spec.out_spec)
+    numbered = [f"{OUTPUT}_{index}" for index in range(count)]
+    if len(paths) != len(specs):
+        return numbered
+    paths = [path for path, spec in zip(paths, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
+    if len(paths) != count:
+        return numbered
+    names: list[str] = []
+    for index, path in enumerate(paths):
+        names.append(unused_name(_join_path(path, index), set(names)))
+    return names
+
+
+def _join_path(path: Sequence[str | int], index: int) -> str:
+    """Join the path from its first key or field on; indices before that say nothing."""
+    first = next((position for position, key in enumerate(path) if isinstance(key, str)), None)
+    return f"{OUTPUT}_{index}" if first is None else "_".join(map(str, path[first:]))
+
+
+def _paths(spec: Any) -> list[tuple[str | int, ...]]:
+    """Return the keys that lead to every leaf of a pytree."""
+    if spec is None or spec.is_leaf():
+        return [()]
+    children = spec.children()
+    return [
+        (key, *path) for key, child in zip(_keys(spec, len(children)), children, strict=True) for path in _paths(child)
+    ]
+
+
+def _keys(spec: Any, count: int) -> Sequence[str | int]:
+    """Keys of a dict, fields of a dataclass or named tuple, else indices."""
+    context = spec.context
+    for found in (getattr(context, "_fields", None), context, *(context if isinstance(context, list | tuple) else ())):
+        is_list = isinstance(found, list | tuple) and len(found) == count
+        if is_list and all(isinstance(each, str) for each in found):
+            return list(found)
+    return range(count)
+
+
+def unused_name(name: str, taken: set[str]) -> str:
+    """Return the name, or the first of name_1, name_2, ... that is not taken."""
+    candidates = (f"{name}_{number}" for number in range(1, len(taken) + 2))
+    return name if name not in taken else next(candidate for candidate in candidates if candidate not in taken)
