@@ -124,6 +124,16 @@ RECURRENT = ("lstm", "gru", "rnn")
 POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "mean")
 ARITHMETIC = ("add", "sub", "mul", "div", "matmul", "cat", "softmax", "attention")
 
+# Operations that rearrange or select values without changing them: the list from which all others are derived. Casts
+# are not among them, because they may round.
+VALUE_PRESERVING = frozenset(
+    (
+        *("reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "clone", "expand", "flatten"),
+        *("select", "unflatten", "getitem", "split", "split_with_sizes", "chunk", "slice", "unbind"),
+    )
+)
+CASTS = ("to", "_to_copy", "type_as", "float")
+
 ACTIVATIONS = frozenset((*RECTIFIERS, *SMOOTH))
 PRODUCTS = ("conv", "conv_transpose", "linear", "grouped_linear", "embedding", "embedding_bag")
 # Matrix products between any two tensors, also those that only have a name of their own.

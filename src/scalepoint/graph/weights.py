@@ -9,18 +9,16 @@ from collections.abc import Callable, Container, Iterable, Iterator
 import torch
 from torch import fx, nn
 
-from scalepoint.graph.kinds import ACTIVATIONS, WEIGHTED
+from scalepoint.graph.kinds import ACTIVATIONS, CASTS, VALUE_PRESERVING, WEIGHTED
 from scalepoint.graph.modules import BIASES, WEIGHTS, Operation, tensors_of
 from scalepoint.graph.nodes import constants
 from scalepoint.graph.writes import is_view
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "cat", "stack", "softmax", "attention", "dropout", "where", "lerp", "mean")
-_SHAPES = ("reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten", "repeat", "clone", "getitem")
-_COPIES = ("contiguous", "copy", "to", "_to_copy", "type_as", "float", "half", "roll", "pad", "constant_pad_nd", "size")
-_PARTS = ("select", "slice", "split", "split_with_sizes", "chunk", "unbind", "unflatten", "getattr", "output")
-_HARMLESS = frozenset((*_ARITHMETIC, *_SHAPES, *_COPIES, *_PARTS, *ACTIVATIONS))
+_COPIES = (*VALUE_PRESERVING, *CASTS, "half", "copy", "repeat", "roll", "pad", "constant_pad_nd")
+_HARMLESS = frozenset((*_ARITHMETIC, *_COPIES, "size", "getattr", "output", *ACTIVATIONS))
 _PICKS = ("index", "index_select", "gather", "take_along_dim")  # of the parts of a weight, as the data say
-_MOVES = frozenset((*_SHAPES, *_COPIES, *_PARTS, *_PICKS)) - {"size", "getattr", "output"}
+_MOVES = frozenset((*_COPIES, *_PICKS))
 _HELD = (*WEIGHTS, *BIASES)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from scalepoint.graph.kinds import ACTIVATIONS
+from scalepoint.graph.kinds import ACTIVATIONS, CASTS, VALUE_PRESERVING
 from scalepoint.patterns.fused import (
     Fused,
     FusedAttention,
@@ -30,11 +30,6 @@ from scalepoint.patterns.fused import (
     FusedStemConvBNReLUMaxPool,
 )
 from scalepoint.patterns.language import Element, Nodes, Pattern, Point, chain, join, kind_of, op, optional
-
-MOVES = ("reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "clone", "expand", "flatten")
-PICKS = ("select", "unflatten", "getitem", "split", "split_with_sizes", "chunk", "slice", "unbind")
-SHAPES = frozenset((*MOVES, *PICKS))
-CASTS = ("to", "_to_copy", "type_as", "float")
 
 
 def depth(node: fx.Node) -> int:
@@ -79,7 +74,9 @@ def feeds_attention(linear: fx.Node, nodes: Nodes) -> str | None:
                 found = True
             elif kind_of(user) == "type_as" and user.args[0] is not node:
                 continue  # reads its type alone
-            elif kind_of(user) in SHAPES or (kind_of(user) in ("mul", "div") and len(user.all_input_nodes) == 1):
+            elif kind_of(user) in VALUE_PRESERVING or (
+                kind_of(user) in ("mul", "div") and len(user.all_input_nodes) == 1
+            ):
                 if user not in seen:
                     seen.add(user)
                     open_nodes.append(user)

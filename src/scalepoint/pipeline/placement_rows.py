@@ -8,9 +8,9 @@ from collections import Counter
 
 from torch import fx
 
+from scalepoint.graph.kinds import VALUE_PRESERVING
 from scalepoint.graph.nodes import tensor_of
 from scalepoint.patterns import kind_of
-from scalepoint.patterns.base import SHAPES
 from scalepoint.patterns.fused import Fused
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.coverage import describe
@@ -20,7 +20,7 @@ from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.report import GraphNode
 
-MOVES = frozenset((*SHAPES, "identity", "dropout", "getitem", "quant"))
+MOVES = frozenset((*VALUE_PRESERVING, "identity", "dropout", "quant"))
 MOST_PARTS = 4
 
 

@@ -14,11 +14,10 @@ from torch import Tensor, fx, nn
 from scalepoint.covered import State
 from scalepoint.errors import ConfigError, NonFiniteError, PatternError, nearest
 from scalepoint.graph import WEIGHTED, Operation
-from scalepoint.graph.kinds import FREE_PRODUCTS
+from scalepoint.graph.kinds import FREE_PRODUCTS, VALUE_PRESERVING
 from scalepoint.graph.modules import Slot, tensors_of
 from scalepoint.graph.nodes import constants, module_path, tensor_of
 from scalepoint.patterns import Fused, PatternMatch, Point, kind_of
-from scalepoint.patterns.base import SHAPES
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
@@ -343,7 +342,7 @@ def follow_readers(decisions: Sequence[Decision]) -> None:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    while kind_of(node) in SHAPES and node.all_input_nodes:
+    while kind_of(node) in VALUE_PRESERVING and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import fx
 
+from scalepoint.graph.kinds import VALUE_PRESERVING
 from scalepoint.patterns import (
     AdaptiveAvgPoolPattern,
     ConcatPattern,
@@ -37,7 +38,6 @@ from scalepoint.patterns.base import (
     MHA_IN_PROJECTION,
     RMS_NORM,
     RMS_NORM_SPELLED_OUT,
-    SHAPES,
 )
 from scalepoint.patterns.conversions import CONVERSIONS, head_to_convolution
 from scalepoint.patterns.fused import FusedAdd, FusedConcat, FusedConvBN, FusedConvBNReLU, FusedPool
@@ -49,7 +49,7 @@ from scalepoint.targets.rules import small_tables, weights_alone
 from scalepoint.targets.target import Accepted, Facts, Spelling, Target
 
 FOLDED = op("activation", "relu", "relu6")
-COPIES = frozenset(("max_pool", "identity", "dropout", "pad", "constant_pad_nd", *SHAPES))
+COPIES = frozenset(("max_pool", "identity", "dropout", "pad", "constant_pad_nd", *VALUE_PRESERVING))
 
 
 def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:

@@ -8,9 +8,10 @@ from math import prod
 import torch
 from torch import fx
 
+from scalepoint.graph.kinds import VALUE_PRESERVING
 from scalepoint.numerics import dtype_name
 from scalepoint.patterns import BASE_PATTERNS, Pattern, Point, chain, kind_of, op, optional
-from scalepoint.patterns.base import BATCH_NORM, SHAPES
+from scalepoint.patterns.base import BATCH_NORM
 from scalepoint.patterns.fused import FusedConvBN, FusedPool
 from scalepoint.patterns.language import Nodes
 from scalepoint.spec import PerChannelGranularity, PerTokenBlockGranularity, QuantizationScheme, QuantizationSpec
@@ -24,7 +25,7 @@ def feeds_layer_norm(node: fx.Node, nodes: Nodes) -> str | None:
     pending = list(node.users)
     while pending:
         reader = pending.pop()
-        if kind_of(reader) in ("batch_norm", *SHAPES):
+        if kind_of(reader) in ("batch_norm", *VALUE_PRESERVING):
             pending += reader.users
         elif kind_of(reader) != "layer_norm":
             return f"also read by {reader.target}"

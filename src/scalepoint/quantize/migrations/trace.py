@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from scalepoint.graph import Operation
-from scalepoint.patterns.base import CASTS, SHAPES
+from scalepoint.graph.kinds import CASTS, VALUE_PRESERVING
 from scalepoint.quantize.migrations.flow import FOREIGN, Flow, Op
 from scalepoint.quantize.parts import MULTIPLIES
 
-MOVES = frozenset((*SHAPES, "cat", "stack", "repeat", "repeat_interleave", "roll", "channel_shuffle"))
+MOVES = frozenset((*VALUE_PRESERVING, "cat", "stack", "repeat", "repeat_interleave", "roll", "channel_shuffle"))
 SAME = frozenset(("quant", "dropout", "identity", *CASTS))
 RECTIFIES = frozenset(("relu", "leaky_relu", "prelu"))
 CLAMPS = frozenset(("relu6", "hardtanh"))
