@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, distributed, fx, nn
 
 from scalepoint import deploy_checkpoint, ranks
-from scalepoint.language import deploy
-from scalepoint.language.deploy import quantized_skeleton
-from scalepoint.language.settings import asked
+from scalepoint.pipeline import deploy_checkpoint as deploy
+from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
+from scalepoint.pipeline.checkpoint_stages import quantized_skeleton
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq
 from scalepoint.transformation import transform
 from scalepoint.tuning import TuneConfig, tune
@@ -100,7 +100,7 @@ def prepared(job: str, count: int, folder: Path) -> Callable[[], object]:
         made = torch.Generator().manual_seed(1)
         tokens = [torch.randint(WORDS, (1, LENGTH), generator=made) for _ in range(2 * count)]
         how: dict[str, Any] = {"data": tokens[:count], "judge": tokens[count : count + count // 2], "verify": False}
-        job = asked(folder / "llama", folder / "out", "compressed-tensors", None, "balanced", None)
+        job = prepare_checkpoint_job(folder / "llama", folder / "out", "compressed-tensors", None, "balanced", None)
         captured = quantized_skeleton(job, tokens)  # every rank does that alike, and it is the same for any data
         deploy.quantized_skeleton = lambda *_: captured
         how["target"] = "compressed-tensors"

@@ -397,7 +397,6 @@ MODULES = {
     "options": "every option of deploy, and config files",
     "transformation": "a model as one graph of fused groups",
     "allocation": "a precision for every layer under a budget",
-    "language": "language models, from a checkpoint's folder",
     "tuning": "codes, scales and biases chosen by data",
     "quantize": "where quantizers go, how they get their ranges, training, saving",
     "formats": "the files that runtimes read: ONNX",
@@ -418,7 +417,9 @@ MODULES = {
 HOMES = {
     "pipeline": {
         "deploy": "scalepoint.pipeline.deploy",
+        "deploy_checkpoint": "scalepoint.pipeline.deploy_checkpoint",
         "sweep": "scalepoint.pipeline.sweep",
+        "perplexity": "scalepoint.pipeline.perplexity",
         "Deployment": "scalepoint.pipeline.result",
         "Trial": "scalepoint.pipeline.result",
     },
@@ -548,7 +549,7 @@ def steps_page() -> str:
             )
             text += f"### `{name}`: {over}\n\n{_explained(step.run.__module__)}\n\n"
     text += "## Migrations\n\n"
-    for name, migration in MIGRATIONS.own.items():
+    for name, migration in MIGRATIONS.builtin.items():
         text += f"### `{name}`\n\n{_explained(migration.find.__module__)}\n\n"
     return text.rstrip() + "\n"
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.checkpoints.source import Source
+from scalepoint.checkpoints.text import _texts
 from scalepoint.cli.data import Reading, load_data
 from scalepoint.cli.metadata import with_metadata
 from scalepoint.cli.models import load_weights
@@ -26,7 +27,6 @@ from scalepoint.cli.naming import Finder
 from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read
-from scalepoint.language.text import _texts
 from scalepoint.options import DeployConfig
 from scalepoint.pipeline.workspace import finished_stages
 from scalepoint.quantize import quantize

@@ -46,7 +46,6 @@ def test_the_public_names_are_pinned():
         "graph",
         "insert_qdq",
         "inspect",
-        "language",
         "load",
         "numerics",
         "options",

@@ -10,7 +10,7 @@ import pytest
 from scalepoint.checkpoints.skeleton import skeleton
 from scalepoint.checkpoints.source import Source
 from scalepoint.errors import ScalepointError, StoreError
-from scalepoint.language.settings import asked
+from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
 from tests.formats.gguf.checkpoints import make
 
 TARGETS = ("gguf", "compressed-tensors", "ort-genai")
@@ -24,7 +24,7 @@ def read(folder: Path, config: Any, target: str) -> bool:
     """Whether the folder is taken; anything but an error of ours fails the test."""
     (folder / "config.json").write_text(json.dumps(config))
     try:
-        asked(folder, folder.parent / "out", target, None, "fast", None)
+        prepare_checkpoint_job(folder, folder.parent / "out", target, None, "fast", None)
         skeleton(Source.open(folder))
     except ScalepointError:
         return False

@@ -344,8 +344,7 @@ OF_ONE_COMMAND = {
 
 
 def test_a_flag_is_a_keyword_is_a_key() -> None:
-    from scalepoint import DeployConfig, deploy
-    from scalepoint.language import deploy_checkpoint
+    from scalepoint import DeployConfig, deploy, deploy_checkpoint
 
     flags = set(inspect.signature(deploying.deploy).parameters)
     keys = set(DeployConfig.model_fields) - {"quantization"}  # as a keyword: config

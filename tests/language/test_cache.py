@@ -5,14 +5,14 @@ import torch
 
 from scalepoint import deploy_checkpoint
 from scalepoint.checkpoints import Source
+from scalepoint.checkpoints.text import sequences
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.language.cache import groups_of
-from scalepoint.language.deploy import quantized_skeleton
-from scalepoint.language.settings import asked
-from scalepoint.language.text import sequences
 from scalepoint.patterns.fused import FusedAttention
+from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
+from scalepoint.pipeline.checkpoint_stages import quantized_skeleton
+from scalepoint.pipeline.kv_cache import groups_of
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
@@ -51,9 +51,9 @@ def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, mon
         seen.append(checkpoint.cache)
 
     form = CheckpointFormat("ort-genai", "", write, lambda *_: None)
-    monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "ort-genai", form)
+    monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "ort-genai", form)
     deployed(wide, tmp_path / "out", "ort-genai", "int8", verify=False)
-    job = asked(wide, tmp_path / "again", "ort-genai", None, "fast", None, "int8")
+    job = prepare_checkpoint_job(wide, tmp_path / "again", "ort-genai", None, "fast", None, "int8")
     model, weights = quantized_skeleton(job, [])
     weights.load(model.parameters())
     texts = sequences(wide / "calibration.txt", job.source, length=32, count=12, what="text")
@@ -102,7 +102,7 @@ def test_a_config_that_does_not_tell_its_heads_is_refused(tmp_path):
 @pytest.mark.slow
 def test_one_block_in_another_precision_is_refused(wide, tmp_path):
     config = {"overrides": [{"name": "model.layers.0.self_attn.attention", "input": "float"}]}
-    job = asked(wide, tmp_path / "out", "ort-genai", config, "fast", None, "int8")
+    job = prepare_checkpoint_job(wide, tmp_path / "out", "ort-genai", config, "fast", None, "int8")
     with raises(UsageError, "1 of 2 blocks", "precision"):
         quantized_skeleton(job, [])
 
@@ -116,7 +116,7 @@ def test_heads_that_are_no_whole_blocks_are_refused(llama, tmp_path):
 
 def test_attention_that_hides_its_keys_is_refused(tmp_path, monkeypatch):
     form = CheckpointFormat("ort-genai", "", lambda _, path: path.mkdir(), lambda *_: None)
-    monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "ort-genai", form)
+    monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "ort-genai", form)
     saved("gemma2", tmp_path / "m")
     with pytest.raises(CaptureError, match="2 of 2 blocks"):
         deploy_checkpoint(

@@ -15,10 +15,10 @@ from transformers import LlamaForCausalLM
 import scalepoint
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.checkpoints.skeleton import Weights
+from scalepoint.checkpoints.text import sequences
 from scalepoint.errors import CalibrationError, CaptureError, ConfigError, StoreError, UsageError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.language.text import sequences
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.support.files import replace_folder
@@ -47,7 +47,7 @@ def write(checkpoint, path):
 def _values(monkeypatch):
     """The weights' values in the place of any format: what a format packs is judged with it."""
     own = {name: CheckpointFormat(name, "", write, lambda *_: None) for name in list_targets(language=True)}
-    monkeypatch.setattr(registry._OF_CHECKPOINTS, "own", own)
+    monkeypatch.setattr(registry._CHECKPOINT_FORMATS, "builtin", own)
 
 
 def deployed(llama, path, target="compressed-tensors", config=FOUR, **more):

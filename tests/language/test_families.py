@@ -36,7 +36,7 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
         seen.update(checkpoint.packed)
 
     form = CheckpointFormat("gptq", "", write, lambda *_: None)
-    monkeypatch.setitem(registry._OF_CHECKPOINTS.own, "gptq", form)
+    monkeypatch.setitem(registry._CHECKPOINT_FORMATS.builtin, "gptq", form)
     model = saved(kind, tmp_path / kind)
     torch.manual_seed(1)
     tokens = [torch.randint(0, 40, (1, 24)) for _ in range(14)]

@@ -7,7 +7,7 @@ import pytest
 
 from scalepoint import deploy_checkpoint
 from scalepoint.errors import TargetError
-from scalepoint.language.settings import asked
+from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
 from scalepoint.runtimes import find_runtime
 from scalepoint.targets import find_target
 
@@ -61,8 +61,8 @@ def test_what_no_runtime_here_reads_is_written_and_told(llama, tmp_path, target)
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "awq"])
 def test_blocks_are_as_large_as_the_layers_allow_unless_asked(llama, tmp_path, target):
     folder, _ = llama  # of 64 inputs: the target's blocks of 128 do not divide them
-    done = asked(folder, tmp_path / "out", target, None, "fast", None)
+    done = prepare_checkpoint_job(folder, tmp_path / "out", target, None, "fast", None)
     assert done.config.spec_for("weight", (), ()).granularity.block_size == 64
     assert find_target(target).weight.granularity.block_size == 128
     with pytest.raises(TargetError, match="64, 32, 16"):
-        asked(folder, tmp_path / "out", target, {"weight": find_target(target).weight}, "fast", None)
+        prepare_checkpoint_job(folder, tmp_path / "out", target, {"weight": find_target(target).weight}, "fast", None)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.checkpoints import Source
-from scalepoint.language.text import sequences
+from scalepoint.checkpoints.text import sequences
 from scalepoint.quantize import QuantConfig
 from scalepoint.runtimes import find_runtime
 from tests.formats.gguf.checkpoints import WORDS, byte_level

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from scalepoint import deploy_checkpoint, tensorrt
 from scalepoint.checkpoints.packed import outer_of
 from scalepoint.errors import CalibrationError
-from scalepoint.language.storage import _two_level
 from scalepoint.numerics import E4M3, QParams
+from scalepoint.pipeline.checkpoint_codes import _two_level
 from scalepoint.quantize import QuantConfig
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, PerTokenGranularity, QuantizationSpec
 

@@ -37,7 +37,9 @@ def use_format(monkeypatch, change):
 
         replace_folder(path, fill)
 
-    monkeypatch.setitem(registry._OF_CHECKPOINTS.own, TARGET, CheckpointFormat(TARGET, "", write, lambda *_: None))
+    monkeypatch.setitem(
+        registry._CHECKPOINT_FORMATS.builtin, TARGET, CheckpointFormat(TARGET, "", write, lambda *_: None)
+    )
 
 
 def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama, tmp_path):

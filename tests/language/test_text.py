@@ -5,9 +5,9 @@ import torch
 
 from scalepoint import deploy_checkpoint
 from scalepoint.checkpoints import Source
+from scalepoint.checkpoints import text as module
+from scalepoint.checkpoints.text import context_of, sequences, tokenizer_of
 from scalepoint.errors import CalibrationError, UsageError
-from scalepoint.language import text as module
-from scalepoint.language.text import context_of, sequences, tokenizer_of
 
 CONFIG = {"weight": {"n_bits": 4, "block_size": 32}}
 

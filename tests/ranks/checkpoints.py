@@ -12,7 +12,7 @@ from typing import Any
 
 from scalepoint import deploy_checkpoint, ranks
 from scalepoint.errors import ScalepointWarning
-from scalepoint.language import deploy as language
+from scalepoint.pipeline import deploy_checkpoint as language
 from scalepoint.tuning.checkpoint import Checkpoint
 from tests.ranks.jobs import outcome
 
@@ -101,7 +101,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def killed(folder: Path) -> Any:
-    """DIES=rank at STEP: while blocks are tuned (keep), scored, written (Codes); there that rank is killed."""
+    """DIES=rank at STEP: while blocks are tuned (keep), scored, written (TunedCodes); there that rank is killed."""
     step, dies = os.environ["STEP"], int(os.environ["DIES"])
     if step and ranks.rank() == dies:
         deadly(Checkpoint if step == "keep" else language, step)

@@ -42,7 +42,9 @@ def test_checkpoints_over_ranks_are_those_of_one_process_or_as_good(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "dies"), [("keep", 0), ("keep", 1), ("scored", 0), ("scored", 1), ("Codes", 0)])
+@pytest.mark.parametrize(
+    ("step", "dies"), [("keep", 0), ("keep", 1), ("score_checkpoint", 0), ("score_checkpoint", 1), ("TunedCodes", 0)]
+)
 def test_a_killed_rank_ends_the_other_and_one_process_goes_on(tmp_path: Path, step: str, dies: int) -> None:
     write_source(tmp_path / "llama")
     job, limit = "tests.ranks.checkpoints:killed", {"SCALEPOINT_RANK_TIMEOUT": "3"}

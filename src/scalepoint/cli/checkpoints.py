@@ -45,9 +45,9 @@ class FolderRun:
         return Path(self.settings.output)
 
     def check(self) -> bool:
-        """What can be refused before the model is looked at; whether a run goes on."""
-        from scalepoint.language.settings import has_blocks, work_of
+        """Check what needs no model. Returns whether to continue an interrupted run."""
         from scalepoint.pipeline.job import check_runtime_installed
+        from scalepoint.pipeline.workspace import CheckpointWorkspace
         from scalepoint.support.output_folder import check_path
         from scalepoint.targets import find_target, list_targets
 
@@ -62,16 +62,7 @@ class FolderRun:
         if not self.settings.allow_departure and (self.settings.data or self.settings.judge):
             check_runtime_installed(target, allow_departure=False)
         check_path(self.output)
-        is_left = has_blocks(work_of(self.output))
-        if self.resume or (is_left and ranks.is_restarted()):
-            return True
-        if self.force:
-            return False
-        if is_left:
-            raise usage(f"{self.output} has an unfinished run: go on with --resume, or begin anew with --force")
-        if self.output.exists() and any(self.output.iterdir() if self.output.is_dir() else [self.output]):
-            raise usage(f"{self.output} is not empty: choose another with -o, or overwrite it with --force")
-        return False
+        return self.resume or (ranks.is_restarted() and CheckpointWorkspace(self.output).has_finished_blocks)
 
     def go(self) -> int:
         resume = bool(ranks.told("looking at the output", self.check))
@@ -94,9 +85,9 @@ class FolderRun:
         return self._finish(done)
 
     def _left_behind(self) -> str:
-        from scalepoint.language.settings import has_blocks, work_of
+        from scalepoint.pipeline.workspace import CheckpointWorkspace
 
-        if not has_blocks(work_of(self.output)):
+        if not CheckpointWorkspace(self.output).has_finished_blocks:
             return f"nothing was written into {self.output}; run the same command again"
         return "finished blocks are kept; the same command with --resume goes on from there"
 

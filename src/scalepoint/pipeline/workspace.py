@@ -1,7 +1,12 @@
-"""Workspace: the output folder of one run. It checks, locks and cleans the folder, and records what was written.
+"""The only code that touches output folders: it checks, locks and cleans them, and records what was written.
 
+    Workspace, of deploy:
     OUT/                        what the user gets, with a manifest of the files that were written (output_folder.py)
     OUT/.scalepoint/            the cache of stages, the log, and the files of trials, while the run is not finished
+
+    CheckpointWorkspace, of deploy_checkpoint:
+    OUT                         a folder, or a file such as OUT.gguf
+    .OUT.work/                  codes of finished blocks, and the folder while it is being written
 
 A folder that is not empty is refused unless `resume` or `force` is set. Only files of the manifest are ever deleted.
 Rank 0 alone opens the folder; on other ranks a Workspace only knows the paths.
@@ -9,13 +14,13 @@ Rank 0 alone opens the folder; on other ranks a Workspace only knows the paths.
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from scalepoint import ranks
-from scalepoint.errors import StoreError, UsageError
+from scalepoint.errors import NonFiniteError, StoreError, UsageError
 from scalepoint.pipeline.cache import StageCache
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
 from scalepoint.support.files import (
@@ -29,7 +34,7 @@ from scalepoint.support.files import (
     sweep,
     sweep_temporary,
 )
-from scalepoint.support.output_folder import LIST, WrittenFiles, check_links, check_path
+from scalepoint.support.output_folder import LIST, WrittenFiles, check_links, check_path, move_into
 from scalepoint.support.progress import Event, tell
 from scalepoint.verification.inputs import INPUTS_FILE
 
@@ -43,7 +48,10 @@ LOG, CONFIG, KEPT_CONFIG, SCRIPT, FAILING, MODEL = (
     "quantized",
 )
 FILE, FLOAT_FILE, PLAIN_FILE = "model", "float", "float_plain"  # without the suffix of the target's format
+REPORT_FILES = (JSON_FILE, HTML_FILE)
 NAMES = (MODEL, FAILING, CONFIG, LOG, JSON_FILE, HTML_FILE, INPUTS_FILE, KEPT_CONFIG, SCRIPT)
+_HOW_TO_GO_ON = "go on with resume=True (--resume), or start again with force=True (--force)"
+_HOW_TO_OVERWRITE = "choose another output, or overwrite it with force=True (--force)"
 _OURS = re.compile(r"journal\.json|log\.txt|trial-\d+|float(_plain)?(\..*)?|inputs\.safetensors")  # in WORK
 
 
@@ -140,6 +148,114 @@ class Workspace:
         written.remove_all_but(written.add(self._written))
 
 
+class CheckpointWorkspace:
+    """The output of deploy_checkpoint.
+
+    The work folder is next to the output and not inside it, because the output may be a single file. It stays after an
+    error if blocks were finished, so that resume=True can go on from them.
+
+    Attributes:
+        output: The file or folder that the user chose.
+        path: The file or folder that the runtime reads.
+        report_folder: Folder of the report: next to the file, or in the folder.
+        work: The work folder.
+        tuning_folder: Codes of finished blocks, in the work folder.
+    """
+
+    def __init__(self, output: Path, *, name: str = "", suffix: str = "") -> None:
+        """Set the paths; nothing is created.
+
+        Args:
+            output: The file or folder that the user chose.
+            name: Name of the file in a folder, without suffix.
+            suffix: Suffix of the format's file; "" for a format that is a folder.
+        """
+        is_path = not suffix or output.suffix == suffix
+        self.output = output
+        self.path = output if is_path else output / f"{name}{suffix}"
+        self.report_folder = self.path.parent if suffix else self.path
+        self.is_folder = not suffix
+        base = output if output.name not in ("", "..") else output.resolve()
+        self.work = base.with_name(f".{base.name}.work")
+        self.tuning_folder = self.work / "tuning"
+        self._staging = self.work / "written"
+
+    @property
+    def has_finished_blocks(self) -> bool:
+        """Whether an interrupted run can be continued."""
+        return any(self.tuning_folder.glob("piece-*.safetensors"))
+
+    def check(self, *, force: bool, resume: bool) -> None:
+        """Refuse an output that contains something, unless `force` is set or an interrupted run is continued."""
+        check_links(self.work.parent, [self.work.name])
+        names = [] if self.path == self.report_folder else [self.path.name]
+        check_links(self.report_folder, (LIST, *REPORT_FILES, *names))
+        if force or (resume and self.has_finished_blocks):
+            return
+        if self.has_finished_blocks:
+            raise UsageError(f"{self.output} contains an unfinished run: {_HOW_TO_GO_ON}")
+        if self.output.is_dir() and any(self.output.iterdir()):
+            raise UsageError(f"{self.output} is not empty: {_HOW_TO_OVERWRITE}")
+        written = WrittenFiles(self.report_folder)
+        reports = [name for name in REPORT_FILES if (self.report_folder / name).exists() and name not in written]
+        existing = [self.output.name] if self.output.is_file() else reports
+        if existing:
+            raise UsageError(f"{self.report_folder / existing[0]} is there already: {_HOW_TO_OVERWRITE}")
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Lock and clean up; delete the work folder at the end, except finished blocks after an error.
+
+        Rank 0 alone does this.
+        """
+        if not ranks.is_main():
+            yield
+            return
+        existed = self.output.exists()
+        with locked(self.work):
+            sweep(self.work)
+            sweep_temporary()
+            if self.report_folder.is_dir():
+                sweep(self.report_folder, (LIST, *REPORT_FILES, self.path.name))
+            try:
+                yield
+            except BaseException as error:
+                if not self.can_resume_after(error):
+                    self._remove_work()
+                if self.path.parent == self.output and not existed:
+                    with suppress(OSError):  # not empty
+                        self.output.rmdir()
+                raise
+            self._remove_work()
+
+    def can_resume_after(self, error: BaseException) -> bool:
+        """Whether finished blocks are worth keeping. The same weights and data would give NaN again."""
+        return self.has_finished_blocks and not isinstance(error, NonFiniteError)
+
+    def write(self, write_files: Callable[[Path], object]) -> None:
+        """Call `write_files` with a path and record what it wrote. A folder appears when all its files are written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.is_folder:
+            write_files(self.path)
+            WrittenFiles(self.path.parent).add([self.path])
+            return
+        remove(self._staging)
+        write_files(self._staging)
+        move_into(self._staging, self.path)
+
+    def record_report(self) -> None:
+        """Note that this run wrote the report."""
+        WrittenFiles(self.report_folder).add(self.report_folder / name for name in REPORT_FILES)
+
+    def _remove_work(self) -> None:
+        """Delete our own files in the work folder; other files stay."""
+        for path in (self._staging, self.tuning_folder, self.work / LOCK):
+            with suppress(OSError):
+                remove(path)
+        with suppress(OSError):
+            self.work.rmdir()
+
+
 def check_output(folder: Path, *, force: bool, resume: bool, names: Iterable[str] = ()) -> None:
     """Refuse an output folder that may not be written to.
 
@@ -162,12 +278,9 @@ def check_output(folder: Path, *, force: bool, resume: bool, names: Iterable[str
     if resume:
         raise UsageError(f"{folder} holds no unfinished run: to start again, overwrite it with force=True (--force)")
     if is_unfinished:
-        raise UsageError(
-            f"{folder} holds an unfinished run: go on with resume=True (--resume), or start again with force=True "
-            "(--force)"
-        )
+        raise UsageError(f"{folder} holds an unfinished run: {_HOW_TO_GO_ON}")
     if not is_empty:
-        raise UsageError(f"{folder} is not empty: choose another output, or overwrite it with force=True (--force)")
+        raise UsageError(f"{folder} is not empty: {_HOW_TO_OVERWRITE}")
 
 
 def finished_stages(output: Path) -> list[str]:

@@ -1,7 +1,7 @@
-"""The float and the quantized model over some tokens, block by block: losses and logits of both.
+"""Perplexity of a function, and of the float and the quantized model of a checkpoint at once.
 
-load a piece -> run all sequences through it, in both streams -> drop it -> the next
-at the head: a sequence at a time, so that logits are never all in memory
+For a checkpoint, one block at a time is in memory: load it, run all sequences through it in float and quantized,
+release it. The head runs one sequence at a time, so that the logits of all sequences are never in memory together.
 """
 
 import math
@@ -31,34 +31,46 @@ QUANTIZED_NAN = "the float model's is a number, so the codes are the cause: give
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Perplexities, and the simulation's logits of the first sequence (of several ranks the first has it)."""
+class CheckpointScore:
+    """Perplexity of the float model and of the simulation.
+
+    Attributes:
+        float_perplexity: Of the float model.
+        perplexity: Of the quantized model.
+        tokens: Number of tokens that were predicted.
+        logits: The quantized model's logits of the first sequence; only on rank 0.
+        sqnr_db: Quantized logits against float logits, over all sequences.
+    """
 
     float_perplexity: float
     perplexity: float
     tokens: int
     logits: Tensor
-    sqnr_db: float  # of the logits of the quantized stream against those of the float one
+    sqnr_db: float
 
 
 def perplexity(run: Callable[[Tensor], Tensor], tokens: Sequence[Tensor]) -> float:
-    """exp of the mean loss of every next token; `run` gives the logits (batch, length, vocabulary) of tokens.
+    """Return exp of the mean cross-entropy of every next token.
+
+    Args:
+        run: Takes tokens (batch, length) and returns logits (batch, length, vocabulary).
+        tokens: Sequences, each (length,) or (batch, length).
 
     Raises:
-        NonFiniteError: it is NaN, because logits are.
-        UsageError: there is no next token in `tokens`.
+        NonFiniteError: The logits hold NaN or infinity.
+        UsageError: No sequence has two tokens.
     """
     total, count = 0.0, 0
-    for each in tokens:
-        own = each if each.ndim == 2 else each[None]
-        loss, number = loss_of(run(own), own)
+    for sequence in tokens:
+        batch = sequence if sequence.ndim == 2 else sequence[None]
+        loss, number = cross_entropy_sum(run(batch), batch)
         total, count = total + loss, count + number
     if not count:
         raise UsageError("perplexity needs at least one sequence of 2 tokens or more")
-    return _perplexity(total, count, "the perplexity is NaN: the logits hold NaN or infinity")
+    return _perplexity_of(total, count, "the perplexity is NaN: the logits hold NaN or infinity")
 
 
-def _perplexity(loss: float, count: int, message: str) -> float:
+def _perplexity_of(loss: float, count: int, message: str) -> float:
     """exp(loss / count), or NonFiniteError with this message."""
     found = float(torch.tensor(loss / count, dtype=torch.float64).exp())
     if math.isnan(found):
@@ -66,54 +78,55 @@ def _perplexity(loss: float, count: int, message: str) -> float:
     return found
 
 
-def loss_of(logits: Tensor, tokens: Tensor) -> tuple[float, int]:
-    """The sum of the losses, and of how many tokens."""
+def cross_entropy_sum(logits: Tensor, tokens: Tensor) -> tuple[float, int]:
+    """Return the summed cross-entropy of the next tokens, and their number."""
     flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    wanted = tokens[:, 1:].reshape(-1)
-    return float(F.cross_entropy(flat, wanted, reduction="sum")), int(wanted.numel())
+    next_tokens = tokens[:, 1:].reshape(-1)
+    return float(F.cross_entropy(flat, next_tokens, reduction="sum")), int(next_tokens.numel())
 
 
-def scored(
+def score_checkpoint(
     model: fx.GraphModule,
     weights: Weights,
-    kept: Checkpoint,
+    tuned: Checkpoint,
     tokens: Sequence[Tensor],
     *,
     memory: int,
     progress: bool | None,
-) -> Scored:
-    """Both models on these tokens, which ranks share; the codes are those in the folder."""
-    walk, own = Walk(model, memory=memory, keeps_outputs=False), tokens[ranks.rank() :: ranks.size()]
+) -> CheckpointScore:
+    """Score the float and the quantized model on these tokens, which are shared between ranks."""
+    walk = Walk(model, memory=memory, keeps_outputs=False)
+    rank_tokens = tokens[ranks.rank() :: ranks.size()]
     try:
-        for each in own:
-            walk.take([each])
+        for sequence in rank_tokens:
+            walk.take([sequence])
         pieces = cut(walk.graph, walk.same, lambda node: walk.layer(node) is not None, "block")
         with phase("scoring", total=len(pieces), unit="blocks", show=progress) as running:
             for index, piece in enumerate(pieces[:-1]):
-                _enter(walk, weights, kept, piece, f"{index:04}")
+                _load_piece(walk, weights, tuned, piece, f"{index:04}")
                 for node in piece.nodes:
                     walk.advance(node)
                 give_back(walk, piece, weights)
                 running.advance()
-            _enter(walk, weights, kept, pieces[-1], f"{len(pieces) - 1:04}")
-            found = _at_head(walk, pieces[-1], own)
+            _load_piece(walk, weights, tuned, pieces[-1], f"{len(pieces) - 1:04}")
+            score = _score_head(walk, pieces[-1], rank_tokens)
             give_back(walk, pieces[-1], weights)
             running.advance()
-        return found
+        return score
     finally:
         walk.shelf.close()
 
 
-def _enter(walk: Walk, weights: Weights, kept: Checkpoint, piece: Piece, name: str) -> None:
+def _load_piece(walk: Walk, weights: Weights, tuned: Checkpoint, piece: Piece, name: str) -> None:
     borrow(walk, piece, weights)
-    found = kept.find(name)
-    if found is not None:
-        states, _ = found
+    stored = tuned.find(name)
+    if stored is not None:
+        states, _ = stored
         restore({place: walk.live.get_submodule(place) for place in states}, states)
 
 
-def _at_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Scored:
-    """`tokens` are those of this rank."""
+def _score_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> CheckpointScore:
+    """Run the last piece on the sequences of this rank, and add up the losses of all ranks."""
     first = torch.empty(0)
     with torch.no_grad(), ranks.agreed("scoring") as told:
         told.mine = []
@@ -121,16 +134,16 @@ def _at_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Scored:
             exact, noisy = (
                 _logits(walk.run(piece, walk.entries(piece, index, noisy=side), noisy=side)) for side in (False, True)
             )
-            (before, number), (after, _) = (loss_of(logits, own) for logits in (exact, noisy))
+            (before, number), (after, _) = (cross_entropy_sum(logits, own) for logits in (exact, noisy))
             noise = float((noisy - exact).double().square().sum())
             told.mine.append([before, after, number, noise, float(exact.double().square().sum())])
             first = noisy.clone() if not index else first
     rows = [row for turn in zip_longest(*told.all) for row in turn if row is not None]  # in the order of the text
     before, after, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
-    before = _perplexity(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN}")
-    after = _perplexity(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN}")
+    before = _perplexity_of(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN}")
+    after = _perplexity_of(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN}")
     sqnr = float("inf") if not noise else 10 * float(torch.tensor(signal / noise, dtype=torch.float64).log10())
-    return Scored(before, after, count, first, sqnr)
+    return CheckpointScore(before, after, count, first, sqnr)
 
 
 def _logits(exits: Sequence[object]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import Source
+from scalepoint.checkpoints.source import Source
 from scalepoint.errors import CalibrationError, DocumentError, StoreError, UsageError, shown
 from scalepoint.support.documents import parse_json
 from scalepoint.support.untrusted import open_text

@@ -1,0 +1,172 @@
+"""Between tuning and the formats of checkpoints.
+
+TunedCodes            the codes and scales that tuning stored, by the tensor names of the checkpoint, read one at a time
+layers_left_float     layers whose weights the format stores only as floats
+storable_qparams      rounds scales and minima to values that the format can store
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx
+
+from scalepoint.checkpoints import Packed
+from scalepoint.checkpoints.packed import outer_of
+from scalepoint.checkpoints.skeleton import Weights
+from scalepoint.formats.checkpoint import Snap, SnapMinima
+from scalepoint.numerics import E4M3, QParams
+from scalepoint.patterns import Fused
+from scalepoint.pipeline.checkpoint_job import CheckpointJob
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import QuantizationSpec
+from scalepoint.support.untrusted import open_tensors
+from scalepoint.transformation import TransformationResult
+from scalepoint.tuning.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class _StoredLayer:
+    """Where the codes of one weight are stored."""
+
+    file: Path
+    module_path: str
+    layer: QuantizedWeighted
+    input_stub: tuple[str, QuantStub] | None  # module path and quantizer of the layer's input
+
+
+class TunedCodes(Mapping[str, Packed]):
+    """Quantized weights by the tensor names of the checkpoint. A weight is read from its file on access."""
+
+    def __init__(self, model: fx.GraphModule, weights: Weights, tuned: Checkpoint) -> None:
+        files = {path: file for file, module_paths in tuned.places().items() for path in module_paths}
+        stubs = _input_stubs(model)
+        self._layers: dict[str, _StoredLayer] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, QuantizedWeighted) and path in files:
+                name = weights.name_of(module.weight)
+                self._layers[name] = _StoredLayer(files[path], path, module, stubs.get(path))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def specs(self) -> Iterator[tuple[QuantizationSpec, int]]:
+        """Yield the spec and the number of columns of every weight. No codes are read."""
+        for stored in self._layers.values():
+            yield stored.layer.weight_quant.spec, int(stored.layer.canonical(stored.layer.weight).shape[1])
+
+    def __getitem__(self, name: str) -> Packed:
+        stored = self._layers[name]
+        spec = stored.layer.weight_quant.spec
+        with open_tensors(stored.file) as file:
+
+            def read(key: str) -> Tensor:
+                return file.get_tensor(f"{stored.module_path}|weight_quant.{key}").clone()  # type: ignore[no-any-return]
+
+            codes, scale, zero_point = read("chosen"), read("scale"), read("zero_point")
+            minval = read("minval") if spec.qformulation == "minval" else None
+        rows = len(codes)
+        if minval is not None:
+            return Packed(codes, _by_row(scale, rows), spec, minval=_by_row(minval, rows))
+        scale, zero_point = _by_row(scale, rows), _by_row(zero_point, rows)
+        is_float = stored.layer.weight_quant.quantizer.grid.format.is_float
+        offset = zero_point if not is_float and bool(zero_point.any()) else None
+        activation, activation_scale = None, None
+        if stored.input_stub is not None:
+            activation, activation_scale = stored.input_stub[1].spec, self._static_input_scale(stored)
+        outer = outer_of(scale) if spec.scale_dtype == E4M3 else None
+        return Packed(codes, scale, spec, offset, activation, activation_scale, outer)
+
+    def _static_input_scale(self, stored: _StoredLayer) -> Tensor | None:
+        """The calibrated scale of the layer's input, or the scale shared by its blocks; None if there is none."""
+        if stored.input_stub is None:
+            return None
+        path, stub = stored.input_stub
+        key = "calculator.tensor_scale" if stub.calculator.always_called else "scale"
+        with open_tensors(stored.file) as file:
+            names = [name for name in file.keys() if name.startswith(f"{path}|") and name.endswith(key)]  # noqa: SIM118
+            return file.get_tensor(names[0]).clone() if names else None
+
+
+def _by_row(value: Tensor, rows: int) -> Tensor:
+    """Reshape parameters to (rows, blocks)."""
+    return value.reshape(-1, 1).expand(rows, 1).clone() if value.ndim < 2 else value.reshape(rows, -1)
+
+
+def _input_stubs(model: fx.GraphModule) -> dict[str, tuple[str, QuantStub]]:
+    """Module path of each layer -> path and quantizer of its input."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    stubs: dict[str, tuple[str, QuantStub]] = {}
+    for node in model.graph.nodes:
+        if node.op != "call_module" or not node.all_input_nodes:
+            continue
+        source = node.all_input_nodes[0]
+        stub = model.get_submodule(str(source.target)) if source.op == "call_module" else None
+        if isinstance(stub, QuantStub):
+            for part in getattr(model.get_submodule(str(node.target)), "parts", {}).values():
+                if isinstance(part, QuantizedWeighted):
+                    stubs[paths[id(part)]] = (str(source.target), stub)
+    return stubs
+
+
+def layers_left_float(job: CheckpointJob, plan: TransformationResult, weights: Weights) -> list[str]:
+    """Names of layers whose weights the format stores only as floats, such as routers of experts."""
+    names = []
+    for match in plan.matches:
+        fused = plan.model.get_submodule(match.fused) if match.apply and match.fused else None
+        weight = fused.weight if isinstance(fused, Fused) else None
+        name = None if weight is None else weights.names.get(weight.data_ptr())
+        if name is not None and not job.format.holds(job.source, name):
+            names.append(match.name)
+    return names
+
+
+def storable_qparams(
+    job: CheckpointJob, layer: QuantizedWeighted, weights: Weights
+) -> Callable[[QParams], QParams] | None:
+    """Return a function that rounds a layer's parameters to values that the format can store; None for any value."""
+    quant, form = layer.weight_quant, job.format
+    if quant.quantizer.grid.format.is_float:  # the spec declares the dtype of these scales
+        return _two_level if quant.spec.scale_dtype == E4M3 else None
+    dtype = form.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
+    if quant.spec.qformulation == "minval" and form.snap_minima is not None:
+        return partial(_with_minima, form.snap_minima, quant.spec, layer.canonical(layer.weight).shape[1])
+    if form.snap is not None:
+        return partial(_snapped, form.snap, quant.spec, layer.canonical(layer.weight).shape[1], dtype)
+    return None if dtype == torch.float32 else partial(_rounded, dtype)
+
+
+def _two_level(qparams: QParams) -> QParams:
+    """Block scales as float8_e4m3fn times a power of two. Loaders divide by its reciprocal, which is then exact."""
+    outer = outer_of(qparams.scale)
+    inner = (qparams.scale / outer).clamp(min=torch.finfo(E4M3).smallest_normal / 8).to(E4M3)
+    return qparams._replace(scale=inner.to(torch.float32) * outer)
+
+
+def _rounded(dtype: torch.dtype, qparams: QParams) -> QParams:
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps
+    return qparams._replace(scale=qparams.scale.clamp(least, info.max).to(dtype).to(torch.float32))
+
+
+def _with_minima(snap: SnapMinima, spec: QuantizationSpec, columns: int, qparams: QParams) -> QParams:
+    """Round scales and minima of blocks, or of rows, to the format's values."""
+    scale, minval = qparams.scale, qparams.minval
+    if minval is None:
+        return qparams
+    rows = scale.shape[0] if scale.ndim else 1
+    new_scale, new_minval = snap(spec, columns, scale.reshape(rows, -1), minval.reshape(rows, -1))
+    return qparams._replace(scale=new_scale.reshape(scale.shape), minval=new_minval.reshape(minval.shape))
+
+
+def _snapped(snap: Snap, spec: QuantizationSpec, columns: int, dtype: torch.dtype, qparams: QParams) -> QParams:
+    """Round block scales to the format's values; scales per row or per tensor to its float dtype."""
+    if qparams.scale.ndim != 2:
+        return _rounded(dtype, qparams)
+    return qparams._replace(scale=snap(spec, columns, qparams.scale))

@@ -1,0 +1,193 @@
+"""CheckpointJob: the arguments of deploy_checkpoint, checked before any work, and the completed config."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scalepoint import ranks
+from scalepoint.checkpoints import Source
+from scalepoint.checkpoints.source import CONFIG
+from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageError
+from scalepoint.formats.checkpoint import CheckpointFormat
+from scalepoint.formats.registry import find_checkpoint_format
+from scalepoint.numerics import QuantizationFormulation, QuantizationScheme, format_of
+from scalepoint.options import Accuracy
+from scalepoint.pipeline.accuracy import CLOSED_FORM, check_accuracy
+from scalepoint.pipeline.kv_cache import with_cached
+from scalepoint.pipeline.workspace import CheckpointWorkspace
+from scalepoint.quantize import QuantConfig
+from scalepoint.quantize.config import FLOAT, Override, TensorQuantConfig
+from scalepoint.quantize.placement import check_formulations
+from scalepoint.spec import (
+    DefaultQParamsCalculator,
+    MinMaxRangeCalculator,
+    PerBlockGranularity,
+    QuantizationSpec,
+    StaticQParamsCalculator,
+)
+from scalepoint.support.output_folder import check_inputs, check_path
+from scalepoint.targets import Target, find_target, list_targets
+from scalepoint.tuning import TuneConfig
+
+# "intercept" corrects biases, and most layers of language models have none.
+STEPS = tuple(step for step in CLOSED_FORM if step != "intercept")
+PRESETS: dict[str, tuple[str, ...]] = {"fast": (), "balanced": STEPS, "best": (*STEPS, "sign_round", "clip")}
+
+
+@dataclass(frozen=True)
+class CheckpointJob:
+    """One checked call of deploy_checkpoint.
+
+    Attributes:
+        source: The float checkpoint.
+        workspace: The output and the work folder.
+        target: The target, with weights in blocks that fit the checkpoint's layers.
+        format: The format of the target.
+        config: The completed config.
+        tuning: Tuning steps and the memory limit.
+        cache: Data type of the KV cache; "" for float.
+    """
+
+    source: Source
+    workspace: CheckpointWorkspace
+    target: Target
+    format: CheckpointFormat
+    config: QuantConfig
+    tuning: TuneConfig
+    cache: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The file or folder that the runtime reads."""
+        return self.workspace.path
+
+
+def prepare_checkpoint_job(
+    source: str | Path,
+    output: str | Path,
+    target: str | Target,
+    config: QuantConfig | Mapping[str, Any] | None,
+    accuracy: Accuracy,
+    memory: int | str | None,
+    cache: str | None = None,
+    texts: Mapping[str, Any] | None = None,
+    *,
+    force: bool = False,
+    resume: bool = False,
+) -> CheckpointJob:
+    """Check every argument and return the job.
+
+    Args:
+        source: Folder of the float checkpoint.
+        output: File or folder to write.
+        target: A target for language models.
+        config: Data types and granularity; the target's defaults if None.
+        accuracy: Preset of tuning steps.
+        memory: Memory for activations, in bytes or as text such as "2GB".
+        cache: Data type of the KV cache.
+        texts: Calibration and evaluation text by what they are, to check that the output does not contain them.
+        force: Files in the output may be overwritten.
+        resume: An interrupted run may be continued.
+    """
+    chosen = find_target(target)
+    if not chosen.is_language:
+        raise UsageError(
+            f"target {chosen.name!r} takes models, not checkpoints: choose from "
+            f"{', '.join(list_targets(language=True))}; or load the model and call deploy"
+        )
+    check_accuracy(accuracy)
+    form = find_checkpoint_format(chosen.format)
+    checkpoint = Source.open(source)
+    output = Path(output)
+    check_path(output)
+    check_inputs(output, {"checkpoint": checkpoint.folder, **_existing_files(texts or {})})
+    if output.is_file() and output.suffix != (form.suffix or None):
+        raise UsageError(f"{output} is a file: choose a folder as output")
+    chosen = replace(chosen, weight=_fit_blocks(chosen.weight, checkpoint, form))
+    complete = complete_config(QuantConfig.build(config), chosen, is_rounded=not PRESETS[accuracy])
+    check_formulations(complete, chosen)
+    _check_format(form, checkpoint, chosen, complete)
+    if cache is not None:
+        chosen, complete = with_cached(chosen, complete, cache)
+    try:
+        tuning = TuneConfig(steps=PRESETS[accuracy], **({} if memory is None else {"memory": memory}))
+    except ValueError:
+        raise UsageError(f'memory={memory!r}: a number of bytes from 1,000,000 on, or text as "2GB"') from None
+    workspace = CheckpointWorkspace(output, name=checkpoint.folder.resolve().name, suffix=form.suffix)
+    ranks.told("looking at the output", lambda: workspace.check(force=force, resume=resume))
+    return CheckpointJob(checkpoint, workspace, chosen, form, complete, tuning, cache or "")
+
+
+def _existing_files(texts: Mapping[str, Any]) -> dict[str, Path]:
+    """Texts that are files or folders. Other texts are checked when they are read."""
+    return {what: Path(text) for what, text in texts.items() if isinstance(text, str | Path) and os.path.exists(text)}
+
+
+def _check_format(form: CheckpointFormat, checkpoint: Source, target: Target, config: QuantConfig) -> None:
+    """Refuse weights, activations or an architecture that the format cannot store."""
+    activation = config.spec_for("input", (), ())
+    weight = config.spec_for("weight", (), ())
+    if weight is None:
+        weight = target.weight
+    try:
+        form.check(
+            checkpoint,
+            None if isinstance(weight, str) else weight,
+            None if isinstance(activation, str) else activation,
+        )
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        if isinstance(error, ScalepointError):
+            raise
+        raise StoreError(f"{checkpoint.folder / CONFIG} says what {form.name} cannot tell: {error}") from error
+
+
+def _fit_blocks(weight: QuantizationSpec, source: Source, form: CheckpointFormat) -> QuantizationSpec:
+    """Return the target's weight spec with the largest blocks that divide the checkpoint's layers."""
+    granularity = weight.granularity
+    if not isinstance(granularity, PerBlockGranularity) or not isinstance(granularity.block_size, int):
+        return weight
+    size = form.blocks(source, granularity.block_size)
+    return weight.replace(granularity=PerBlockGranularity(axis=granularity.axis, block_size=size))
+
+
+def complete_config(config: QuantConfig, target: Target, *, is_rounded: bool) -> QuantConfig:
+    """Complete a config for language models.
+
+    Activations stay float by default. Without tuning (`is_rounded`), scales are at least as good as the format's own
+    rounding: signed block scales where the format has them, else scales of least squared error.
+    """
+    if config.migrations:
+        raise ConfigError(
+            f"migrate={list(config.migrations)}: rewrites need the whole model at once; load it and call "
+            "quantize for that"
+        )
+    update: dict[str, Any] = {} if config.activation is not None else {"activation": FLOAT}
+    if is_rounded:
+        weight = target.weight if config.weight is None else config.weight
+        plain = weight.weight_spec() if isinstance(weight, TensorQuantConfig) else weight
+        if target.has_signed_scales and isinstance(plain, QuantizationSpec) and _can_be_signed(plain):
+            update["weight"] = plain.replace(qparam_calculator_cls="signed_scale")
+        elif config.weight is None:
+            update["weight"] = target.weight.replace(range_calculator_cls="mse")
+    return config.model_copy(update=update)
+
+
+def _can_be_signed(spec: QuantizationSpec) -> bool:
+    """Whether the spec is 4 or 5 bit integers in blocks, with the default range and scales."""
+    is_plain = spec.range_calculator_cls is MinMaxRangeCalculator and spec.float_range == (None, None)
+    is_nearest = spec.qparam_calculator_cls in (StaticQParamsCalculator, DefaultQParamsCalculator)
+    is_symmetric = spec.qscheme == QuantizationScheme.SYMMETRIC and spec.qformulation == QuantizationFormulation.ZP
+    is_narrow = not format_of(spec.dtype).is_float and format_of(spec.dtype).is_signed and spec.n_bits in (4, 5)
+    granularity = spec.granularity
+    is_blocked = isinstance(granularity, PerBlockGranularity) and not granularity.pad
+    return is_plain and is_nearest and is_symmetric and is_narrow and is_blocked
+
+
+def with_head(config: QuantConfig, head: str | None, target: Target, left: Sequence[str] = ()) -> QuantConfig:
+    """Add overrides: layers in `left` stay float; the head gets the target's precision unless it has one."""
+    overrides = [*config.overrides, *(Override(name=name, weight=FLOAT) for name in left)]
+    if head is not None and head not in {override.name for override in overrides}:
+        overrides.append(Override(name=head, weight=FLOAT if target.head is None else target.head))
+    return config.model_copy(update={"overrides": tuple(overrides)})

@@ -1,0 +1,209 @@
+"""deploy_checkpoint: quantize a language model's folder for a runtime, with one block of it in memory at a time.
+
+    check arguments -> CheckpointJob
+    headers of the shards -> module tree without values -> graph with quantizers       (as for any model)
+    tune: load a block -> observe, choose codes -> store them -> release the block     (resume goes on here)
+    score: float and quantized model on other text -> write the format -> run it in its runtime -> report
+
+Ranks share the sequences while blocks are tuned and scored. Rank 0 alone stores codes, writes and runs the file.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import fx
+
+from scalepoint import ranks
+from scalepoint.checkpoints.skeleton import check_config
+from scalepoint.checkpoints.text import Text
+from scalepoint.errors import StoreError, UsageError
+from scalepoint.options import Accuracy
+from scalepoint.pipeline.checkpoint_codes import TunedCodes
+from scalepoint.pipeline.checkpoint_job import CheckpointJob, prepare_checkpoint_job
+from scalepoint.pipeline.checkpoint_stages import (
+    RuntimeCheck,
+    build_checkpoint_report,
+    quantized_skeleton,
+    read_text,
+    tune_blocks,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from scalepoint.pipeline.job import check_runtime_installed
+from scalepoint.pipeline.perplexity import CheckpointScore, score_checkpoint
+from scalepoint.pipeline.result import Deployment
+from scalepoint.quantize import QuantConfig, coverage
+from scalepoint.report import Report, write
+from scalepoint.support.files import is_full, room_needed
+from scalepoint.support.progress import timed
+from scalepoint.support.torch_state import serialized
+from scalepoint.targets import Target
+from scalepoint.tuning import TuneReport
+
+
+@serialized
+@ranks.together()
+def deploy_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    *,
+    target: str | Target,
+    config: QuantConfig | Mapping[str, Any] | None = None,
+    data: Text = None,
+    judge: Text = None,
+    accuracy: Accuracy = "balanced",
+    memory: int | str | None = None,
+    cache: str | None = None,
+    allow_departure: bool = False,
+    length: int = 512,
+    samples: int = 16,
+    verify: bool = True,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool | None = None,
+) -> Deployment:
+    """Quantize a language model's folder for a runtime, write the file or folder, and verify it in that runtime.
+
+    Weights are read block by block: memory holds one block, and activations up to `memory`. Every argument is checked
+    before any work starts. The score is perplexity; lower is better.
+
+    Args:
+        source: Folder as transformers writes it: config.json, safetensors, tokenizer files.
+        output: Folder to write, or a file with the format's suffix, such as "model.gguf".
+        target: A runtime of language models; `scalepoint targets` lists the names.
+        config: Data types and granularity, globally and per layer. The target's defaults if None.
+        data: Calibration text: a text file, a .jsonl with a field "text", a folder of such, or sequences of tokens.
+            Not needed with accuracy="fast".
+        judge: Other text that perplexity is measured on. Default: the sequences of `data` after the calibration ones.
+        accuracy: "fast" rounds without data. "balanced" also chooses codes and scales in closed form. "best" adds
+            gradient steps.
+        memory: Memory for activations between blocks, in bytes or as "2GB"; more goes to disk.
+        cache: Data type of keys and values of earlier tokens: "int8", "int4" or "fp8", where the runtime has it.
+        allow_departure: Return a file that the runtime cannot run or that differs from the simulation, instead of
+            raising; also work without an installed runtime.
+        length: Tokens per sequence.
+        samples: Number of sequences that calibrate; at most 16 more are used for perplexity.
+        verify: Run the file in its runtime.
+        resume: Continue an interrupted run; finished blocks are reused.
+        force: Write into an output that is not empty. Files that scalepoint did not write are kept.
+        progress: Show progress on stderr; None shows it on a terminal only.
+
+    Returns:
+        The deployment: the quantized model, the path, the report and the perplexities.
+
+    Raises:
+        UsageError: An argument cannot be used, or the output is not empty.
+        StoreError: The checkpoint cannot be read or stored.
+        VerificationError: The runtime is not installed, cannot run the file, or computes something else. The file is
+            kept.
+    """
+    texts = {"calibration data": data, "text to judge by": judge}
+    job = prepare_checkpoint_job(
+        source, output, target, config, accuracy, memory, cache, texts, force=force, resume=resume
+    )
+    _check_same_checkpoint(job)
+    check_config(job.source)
+    calibration, evaluation = read_text(job, data, judge, length, samples)
+    if verify and evaluation:
+        check = partial(check_runtime_installed, job.target, allow_departure=allow_departure)
+        ranks.told("looking for the runtime", check)
+    timings: dict[str, float] = {}
+    with job.workspace.opened(), _errors_explained(job):
+        with timed(timings, "capturing", show=progress):
+            model, weights = quantized_skeleton(job, calibration)
+        with timed(timings, "tuning", is_phase=False):
+            tune_report, tuned = tune_blocks(job, model, weights, calibration, resume, progress)
+        score: CheckpointScore | None = None
+        if evaluation:
+            with timed(timings, "scoring", is_phase=False):
+                memory_limit = job.tuning.memory
+                score = score_checkpoint(model, weights, tuned, evaluation, memory=memory_limit, progress=progress)
+
+        def write_and_verify() -> Report:
+            codes = TunedCodes(model, weights, tuned)
+            with timed(timings, "writing", show=progress):
+                write_checkpoint(job, model, codes, tuned)
+            runtime_check: RuntimeCheck | None = None
+            if verify and score is not None:
+                with timed(timings, f"running it in {job.target.runtime}", show=progress):
+                    runtime_check = verify_checkpoint(job, evaluation, score)
+            report = build_checkpoint_report(job, model, codes, tune_report, score, runtime_check, timings)
+            write(report, job.workspace.report_folder)
+            job.workspace.record_report()
+            return report
+
+        report = (
+            write_and_verify()
+            if ranks.size() == 1
+            else Report.from_dict(ranks.told("writing and proving", lambda: write_and_verify().to_dict()))
+        )
+    deployment = _deployment(job, model, report, tune_report)
+    return deployment if allow_departure else deployment.checked()
+
+
+def _deployment(job: CheckpointJob, model: fx.GraphModule, report: Report, tuned: TuneReport) -> Deployment:
+    metric = next(iter(report.accuracy), None)
+    return Deployment(
+        model=model,
+        path=job.path,
+        float_path=job.source.folder,
+        coverage=coverage(model),
+        verification=None,
+        report=report,
+        float_score=None if metric is None else metric.float_value,
+        score=None if metric is None else metric.final,
+        tuned=tuned,
+    )
+
+
+@contextmanager
+def _errors_explained(job: CheckpointJob) -> Iterator[None]:
+    """Turn a full disk, lost files and a lack of memory into a StoreError that says what to do; only on rank 0."""
+    if not ranks.is_main():
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        hint = (
+            "; finished blocks are kept, resume=True (--resume) goes on from them"
+            if job.workspace.can_resume_after(error)
+            else ""
+        )
+        failure = f"{job.workspace.output} could not be made"
+        if _is_out_of_memory(error):
+            less = f"memory={job.tuning.memory // 2_000_000}MB, fewer samples= or a shorter length= need less"
+            raise StoreError(f"{failure}: memory ran out; {less}{hint}") from error
+        if isinstance(error, OSError | SafetensorError):
+            # The chosen codes are at most as large as the weights of the checkpoint.
+            room = f". {room_needed(job.workspace.work, job.source.size)}" if is_full(error) else ""
+            raise StoreError(f"{failure}: {error}{room}{hint}") from error
+        if isinstance(error, StoreError) and is_full(error):
+            raise StoreError(f"{error.args[0]}{hint}") from error
+        raise
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, the system or torch could not allocate memory."""
+    if isinstance(error, RuntimeError | OSError | SafetensorError):
+        return "allocate memory" in str(error)
+    return isinstance(error, MemoryError)
+
+
+def _check_same_checkpoint(job: CheckpointJob) -> None:
+    """Refuse ranks that read different checkpoints: their statistics are added up."""
+    shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in job.source.tensors.items()}
+    with ranks.agreed("the checkpoint") as told:
+        told.mine = hashlib.sha256(json.dumps([dict(job.source.config), shapes], sort_keys=True).encode()).hexdigest()
+    different = [index for index, digest in enumerate(told.all) if digest != told.all[0]]
+    if different:
+        raise UsageError(
+            f"rank {different[0]} has another checkpoint than rank 0 in {job.source.folder}: every rank reads the "
+            "same one"
+        )
