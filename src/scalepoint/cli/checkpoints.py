@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import scalepoint
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import say, show, show_json
@@ -63,7 +63,7 @@ class FolderRun:
             check_runtime_installed(target, allow_departure=False)
         check_path(self.output)
         is_left = has_blocks(work_of(self.output))
-        if self.resume or (is_left and ranks.is_restarted()):
+        if self.resume or (is_left and distributed.is_restarted()):
             return True
         if self.force:
             return False
@@ -74,7 +74,7 @@ class FolderRun:
         return False
 
     def go(self) -> int:
-        resume = bool(ranks.told("looking at the output", self.check))
+        resume = distributed.run_on_main("looking at the output", self.check, bool)
         settings = self.settings
         if not self.quiet:
             say(f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.output}")

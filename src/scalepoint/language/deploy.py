@@ -10,7 +10,7 @@ keeps codes, writes, and runs the file, and tells the others.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.checkpoints.skeleton import Weights, check_config, head_of, skeleton
 from scalepoint.errors import CalibrationError, NonFiniteError, StoreError, UsageError
@@ -52,7 +52,7 @@ JUDGED = 16  # sequences that are scored, at most
 
 
 @serialized
-@ranks.together()
+@distributed.participating()
 def deploy_checkpoint(
     source: str | Path,
     output: str | Path,
@@ -91,7 +91,7 @@ def deploy_checkpoint(
     calibration, judging = _texts(job, data, judge, length, samples)
     if verify and judging:
         check = partial(check_runtime_installed, job.target, allow_departure=allow_departure)
-        ranks.told("looking for the runtime", check)
+        distributed.run_on_main("looking for the runtime", check)
     with _working(job):
         with timed(timings, "capturing", show=progress):
             model, weights = quantized_skeleton(job, calibration)
@@ -117,7 +117,7 @@ def deploy_checkpoint(
             _remove_work(job)
             return report
 
-        report = _by_first(written)
+        report = distributed.run_on_main("writing and verifying", written, Report)
     return _deployment(job, model, report, tuned, is_checked=not allow_departure)
 
 
@@ -153,8 +153,8 @@ def _remove_work(job: Asked) -> None:
 
 @contextmanager
 def _working(job: Asked) -> Iterator[None]:
-    """What fails leaves finished blocks to go on from, and nothing else. Of several ranks the first does it."""
-    if not ranks.is_main():
+    """Lock and clean the work folder, on rank 0. An error leaves finished blocks to resume from, and nothing else."""
+    if not distributed.is_main():
         yield
         return
     was_there = job.output.exists()
@@ -195,29 +195,17 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or is_told
 
 
-def _by_first(make: Callable[[], Report]) -> Report:
-    """What the first rank writes and finds."""
-    if ranks.size() == 1:
-        return make()
-    return Report.from_dict(ranks.told("writing and proving", lambda: make().to_dict()))
-
-
 def _check_same(job: Asked) -> None:
-    """Ranks that read other checkpoints would add up what does not belong together."""
+    """Refuse ranks with different checkpoints: sums over ranks would mix different models."""
     about = {name: [str(each.dtype), *each.shape] for name, each in job.source.tensors.items()}
-    with ranks.agreed("the checkpoint") as told:
-        told.mine = hashlib.sha256(json.dumps([dict(job.source.config), about], sort_keys=True).encode()).hexdigest()
-    others = [index for index, each in enumerate(told.all) if each != told.all[0]]
-    if others:
-        raise UsageError(
-            f"rank {others[0]} has another checkpoint than rank 0 in {job.source.folder}: every rank reads the same one"
-        )
+    fingerprint = hashlib.sha256(json.dumps([dict(job.source.config), about], sort_keys=True).encode()).hexdigest()
+    distributed.check_equal("checkpoint", fingerprint, f"{job.source.folder} must be the same folder on every rank")
 
 
 def quantized_skeleton(job: Asked, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:
     """The graph of the model with its quantizers on, its weights hollow."""
     tree, weights = skeleton(job.source)
-    ranks.told("checking the weights", weights.check_finite)
+    distributed.run_on_main("checking the weights", weights.check_finite)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
     if job.cache:

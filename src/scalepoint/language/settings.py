@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageError
@@ -128,7 +128,7 @@ def asked(
     except ValueError:
         raise UsageError(f'memory={memory!r}: a number of bytes from 1,000,000 on, or text as "2GB"') from None
     job = Asked(opened, where, chosen, form, complete, tuning, cache or "")
-    ranks.told("looking at the output", lambda: check_output(job, force=may_exist, resume=resume))
+    distributed.run_on_main("looking at the output", lambda: check_output(job, force=may_exist, resume=resume))
     return job
 
 

@@ -7,13 +7,12 @@ at the head: a sequence at a time, so that logits are never all in memory
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.errors import CaptureError, NonFiniteError, UsageError
 from scalepoint.support.progress import phase
@@ -83,7 +82,7 @@ def scored(
     progress: bool | None,
 ) -> Scored:
     """Both models on these tokens, which ranks share; the codes are those in the folder."""
-    walk, own = Walk(model, memory=memory, keeps_outputs=False), tokens[ranks.rank() :: ranks.size()]
+    walk, own = Walk(model, memory=memory, keeps_outputs=False), distributed.shard(tokens)
     try:
         for each in own:
             walk.take([each])
@@ -115,17 +114,17 @@ def _enter(walk: Walk, weights: Weights, kept: Checkpoint, piece: Piece, name: s
 def _at_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Scored:
     """`tokens` are those of this rank."""
     first = torch.empty(0)
-    with torch.no_grad(), ranks.agreed("scoring") as told:
-        told.mine = []
+    with torch.no_grad(), distributed.phase("scoring") as step:
+        step.value = []
         for index, own in enumerate(tokens):
             exact, noisy = (
                 _logits(walk.run(piece, walk.entries(piece, index, noisy=side), noisy=side)) for side in (False, True)
             )
             (before, number), (after, _) = (loss_of(logits, own) for logits in (exact, noisy))
             noise = float((noisy - exact).double().square().sum())
-            told.mine.append([before, after, number, noise, float(exact.double().square().sum())])
+            step.value.append([before, after, number, noise, float(exact.double().square().sum())])
             first = noisy.clone() if not index else first
-    rows = [row for turn in zip_longest(*told.all) for row in turn if row is not None]  # in the order of the text
+    rows = distributed.interleave(step.values)  # in the order of the text
     before, after, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
     before = _perplexity(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN}")
     after = _perplexity(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN}")
