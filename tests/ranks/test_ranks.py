@@ -279,6 +279,17 @@ def test_without_a_group_there_is_one_rank() -> None:
     assert step.values == [3]
 
 
+def test_interleaved_shards_are_in_the_order_of_the_data() -> None:
+    items = [0, 1, None, 3, 4]
+    assert distributed.interleave([items[rank::3] for rank in range(3)]) == items
+    assert distributed.interleave([[], []]) == []
+
+
+def test_rows_of_batches_are_numbered_over_all_ranks() -> None:
+    assert distributed.batch_offsets([[2, 3], [4]]) == ([0, 6], 9)  # rank 0 has the first and the third batch
+    assert distributed.batch_offsets([[], [5]]) == ([], 5)
+
+
 def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("SCALEPOINT_RANK_TIMEOUT", "soon")
     with raises(UsageError, "SCALEPOINT_RANK_TIMEOUT='soon'", "seconds"):

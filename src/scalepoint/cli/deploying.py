@@ -50,7 +50,7 @@ def deploy(
 ) -> int:
     """Quantize a model, or the checkpoint of a language model, for a target, verify it in its runtime, and write file
     and report."""
-    distributed.init_from_torchrun()  # those that torchrun has started
+    distributed.init_from_torchrun()
     with distributed.participating():
         return _deployed(context.params)
 

@@ -59,7 +59,7 @@ def usage(message: str) -> errors.UsageError:
 def fail(error: Exception, command: str, *, is_json: bool, is_debug: bool) -> Code:
     """Say what went wrong, and with which code to end."""
     if isinstance(error, errors.RankError) and not distributed.is_main():
-        with distributed.single_process():  # the first may be the one that is gone
+        with distributed.single_process():  # every rank reports it: rank 0 may be the one that has died
             return fail(error, command, is_json=is_json, is_debug=is_debug)
     code, label, message, way_out = _explained(error)
     if is_debug:

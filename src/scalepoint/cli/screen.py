@@ -60,8 +60,7 @@ def _print(stream: TextIO, parts: Sequence[RenderableType]) -> None:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """All or, when the reader has gone (`| head`), nothing more: that is no error of ours. Of several ranks the first
-    writes."""
+    """Write the text, on rank 0 only. A reader that has closed the pipe (`| head`) is not an error."""
     if not distributed.is_main():
         return
     try:

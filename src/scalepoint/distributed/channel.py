@@ -113,9 +113,7 @@ class Channel:
         phases = {message["phase"] for message in messages}
         if len(phases) > 1 and not any("error" in message for message in messages):
             listed = ", ".join(f"rank {index}: {message['phase']}" for index, message in enumerate(messages[:8]))
-            raise RankError(
-                f"the ranks do not make the same calls ({listed}): every rank must make the same calls in the same order"
-            )
+            raise RankError(f"the ranks do not make the same calls ({listed}): every rank must, and in the same order")
         return messages
 
     def announce_failure(self, error: BaseException) -> None:
