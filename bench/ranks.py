@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, fx, nn
+from torch import Tensor, fx, nn
 
-from scalepoint import deploy_checkpoint, ranks
+from scalepoint import deploy_checkpoint, distributed
+from scalepoint.distributed.channel import Channel
 from scalepoint.pipeline import deploy_checkpoint as deploy
 from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
 from scalepoint.pipeline.checkpoint_stages import quantized_skeleton
@@ -55,14 +56,14 @@ class Sent:
     def __init__(self) -> None:
         self.bytes = self.meetings = 0
         for name in ("all_gather", "all_reduce", "broadcast"):
-            setattr(distributed, name, self._counting(getattr(distributed, name)))
-        meet = ranks._Group.meet
+            setattr(torch.distributed, name, self._counting(getattr(torch.distributed, name)))
+        exchange = Channel.exchange
 
-        def counted(group: Any, what: str, own: dict[str, Any]) -> Any:
+        def counted(channel: Channel, phase: str, content: dict[str, Any]) -> Any:
             self.meetings += 1
-            return meet(group, what, own)
+            return exchange(channel, phase, content)
 
-        ranks._Group.meet = counted  # type: ignore[method-assign]
+        Channel.exchange = counted  # type: ignore[method-assign]
 
     def _counting(self, original: Any) -> Any:
         def counted(*tensors: Any, **how: Any) -> Any:
@@ -116,8 +117,7 @@ def work(job: str, count: int, folder: Path) -> dict[str, float]:
     """What one rank does, and what it took."""
     torch.set_num_threads(1)
     run, sent = prepared(job, count, folder), Sent()
-    with ranks.agreed("starting"):
-        pass
+    distributed.wait_for_all("starting")
     sent.bytes = sent.meetings = 0
     wall, cpu = time.perf_counter(), time.process_time()
     run()
@@ -158,7 +158,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.size:
         init = f"file://{given.folder}/store"
-        distributed.init_process_group("gloo", init_method=init, rank=given.rank, world_size=given.size)
+        torch.distributed.init_process_group("gloo", init_method=init, rank=given.rank, world_size=given.size)
         (Path(given.folder) / f"{given.rank}.json").write_text(
             json.dumps(work(given.job, given.batches, Path(given.folder)))
         )

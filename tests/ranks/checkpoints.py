@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalepoint import deploy_checkpoint, ranks
+from scalepoint import deploy_checkpoint, distributed
 from scalepoint.errors import ScalepointWarning
 from scalepoint.pipeline import deploy_checkpoint as language
 from scalepoint.tuning.checkpoint import Checkpoint
@@ -51,13 +51,13 @@ class Folder:
 
     def both(self, name: str, **how: Any) -> Any:
         """By the first rank alone, by all, and whether they wrote the same weights."""
-        one = ranks.told("alone", lambda: self.deployed(f"{name}-one", **how))
+        one = distributed.run_on_main("alone", lambda: self.deployed(f"{name}-one", **how), Any)
         many = self.deployed(f"{name}-many", **how)
         return [one, many, self.mark(f"{name}-one") == self.mark(f"{name}-many")]
 
     def mark(self, name: str) -> str:
         """Of the weights as they were written."""
-        with ranks.agreed("written"):
+        with distributed.phase("written"):
             pass
         return hashlib.sha256(
             b"".join(each.read_bytes() for each in self.path.glob(f"{name}/*.safetensors"))
@@ -85,17 +85,19 @@ def further(folder: Path) -> Any:
     found["few"] = here.both("few", samples=1)
     found["tuned"] = here.both("tuned")
     found["failed"] = outcome(lambda: _interrupted(lambda: here.deployed("again")))
-    if ranks.is_main():
+    if distributed.is_main():
         shutil.copytree(folder / ".again.work", folder / ".first.work")
     found["resumed"] = _unwarned(lambda: here.deployed("again", resume=True))
     found["same bytes"] = here.mark("again") == here.mark("tuned-many")
-    found["resumed by one"] = ranks.told("alone", lambda: _unwarned(lambda: here.deployed("first", resume=True)))
+    found["resumed by one"] = distributed.run_on_main(
+        "alone", lambda: _unwarned(lambda: here.deployed("first", resume=True)), Any
+    )
     return found
 
 
 def _names(folder: Path) -> list[str]:
     """What is in a folder when all ranks have come here; without what the test itself leaves there."""
-    with ranks.agreed("looking"):
+    with distributed.phase("looking"):
         pass
     return sorted(each.name for each in folder.iterdir() if not each.name.startswith(("result", "said", "store")))
 
@@ -103,7 +105,7 @@ def _names(folder: Path) -> list[str]:
 def killed(folder: Path) -> Any:
     """DIES=rank at STEP: while blocks are tuned (keep), scored, written (TunedCodes); there that rank is killed."""
     step, dies = os.environ["STEP"], int(os.environ["DIES"])
-    if step and ranks.rank() == dies:
+    if step and distributed.rank() == dies:
         deadly(Checkpoint if step == "keep" else language, step)
     return outcome(lambda: Folder(folder).deployed("out", resume=not step)[:2])
 
@@ -128,7 +130,7 @@ def _interrupted(run: Any) -> Any:
     def failing(self: Checkpoint, *args: Any) -> None:
         keep(self, *args)
         kept.append(args[0])
-        if len(kept) == 2 and ranks.is_main():
+        if len(kept) == 2 and distributed.is_main():
             raise RuntimeError("no more")
 
     Checkpoint.keep = failing  # type: ignore[method-assign]
@@ -147,13 +149,13 @@ def _unwarned(run: Any) -> Any:
 
 def _other(here: Folder) -> Any:
     """The second rank is given a checkpoint with another config."""
-    own = here.path / "other" if ranks.rank() else here.source
-    if ranks.rank():
+    own = here.path / "other" if distributed.rank() else here.source
+    if distributed.rank():
         shutil.copytree(here.source, own)
         said = json.loads((own / "config.json").read_text())
         (own / "config.json").write_text(json.dumps({**said, "rms_norm_eps": 0.5}))
     try:
         return deploy_checkpoint(own, here.path / "never", target="compressed-tensors", accuracy="fast", progress=False)
     finally:
-        if ranks.rank():
+        if distributed.rank():
             shutil.rmtree(own)

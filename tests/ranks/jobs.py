@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, fx, nn
+from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from scalepoint import deploy, ranks, sweep
+from scalepoint import deploy, distributed, sweep
 from scalepoint.analysis import compare, histograms, sensitivity
 from scalepoint.errors import ScalepointWarning
 from scalepoint.pipeline import stages
@@ -71,7 +71,7 @@ def parameters(model: nn.Module) -> dict[str, list[str]]:
 
 def both(make: Callable[[], Any]) -> list[Any]:
     """The same by this process alone, and by all."""
-    with ranks.alone():
+    with distributed.single_process():
         one = make()
     return [one, make()]
 
@@ -163,7 +163,7 @@ def tuning(folder: Path) -> Any:
     found["gradients"] = both(lambda: tuned(batches(5), steps=("intercept", "gptq", "ranges", "clip", "sign_round")))
     found["one batch"] = both(lambda: tuned(batches(1)))
     found["shared outputs"] = [found["closed form"][0], _sharing(lambda: tuned(batches(6)))]
-    with ranks.alone():
+    with distributed.single_process():
         found["nearest"] = compare(net(), start, batches(6), progress=False).outputs[0].sqnr_db
     many = tuned(batches(6), folder=folder / "tuned")
     found["resumed"] = [many, _resumed_by_first(lambda: tuned(batches(6), folder=folder / "tuned", resume=True), many)]
@@ -183,9 +183,9 @@ def _sharing(make: Callable[[], Any]) -> Any:
 
 def _resumed_by_first(again: Callable[[], Any], otherwise: Any) -> Any:
     """Without a warning: what was kept fits."""
-    with ranks.agreed("resuming alone"), ranks.alone(), warnings.catch_warnings():
+    with distributed.phase("resuming alone"), distributed.single_process(), warnings.catch_warnings():
         warnings.simplefilter("error", ScalepointWarning)
-        return again() if not distributed.get_rank() else otherwise
+        return again() if not torch.distributed.get_rank() else otherwise
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -199,7 +199,7 @@ def _loader() -> Any:
 
 
 def _own_part(model: nn.Module) -> None:
-    for batch in batches(5)[ranks.rank() :: ranks.size()]:
+    for batch in distributed.shard(batches(5)):
         model(batch)
 
 
@@ -215,7 +215,7 @@ def dying(folder: Path) -> Any:
 
     def fatal(model: nn.Module) -> None:
         model(batches(1)[0])
-        if ranks.rank() == int(os.environ["DIES"]):
+        if distributed.rank() == int(os.environ["DIES"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
     return outcome(lambda: parameters(calibrate(inserted(), fatal, progress=False)))
@@ -228,12 +228,12 @@ def interrupted(folder: Path) -> Any:
         raise KeyboardInterrupt
 
     def met() -> None:
-        with ranks.agreed("waiting"):
-            if ranks.rank():
+        with distributed.phase("waiting"):
+            if distributed.rank():
                 while not (folder / "stopped").exists():
                     time.sleep(0.05)
 
-    if ranks.rank():
+    if distributed.rank():
         return outcome(met)
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, 1.0)
@@ -247,18 +247,21 @@ def interrupted(folder: Path) -> Any:
 
 
 def meeting(folder: Path) -> Any:
-    """The parts of `ranks` by themselves."""
-    rank, found = ranks.rank(), {}
-    with ranks.together():
+    """The functions of `scalepoint.distributed` by themselves."""
+    rank, found = distributed.rank(), {}
+    with distributed.participating():
         own = {"a": torch.full((2, rank), float(rank)), f"only {rank}": torch.tensor(rank, dtype=torch.int16)}
         found["gathered"] = [
-            {name: [str(each.dtype), each.tolist()] for name, each in part.items()} for part in ranks.gathered(own)
+            {name: [str(each.dtype), each.tolist()] for name, each in part.items()}
+            for part in distributed.gather_tensors(own)
         ]
         total = torch.tensor([0.1 * (rank + 1), 1.0], dtype=torch.float64)
-        ranks.add_up([total])
+        distributed.all_reduce_sum([total])
         found["sum"] = [each.hex() for each in total.tolist()]
-        found["told"] = ranks.told("asking", lambda: {"rank": ranks.rank(), "size": ranks.size()})
-        found["shapes"] = outcome(lambda: ranks.add_up([torch.zeros(rank + 1)]))
+        found["told"] = distributed.run_on_main(
+            "asking", lambda: {"rank": distributed.rank(), "size": distributed.world_size()}, dict[str, int]
+        )
+        found["shapes"] = outcome(lambda: distributed.all_reduce_sum([torch.zeros(rank + 1)]))
     found["other calls"] = outcome(lambda: _phase("calibrating" if rank else "comparing"))
     found["left"] = outcome(_leaving)
     found["of its own kind"] = outcome(_strange)
@@ -268,15 +271,13 @@ def meeting(folder: Path) -> Any:
 
 
 def _phase(name: str) -> Any:
-    with ranks.agreed(name) as told:
-        told.mine = ranks.rank()
-    return told.all
+    return distributed.gather_values(name, distributed.rank())
 
 
-@ranks.together()
+@distributed.participating()
 def _leaving() -> Any:
     """An error between two phases, on one rank."""
-    if ranks.rank() == 1:
+    if distributed.rank() == 1:
         raise KeyError("no such thing")
     return _phase("a phase")
 
@@ -287,15 +288,15 @@ class StrangeError(Exception):
 
 
 def _strange() -> Any:
-    with ranks.agreed("a phase"):
-        if ranks.rank() == 1:
+    with distributed.phase("a phase"):
+        if distributed.rank() == 1:
             raise StrangeError(1, 2)
 
 
 def _two_errors() -> Any:
-    with ranks.agreed("a phase") as told:
-        told.at = [5, 3][ranks.rank()] if ranks.rank() < 2 else 9
-        raise ValueError(f"at {told.at:g}")
+    with distributed.phase("a phase") as step:
+        step.position = [5, 3][distributed.rank()] if distributed.rank() < 2 else 9
+        raise ValueError(f"at {step.position:g}")
 
 
 def first(folder: Path) -> Any:
@@ -316,11 +317,7 @@ def deploying(folder: Path) -> Any:
         )
         return [done.path.name, done.score, done.verification.sqnr, done.report.accuracy[0].float_value, str(done.path)]
 
-    if ranks.rank() == 0:
-        with ranks.alone():
-            deployed("one")
-    with ranks.agreed("one is there"):
-        pass
+    distributed.run_on_main("alone", lambda: deployed("one"), list[Any])
     found["done"] = deployed("many")
     found["bytes"] = _same_bytes(folder / "one", folder / "many")
     found["files"] = sorted(each.name for each in (folder / "many").iterdir())
@@ -353,32 +350,31 @@ def searching(folder: Path) -> Any:
     found["again"] = outcome(lambda: swept("sweep-many"))
     found["resumed"] = swept("sweep-many", resume=True)
     found["split"] = outcome(lambda: sweep(net(), data[0], _loader(), grid={"threads": [1]}, output=folder / "never"))
-    with ranks.agreed("all is there"):
-        found["files"] = sorted(each.name for each in (folder / "sweep-many").iterdir())
+    distributed.wait_for_all("all is there")
+    found["files"] = sorted(each.name for each in (folder / "sweep-many").iterdir())
     return found
 
 
 def _both(make: Callable[..., Any], name: str, **how: Any) -> list[Any]:
     """By the first rank alone, and by all."""
-    one = ranks.told("alone", lambda: make(f"{name}-one", **how))
+    one = distributed.run_on_main("alone", lambda: make(f"{name}-one", **how), Any)
     return [one, make(f"{name}-many", **how)]
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
-    with ranks.agreed("both are there"):
-        pass
+    distributed.wait_for_all("both are there")
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in ("model.onnx", "float.onnx"))
 
 
 def _deploy_another() -> Any:
-    torch.manual_seed(ranks.rank())
+    torch.manual_seed(distributed.rank())
     return deploy(Net().eval(), batches(1)[0], batches(2), output="never", progress=False)
 
 
 def killed(folder: Path) -> Any:
     """DIES=rank at STEP=calibrate, tune, export, verify, make_report: there that rank is killed, the first time."""
     step, dies = os.environ["STEP"], int(os.environ["DIES"])
-    if step and ranks.rank() == dies:
+    if step and distributed.rank() == dies:
         setattr(stages, step, lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL))
     data = batches(5)
     is_tuned, resume = "tune" in (step, os.environ.get("ACCURACY")), os.environ["RESUME"] == "yes"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from scalepoint import ranks
+from scalepoint import distributed
+from scalepoint.distributed.channel import heartbeat_timeout
 from scalepoint.errors import UsageError
 from tests.errors import raises
 from tests.ranks.checkpoints import write_source
@@ -272,13 +273,24 @@ def test_a_first_rank_that_is_interrupted_in_a_meeting_tells_the_others(tmp_path
 
 
 def test_without_a_group_there_is_one_rank() -> None:
-    assert (ranks.rank(), ranks.size(), ranks.is_main()) == (0, 1, True)
-    with ranks.together(), ranks.agreed("alone") as told:
-        told.mine = 3
-    assert told.all == [3]
+    assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (0, 1, True)
+    with distributed.participating(), distributed.phase("alone") as step:
+        step.value = 3
+    assert step.values == [3]
+
+
+def test_interleaved_shards_are_in_the_order_of_the_data() -> None:
+    items = [0, 1, None, 3, 4]
+    assert distributed.interleave([items[rank::3] for rank in range(3)]) == items
+    assert distributed.interleave([[], []]) == []
+
+
+def test_rows_of_batches_are_numbered_over_all_ranks() -> None:
+    assert distributed.batch_offsets([[2, 3], [4]]) == ([0, 6], 9)  # rank 0 has the first and the third batch
+    assert distributed.batch_offsets([[], [5]]) == ([], 5)
 
 
 def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("SCALEPOINT_RANK_TIMEOUT", "soon")
     with raises(UsageError, "SCALEPOINT_RANK_TIMEOUT='soon'", "seconds"):
-        ranks.limit()
+        heartbeat_timeout()

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed, fx, nn
+from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.quantize import QuantStub, WeightFakeQuantize, calibrate, freeze_bn_stats, load, prepare_qat, save
 from tests.ranks.jobs import batches, inserted, net, outcome
 
@@ -36,17 +36,17 @@ def trained(model: nn.Module, step: Callable[[], None] = lambda: None) -> list[f
     """The losses of the whole batch, step by step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
-    part = BATCH // ranks.size()
+    part = BATCH // distributed.world_size()
     for inputs, wanted in data():
-        mine = slice(ranks.rank() * part, (ranks.rank() + 1) * part)
+        mine = slice(distributed.rank() * part, (distributed.rank() + 1) * part)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs[mine]), wanted[mine])
         loss.backward()
         optimizer.step()
         told = loss.detach().clone()
-        if ranks.size() > 1:
-            distributed.all_reduce(told)
-        losses.append(float(told) / ranks.size())
+        if distributed.world_size() > 1:
+            torch.distributed.all_reduce(told)
+        losses.append(float(told) / distributed.world_size())
     return losses
 
 
@@ -56,17 +56,17 @@ def scales(model: nn.Module) -> dict[str, list[float]]:
 
 
 def training(folder: Path) -> Any:
-    with ranks.alone():
+    with distributed.single_process():
         start = calibrate(inserted(), batches(3), progress=False)
     found: dict[str, Any] = {}
     for name, how in (("observed", {"observe": True}), ("learned", {"learn_scales": True})):
-        with ranks.alone():
+        with distributed.single_process():
             one = prepared(start, **how)
             found[f"{name} by one"] = [trained(one), scales(one)]
         model = prepared(start, **how)
         found[f"{name} by DDP"] = [trained(DistributedDataParallel(model)), scales(model)]
         model = prepared(start, **how)
-        fully_shard(model, mesh=init_device_mesh("cpu", (ranks.size(),)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (distributed.world_size(),)))
         found[f"{name} by FSDP2"] = [trained(model), scales(model)]
         found[f"{name} saved"] = _saved(model, folder / name)
     found["nan"] = outcome(lambda: _with_nan(start))
@@ -82,15 +82,15 @@ def _saved(model: fx.GraphModule, folder: Path) -> list[bool]:
         expected = model(inputs)
     save(model, folder)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    with ranks.agreed("saved"):
+    with distributed.phase("saved"):
         pass
-    with ranks.alone(), torch.no_grad():
+    with distributed.single_process(), torch.no_grad():
         plain = load(folder, net(), inputs)
         from_folder = bool(torch.equal(plain(inputs), expected))
         for value in plain.parameters():
             value.zero_()
         same = True
-        if not distributed.get_rank():
+        if not torch.distributed.get_rank():
             plain.load_state_dict(state)
             same = bool(torch.equal(plain.eval()(inputs), expected))
     return [from_folder, same]
@@ -99,6 +99,6 @@ def _saved(model: fx.GraphModule, folder: Path) -> list[bool]:
 def _with_nan(start: fx.GraphModule) -> Any:
     model = DistributedDataParallel(prepared(start, observe=True))
     inputs = torch.randn(2, 3, 8, 8)
-    if ranks.rank() == 1:
+    if distributed.rank() == 1:
         inputs[0, 0, 0, 0] = float("nan")
     return float(model(inputs).sum())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.quantize.feeding import Data
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.stubs import WeightFakeQuantize
@@ -109,10 +109,10 @@ class _Layer:
 
 
 def _shared(specs: Sequence[QuantizationSpec], loss: Callable[[QuantizationSpec], float]) -> Losses:
-    """Of each, by one of the ranks."""
-    with ranks.agreed("losses") as told:
-        told.mine = [loss(each) for each in specs[ranks.rank() :: ranks.size()]]
-    return {spec: told.all[index % ranks.size()][index // ranks.size()] for index, spec in enumerate(specs)}
+    """The loss of each spec; every rank computes some of them."""
+    with distributed.phase("losses") as step:
+        step.value = [loss(spec) for spec in distributed.shard(specs)]
+    return dict(zip(specs, distributed.interleave(step.values), strict=True))
 
 
 def _with_spec(live: QuantizedWeighted, spec: QuantizationSpec) -> QuantizedWeighted:

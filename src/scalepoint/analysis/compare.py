@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of, weighted_of
 from scalepoint.analysis.lockstep import Lockstep
 from scalepoint.analysis.sums import ErrorSums, RangeUse, decibels, energy, merge_over_ranks
@@ -118,7 +118,7 @@ def _share(value: float | None) -> str:
 
 
 @serialized
-@ranks.together()
+@distributed.participating()
 def compare(
     float_model: Callable[..., Any] | None,
     quantized: fx.GraphModule,
@@ -261,9 +261,8 @@ class _Outputs:
 
     def named(self) -> list[ErrorSums]:
         """All sums, of every output that some rank has seen."""
-        with ranks.agreed("naming outputs") as told:
-            told.mine = list(self.found)
-        names = dict.fromkeys(name for each in told.all for name in each)
+        parts = distributed.gather_values("naming outputs", list(self.found))
+        names = dict.fromkeys(name for part in parts for name in part)
         self.found = {name: self.found.get(name, ErrorSums()) for name in names}
         return [self.graph, *self.found.values()]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.analysis.layers import quantizers_of
 from scalepoint.analysis.lockstep import Lockstep
 from scalepoint.analysis.sums import energy, error_energy, float_tensors
@@ -47,12 +47,12 @@ class Flow:
     def merge(self) -> None:
         """Take in the sums of the other ranks."""
         sums = (self.noise, self.own, self.carried, self.signal)
-        with ranks.agreed("merging sums") as told:
-            told.mine = [{node.name: value for node, value in each.items()} for each in sums]
+        own = [{node.name: value for node, value in each.items()} for each in sums]
+        parts = distributed.gather_values("merging sums", own)
         nodes = {node.name: node for node in self.graph.nodes}
         for index, each in enumerate(sums):
             each.clear()
-            for part in told.all:
+            for part in parts:
                 for name, value in part[index].items():
                     _add(each, nodes[name], value)
 

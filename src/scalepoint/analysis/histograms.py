@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.analysis.layers import Layer, check_running, choose, layers_of, range_of, weighted_of
 from scalepoint.errors import UsageError, shown
 from scalepoint.numerics.histogram import Histogram, bin_width, histogram_of, merge
@@ -35,7 +35,7 @@ class TensorHistogram:
         return {**vars(self), "edges": list(self.edges), "counts": list(self.counts)}
 
 
-@ranks.together()
+@distributed.participating()
 def histograms(
     quantized: fx.GraphModule,
     data: Data,
@@ -82,7 +82,7 @@ def _watch(seen: dict[str, Histogram], target: str) -> Any:
 def _merge(seen: dict[str, Histogram]) -> None:
     """Take in what the other ranks have seen."""
     own = {f"{part} {name}": value for name, each in seen.items() for part, value in each._asdict().items()}
-    parts = ranks.gathered(own, "merging histograms")
+    parts = distributed.gather_tensors(own, "merging histograms")
     seen.clear()
     for part in parts:
         for name in [key.removeprefix("counts ") for key in part if key.startswith("counts ")]:

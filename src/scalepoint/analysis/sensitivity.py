@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.analysis.flow import flow_of
 from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
 from scalepoint.analysis.sums import ErrorSums, merge_over_ranks
@@ -65,7 +65,7 @@ def _finite(value: Any) -> Any:
 
 
 @serialized
-@ranks.together()
+@distributed.participating()
 def sensitivity(
     model: nn.Module,
     data: Data,
@@ -175,12 +175,12 @@ def _measured_one_at_a_time(quantized: fx.GraphModule, tried: Sequence[str], met
     """The metric with each layer quantized alone; under "" that of the float model."""
     model, quantizers = _switchable(quantized)
     found: dict[str, float] = {}
-    with ranks.agreed("one layer at a time") as told:
-        for name in ["", *tried][ranks.rank() :: ranks.size()]:  # each rank has some of the layers
-            with _only(quantizers, name), ranks.alone():
+    with distributed.phase("one layer at a time") as step:
+        for name in distributed.shard(["", *tried]):
+            with _only(quantizers, name), distributed.single_process():
                 found[name] = _number(metric, model)
-        told.mine = found
-    merged = {name: value for part in told.all for name, value in part.items()}
+        step.value = found
+    merged = {name: value for part in step.values for name, value in part.items()}
     return {name: merged[name] for name in ("", *tried)}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from scalepoint import ranks
+from scalepoint import distributed
 
 
 def float_tensors(value: Any) -> Iterator[Tensor]:
@@ -128,10 +128,9 @@ class RangeUse:
 
 def merge_over_ranks(sums: Sequence["ErrorSums | RangeUse"]) -> None:
     """Make each that of all ranks, merged in their order: the same bits everywhere."""
-    with ranks.agreed("merging sums") as told:
-        told.mine = [list(vars(each).values()) for each in sums]
+    parts = distributed.gather_values("merging sums", [list(vars(each).values()) for each in sums])
     for index, each in enumerate(sums):
-        first, *others = (type(each)(*part[index]) for part in told.all)
+        first, *others = (type(each)(*part[index]) for part in parts)
         for other in others:
             first.merge(other)  # type: ignore[arg-type]  # of the same type
         vars(each).update(vars(first))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import scalepoint
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.cli.ending import Code, interrupted, usage
 from scalepoint.cli.naming import public
 from scalepoint.cli.screen import say, show, show_json
@@ -62,10 +62,10 @@ class FolderRun:
         if not self.settings.allow_departure and (self.settings.data or self.settings.judge):
             check_runtime_installed(target, allow_departure=False)
         check_path(self.output)
-        return self.resume or (ranks.is_restarted() and CheckpointWorkspace(self.output).has_finished_blocks)
+        return self.resume or (distributed.is_restarted() and CheckpointWorkspace(self.output).has_finished_blocks)
 
     def go(self) -> int:
-        resume = bool(ranks.told("looking at the output", self.check))
+        resume = distributed.run_on_main("looking at the output", self.check, bool)
         settings = self.settings
         if not self.quiet:
             say(f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.output}")

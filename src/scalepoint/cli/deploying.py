@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 import scalepoint
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.checkpoints import FolderRun, is_folder
 from scalepoint.cli.ending import Code, interrupted, usage
@@ -50,8 +50,8 @@ def deploy(
 ) -> int:
     """Quantize a model, or the checkpoint of a language model, for a target, verify it in its runtime, and write file
     and report."""
-    ranks.start()  # those that torchrun has started
-    with ranks.together():
+    distributed.init_from_torchrun()
+    with distributed.participating():
         return _deployed(context.params)
 
 
@@ -61,7 +61,7 @@ def _deployed(given: dict[str, Any]) -> int:
     may_exist = bool(given["force"]) or dry_run
     if not is_folder(model):  # torch takes seconds to load: what can be refused before is
         check_names(given)
-        if config is None and not ranks.is_restarted():
+        if config is None and not distributed.is_restarted():
             _look(Path(output or "out"), may_exist, resume)
     settings = settings_of(given)
     if is_folder(settings.model):
@@ -74,7 +74,7 @@ def _deployed(given: dict[str, Any]) -> int:
     settings = with_metadata(settings, finder)
     check_inputs(settings, finder)
     folder = Path(settings.output)
-    resume = resume or (ranks.is_restarted() and bool(_finished_stages(folder)))
+    resume = resume or (distributed.is_restarted() and bool(_finished_stages(folder)))
     _look(folder, may_exist, resume)
     if dry_run:
         if settings.evaluate:
@@ -90,7 +90,7 @@ def _look(folder: Path, may_exist: bool, resume: bool) -> None:
     """Rank 0 checks the output folder: it soon writes there."""
     from scalepoint.pipeline.workspace import check_output
 
-    ranks.told("looking at the output", lambda: check_output(folder, force=may_exist, resume=resume))
+    distributed.run_on_main("looking at the output", lambda: check_output(folder, force=may_exist, resume=resume))
 
 
 def _finished_stages(folder: Path) -> list[str]:
@@ -196,7 +196,7 @@ class Run:
         from scalepoint.report.folder import HTML_FILE, JSON_FILE
         from scalepoint.support.output_folder import WrittenFiles
 
-        if not ranks.is_main():
+        if not distributed.is_main():
             return done
         file, command = self._write_configs(done)
         paths = [self.folder / CONFIG, file, self.folder / SCRIPT]

@@ -10,7 +10,7 @@ import traceback
 from difflib import get_close_matches
 from enum import IntEnum
 
-from scalepoint import errors, ranks
+from scalepoint import distributed, errors
 from scalepoint.cli.screen import say, shortened, show_json, write
 from scalepoint.support.formatting import visible
 
@@ -58,8 +58,8 @@ def usage(message: str) -> errors.UsageError:
 
 def fail(error: Exception, command: str, *, is_json: bool, is_debug: bool) -> Code:
     """Say what went wrong, and with which code to end."""
-    if isinstance(error, errors.RankError) and not ranks.is_main():
-        with ranks.alone():  # the first may be the one that is gone
+    if isinstance(error, errors.RankError) and not distributed.is_main():
+        with distributed.single_process():  # every rank reports it: rank 0 may be the one that has died
             return fail(error, command, is_json=is_json, is_debug=is_debug)
     code, label, message, way_out = _explained(error)
     if is_debug:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.checkpoints import is_folder
 from scalepoint.cli.data import Batches, check_data, load_data
@@ -101,7 +101,7 @@ def compare(
     _check_other(model)
     if html is not None:
         raise usage("--html is for two runs: name two folders that `scalepoint deploy` wrote")
-    ranks.start()
+    distributed.init_from_torchrun()
     float_model, quantized, inputs, batches = restored(folder, context.params, context.params["max_batches"])
     found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
     found = replace(found, rows=tuple(found.worst(len(found.rows))))

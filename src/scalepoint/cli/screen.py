@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.support.formatting import one_line, visible
 from scalepoint.support.jsonable import to_jsonable
 
@@ -60,9 +60,8 @@ def _print(stream: TextIO, parts: Sequence[RenderableType]) -> None:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """All or, when the reader has gone (`| head`), nothing more: that is no error of ours. Of several ranks the first
-    writes."""
-    if not ranks.is_main():
+    """Write the text, on rank 0 only. A reader that has closed the pipe (`| head`) is not an error."""
+    if not distributed.is_main():
         return
     try:
         stream.write(text)

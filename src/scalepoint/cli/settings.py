@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.cli.data import Reading, check_data
 from scalepoint.cli.ending import usage
 from scalepoint.cli.models import is_library
@@ -109,7 +109,7 @@ def check_runtime(settings: Any) -> None:
 
     target = find_target(settings.target, settings.cpu)
     if not settings.allow_departure:
-        ranks.told("looking for the runtime", lambda: check_installed(target, allow_departure=False))
+        distributed.run_on_main("looking for the runtime", lambda: check_installed(target, allow_departure=False))
 
 
 def check_inputs(settings: Any, finder: Finder) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 import scalepoint
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.cli import flags
 from scalepoint.cli.deploying import Run, keywords_of
 from scalepoint.cli.ending import Code, interrupted, usage
@@ -34,7 +34,7 @@ def sweep(
 ) -> int:
     """Deploy with every combination of a grid: the config's `grid:` has a list of values for each key. One folder a
     run, one table and one page over all."""
-    ranks.start()
+    distributed.init_from_torchrun()
     if config is None:
         raise usage("which grid? Give a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
     check_names(context.params)
@@ -46,9 +46,9 @@ def sweep(
     settings = with_metadata(settings, finder)
     for target in grid.get("target", ()):
         check_target(target)
-    smoke, resume = bool(context.params["smoke"]), bool(context.params["resume"]) or ranks.is_restarted()
+    smoke, resume = bool(context.params["smoke"]), bool(context.params["resume"]) or distributed.is_restarted()
     folder = Path(settings.output)
-    ranks.told("looking at the output", lambda: _look(folder, resume or force))
+    distributed.run_on_main("looking at the output", lambda: _look(folder, resume or force))
     judge = load_evaluate(settings.evaluate, finder) if settings.evaluate else None
     net, inputs, batches = model_and_data(settings, finder)
     if not quiet:

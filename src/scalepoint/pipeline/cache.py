@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import DocumentError, ScalepointError, ScalepointWarning
 from scalepoint.support.files import digest, replace_text
 from scalepoint.support.interrupts import check_interrupt
@@ -83,12 +83,12 @@ class Stage:
         """Return the cached result as `read` decodes it; None if the stage must run or the result cannot be read."""
         if self.saved is None:
             return None
-        with ranks.agreed(self.name) as told:
+        with distributed.phase(self.name) as step:
             try:
-                value, told.mine = read(self.saved), ""
+                value, step.value = read(self.saved), ""
             except (ScalepointError, ValidationError) as error:
-                value, told.mine = None, str(error).splitlines()[0]
-        why = next(filter(None, told.all), "")
+                value, step.value = None, str(error).splitlines()[0]
+        why = next(filter(None, step.values), "")
         if why:
             self.saved = None
             _warn(f"{self.name}: what was saved cannot be used ({why}): done again")
@@ -120,11 +120,16 @@ class StageCache:
     def stage(self, name: str, compute_inputs: Callable[[], Inputs]) -> Iterator[Stage]:
         """Enter a stage. What it stores is written when the block ends without an error."""
         check_interrupt()
-        inputs = compute_inputs() if ranks.is_main() else {}
-        stage = Stage(name, inputs, ranks.told(name, lambda: self._find(name, inputs)))
-        with ranks.agreed(name):
+        inputs: Inputs = {}
+
+        def find() -> dict[str, Any] | None:
+            inputs.update(compute_inputs())
+            return self._find(name, inputs)
+
+        stage = Stage(name, inputs, distributed.run_on_main(name, find, dict[str, Any] | None))
+        with distributed.phase(name):
             yield stage
-        if stage.stored is not None and ranks.is_main():
+        if stage.stored is not None and distributed.is_main():
             self._write(stage, *stage.stored)
 
     def _find(self, name: str, inputs: Inputs) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageError
@@ -116,7 +116,7 @@ def prepare_checkpoint_job(
     except ValueError:
         raise UsageError(f'memory={memory!r}: a number of bytes from 1,000,000 on, or text as "2GB"') from None
     workspace = CheckpointWorkspace(output, name=checkpoint.folder.resolve().name, suffix=form.suffix)
-    ranks.told("looking at the output", lambda: workspace.check(force=force, resume=resume))
+    distributed.run_on_main("looking at the output", lambda: workspace.check(force=force, resume=resume))
     return CheckpointJob(checkpoint, workspace, chosen, form, complete, tuning, cache or "")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
 from scalepoint.checkpoints.skeleton import Weights, head_of, skeleton
 from scalepoint.checkpoints.text import Text, context_of, sequences, tokenizer_of
@@ -74,7 +74,7 @@ def read_text(
 def quantized_skeleton(job: CheckpointJob, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:
     """Return the graph with its quantizers, over parameters whose values are not loaded, and the loader of these."""
     tree, weights = skeleton(job.source)
-    ranks.told("checking the weights", weights.check_finite)
+    distributed.run_on_main("checking the weights", weights.check_finite)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
     if job.cache:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.budget import Budget
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats import find_format
@@ -48,7 +48,7 @@ MAX_SIZE_TRIALS = 3  # files tried for a size budget: each corrects the estimate
 
 
 @serialized
-@ranks.together()
+@distributed.participating()
 def deploy(
     model: nn.Module | ExportedProgram,
     example_inputs: Any,
@@ -181,15 +181,17 @@ def run_job(context: StageContext) -> Deployment:
     best = stages.publish(context, chosen)
     trials = [best if trial is chosen else trial.without_files() for trial in trials]
     with context.timed("reporting"):
-        report = ranks.run_on_main(
+        report = distributed.run_on_main(
             "reporting", lambda: _write_report(context, best, trials, limits, allocation), Report
         )
     tell(Event("file", str(workspace.output / HTML_FILE)))
-    if ranks.is_main():
-        with ranks.alone():
-            stages.extract_departure(context, best)
+
+    def finish() -> None:
+        stages.extract_departure(context, best)
         workspace.write_text(CONFIG, config_file(job))
         workspace.finish()
+
+    distributed.run_on_main("writing the last files", finish)
     return Deployment.from_trials(best, report, limits, trials)
 
 

@@ -19,10 +19,10 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.checkpoints.skeleton import check_config
 from scalepoint.checkpoints.text import Text
-from scalepoint.errors import StoreError, UsageError
+from scalepoint.errors import StoreError
 from scalepoint.options import Accuracy
 from scalepoint.pipeline.checkpoint_codes import TunedCodes
 from scalepoint.pipeline.checkpoint_job import CheckpointJob, prepare_checkpoint_job
@@ -48,7 +48,7 @@ from scalepoint.tuning import TuneReport
 
 
 @serialized
-@ranks.together()
+@distributed.participating()
 def deploy_checkpoint(
     source: str | Path,
     output: str | Path,
@@ -112,7 +112,7 @@ def deploy_checkpoint(
     calibration, evaluation = read_text(job, data, judge, length, samples)
     if verify and evaluation:
         check = partial(check_runtime_installed, job.target, allow_departure=allow_departure)
-        ranks.told("looking for the runtime", check)
+        distributed.run_on_main("looking for the runtime", check)
     timings: dict[str, float] = {}
     with job.workspace.opened(), _errors_explained(job):
         with timed(timings, "capturing", show=progress):
@@ -138,11 +138,7 @@ def deploy_checkpoint(
             job.workspace.record_report()
             return report
 
-        report = (
-            write_and_verify()
-            if ranks.size() == 1
-            else Report.from_dict(ranks.told("writing and proving", lambda: write_and_verify().to_dict()))
-        )
+        report = distributed.run_on_main("writing and verifying", write_and_verify, Report)
     deployment = _deployment(job, model, report, tune_report)
     return deployment if allow_departure else deployment.checked()
 
@@ -165,7 +161,7 @@ def _deployment(job: CheckpointJob, model: fx.GraphModule, report: Report, tuned
 @contextmanager
 def _errors_explained(job: CheckpointJob) -> Iterator[None]:
     """Turn a full disk, lost files and a lack of memory into a StoreError that says what to do; only on rank 0."""
-    if not ranks.is_main():
+    if not distributed.is_main():
         yield
         return
     try:
@@ -199,11 +195,5 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _check_same_checkpoint(job: CheckpointJob) -> None:
     """Refuse ranks that read different checkpoints: their statistics are added up."""
     shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in job.source.tensors.items()}
-    with ranks.agreed("the checkpoint") as told:
-        told.mine = hashlib.sha256(json.dumps([dict(job.source.config), shapes], sort_keys=True).encode()).hexdigest()
-    different = [index for index, digest in enumerate(told.all) if digest != told.all[0]]
-    if different:
-        raise UsageError(
-            f"rank {different[0]} has another checkpoint than rank 0 in {job.source.folder}: every rank reads the "
-            "same one"
-        )
+    fingerprint = hashlib.sha256(json.dumps([dict(job.source.config), shapes], sort_keys=True).encode()).hexdigest()
+    distributed.check_equal("checkpoint", fingerprint, f"{job.source.folder} must be the same folder on every rank")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.free import is_free
@@ -107,7 +107,7 @@ class RecordedData:
 
     def fingerprint(self) -> str | None:
         """After the data was read. With several ranks, each reads only a part: then the batches are read again."""
-        if self._recorder is not None and self._recorder.is_complete and ranks.size() == 1:
+        if self._recorder is not None and self._recorder.is_complete and distributed.world_size() == 1:
             return self._recorder.fingerprint
         return self._source.fingerprint()
 

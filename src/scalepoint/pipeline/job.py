@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.allocation import check_choices
 from scalepoint.budget import Budget
 from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
@@ -127,7 +127,7 @@ def prepare_job(
         )
     metadata = to_jsonable({**metadata_of(model), **(values["metadata"] or {})})
     check_metadata(metadata)
-    ranks.told(
+    distributed.run_on_main(
         "looking for the runtime",
         lambda: check_installed(checked_target, allow_departure=options.allow_departure),
     )

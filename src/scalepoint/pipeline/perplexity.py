@@ -7,13 +7,12 @@ release it. The head runs one sequence at a time, so that the logits of all sequ
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.errors import CaptureError, NonFiniteError, UsageError
 from scalepoint.support.progress import phase
@@ -96,7 +95,7 @@ def score_checkpoint(
 ) -> CheckpointScore:
     """Score the float and the quantized model on these tokens, which are shared between ranks."""
     walk = Walk(model, memory=memory, keeps_outputs=False)
-    rank_tokens = tokens[ranks.rank() :: ranks.size()]
+    rank_tokens = distributed.shard(tokens)
     try:
         for sequence in rank_tokens:
             walk.take([sequence])
@@ -128,17 +127,17 @@ def _load_piece(walk: Walk, weights: Weights, tuned: Checkpoint, piece: Piece, n
 def _score_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> CheckpointScore:
     """Run the last piece on the sequences of this rank, and add up the losses of all ranks."""
     first = torch.empty(0)
-    with torch.no_grad(), ranks.agreed("scoring") as told:
-        told.mine = []
+    with torch.no_grad(), distributed.phase("scoring") as step:
+        step.value = []
         for index, own in enumerate(tokens):
             exact, noisy = (
                 _logits(walk.run(piece, walk.entries(piece, index, noisy=side), noisy=side)) for side in (False, True)
             )
             (before, number), (after, _) = (cross_entropy_sum(logits, own) for logits in (exact, noisy))
             noise = float((noisy - exact).double().square().sum())
-            told.mine.append([before, after, number, noise, float(exact.double().square().sum())])
+            step.value.append([before, after, number, noise, float(exact.double().square().sum())])
             first = noisy.clone() if not index else first
-    rows = [row for turn in zip_longest(*told.all) for row in turn if row is not None]  # in the order of the text
+    rows = distributed.interleave(step.values)  # in the order of the text
     before, after, count, noise, signal = (sum(column) for column in zip(*rows, strict=True))
     before = _perplexity_of(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN}")
     after = _perplexity_of(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN}")

@@ -20,7 +20,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import fx, nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.allocation import Widths, measure_widths
 from scalepoint.allocation.losses import SOLVER
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, shown
@@ -120,14 +120,8 @@ class StageContext:
 
 def check_same_model(context: StageContext) -> None:
     """Refuse ranks with different weights: each would quantize another model."""
-    with ranks.agreed("the model") as told:
-        told.mine = context.model_fingerprint
-    others = [index for index, each in enumerate(told.all) if each != told.all[0]]
-    if others:
-        raise UsageError(
-            f"rank {others[0]} has another model than rank 0: load the same weights on every rank, or set the same "
-            "seed where they are random"
-        )
+    hint = "load the same weights on every rank, or set the same seed if they are random"
+    distributed.check_equal("model", context.model_fingerprint, hint)
 
 
 def quantize(
@@ -160,8 +154,7 @@ def quantize(
         if model is None:
             model, tuned = _quantize(context, config, dropped, data.data, is_only_trial=is_only_trial)
             stage.inputs["the calibration data"] = context.data_fingerprint = data.fingerprint()
-            if ranks.is_main():
-                save(model, place)
+            save(model, place)
             stage.store({} if tuned is None else tuned.to_dict(), files=[place / "scalepoint.json"])
     return model, tuned
 
@@ -246,25 +239,27 @@ def export_files(context: StageContext, folder: Path, model: fx.GraphModule) -> 
     """Write the file of a trial, and once for all trials the float file. Returns both paths."""
     job, work = context.job, context.workspace.work
     path, float_path = context.path(folder, FILE), context.path(work, FLOAT_FILE)
+
+    def write() -> None:
+        export(
+            model,
+            path,
+            job.example.args,
+            kwargs=job.example.kwargs,
+            float_path=float_path if needs_float else None,
+            float_dtype=job.options.float_dtype,
+            metadata=job.metadata,
+        )
+        if needs_float:
+            _export_plain(context, model)
+
     with (
         context.workspace.cache.stage("the float model exported", lambda: float_export_inputs(context)) as float_stage,
         context.stage(f"{folder.name} exported", "exporting", lambda: export_inputs(context, folder / MODEL)) as stage,
     ):
         needs_float = float_stage.must_run and not job.is_smoke
         if stage.must_run or needs_float:
-            if ranks.is_main():
-                with ranks.alone():
-                    export(
-                        model,
-                        path,
-                        job.example.args,
-                        kwargs=job.example.kwargs,
-                        float_path=float_path if needs_float else None,
-                        float_dtype=job.options.float_dtype,
-                        metadata=job.metadata,
-                    )
-                    if needs_float:
-                        _export_plain(context, model)
+            distributed.run_on_main("exporting", write)
             stage.store(files=context.format.files(path))
             if needs_float:
                 paths = [float_path, *filter(None, [context.plain_path])]
@@ -302,7 +297,7 @@ def verify_file(
     ) as stage:
         result = stage.load(TypeAdapter(Verification).validate_python)
         if result is None:
-            result = ranks.run_on_main(
+            result = distributed.run_on_main(
                 "verifying", lambda: _verify(context, path, float_path, model, baseline), Verification
             )
             if result.status in (Status.OK, Status.NOT_VERIFIED):  # an error is tried again
@@ -332,7 +327,7 @@ def _verify(
 def file_sizes(context: StageContext, *paths: Path) -> list[int]:
     """Sizes in bytes, external data included."""
     about = context.format.about
-    return ranks.run_on_main("the sizes", lambda: [about(path).size for path in paths], list[int])
+    return distributed.run_on_main("the sizes", lambda: [about(path).size for path in paths], list[int])
 
 
 def evaluate_float(context: StageContext) -> float | None:
@@ -344,7 +339,7 @@ def evaluate_float(context: StageContext) -> float | None:
     with context.stage("the float model evaluated", doing, lambda: inputs) as stage:
         score = stage.load(lambda saved: float(saved["score"]))
         if score is None:
-            score = ranks.run_on_main(doing, lambda: _evaluate(context, context.job.model, is_float=True), float)
+            score = distributed.run_on_main(doing, lambda: _evaluate(context, context.job.model, is_float=True), float)
             stage.store({"score": score})
     tell(Event("metric", "float score", value=score))
     return score
@@ -371,7 +366,7 @@ def evaluate_file(context: StageContext, path: Path, model: fx.GraphModule, *, i
     with context.stage(f"{path.parent.name} evaluated", doing, inputs) as stage:
         score = stage.load(lambda saved: float(saved["score"]))
         if score is None:
-            score = ranks.run_on_main(doing, run, float)
+            score = distributed.run_on_main(doing, run, float)
             stage.store({"score": score})
     return score
 
@@ -415,7 +410,7 @@ def publish(context: StageContext, best: Trial) -> Trial:
     float_path = None if job.is_smoke else context.path(workspace.output, FLOAT_FILE)
     verification = best.verification and replace(best.verification, path=str(path))
     published = replace(best, file=path, float_file=float_path, verification=verification)
-    if not ranks.is_main():
+    if not distributed.is_main():
         return published
     latency = None if verification is None else verification.latency
     is_plain_baseline = latency is not None and latency.baseline == PLAIN_BASELINE

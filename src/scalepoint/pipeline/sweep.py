@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import ScalepointError, StoreError, UsageError, nearest
 from scalepoint.options import DeployOptions, RunOptions
 from scalepoint.pipeline.deploy import deploy
@@ -40,7 +40,7 @@ MOST_RUNS = 1000
 Finish = Callable[[Any, Path, Mapping[str, Any]], object]
 
 
-@ranks.together()
+@distributed.participating()
 def sweep(
     model: nn.Module,
     example_inputs: Any,
@@ -72,7 +72,7 @@ def sweep(
     runs = grid_runs(grid)
     if isinstance(calibration_data, Iterator):
         raise UsageError("a sweep reads the data once a run, an iterator gives it once: pass a list or a function")
-    if ranks.size() > 1 and is_split(calibration_data) and not callable(calibration_data):
+    if is_split(calibration_data) and not callable(calibration_data):
         raise UsageError("a sweep gives every rank whole runs, a DistributedSampler a part of the data: leave it away")
     folder = Path(output)
     with _opened(folder, resume=resume, force=force) as finished:
@@ -80,25 +80,25 @@ def sweep(
             name: row for name, row in finished.items() if name in runs and row.settings == _plain_values(runs[name])
         }
         for names in _turns([name for name in runs if name not in rows]):
-            with ranks.agreed("a run of the sweep") as told:
-                if ranks.rank() < len(names):
-                    name = names[ranks.rank()]
+            with distributed.phase("a run of the sweep") as step:
+                for name in distributed.shard(names):  # at most one
                     if options.get("progress") is not False:
                         say(f"run {len(rows) + 1} of {len(runs)}: {name}")
-                    shown = options if ranks.is_main() else {**options, "progress": False, "callback": None}
-                    with ranks.alone():
+                    shown = options if distributed.is_main() else {**options, "progress": False, "callback": None}
+                    with distributed.single_process():
                         inputs = (model, example_inputs, calibration_data)
-                        told.mine = to_jsonable(_run(inputs, folder / name, runs[name], shown, finish))
-            rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, told.all), strict=False)
+                        step.value = to_jsonable(_run(inputs, folder / name, runs[name], shown, finish))
+            rows |= zip(names, map(TypeAdapter(SweepRow).validate_python, step.values), strict=False)
             table = Sweep(tuple(rows[name] for name in runs if name in rows))
-            ranks.told("the table", partial(_write, folder, table))
+            distributed.run_on_main("the table", partial(_write, folder, table))
     return table
 
 
 def _turns(names: Sequence[str]) -> Iterator[Sequence[str]]:
     """Runs that are made at the same time, one per rank. Once with none, so that a table is written in any case."""
-    for first in range(0, len(names), ranks.size()):
-        yield names[first : first + ranks.size()]
+    count = distributed.world_size()
+    for first in range(0, len(names), count):
+        yield names[first : first + count]
     yield ()
 
 
@@ -120,7 +120,7 @@ def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, Sw
             sweep_files(folder, (FILE, PAGE))
             return rows
 
-        yield ranks.run_on_main("looking at the output", open_folder, dict[str, SweepRow])
+        yield distributed.run_on_main("looking at the output", open_folder, dict[str, SweepRow])
 
 
 def grid_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import NonFiniteError, StoreError, UsageError
 from scalepoint.pipeline.cache import StageCache
 from scalepoint.report.folder import HTML_FILE, JSON_FILE
@@ -86,9 +86,11 @@ class Workspace:
             StoreError: Another process writes into it.
         """
         names = (*NAMES, *(f"{name}{suffix}" for name in (FILE, FLOAT_FILE, PLAIN_FILE)))
-        ranks.told("looking at the output", lambda: check_output(output, force=force, resume=resume, names=names))
+        distributed.run_on_main(
+            "looking at the output", lambda: check_output(output, force=force, resume=resume, names=names)
+        )
         work = output / WORK
-        if not ranks.is_main():
+        if not distributed.is_main():
             yield cls(output, StageCache(work))
             return
         existed = output.exists()
@@ -208,7 +210,7 @@ class CheckpointWorkspace:
 
         Rank 0 alone does this.
         """
-        if not ranks.is_main():
+        if not distributed.is_main():
             yield
             return
         existed = self.output.exists()

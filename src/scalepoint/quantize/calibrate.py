@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import fx, nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.modes import evaluating
@@ -36,7 +36,7 @@ OnNan = Literal["error", "skip"]
 
 
 @serialized
-@ranks.together()
+@distributed.participating()
 def calibrate(
     model: nn.Module,
     forward_loop: Data,
@@ -69,7 +69,7 @@ def calibrate(
     smoothing = [observer for observer in observers_of(model) if observer.enabled]
     names = _migrations(model)
     check_data(forward_loop, passes=2 if smoothing or names else 1)
-    if names and ranks.size() > 1 and is_split(forward_loop):
+    if names and is_split(forward_loop):
         raise UsageError(
             f"migrations ({', '.join(names)}) look at the same data on every rank, this function or loader gives each "
             "its own: pass a list, or a loader without a DistributedSampler"
@@ -148,7 +148,7 @@ def _migrations(model: nn.Module) -> Sequence[str]:
 
 def _factors(model: nn.Module, data: Data) -> Sequence[Factors]:
     """Factors to be found; data that is read once has no pass for them, and ranks do not share rows."""
-    return [] if isinstance(data, Iterator) or ranks.size() > 1 else open_factors(model)
+    return [] if isinstance(data, Iterator) or distributed.world_size() > 1 else open_factors(model)
 
 
 def _rewrite(
@@ -196,7 +196,7 @@ def _observe(
         stub.skipped_because = ""
         stub.calculator.on_nan = on_nan
         stub.calibrating = True
-    record(stubs, ranks.size() > 1)
+    record(stubs, True)
 
     def merge() -> None:
         merge_stubs(stubs)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.quantize.stubs import QuantStub, reader_name
 
 SAMPLED = 64  # values that are compared first: real data differs among them, so that the rest is not read
@@ -72,12 +72,11 @@ class ConstantData:
 
     def warning(self) -> str:
         """What had one value only, in a sentence; "" where all changed. Every rank calls it."""
-        with ranks.agreed("looking for constant data") as told:
-            inputs = {name: each.summary for name, each in self._inputs.items()}
-            told.mine = [inputs, [each.summary for each in self._seen]]
-        names = list(dict.fromkeys(name for inputs, _ in told.all for name in inputs))
-        found = {name: _joined([inputs[name] for inputs, _ in told.all if name in inputs]) for name in names}
-        stubs = [_joined(list(each)) for each in zip(*(seen for _, seen in told.all), strict=True)]
+        own = [{name: each.summary for name, each in self._inputs.items()}, [each.summary for each in self._seen]]
+        summaries = distributed.gather_values("looking for constant data", own)
+        names = list(dict.fromkeys(name for inputs, _ in summaries for name in inputs))
+        found = {name: _joined([inputs[name] for inputs, _ in summaries if name in inputs]) for name in names}
+        stubs = [_joined(list(each)) for each in zip(*(seen for _, seen in summaries), strict=True)]
         said = []
         if found and None not in found.values():  # a mask or a step may be constant where the rest is not
             said += [f"input {name} is always {value:.6g}" for name, value in found.items()]

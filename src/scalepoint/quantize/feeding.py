@@ -6,8 +6,8 @@
 Either ends after `max_batches` calls of the model. What comes after the model's own inputs in a batch, such as labels,
 is left away. Data is made under the default dtype of the caller, as the caller's own loop would make it.
 
-Several ranks (`ranks.py`) share the data when the caller says how what they saw is merged: batch i goes to rank
-i modulo their number, so every batch runs whole on one of them. A function, and a loader with a DistributedSampler,
+Several ranks share the data when the caller says how their statistics are merged: batch i goes to rank i modulo the
+number of ranks, so every batch runs whole on one of them. A function, and a loader with a DistributedSampler,
 give every rank its own part already. Limits and counts are over all ranks, and so are errors.
 """
 
@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import (
     BatchNote,
     CalibrationError,
@@ -78,11 +78,11 @@ def feed(
     only_first=True runs the first batch alone, to check the data: NaN in its inputs or outputs is a NonFiniteError.
     """
     if merge is None:
-        progress = progress if ranks.is_main() else False
-        with ranks.alone():
+        progress = progress if distributed.is_main() else False
+        with distributed.single_process():
             return _fed(model, data, what, max_batches, skip_nan, progress, only_first)
     fed = _fed(model, data, what, max_batches, skip_nan, progress, only_first)
-    if ranks.size() > 1:
+    if distributed.world_size() > 1:
         merge()
     return fed
 
@@ -98,16 +98,16 @@ def _fed(
 ) -> Fed:
     """This rank's part; counted over all."""
     fed = Fed()
-    with ranks.agreed(what) as told:
+    with distributed.phase(what) as step:
         check_data(data)
         _check_shared(data)
         most = 1 if only_first else None if max_batches is None else _part(max_batches)
         total = 1 if only_first else _expected(data, max_batches)
         with phase(what, total=total, show=progress) as running:
             inside = _Calls(fed, most, running, checks=only_first)
-            _feed(model, data, what, inside, max_batches, skip_nan, told)
-        told.mine = [fed.calls, fed.samples, fed.skipped]
-    calls, samples, skipped = zip(*told.all, strict=True)
+            _feed(model, data, what, inside, max_batches, skip_nan, step)
+        step.value = [fed.calls, fed.samples, fed.skipped]
+    calls, samples, skipped = zip(*step.values, strict=True)
     fed = Fed(sum(calls), sum(samples), sorted(index for each in skipped for index in each))
     _check_reached(fed, data, what)
     return fed
@@ -120,7 +120,7 @@ def _feed(
     inside: "_Calls",
     max_batches: int | None,
     skip_nan: bool,
-    told: ranks.Told,
+    step: distributed.Phase,
 ) -> None:
     entered = model.register_forward_pre_hook(inside.entered, with_kwargs=True)
     handles = [entered, model.register_forward_hook(inside.left)]
@@ -135,14 +135,14 @@ def _feed(
     except _Enough:
         pass
     except NonFiniteError as error:
-        told.at = inside.batch
-        error.args = (f"batch {told.at} of the data: {inside.origin_of_nan()}{error.args[0]}",)
+        step.position = inside.batch
+        error.args = (f"batch {inside.batch} of the data: {inside.origin_of_nan()}{error.args[0]}",)
         raise
     except ScalepointError:
-        told.at = inside.batch
+        step.position = inside.batch
         raise
     except Exception as error:
-        told.at = inside.batch
+        step.position = inside.batch
         if message := ids_out_of_range(error, model, inside.given):
             raise CalibrationError(f"batch {inside.batch} of the data: {message}") from error
         error.add_note(BatchNote(f"{what}: batch {inside.batch}"))
@@ -163,7 +163,7 @@ def _expected(data: Data, max_batches: int | None) -> int | None:
 
 def _part(count: int) -> int:
     """How many of so many batches come to this rank."""
-    return max(0, -(-(count - ranks.rank()) // ranks.size()))
+    return len(distributed.shard(range(count)))
 
 
 def is_of_inference(model: nn.Module) -> bool:
@@ -187,7 +187,7 @@ class _Calls:
         if self.number is not None:
             return self.number
         own = max(self.fed.calls - 1, 0) if self.is_inside else self.fed.calls
-        return own * ranks.size() + ranks.rank()
+        return own * distributed.world_size() + distributed.rank()
 
     def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.most is not None and self.fed.calls >= self.most:
@@ -223,8 +223,8 @@ def _feed_batches(
     model: nn.Module, data: Iterable[Any], inside: _Calls, max_batches: int | None, skip_nan: bool
 ) -> None:
     batches, last = batches_of(_of_this_rank(data)), LIMIT if max_batches is None else max_batches
-    size, fed = ranks.size(), inside.fed
-    for index in range(ranks.rank(), last + size, size):
+    fed = inside.fed
+    for index in distributed.shard(range(last + distributed.world_size())):
         inside.number = index
         if (index >= last and max_batches is not None) or (inside.most is not None and fed.calls >= inside.most):
             return  # one more than is asked for is never made
@@ -272,16 +272,18 @@ def batches_of(data: Iterable[Any]) -> Iterator[Any]:
 
 def _of_this_rank(data: Iterable[Any]) -> Iterable[Any]:
     """The batches of this rank: those that were split for it, or every n-th."""
-    size, rank = ranks.size(), ranks.rank()
+    size = distributed.world_size()
     if size == 1 or is_split(data):
         return data
     if isinstance(data, Sequence):
-        return (data[index] for index in range(rank, len(data), size))
-    return islice(data, rank, None, size)
+        return (data[index] for index in distributed.shard(range(len(data))))
+    return islice(data, distributed.rank(), None, size)
 
 
 def is_split(data: Any) -> bool:
-    """Whether every rank has its own part of the data already."""
+    """Whether there are several ranks, and each has its own part of the data already."""
+    if distributed.world_size() == 1:
+        return False
     samplers = _samplers(data)
     return callable(data) or any(isinstance(each, DistributedSampler) for each in samplers)
 
@@ -294,7 +296,7 @@ def _samplers(data: Any) -> list[Any]:
 
 
 def _check_shared(data: Any) -> None:
-    if ranks.size() > 1 and any(type(each) is RandomSampler for each in _samplers(data)):
+    if distributed.world_size() > 1 and any(type(each) is RandomSampler for each in _samplers(data)):
         raise UsageError(
             "this loader shuffles, so every rank reads the batches in another order and what they share is not the "
             "data: use a DistributedSampler, or shuffle=False"

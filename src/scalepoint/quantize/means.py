@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.quantize.parts import run_with
 from scalepoint.quantize.weighted import QuantizedWeighted
 
@@ -73,7 +73,7 @@ class Means:
         own = {f"{index} sum": each for index, each in enumerate(self.sums) if each is not None}
         own |= {f"{index} count": torch.tensor(each) for index, each in enumerate(self.counts)}
         own |= {f"{index} sizes": torch.tensor(each) for index, each in enumerate(self.sizes) if each}
-        parts: Sequence[dict[str, Tensor]] = ranks.gathered(own, "merging means")
+        parts: Sequence[dict[str, Tensor]] = distributed.gather_tensors(own, "merging means")
         for index in range(len(self.layers)):
             seen = [part for part in parts if f"{index} sum" in part]
             if seen:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import ConfigError, UsageError
 from scalepoint.graph import Operation
 from scalepoint.quantize.record import amend_record
@@ -31,7 +31,7 @@ def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool |
     quantizers = _quantizers(model)
     for quantizer in quantizers:
         if isinstance(quantizer, QuantStub):
-            quantizer.calculator.replicas = ranks.size()
+            quantizer.calculator.replicas = distributed.world_size()
     for quantizer in quantizers:
         if isinstance(quantizer, WeightFakeQuantize):
             quantizer.unfreeze()

@@ -9,30 +9,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.quantize.smooth import SmoothQuantObserver, weight_of
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.spec.running import RunningRangeMixin
 
 
 def record(stubs: Sequence[QuantStub], on: bool) -> None:
-    """Let averages keep what they need to be put in order. Ranks see other batches now, not parts of one."""
+    """With several ranks, let averages keep what they need to be merged in the order of the batches.
+
+    Each rank sees whole batches here, not parts of one as in training.
+    """
     for stub in stubs:
         stub.calculator.replicas = 1
         if isinstance(stub.calculator, RunningRangeMixin):
-            stub.calculator.record(on)
+            stub.calculator.record(on and distributed.world_size() > 1)
 
 
 def merge_stubs(stubs: Sequence[QuantStub]) -> None:
     """Each stub has observed what all ranks gave it, and is disabled when one of them had to."""
-    with ranks.agreed("merging ranges") as told:
-        told.mine = [[stub.quantizer.is_disabled(), stub.quantizer.reason] for stub in stubs]
+    own_states = [[stub.quantizer.is_disabled(), stub.quantizer.reason] for stub in stubs]
+    states = distributed.gather_values("merging ranges", own_states)
     own = {f"{i} {name}": value for i, stub in enumerate(stubs) for name, value in stub.calculator.statistics().items()}
-    found = [_by_stub(part, len(stubs)) for part in ranks.gathered(own, "merging ranges")]
+    found = [_by_stub(part, len(stubs)) for part in distributed.gather_tensors(own, "merging ranges")]
     for index, stub in enumerate(stubs):
-        said = [each[index] for each in told.all]
-        stub.quantizer.reason = next((reason for _, reason in said if reason), "")
-        if any(is_disabled for is_disabled, _ in said):
+        stub.quantizer.reason = next((part[index][1] for part in states if part[index][1]), "")
+        if any(part[index][0] for part in states):
             stub.quantizer.switch("disabled", True)
         elif not stub.is_fixed:
             stub.calculator.merge_all([part[index] for part in found])
@@ -53,7 +55,7 @@ def merge_smoothing(observers: Sequence[SmoothQuantObserver]) -> None:
         if each.activation_max is not None and each.mean_square is not None:
             own |= {f"{index} max": each.activation_max, f"{index} square": each.mean_square * each.count}
             own[f"{index} count"] = torch.tensor(each.count)
-    found = ranks.gathered(own, "merging norms")
+    found = distributed.gather_tensors(own, "merging norms")
     for index, each in enumerate(observers):
         parts = [part for part in found if f"{index} count" in part]
         each.reset()

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
 from scalepoint.graph.described import Described, Description, description_of
 from scalepoint.graph.rebuilt import rebuild
@@ -77,7 +77,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
         raise StoreError(f"{folder} is a file: give a folder")
     graph, constants = _graph(model, with_graph)
     tensors, aliases = _untied({**whole(model.state_dict()), **constants})
-    if not ranks.is_main():
+    if not distributed.is_main():
         return folder
     with locked(folder):
         old = _named_by(folder)

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.support.interrupts import check_interrupt
 
 EVERY = 10.0  # seconds between two lines of a long phase
@@ -65,8 +65,8 @@ _LISTENERS: ContextVar[tuple[Callback, ...]] = ContextVar("scalepoint.listeners"
 
 @contextmanager
 def listening(callback: Callback | None) -> Iterator[None]:
-    """Every event of this thread goes to the callback too, on the first rank; what it raises ends the run."""
-    token = None if callback is None or not ranks.is_main() else _LISTENERS.set((*_LISTENERS.get(), callback))
+    """Call `callback` with every event of this thread, on rank 0 only. An error that it raises ends the run."""
+    token = None if callback is None or not distributed.is_main() else _LISTENERS.set((*_LISTENERS.get(), callback))
     try:
         yield
     finally:
@@ -75,10 +75,9 @@ def listening(callback: Callback | None) -> Iterator[None]:
 
 
 def tell(event: Event) -> None:
-    """To all who listen."""
-    if ranks.is_main():
-        for each in _LISTENERS.get():
-            each(event)
+    """Call all callbacks."""
+    for callback in _LISTENERS.get():
+        callback(event)
 
 
 class Phase:
@@ -161,7 +160,7 @@ def phase(name: str, *, total: int | None = None, unit: str = "batches", show: b
     """A phase that is told while it runs. show: None or True shows it too, False does not."""
     check_interrupt()
     running = Phase(name, total, unit)
-    if show is not False and ranks.is_main():
+    if show is not False and distributed.is_main():
         running.shown = _Bar(running) if is_live() else _Lines()
     is_whole = False
     running.tell("start")
@@ -190,7 +189,7 @@ def is_live() -> bool:
 
 def say(line: str) -> None:
     """A line on stderr, at once; a reader that has gone is no error of the work."""
-    if not ranks.is_main():
+    if not distributed.is_main():
         return
     try:
         sys.stderr.write(f"{line}\n")

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import DocumentError, ScalepointWarning, StoreError
 from scalepoint.support.files import digest, locked, replace_file, replace_text, sweep
 from scalepoint.support.untrusted import check_file, open_tensors, read_json
@@ -67,14 +67,14 @@ class Checkpoint:
     def __init__(self, folder: Path | None, mark: str, *, resume: bool) -> None:
         self.folder, self.pages = folder, Pages(mark=mark)
         if folder is not None:
-            ranks.told("the folder of tuning", lambda: _swept(folder))
-            self.pages = _read(folder / FILE, mark) if resume and ranks.is_main() else self.pages
+            distributed.run_on_main("the folder of tuning", lambda: _swept(folder))
+            self.pages = _read(folder / FILE, mark) if resume and distributed.is_main() else self.pages
 
     @classmethod
     def reopened(cls, folder: Path) -> "Checkpoint":
-        """What a run that ended has left. Of several ranks the first reads."""
+        """The checkpoint of a run that has ended. Only rank 0 reads it."""
         pages = Pages(mark="")
-        if ranks.is_main():
+        if distributed.is_main():
             try:
                 pages = _pages(folder / FILE)
             except (OSError, DocumentError, ValidationError) as error:
@@ -84,13 +84,13 @@ class Checkpoint:
         return found
 
     def find(self, name: str) -> tuple[States, Done] | None:
-        """What was chosen in a piece, when it is there and whole. Of several ranks the first looks, and tells."""
-        if self.folder is None or ranks.size() == 1:
-            return self._found(name)
-        own = self._found(name) if ranks.is_main() else None
-        said = ranks.told(name, lambda: own and TypeAdapter(Done).dump_python(own[1], mode="json"))
-        tensors = ranks.handed({} if own is None else flat(own[0]), name)
-        return None if said is None else (_states(tensors), TypeAdapter(Done).validate_python(said))
+        """What was chosen in a piece; None if it is missing or damaged. Rank 0 reads it for all ranks."""
+        if self.folder is None:
+            return None
+        own = self._found(name) if distributed.is_main() else None
+        done = distributed.run_on_main(name, lambda: own and own[1], Done | None)
+        tensors = distributed.broadcast_tensors({} if own is None else flat(own[0]), name)
+        return None if done is None else (_states(tensors), done)
 
     def _found(self, name: str) -> tuple[States, Done] | None:
         entry = self.pages.pieces.get(name)
@@ -118,7 +118,7 @@ class Checkpoint:
         return found
 
     def keep(self, name: str, states: States, done: Done) -> None:
-        if self.folder is None or not ranks.is_main():
+        if self.folder is None or not distributed.is_main():
             return
         tensors = flat(states)
         path = self.folder / f"piece-{len(self.pages.pieces):04}.safetensors"
@@ -151,10 +151,10 @@ def _swept(folder: Path) -> None:
 
 
 def mark_of(model: object, walk: Walk, config: str) -> str:
-    """Of what tells the calibrated model from others, the data of all ranks and the config."""
-    with ranks.agreed("marking the data") as told:
-        told.mine = [_mark_of_batch(walk, index) for index in range(walk.count)]
-    batches = [told.all[rank][index] for rank, index in walk.owners]
+    """Fingerprint of the calibrated model, the data of all ranks and the config."""
+    with distributed.phase("marking the data") as step:
+        step.value = [_mark_of_batch(walk, index) for index in range(walk.count)]
+    batches = distributed.interleave(step.values)
     return hashlib.sha256(json.dumps([model, config, batches]).encode()).hexdigest()
 
 

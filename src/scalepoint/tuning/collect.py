@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import NonFiniteError
 from scalepoint.graph import Operation
 from scalepoint.quantize.parts import TABLE
@@ -89,7 +89,7 @@ class Collector:
         key, float_weight = id(use.layer.weight_quant), shape.weight()
         sums, weight = self._shifts.pop(key, (Residuals(), Residuals())), float_weight.to(torch.float32)
         values = shape.start(float_weight).values.to(torch.float32)
-        with ranks.agreed("residuals"):
+        with distributed.phase("residuals"):
             for held, noisy, wanted, weights in self._parts(use, shape, weight):
                 sums[held].add(torch.einsum("rgn,gon->rgo", noisy, values), wanted, weights)
         if use.node is not self.uses_of(use.layer)[-1]:
@@ -107,7 +107,7 @@ class Collector:
         is_plain = weight.shape[1] > weight.shape[2] and not self._is_alone(use) and not self._is_added(use)
         through = weight if is_plain else None
         sums = self._open.pop(key, (Sums(through), Sums(through)))
-        with ranks.agreed("moments"):
+        with distributed.phase("moments"):
             for held, noisy, wanted, weights in self._parts(use, shape, None if is_plain else weight):
                 sums[held].add(noisy, wanted, weights)
         is_last = use.node is self.uses_of(use.layer)[-1]
@@ -158,10 +158,10 @@ class Collector:
         geometry, walk = shape.geometry, self.walk
         shapes = [walk.input(use.node, use.place, each, noisy=True).shape for each in range(walk.count)]
         counts = [geometry.count(each) for each in shapes]
-        with ranks.agreed("rows") as told:
-            told.mine = [counts, not self.against_itself and self._is_paired(use, shapes)]
-        befores, total = ranks.places([each for each, _ in told.all])
-        is_paired = all(each for _, each in told.all)
+        has_pairs = not self.against_itself and self._is_paired(use, shapes)
+        parts = distributed.gather_values("rows", [counts, has_pairs])
+        befores, total = distributed.batch_offsets([counts_of_rank for counts_of_rank, _ in parts])
+        is_paired = all(has_pairs_on_rank for _, has_pairs_on_rank in parts)
         groups, _, size = shape.size
         share = min(1.0, enough(self.rows, groups, size) / max(total, 1))
         is_by_sample = walk.sample_count >= FEW_SAMPLES

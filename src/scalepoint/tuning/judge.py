@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.tuning.collect import FEW_SAMPLES, Collector
 from scalepoint.tuning.normed import is_normed, row_weights
 from scalepoint.tuning.pieces import Piece
@@ -57,12 +57,9 @@ class Judge:
                     exact = self.walk.value(node, index, noisy=False)
                     if isinstance(exact, Tensor) and exact.is_floating_point():
                         total.add(self.part(exact, index, held=True), self.part(found, index, held=True))
-        with ranks.agreed("judging") as told:
-            told.mine = [[each.count, each.apart, each.energy, each.sum] for each in sums]
+        parts = distributed.gather_values("judging", [[each.count, each.apart, each.energy, each.sum] for each in sums])
         for index, each in enumerate(sums):
-            each.count, each.apart, each.energy, each.sum = map(
-                sum, zip(*(part[index] for part in told.all), strict=True)
-            )
+            each.count, each.apart, each.energy, each.sum = map(sum, zip(*(part[index] for part in parts), strict=True))
         errors = [each.error() for each in sums if each.count]
         return sum(errors) / len(errors) if errors else 0.0
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint import ranks
+from scalepoint import distributed
 
 SQUARE = 256  # columns of H that are made together
 TOGETHER = 2048  # rows that a product is made of, at least
@@ -184,15 +184,15 @@ class Sums:
     def merged(self) -> "Sums":
         """Those of all ranks: around one point, then added up."""
         self.flush()
-        if ranks.size() == 1:
+        if distributed.world_size() == 1:
             return self
         own = {} if self.around is None else {"noisy": self.around[0], "wanted": self.around[1]}
-        points = [part for part in ranks.gathered(own, "moments") if part]
+        points = [part for part in distributed.gather_tensors(own, "moments") if part]
         if not points:
             return self
         found = self._moved(points[0]["noisy"], points[0]["wanted"])
         counts = torch.tensor([self.count, self.total], dtype=torch.float64)
-        ranks.add_up([counts, *found.sums, *found.products, found.energy], "moments")
+        distributed.all_reduce_sum([counts, *found.sums, *found.products, found.energy], "moments")
         found.count, found.total = int(counts[0]), float(counts[1])
         return found
 
@@ -284,11 +284,11 @@ class Residuals:
 
     def merged(self) -> "Residuals":
         """Those of all ranks, added up in their order."""
-        if ranks.size() == 1:
+        if distributed.world_size() == 1:
             return self
         own = {} if self.sums is None else {str(index): each for index, each in enumerate(self.sums)}
         counts = torch.tensor([self.count, self.total], dtype=torch.float64)
-        parts = [part for part in ranks.gathered(own | {"counts": counts}, "residuals") if len(part) > 1]
+        parts = [part for part in distributed.gather_tensors(own | {"counts": counts}, "residuals") if len(part) > 1]
         found = Residuals()
         if parts:
             found.count, found.total = (float(sum(part["counts"][at] for part in parts)) for at in (0, 1))  # type: ignore[assignment]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.numerics import Format, QParams, round_to_float
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, RangeCalculatorBase
@@ -139,9 +139,8 @@ class Problem:
         """Sums over outputs: over all of them, also those of other ranks."""
         if not self.is_part:
             return list(sums)
-        with ranks.agreed(f"solving {self.name}") as told:
-            told.mine = sums
-        return [sum(each) for each in zip(*told.all, strict=True)]
+        parts = distributed.gather_values(f"solving {self.name}", sums)
+        return [sum(values) for values in zip(*parts, strict=True)]
 
     def near(self, moments: Moments) -> Near:
         """Errors of values near the float weight, what they share made once."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.tuning.collect import Use
 from scalepoint.tuning.few import Few, few_of
@@ -123,21 +123,21 @@ def reconstruct(work: Work, variables: Variables) -> None:
 
 
 def _gradients(work: Work, few: Few, variables: Variables, step: int, progress: float) -> list[Tensor | None]:
-    """Of one batch, or some samples of it, on the rank that has it; the others are told."""
+    """Gradients of one batch, or of some of its samples: computed on the rank that has it, and sent to the others."""
     owner, index = work.walk.owners[_drawn(step, len(work.walk.owners))]
     found: list[Tensor | None] = [None] * len(variables.parameters())
-    with ranks.agreed("gradients") as told:
-        if owner == ranks.rank():
+    with distributed.phase("gradients") as step_phase:
+        if owner == distributed.rank():
             with torch.enable_grad(), variables.installed():
                 loss = _loss(work, few, index, step) + variables.penalty(progress)
                 found = list(torch.autograd.grad(loss, variables.parameters(), allow_unused=True))
-            told.mine = [each is not None for each in found]
-    if ranks.size() == 1:
+            step_phase.value = [each is not None for each in found]
+    if distributed.world_size() == 1:
         return found
-    for at, is_used in enumerate(told.all[owner]):
-        if is_used and owner != ranks.rank():
+    for at, is_used in enumerate(step_phase.values[owner]):
+        if is_used and owner != distributed.rank():
             found[at] = torch.zeros_like(variables.parameters()[at])
-    ranks.add_up([each for each in found if each is not None], "gradients")
+    distributed.all_reduce_sum([each for each in found if each is not None], "gradients")
     return found
 
 

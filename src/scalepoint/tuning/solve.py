@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.tuning.collect import Collector, Use, why_not
 from scalepoint.tuning.moments import Moments
 from scalepoint.tuning.problem import Problem, Ridge, Shape, Solution, noted
@@ -152,7 +152,7 @@ def own_outputs(weight: Tensor) -> slice | None:
     """The outputs that this rank solves, where the ranks share those of a layer; None where each solves all: what they
     have to tell each other takes longer than a small layer."""
     groups, outputs, size = weight.shape
-    rank, count = ranks.rank(), ranks.size()
+    rank, count = distributed.rank(), distributed.world_size()
     if count == 1 or outputs < count or groups * outputs * size**2 < SHARED:
         return None
     return slice(outputs * rank // count, outputs * (rank + 1) // count)
@@ -160,7 +160,7 @@ def own_outputs(weight: Tensor) -> slice | None:
 
 def _whole(found: Solution, first: Solution) -> Solution:
     """The solution of all outputs, from those of all ranks."""
-    parts = ranks.gathered({"codes": found.codes.to(torch.float32), "scale": found.scale}, "solved")
+    parts = distributed.gather_tensors({"codes": found.codes.to(torch.float32), "scale": found.scale}, "solved")
     codes, scale = (torch.cat([part[name] for part in parts], 1) for name in ("codes", "scale"))
     return Solution(first.target, codes, scale.to(torch.float64))
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import fx, nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.errors import CalibrationError, ConfigError
 from scalepoint.numerics import QParams
 from scalepoint.quantize.calibrate import OnNan, freeze
@@ -84,7 +84,7 @@ class TuneConfig(Config):
 
 
 @serialized
-@ranks.together()
+@distributed.participating()
 def tune(
     model: fx.GraphModule,
     data: Data,
@@ -234,14 +234,14 @@ class _Tuning:
         stub = self.walk.stub(node)
         if self.lender is None or stub is None or not _is_open(self.walk, node):
             return {}
-        record([stub], ranks.size() > 1)
-        with ranks.agreed("observing"):
+        record([stub], True)
+        with distributed.phase("observing"):
             for where in self.walk.stub_nodes[id(stub)]:
                 for index in range(self.walk.count if self.walk.has(where.all_input_nodes[0]) else 0):
                     value = self.walk.value(where.all_input_nodes[0], index, noisy=False)
                     self.collector.check_finite(self._name(node), [value])
                     stub.quantizer(value)
-        if ranks.size() > 1:
+        if distributed.world_size() > 1:
             merge_stubs([stub])
         record([stub], False)
         stub.compute_parameters()
@@ -372,8 +372,8 @@ class _Tuning:
 
 
 def _known(model: fx.GraphModule, lender: Lender | None) -> object:
-    """What tells this model and its quantizers from others. Of several ranks the first looks: it has the folder."""
-    if not ranks.is_main():
+    """Fingerprint of the model and its quantizers. Only rank 0 computes it, as only rank 0 reads the folder."""
+    if not distributed.is_main():
         return None
     if lender is None:
         return fingerprint(model)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.graph.modules import tensors_of
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.parts import TABLE
@@ -58,13 +58,11 @@ class Walk:
         """Take the flat inputs of every batch that the data gives; each is put away as it comes."""
         taker = driven(model, _Inputs(self), gives_outputs=False)
         feed(taker, data, "reading the data", merge=lambda: None, **how)
-        with ranks.agreed("reading the data") as told:
-            told.mine = self.samples
-        self.firsts, self.sample_count = ranks.places(told.all)
-        longest = max(map(len, told.all))
-        self.owners = [
-            (rank, index) for index in range(longest) for rank, each in enumerate(told.all) if index < len(each)
-        ]
+        samples = distributed.gather_values("reading the data", self.samples)
+        self.firsts, self.sample_count = distributed.batch_offsets(samples)
+        self.owners = distributed.interleave(
+            [(rank, index) for index in range(len(part))] for rank, part in enumerate(samples)
+        )
 
     def take(self, inputs: Sequence[Any]) -> None:
         index = len(self.samples)

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor, fx
 
-from scalepoint import ranks
+from scalepoint import distributed
 from scalepoint.numerics import QParams
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.tuning.rows import geometry_of, uniform
@@ -87,9 +87,7 @@ def _seen(walk: Walk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Ten
     """A sample of the values that reach the quantizer in the quantized stream, and what each counts."""
     source = node.all_input_nodes[0]
     sizes = [walk.value(source, index, noisy=True).numel() for index in range(walk.count)]
-    with ranks.agreed("values") as told:
-        told.mine = sizes
-    befores, total = ranks.places(told.all)
+    befores, total = distributed.batch_offsets(distributed.gather_values("values", sizes))
     share = min(1.0, VALUES / max(total, 1))
     values, weights = [torch.empty(0)], [torch.empty(0)]
     for index, before in enumerate(befores):
@@ -105,6 +103,6 @@ def _seen(walk: Walk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Ten
         chosen = uniform(numbers) < share if share < 1 else torch.ones(flat.numel(), dtype=torch.bool)
         values.append(flat.reshape(-1)[chosen])
         weights.append(counts.expand(flat.shape).reshape(-1)[chosen])
-    parts = ranks.gathered({"values": torch.cat(values), "weights": torch.cat(weights)}, "values")
+    parts = distributed.gather_tensors({"values": torch.cat(values), "weights": torch.cat(weights)}, "values")
     found, counted = (torch.cat([part[name] for part in parts]) for name in ("values", "weights"))
     return (found, counted) if len(found) and bool(found.isfinite().all()) else None

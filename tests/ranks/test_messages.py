@@ -1,10 +1,10 @@
-"""What ranks hand to each other arrives as what it was."""
+"""Errors and tensors that ranks send each other arrive unchanged."""
 
 import pytest
 import torch
 
-from scalepoint.carried import described, packed, rebuilt, unpacked
 from scalepoint.cli.ending import Code, _explained
+from scalepoint.distributed.channel import decode_error, decode_tensors, encode_error, encode_tensors
 from scalepoint.errors import BatchNote, CalibrationError, RankError
 
 
@@ -12,7 +12,7 @@ def test_an_error_of_the_users_data_is_one_on_every_rank() -> None:
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     error.add_note(BatchNote("calibrating: batch 3"))
     error.add_note("seen by somebody else")
-    found = rebuilt(described(error), 1)
+    found = decode_error(encode_error(error), 1)
     assert found.__notes__ == ["calibrating: batch 3", "seen by somebody else", "raised on rank 1"]
     assert [isinstance(note, BatchNote) for note in found.__notes__] == [True, False, False]
     assert _explained(found)[:2] == _explained(error)[:2] == (Code.USAGE, CalibrationError.code)
@@ -20,12 +20,12 @@ def test_an_error_of_the_users_data_is_one_on_every_rank() -> None:
 
 @pytest.mark.parametrize("error", [CalibrationError("empty"), KeyError("x"), KeyboardInterrupt()], ids=repr)
 def test_classes_of_ours_and_of_python_stay(error: BaseException) -> None:
-    found = rebuilt(described(error), 0)
+    found = decode_error(encode_error(error), 0)
     assert type(found) is (RankError if isinstance(error, KeyboardInterrupt) else type(error))
 
 
 def test_tensors_come_back_bit_by_bit() -> None:
     given = {"a": torch.randn(2, 3), "none": torch.empty(0, 4, dtype=torch.int16), "one": torch.tensor(True)}
-    about, flat = packed(given)
-    found = unpacked(flat, about)
+    header, data = encode_tensors(given)
+    found = decode_tensors(data, header)
     assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in given.items())
