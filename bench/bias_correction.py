@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from files import run, sqnr
+from networks import SUBJECTS, Subject
+from onnx_files import run, sqnr
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.targets import onnxruntime_target
-from subjects import SUBJECTS, Subject
 
 OUT = Path(__file__).parent.parent / "out" / "bias_correction.json"
 

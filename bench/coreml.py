@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import scalepoint
+from networks import SUBJECTS
 from scalepoint.formats import find_format
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.shortcut import quantize
-from subjects import SUBJECTS
 
 NAMES = ("resnet18", "mobilenet", "lite0", "minilm", "small_vit")
 WAYS = {

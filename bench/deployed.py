@@ -27,8 +27,27 @@ from rich.table import Table
 from torch import Tensor, fx
 
 import scalepoint
-from files import File, arrays, ran, run, share, size_of, speeds, sqnr
 from kernels import kernels_here
+from networks import SUBJECTS, Subject
+from onnx_files import (
+    ANSWERS,
+    NAIVE,
+    NNCF,
+    OURS,
+    OURS_VNNI,
+    QUANTIZE_STATIC,
+    File,
+    arrays,
+    nncf_quantize,
+    quantize_static,
+    ran,
+    run,
+    share,
+    size_of,
+    speeds,
+    sqnr,
+    with_weights,
+)
 from scalepoint.formats import Writing
 from scalepoint.formats.onnx import ONNX
 from scalepoint.graph.capture import as_inputs
@@ -36,8 +55,6 @@ from scalepoint.quantize import QuantConfig, coverage, quantize
 from scalepoint.targets import onnxruntime_target, openvino_target
 from scalepoint.verification import verify_layers
 from scalepoint.verification.timing import plain_file
-from subjects import SUBJECTS, Subject
-from ways import ANSWERS, NAIVE, NNCF, OURS, OURS_VNNI, QUANTIZE_STATIC, nncf_quantize, quantize_static, with_weights
 
 CPU = kernels_here()
 OUT = Path(__file__).parent.parent / "out" / ("deployed.json" if CPU == "avx2" else "deployed-vnni.json")

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from networks import SUBJECTS, Subject
 from scalepoint.formats import export
 from scalepoint.graph.export import quiet
 from scalepoint.pipeline.accuracy import PRESETS
@@ -35,7 +36,6 @@ from scalepoint.runtimes.process import ask, exchange
 from scalepoint.tuning import tune
 from scalepoint.verification import RuntimeModel
 from scalepoint.verification.simulation import feeds_of
-from subjects import SUBJECTS, Subject
 from xnnpack import called, pieces_of, sqnr
 
 OUT = Path(__file__).parent.parent / "out" / "litert.json"

@@ -75,7 +75,7 @@ def rows(subject: Subject, ways: tuple[Way, ...]) -> Iterator[Row]:
 
 def depthwise() -> Subject:
     """A small MobileNet with ReLU, trained here on 10,000 pictures."""
-    import fashion
+    import fashion_mnist as fashion
     from pictures import labels, pictures
     from tuned.vision import zipped
 

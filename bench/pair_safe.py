@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from files import run, sqnr
+from networks import SUBJECTS, Subject
+from onnx_files import run, sqnr
 from scalepoint.pipeline.accuracy import PRESETS, tuning_for
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.targets import onnxruntime_target
 from scalepoint.tuning import tune
-from subjects import SUBJECTS, Subject
 
 OUT = Path(__file__).parent.parent / "out" / "pair_safe.json"
 CORRECTED = "nearest, biases corrected"  # as deploy does

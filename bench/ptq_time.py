@@ -26,11 +26,10 @@ import torch._dynamo  # torch.export does in its first call; importing is not co
 from rich.console import Console
 from rich.table import Table
 
-from files import arrays
 from measure import Row, interleave, peak_extra_bytes, report
-from resnet18 import resnet18
-from subjects import SUBJECTS, Subject, vision
-from ways import nncf_quantized, quantize_static
+from networks import SUBJECTS, Subject, vision
+from onnx_files import arrays, nncf_quantized, quantize_static
+from plain_models import resnet18
 
 OUT = Path(__file__).parent.parent / "out"
 SKIPPED = 3

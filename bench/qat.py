@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from measure import Row, interleave, peak_extra_bytes, report
-from resnet18 import resnet18
+from plain_models import resnet18
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, prepare_qat, quantize
 
 MEMORY = "--memory"

@@ -20,9 +20,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import scalepoint
-from files import arrays, size_of, speeds
 from kernels import kernels_here
 from measure import publish
+from onnx_files import arrays, size_of, speeds
 from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq
 from scalepoint.targets import Target, onnxruntime_target, openvino_target
 

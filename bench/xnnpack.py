@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from llama import Sizes, llama
+from networks import SUBJECTS, Subject
+from plain_models import Sizes, llama
 from scalepoint.formats import export
 from scalepoint.graph.export import quiet
 from scalepoint.quantize import QuantConfig, quantize
@@ -30,7 +31,6 @@ from scalepoint.runtimes.process import ask, exchange
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.verification import RuntimeModel
 from scalepoint.verification.simulation import feeds_of
-from subjects import SUBJECTS, Subject
 
 OUT = Path(__file__).parent.parent / "out" / "xnnpack.json"
 NAMES = ("resnet18", "mobilenet", "lite0", "minilm", "small_vit", "llama")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import smollm_gguf as gguf
-from llama import Llama, Sizes, llama
+from plain_models import Llama, Sizes, llama
 from registry_data import CACHE, fetch, member
 from smollm import MEMBER, SMOLLM
 from texts import parts
