@@ -2,8 +2,8 @@
 ONNX Runtime and OpenVINO at the example's sizes and at others, against the simulation at these.
 
 `python bench/dynamic_axes.py [NAME ...]` runs each model in its own process, and adds rows to out/dynamic_axes.json. A
-stopped run continues where it was; --again repeats the rows that do not run. bench/write_page.py makes the table. Compared
-are the example's sizes, those that verify tries itself, and two further ones, in steps that the model allows.
+stopped run continues where it was; --again repeats the rows that do not run. bench/write_page.py makes the table.
+Compared are the example's sizes, those that verify tries itself, and two further ones, in steps that the model allows.
 """
 
 import argparse
