@@ -1,14 +1,14 @@
 """Deployed files in ONNX Runtime and OpenVINO: what runs in int8, agreement, error against float, speed, size.
 
-    python bench/deployed.py networks [resnet50 bert ..] [--runtime onnxruntime | openvino] [--pictures FOLDER] [--quick]
+    python bench/deployed.py networks [resnet50 bert ..] [--runtime onnxruntime | openvino] [--quick]
     python bench/deployed.py small-cnns [NAME ..] [--runtime onnxruntime | openvino]
 
 All files of a network are timed interleaved in one process, one thread, medians.
-networks: one float file, ours as deploy makes it, and ONNX Runtime's own quantize_static on the same float file. Without
-VNNI also the same placement with all 8 bits of the weights (which saturates), with 7-bit and with u8 weights. Speeds are
-ratios to the faster of the float file and of what torch.onnx.export writes. Ours is also compared layer by layer. In
-OpenVINO: ours, and NNCF's file if nncf is installed. Results are merged into out/deployed.json, with VNNI into
-out/deployed-vnni.json, so that a part can be run again.
+networks: one float file, ours as deploy makes it, and ONNX Runtime's own quantize_static on the same float file.
+Without VNNI also the same placement with all 8 bits of the weights (which saturates), with 7-bit and with u8 weights.
+Speeds are ratios to the faster of the float file and of what torch.onnx.export writes. Ours is also compared layer by
+layer. In OpenVINO: ours, and NNCF's file if nncf is installed. Results are merged into out/deployed.json, or with VNNI
+into out/deployed-vnni.json, so that a part can be run again.
 small-cnns: CNNs of 10 thousand to 2 million parameters at 32 to 96 pixels, each quantized twice: everything, and only
 what becomes faster, as deploy does. No deployed file may be slower than its float file. OpenVINO has no table of
 kernels, so both files are the same there.
