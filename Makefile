@@ -62,23 +62,23 @@ format: $(STAMP)
 
 bench: architectures
 	-$(BIN)/python bench/tensor.py
-	-$(BIN)/python bench/import_cost.py
-	-$(BIN)/python bench/graph.py
+	-$(BIN)/python bench/cpu_time.py import
+	-$(BIN)/python bench/scaling.py graph
 	-$(BIN)/python bench/coverage.py
-	-$(BIN)/python bench/qat.py
-	-$(BIN)/python bench/ptq_time.py
-	-$(BIN)/python bench/load.py
+	-$(BIN)/python bench/quantization_cost.py qat
+	-$(BIN)/python bench/quantization_cost.py ptq
+	-$(BIN)/python bench/scaling.py load
 	-$(BIN)/python bench/spellings.py
-	-$(BIN)/python bench/small_cnns.py
-	-$(BIN)/python bench/small_cnns.py --runtime openvino
-	-$(BIN)/python bench/pair_safe.py
-	-$(BIN)/python bench/export_time.py --architectures
+	-$(BIN)/python bench/deployed.py small-cnns
+	-$(BIN)/python bench/deployed.py small-cnns --runtime openvino
+	-$(BIN)/python bench/int8_error.py pair-safe
+	-$(BIN)/python bench/cpu_time.py export --architectures
 	-$(BIN)/python bench/accuracy.py
 	-$(BIN)/python bench/accuracy.py --runtime
-	-$(BIN)/python bench/tuning.py
-	-$(BIN)/python bench/tuning_cost.py
-	-$(BIN)/python bench/narrow.py
-	-$(BIN)/python bench/deployed.py
+	-$(BIN)/python bench/tuning.py accuracy
+	-$(BIN)/python bench/tuning.py cost
+	-$(BIN)/python bench/low_bit.py deployed
+	-$(BIN)/python bench/deployed.py networks
 	-$(BIN)/python bench/weight_only.py
 	-$(BIN)/python bench/genai.py
 	$(BIN)/python bench/write_page.py

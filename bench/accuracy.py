@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import fashion
+import fashion_mnist as fashion
 import scalepoint
 from scalepoint.quantize import CalibrationMethod, QuantConfig, TensorQuantConfig, prepare_qat, quantize
 from scalepoint.verification import RuntimeModel

@@ -1,9 +1,9 @@
 """Real architectures on the whole road: captured, quantized, exported, run in ONNX Runtime, compared.
 
-`python bench/coverage.py [tests|further|strangers] [NAME ...]` takes the 111 architectures of the tests, those of
-bench/further.py and those of bench/strangers.py, each in a process of its own with a time limit, and adds a row for
-each to out/coverage-tests.json and so on: a run that is stopped goes on where it was, and --again does those anew that
-do not hold. --target takes another runtime, and the rows go to out/coverage-strangers-openvino.json.
+`python bench/coverage.py [tests|further|more] [NAME ...]` takes the 111 architectures of the tests and the two lists of
+bench/library_models.py, each architecture in its own process with a time limit, and adds a row for each to
+out/coverage-tests.json and so on. A stopped run continues where it was; --again repeats the rows that do not hold.
+--target chooses another runtime, and the rows go to out/coverage-more-openvino.json.
 bench/write_page.py makes the tables.
 
 An architecture runs (its file agrees with the simulation), is refused (before any work, with the reason), departs
@@ -33,7 +33,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own the list
 from architectures import ARCHITECTURES, Architecture, Inputs, torchvision_models
-from further import FURTHER
+from library_models import FURTHER, MORE
 from scalepoint.errors import ScalepointError
 from scalepoint.formats import Writing, export, find_format
 from scalepoint.graph.capture import as_inputs
@@ -44,11 +44,10 @@ from scalepoint.support.cpu import amx
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transform
 from scalepoint.verification import Status, verify
-from strangers import STRANGERS
 from weighted import batch, relative_difference, run
 
 OUT = Path(__file__).parent.parent / "out"
-LISTS = {"tests": ARCHITECTURES, "further": FURTHER, "strangers": STRANGERS}
+LISTS = {"tests": ARCHITECTURES, "further": FURTHER, "more": MORE}
 EARLY = ("capture", "insert")  # stages that refuse before any work
 PARITY = 1e-4
 SECONDS = 400.0

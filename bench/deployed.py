@@ -1,13 +1,17 @@
-"""The deployed files in their runtimes: what runs in int8, agreement, error against float, speed, size.
+"""Deployed files in ONNX Runtime and OpenVINO: what runs in int8, agreement, error against float, speed, size.
 
-    python bench/deployed.py [resnet50 bert ..] [--runtime onnxruntime | openvino]
+    python bench/deployed.py networks [resnet50 bert ..] [--runtime onnxruntime | openvino] [--quick]
+    python bench/deployed.py small-cnns [NAME ..] [--runtime onnxruntime | openvino]
 
-For each network one float file, ours as deploy makes it, and ONNX Runtime's own quantize_static on the same float file;
-where the runtime has no VNNI kernels also the same placement with all 8 bits of the weights (which saturates), with
-7-bit and with u8 weights. All of them are timed in turns in one process, one thread, medians, against the faster of the
-float file and of what torch.onnx.export writes. Ours is also compared layer by layer. In OpenVINO: ours, and NNCF's own
-where nncf is installed. Results are merged into out/deployed.json, with VNNI out/deployed-vnni.json, so that a part can
-be run again.
+All files of a network are timed interleaved in one process, one thread, medians.
+networks: one float file, ours as deploy makes it, and ONNX Runtime's own quantize_static on the same float file.
+Without VNNI also the same placement with all 8 bits of the weights (which saturates), with 7-bit and with u8 weights.
+Speeds are ratios to the faster of the float file and of what torch.onnx.export writes. Ours is also compared layer by
+layer. In OpenVINO: ours, and NNCF's file if nncf is installed. Results are merged into out/deployed.json, or with VNNI
+into out/deployed-vnni.json, so that a part can be run again.
+small-cnns: CNNs of 10 thousand to 2 million parameters at 32 to 96 pixels, each quantized twice: everything, and only
+what becomes faster, as deploy does. No deployed file may be slower than its float file. OpenVINO has no table of
+kernels, so both files are the same there.
 """
 
 import argparse
@@ -15,7 +19,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,23 +28,42 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import scalepoint
-from files import File, arrays, ran, run, share, size_of, speeds, sqnr
 from kernels import kernels_here
+from measure import publish, run_part
+from networks import SUBJECTS, Subject
+from onnx_files import (
+    ANSWERS,
+    NAIVE,
+    NNCF,
+    OURS,
+    OURS_VNNI,
+    QUANTIZE_STATIC,
+    File,
+    arrays,
+    nncf_quantize,
+    quantize_static,
+    ran,
+    run,
+    share,
+    size_of,
+    speeds,
+    sqnr,
+    with_weights,
+)
 from scalepoint.formats import Writing
 from scalepoint.formats.onnx import ONNX
 from scalepoint.graph.capture import as_inputs
-from scalepoint.quantize import QuantConfig, coverage, quantize
-from scalepoint.targets import onnxruntime_target, openvino_target
+from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq, quantize
+from scalepoint.targets import Target, onnxruntime_target, openvino_target
 from scalepoint.verification import verify_layers
 from scalepoint.verification.timing import plain_file
-from subjects import SUBJECTS, Subject
-from ways import ANSWERS, NAIVE, NNCF, OURS, OURS_VNNI, QUANTIZE_STATIC, nncf_quantize, quantize_static, with_weights
 
 CPU = kernels_here()
-OUT = Path(__file__).parent.parent / "out" / ("deployed.json" if CPU == "avx2" else "deployed-vnni.json")
+OUT = Path(__file__).parent.parent / "out"
+DEPLOYED_FILE = OUT / ("deployed.json" if CPU == "avx2" else "deployed-vnni.json")
 
 console = Console(width=150)
 
@@ -79,7 +102,7 @@ def in_onnxruntime(subject: Subject, folder: Path, *, quick: bool) -> dict[str, 
         console.print(f"  {how} is written")
     paths[QUANTIZE_STATIC] = folder / "theirs.onnx"
     quantize_static(plain, paths[QUANTIZE_STATIC], [arrays(subject.model, batch) for batch in subject.calibration])
-    files = judged(subject, plain, paths, simulated, "onnxruntime")
+    files = judge_files(subject, plain, paths, simulated, "onnxruntime")
     files[0]["left"] = sum(row.is_for_speed for row in coverage(ours).operations)
     return {"onnxruntime": files, "layers": layers}
 
@@ -94,10 +117,10 @@ def in_openvino(subject: Subject, folder: Path, *, quick: bool) -> dict[str, Any
         paths[NNCF] = folder / "nncf.xml"
         batches = [arrays(subject.model, batch) for batch in subject.calibration]
         nncf_quantize(plain, paths[NNCF], batches, is_transformer=subject.is_transformer)
-    return {"openvino": judged(subject, plain, paths, {own: run(quantized, subject.held_out)}, "openvino")}
+    return {"openvino": judge_files(subject, plain, paths, {own: run(quantized, subject.held_out)}, "openvino")}
 
 
-def judged(
+def judge_files(
     subject: Subject, plain: Path, paths: Mapping[str, Path], simulated: Mapping[str, Tensor], runtime: str
 ) -> list[dict[str, Any]]:
     """What each file gives in its runtime, and how fast."""
@@ -145,15 +168,15 @@ def show(title: str, found: Mapping[str, Any]) -> None:
 
 def keep(name: str, subject: Subject, found: Mapping[str, Any]) -> None:
     """Merge into what other runs found."""
-    kept = json.loads(OUT.read_text()) if OUT.exists() else {}
+    kept = json.loads(DEPLOYED_FILE.read_text()) if DEPLOYED_FILE.exists() else {}
     about = {"title": subject.title, "is_transformer": subject.is_transformer}
     kept[name] = {**kept.get(name, {}), **about, **found}
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps({each: kept[each] for each in SUBJECTS if each in kept}, indent=2))
+    DEPLOYED_FILE.parent.mkdir(exist_ok=True)
+    DEPLOYED_FILE.write_text(json.dumps({each: kept[each] for each in SUBJECTS if each in kept}, indent=2))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def networks() -> int:
+    parser = argparse.ArgumentParser(description="Deployed files of well-known networks")
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(SUBJECTS)}; all when none is named")
     parser.add_argument("--runtime", choices=tuple(RUNTIMES), help="both unless given")
     parser.add_argument(
@@ -177,5 +200,227 @@ def main() -> int:
     return 0
 
 
+REPEATS = 2000  # a run takes a fraction of a millisecond: medians of 60 moved by 6 %
+
+
+def conv(
+    source: int, made: int, kernel: int = 3, stride: int = 1, groups: int = 1, act: type | None = nn.ReLU
+) -> nn.Module:
+    layers: list[nn.Module] = [
+        nn.Conv2d(source, made, kernel, stride, kernel // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(made),
+    ]
+    return nn.Sequential(*layers, *([act()] if act else []))
+
+
+class Residual(nn.Module):
+    def __init__(self, source: int, made: int, stride: int = 1) -> None:
+        super().__init__()
+        self.body = nn.Sequential(conv(source, made, 3, stride), conv(made, made, act=None))
+        self.skip = nn.Identity() if source == made and stride == 1 else conv(source, made, 1, stride, act=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+class Inverted(nn.Module):
+    def __init__(self, source: int, made: int, stride: int = 1, expand: int = 4, act: type = nn.ReLU6) -> None:
+        super().__init__()
+        inner = source * expand
+        self.body = nn.Sequential(
+            conv(source, inner, 1, act=act),
+            conv(inner, inner, 3, stride, groups=inner, act=act),
+            conv(inner, made, 1, act=None),
+        )
+        self.adds = source == made and stride == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return x + y if self.adds else y
+
+
+class Fire(nn.Module):
+    def __init__(self, source: int, squeezed: int, made: int) -> None:
+        super().__init__()
+        self.squeeze = conv(source, squeezed, 1)
+        self.one, self.three = conv(squeezed, made, 1), conv(squeezed, made, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.squeeze(x)
+        return torch.cat([self.one(y), self.three(y)], 1)
+
+
+def head(channels: int, classes: int = 10) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+
+
+def separable(source: int, made: int, stride: int = 1) -> nn.Module:
+    return nn.Sequential(conv(source, source, 3, stride, groups=source), conv(source, made, 1))
+
+
+def lenet() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def vgg() -> nn.Module:
+    return nn.Sequential(
+        *(conv(3, 32), conv(32, 32), nn.MaxPool2d(2), conv(32, 64), conv(64, 64), nn.MaxPool2d(2)),
+        *(conv(64, 128), conv(128, 128), *head(128)),
+    )
+
+
+def resnet(width: int, blocks: int) -> nn.Module:
+    layers: list[nn.Module] = [conv(3, width)]
+    for stage in range(3):
+        made = width * 2**stage
+        source = made if stage == 0 else made // 2
+        layers += [Residual(source, made, 1 if stage == 0 else 2), *(Residual(made, made) for _ in range(blocks - 1))]
+    return nn.Sequential(*layers, *head(4 * width))
+
+
+def mobilenet() -> nn.Module:
+    return nn.Sequential(
+        *(
+            conv(3, 16, 3, 2, act=nn.ReLU6),
+            Inverted(16, 24, 2),
+            Inverted(24, 24),
+            Inverted(24, 40, 2),
+            Inverted(40, 40),
+        ),
+        *(Inverted(40, 80, 2), Inverted(80, 80), conv(80, 320, 1, act=nn.ReLU6), *head(320)),
+    )
+
+
+def keywords() -> nn.Module:
+    return nn.Sequential(conv(3, 64, 3, 2), *(separable(64, 64) for _ in range(4)), *head(64, 12))
+
+
+def wakewords() -> nn.Module:
+    widths = (16, 32, 32, 64, 64, 128, 128)
+    steps = (1, 2, 1, 2, 1, 2)
+    chain = [separable(a, b, s) for a, b, s in zip(widths, widths[1:], steps, strict=False)]
+    return nn.Sequential(conv(3, 16, 3, 2), *chain, *head(128, 2))
+
+
+def silu() -> nn.Module:
+    return nn.Sequential(
+        conv(3, 24, 3, 2, act=nn.SiLU), Inverted(24, 32, 2, act=nn.SiLU), Inverted(32, 32, act=nn.SiLU),
+        Inverted(32, 64, 2, act=nn.SiLU), Inverted(64, 64, act=nn.SiLU), *head(64),
+    )  # fmt: skip
+
+
+def squeeze() -> nn.Module:
+    return nn.Sequential(
+        *(conv(3, 32, 3, 2), nn.MaxPool2d(2), Fire(32, 16, 32), Fire(64, 16, 32), nn.MaxPool2d(2)),
+        *(Fire(64, 32, 64), Fire(128, 32, 64), *head(128)),
+    )
+
+
+def autoencoder() -> nn.Module:
+    return nn.Sequential(
+        *(conv(3, 16, 3, 2), conv(16, 32, 3, 2), conv(32, 32)),
+        *(nn.Upsample(scale_factor=2), conv(32, 16), nn.Upsample(scale_factor=2), nn.Conv2d(16, 3, 3, padding=1)),
+    )
+
+
+SMALL_NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "LeNet": (lenet, 32),
+    "ResNet-8": (lambda: resnet(16, 1), 32),
+    "ResNet-20": (lambda: resnet(16, 3), 32),
+    "VGG, 6 convolutions": (vgg, 32),
+    "wide ResNet": (lambda: resnet(32, 2), 64),
+    "MobileNetV2, small": (mobilenet, 96),
+    "keyword spotting, depthwise": (keywords, 48),
+    "wake word, depthwise": (wakewords, 96),
+    "MobileNet with SiLU": (silu, 64),
+    "SqueezeNet, small": (squeeze, 64),
+    "autoencoder": (autoencoder, 64),
+}
+
+
+def settled(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.2)  # type: ignore[union-attr, operator]
+            module.running_var.uniform_(0.5, 1.5)  # type: ignore[union-attr, operator]
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class SmallRow:
+    """One network: speed and size against the float file."""
+
+    name: str
+    parameters: int
+    size: int
+    everything: float  # speed with all that can be quantized
+    speed: float  # with what wins alone
+    smaller: float
+    left: int
+    layers: int
+
+    @property
+    def holds(self) -> bool:
+        return self.speed >= 0.98  # two in a hundred are noise
+
+
+def measure_small(name: str, target: Target) -> SmallRow:
+    torch.manual_seed(0)
+    make, pixels = SMALL_NETWORKS[name]
+    model, data = settled(make()), [torch.randn(4, 3, pixels, pixels) for _ in range(2)]
+    one = data[0][:1]
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        paths = [folder / "float.onnx"]
+        made = {}
+        for first in (False, True):
+            result = scalepoint.transform(model, one, target=target)
+            made[first] = insert_qdq(result.model, result.matches, QuantConfig(speed_first=first), copy=False)
+            calibrate(made[first], data, freeze_weights=True, progress=False)
+            paths.append(folder / f"{len(paths)}.onnx")
+            scalepoint.export(made[first], paths[-1], one, float_path=paths[0])
+        _, everything, speed = speeds(paths, arrays(model, one), target.runtime or "", REPEATS)
+        rows = coverage(made[True]).operations
+        left, smaller = sum(row.is_for_speed for row in rows), size_of(paths[0]) / size_of(paths[2])
+        parameters = sum(each.numel() for each in model.parameters())
+        return SmallRow(name, parameters, pixels, everything, speed, smaller, left, len(rows))
+
+
+TARGETS = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
+
+
+def small_cnns() -> int:
+    parser = argparse.ArgumentParser(description="Deployed files of small CNNs")
+    parser.add_argument("name", nargs="*", help="all unless named")
+    parser.add_argument("--runtime", choices=TARGETS, default="onnxruntime")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows = [measure_small(name, TARGETS[given.runtime](CPU)) for name in given.name or SMALL_NETWORKS]
+    table = Table(title=f"Small CNNs in {given.runtime}, {CPU}, batch 1, against the float file")
+    for column in (
+        "network",
+        "parameters",
+        "pixels",
+        "all quantized",
+        "speed first",
+        "smaller",
+        "left float for speed",
+    ):
+        table.add_column(column, justify="left" if column == "network" else "right")
+    for row in rows:
+        speeds_ = (f"{row.everything:.2f}x", f"{row.speed:.2f}x", f"{row.smaller:.2f}x")
+        style = None if row.holds else "bold red"
+        left = f"{row.left} of {row.layers}"
+        table.add_row(row.name, f"{row.parameters:,}", str(row.size), *speeds_, left, style=style)
+    runtime = "" if given.runtime == "onnxruntime" else f"-{given.runtime}"
+    return 0 if publish(table, rows, OUT / f"small_cnns{runtime}-{CPU}.json") else 1
+
+
+PARTS = {"networks": networks, "small-cnns": small_cnns}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_part(__doc__, PARTS))

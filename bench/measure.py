@@ -1,11 +1,13 @@
 """Side-by-side measurement for machines that are shared and noisy: interleaved runs, medians, CPU time, ratios."""
 
+import argparse
 import ctypes
 import gc
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,3 +86,15 @@ def publish(table: Table, rows: Sequence[Any], path: Path) -> bool:
     path.write_text(json.dumps([{**asdict(row), "holds": row.holds} for row in rows], indent=2))
     console.print(f"written to {path}")
     return not missed
+
+
+def run_part(description: str, parts: Mapping[str, Callable[[], int | None]]) -> int:
+    """Run the part of a script that the command line names first; the part parses the arguments after its name."""
+    shape = argparse.RawDescriptionHelpFormatter
+    epilog = "PART --help shows the options of a part"
+    parser = argparse.ArgumentParser(description=description, formatter_class=shape, epilog=epilog)
+    parser.add_argument("part", choices=list(parts))
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the part")
+    given = parser.parse_args()
+    sys.argv = [f"{sys.argv[0]} {given.part}", *given.options]
+    return parts[given.part]() or 0

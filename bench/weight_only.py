@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 import scalepoint
-from files import speeds
-from llama import Sizes, llama
+from onnx_files import speeds
+from plain_models import Sizes, llama
 from scalepoint.formats.onnx import ONNX
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.verification import RuntimeModel

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ways import ANSWERS, NNCF, OURS, OURS_VNNI, QUANTIZE_STATIC
+from onnx_files import ANSWERS, NNCF, OURS, OURS_VNNI, QUANTIZE_STATIC
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "measured.md"
@@ -346,10 +346,10 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "tuning-cost": ("tuning-cost", table),
     "coverage-tests": ("coverage-tests", coverage_table),
     "coverage-further": ("coverage-further", coverage_table),
-    "sizes": ("sizes", sizes_table),
-    "coverage-strangers": ("coverage-strangers", coverage_table),
-    "coverage-openvino": ("coverage-strangers-openvino", coverage_count),
-    "coverage-litert": ("coverage-strangers-litert", coverage_count),
+    "dynamic_axes": ("dynamic_axes", sizes_table),
+    "coverage-more": ("coverage-more", coverage_table),
+    "coverage-openvino": ("coverage-more-openvino", coverage_count),
+    "coverage-litert": ("coverage-more-litert", coverage_count),
 }
 
 

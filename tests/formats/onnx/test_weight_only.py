@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from bench.llama import Sizes, llama
+from bench.plain_models import Sizes, llama
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 

@@ -1,17 +1,21 @@
-"""What post-training quantization costs: CPU seconds and peak memory, ours beside other tools, network by network.
+"""CPU seconds and peak memory of post-training quantization and of a step of quantization-aware training.
 
-    python bench/ptq_time.py [resnet18 minilm ..] [--pictures FOLDER] [--python nncf=PATH] [--python modelopt=PATH]
+    python bench/quantization_cost.py ptq [resnet18 minilm ..] [--pictures FOLDER] [--python nncf=PATH]
+    python bench/quantization_cost.py qat
 
-Each tool runs in a process of its own, one thread. "quantizing" is from what it takes (a model, a file) to what is
-calibrated; "to a file" adds what stands before and after it: from the PyTorch model to the int8 file. Importing and
-building the model are not counted. A tool that is not installed is said so; --python names an environment that has it.
-Then calibration alone, as a multiple of the float forwards over the same batches, side by side in one process: min-max
-(the default), and the ranges that are searched in a histogram.
+ptq: scalepoint and other tools, each in its own process, one thread. "quantizing" starts with the tool's input (a model
+or a file) and ends after calibration; "to a file" is the way from the PyTorch model to the int8 file. Importing and
+building the model are not counted. --python names an environment that has nncf or modelopt; a tool that is not
+installed is reported so. Then calibration only, as a multiple of the float forwards over the same batches in the same
+process: min-max (the default), and ranges searched in a histogram.
+qat: ResNet-18, batch 8 of 3 x 112 x 112, forward, backward and SGD, one thread, against the float step and against
+torchao's PT2E, interleaved in one process.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,12 +29,13 @@ import torch
 import torch._dynamo  # torch.export does in its first call; importing is not counted
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from files import arrays
-from measure import Row, interleave, peak_extra_bytes, report
-from resnet18 import resnet18
-from subjects import SUBJECTS, Subject, vision
-from ways import nncf_quantized, quantize_static
+from measure import Row, interleave, peak_extra_bytes, report, run_part
+from networks import SUBJECTS, Subject, vision
+from onnx_files import arrays, nncf_quantized, quantize_static
+from plain_models import resnet18
+from scalepoint.quantize import QuantConfig, TensorQuantConfig, prepare_qat, quantize
 
 OUT = Path(__file__).parent.parent / "out"
 SKIPPED = 3
@@ -47,7 +52,7 @@ class Steps(NamedTuple):
     after: Callable[[], Any] | None = None
 
 
-def data() -> list[torch.Tensor]:
+def random_batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(8, 3, 224, 224, generator=generator) for _ in range(4)]
 
@@ -55,9 +60,13 @@ def data() -> list[torch.Tensor]:
 def subject_of(name: str, pictures: Path | None) -> Subject:
     """Of the deployed ones; the ResNets with 4 batches of 8."""
     if name == "resnet18":
-        return Subject("ResNet-18 @224, 4 batches of 8", resnet18().eval(), data()[0][:2], data(), None)
+        return Subject(
+            "ResNet-18 @224, 4 batches of 8", resnet18().eval(), random_batches()[0][:2], random_batches(), None
+        )
     if name == "resnet50":
-        return Subject("ResNet-50 @224, 4 batches of 8", vision("resnet50").eval(), data()[0][:2], data(), None)
+        return Subject(
+            "ResNet-50 @224, 4 batches of 8", vision("resnet50").eval(), random_batches()[0][:2], random_batches(), None
+        )
     found = SUBJECTS[name](pictures)
     said = f"{len(found.calibration)} batches of {len(next(iter(arrays(found.model, found.calibration[0]).values())))}"
     return Subject(f"{found.title}, {said}", found.model, found.inputs, found.calibration, found.held_out)
@@ -167,8 +176,8 @@ TOOLS: dict[str, Callable[[Subject, Path], Steps]] = {
 HOMES = {"NNCF quantize": "nncf", "ModelOpt, max": "modelopt"}  # which may have an environment of their own
 
 
-def measure(tool: str, network: str, pictures: Path | None) -> int:
-    """In the child: prepare the tool, then run it once and say what it took."""
+def measure_tool(tool: str, network: str, pictures: Path | None) -> int:
+    """In the child process: prepare the tool, then run it once and say what it took."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     subject = subject_of(network, pictures)
@@ -210,7 +219,7 @@ def calibration() -> int:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    model, batches = resnet18(), data()
+    model, batches = resnet18(), random_batches()
     result = transform(model, batches[0][:2], target="tensorrt")
     activation = TensorQuantConfig(calibration_method=CalibrationMethod.MSE)
     searched = QuantConfig(activation=activation, weight=TensorQuantConfig(per_channel=True))
@@ -237,7 +246,9 @@ def asked(python: str, *words: str) -> tuple[dict[str, Any] | None, str]:
     """What a child printed last, or why it did not."""
     where = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, where))}
-    done = subprocess.run([python, __file__, *words], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [python, __file__, "ptq", *words], capture_output=True, text=True, check=False, env=environment
+    )
     if done.returncode:
         line = (done.stderr.strip().splitlines() or ["it died"])[-1]
         return None, ("not installed: " if done.returncode == SKIPPED else "failed: ") + line[:160]
@@ -255,8 +266,8 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def ptq() -> int:
+    parser = argparse.ArgumentParser(description="Cost of post-training quantization")
     parser.add_argument("networks", nargs="*", help=f"of {', '.join(NETWORKS)}; all when none is named")
     parser.add_argument(
         "--pictures", type=Path, help="a folder with photographs for EfficientNet-Lite0; else it has 20"
@@ -267,7 +278,7 @@ def main() -> int:
     if given.child == CALIBRATION:
         return calibration()
     if given.child:
-        return measure(given.child, given.networks[0], given.pictures)
+        return measure_tool(given.child, given.networks[0], given.pictures)
     homes = dict(each.split("=", 1) for each in given.python)
     more = [] if given.pictures is None else ["--pictures", str(given.pictures)]
     path = OUT / "ptq_time.json"
@@ -293,5 +304,90 @@ def main() -> int:
     return 0 if report("Calibrating ResNet-18", limits, OUT / "calibration_time.json") else 1
 
 
+MEMORY = "--memory"
+TRAINING_BATCH = torch.randn(8, 3, 112, 112)
+QAT_CONFIG = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=TensorQuantConfig(per_channel=True))
+
+
+def stepper(model: nn.Module) -> Callable[[], object]:
+    """One training step of a model."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(TRAINING_BATCH).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def prepared_for_qat(*, observe: bool, learn: bool = False) -> nn.Module:
+    quantized = quantize(
+        resnet18(), TRAINING_BATCH[:2], QAT_CONFIG, forward_loop=[TRAINING_BATCH], freeze_weights=False
+    )
+    return prepare_qat(quantized, learn_scales=learn, observe=None if learn else observe)
+
+
+def torchao_pt2e() -> nn.Module | None:
+    """torchao's way, or None when it is not installed."""
+    try:
+        from torchao.quantization.pt2e import move_exported_model_to_train  # noqa: PLC0415
+        from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e  # noqa: PLC0415
+        from torchao.testing.pt2e import _xnnpack_quantizer as xnnpack  # noqa: PLC0415
+    except ImportError as error:
+        print(f"torchao is left out: {error}")
+        return None
+    config = xnnpack.get_symmetric_quantization_config(is_per_channel=True, is_qat=True)
+    quantizer = xnnpack.XNNPACKQuantizer().set_global(config)
+    exported = torch.export.export(resnet18().train(), (TRAINING_BATCH,)).module()
+    prepared = prepare_qat_pt2e(exported, quantizer)
+    move_exported_model_to_train(prepared)
+    return prepared
+
+
+def step_peaks() -> dict[str, float]:
+    """Peak memory of each step, in a process where large blocks go back when they are freed: holes are nobody's memory,
+    but that costs time, so times are taken elsewhere."""
+    setting = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    child = subprocess.run(  # this file
+        [sys.executable, __file__, "qat", MEMORY], env=os.environ | setting, check=True, capture_output=True, text=True
+    )
+    found: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
+    return found
+
+
+def qat() -> int:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    models = {
+        "float": resnet18().train(),
+        "ours, ranges held": prepared_for_qat(observe=False),
+        "ours, observing": prepared_for_qat(observe=True),
+        "ours, learned scales": prepared_for_qat(observe=False, learn=True),
+    }
+    theirs = torchao_pt2e()
+    if theirs is not None:
+        models["torchao PT2E"] = theirs
+    steps = {name: stepper(model) for name, model in models.items()}
+    if MEMORY in sys.argv:
+        found = {name: statistics.median(peak_extra_bytes(step) for _ in range(5)) for name, step in steps.items()}
+        print(json.dumps(found))
+        return 0
+    times, memory = interleave(steps, repeats=7), step_peaks()
+    rows = []
+    for name in list(models)[1:]:
+        is_ours = name.startswith("ours")
+        base = "the float step"
+        rows.append(Row(f"{name}: time", times[name] / times["float"], 1.4 if is_ours else 99.0, base))
+        rows.append(Row(f"{name}: peak memory", memory[name] / memory["float"], 1.35 if is_ours else 99.0, base))
+    if theirs is not None:
+        for name in ("ours, observing",):
+            rows.append(Row(f"{name}: time", times[name] / times["torchao PT2E"], 1.0, "torchao PT2E"))
+            rows.append(Row(f"{name}: peak memory", memory[name] / memory["torchao PT2E"], 1.0, "torchao PT2E"))
+    return 0 if report("QAT step", rows, OUT / "qat.json") else 1
+
+
+PARTS = {"ptq": ptq, "qat": qat}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_part(__doc__, PARTS))

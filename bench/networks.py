@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from resnet18 import resnet18
+from plain_models import resnet18
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "demo"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests know how torchvision is imported

@@ -1,9 +1,9 @@
 """Real kinds of models with free sizes on the whole road: captured with dynamic_axes, quantized, exported, and run in
 ONNX Runtime and OpenVINO at the example's sizes and at others, against the simulation at these.
 
-`python bench/sizes.py [NAME ...]` takes each model in a process of its own, and adds rows to out/sizes.json: a run that
-is stopped goes on where it was, --again does those anew that do not run. bench/write_page.py makes the table. Compared
-are the example's sizes, those that verify tries itself, and two further ones, in steps that the model allows.
+`python bench/dynamic_axes.py [NAME ...]` runs each model in its own process, and adds rows to out/dynamic_axes.json. A
+stopped run continues where it was; --again repeats the rows that do not run. bench/write_page.py makes the table.
+Compared are the example's sizes, those that verify tries itself, and two further ones, in steps that the model allows.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from scalepoint.quantize import quantize
 from scalepoint.verification import Status, verify
 from weighted import batch
 
-OUT = Path(__file__).parent.parent / "out" / "sizes.json"
+OUT = Path(__file__).parent.parent / "out" / "dynamic_axes.json"
 RUNTIMES = ("onnxruntime", "openvino")
 SECONDS = 600
 LONGEST = 500  # of what is kept of a message

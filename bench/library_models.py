@@ -1,17 +1,21 @@
-"""Architectures that neither the tests nor bench/further.py have: other families, and models written by hand."""
+"""Architectures of timm, transformers and torchvision beyond those of the tests: tiny, with random weights.
 
-from collections.abc import Callable
+FURTHER: relative positions, computed biases and weights, gates, experts, windows, re-parametrized branches, memories.
+MORE: more families of the same libraries, and the models of handwritten_models.py.
+"""
+
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-import odd  # noqa: F401  # which fills the list
 from architectures import (
     BLOCKS,
     DECODER,
     ENCODER,
+    GPT,
     GROUPED,
     PATCHES,
     RESNET,
@@ -26,11 +30,52 @@ from architectures import (
     Architecture,
     Inputs,
     _backbone,
+    timm_models,
     torchvision_models,
     transformer,
 )
-from families import TIMM, timm_model
-from handmade import MADE
+from handwritten_models import MADE
+
+VIT = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3}
+SWIN = {"img_size": 64, "embed_dim": 24, "depths": (1, 2, 1, 1), "num_heads": (1, 2, 3, 6)}
+# name: (timm's name, side of the image, options)
+FURTHER_TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "timm_swinv2": ("swinv2_tiny_window8_256", 64, {**SWIN, "window_size": 4}),
+    "timm_vit_relpos": ("vit_relpos_small_patch16_224", 64, VIT),
+    "timm_vit_srelpos": ("vit_srelpos_small_patch16_224", 64, VIT),
+    "timm_beit": ("beit_base_patch16_224", 64, VIT),
+    "timm_eva02": ("eva02_tiny_patch14_224", 56, {**VIT, "img_size": 56}),
+    "timm_samvit": ("samvit_base_patch16", 64, {**VIT, "global_attn_indexes": (1,), "window_size": 2}),
+    "timm_cait": ("cait_xxs24_224", 64, {**VIT, "depth_token_only": 1}),
+    "timm_xcit": ("xcit_nano_12_p16_224", 64, VIT),
+    "timm_nf_resnet": ("nf_resnet26", 64, {}),
+    "timm_resnetv2": ("resnetv2_50", 64, {"layers": (1, 1, 1, 1)}),
+    "timm_hgnetv2": ("hgnetv2_b0", 64, {}),
+    "timm_mobileone": ("mobileone_s0", 64, {}),
+    "timm_repvit": ("repvit_m0_9", 64, {}),
+    "timm_repghostnet": ("repghostnet_050", 64, {}),
+    "timm_maxvit": ("maxvit_rmlp_pico_rw_256", 64, {"img_size": 64}),
+    "timm_coatnet": ("coatnet_pico_rw_224", 64, {"img_size": 64}),
+    "timm_coat": ("coat_tiny", 64, {"img_size": 64}),
+    "timm_convnext": ("convnext_atto", 64, {}),
+    "timm_mobilevit": ("mobilevit_xxs", 64, {}),
+    "timm_mobilevitv2": ("mobilevitv2_050", 64, {}),
+    "timm_levit": ("levit_128s", 224, {}),
+    "timm_fastvit": ("fastvit_t8", 64, {}),
+    "timm_edgenext": ("edgenext_xx_small", 64, {}),
+    "timm_mixer": ("mixer_s32_224", 224, {}),
+    "timm_sequencer": ("sequencer2d_s", 64, {"layers": (1, 1, 1, 1), "img_size": 64}),
+    "timm_ghostnet": ("ghostnet_050", 64, {}),
+}
+
+
+def timm_model(name: str, side: int, options: Mapping[str, Any]) -> tuple[nn.Module, Inputs]:
+    model = timm_models().create_model(name, pretrained=False, num_classes=10, **options)
+    return model, (torch.randn(2, 3, side, side),)
+
+
+def _ids(length: int = 9) -> Inputs:
+    return {"input_ids": torch.randint(3, 100, (2, length))}
 
 
 def _text(length: int = 9) -> Inputs:
@@ -38,16 +83,214 @@ def _text(length: int = 9) -> Inputs:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _ids(length: int = 9) -> Inputs:
-    return {"input_ids": torch.randint(3, 100, (2, length))}
-
-
 def _pair() -> Inputs:
     return {"input_ids": torch.randint(3, 100, (2, 9)), "decoder_input_ids": torch.randint(3, 100, (2, 7))}
 
 
+def _pair_and_masks() -> Inputs:
+    pair = _pair()
+    masks = {name.replace("input_ids", "attention_mask"): torch.ones_like(ids) for name, ids in pair.items()}
+    return {**pair, **masks}
+
+
 def _pixels(side: int = 32) -> Inputs:
     return {"pixel_values": torch.randn(2, 3, side, side)}
+
+
+def _episode() -> Inputs:
+    return {
+        "states": torch.randn(2, 5, 17),
+        "actions": torch.randn(2, 5, 4),
+        "rewards": torch.randn(2, 5, 1),
+        "returns_to_go": torch.randn(2, 5, 1),
+        "timesteps": torch.arange(5).repeat(2, 1),
+        "attention_mask": torch.ones(2, 5, dtype=torch.long),
+    }
+
+
+def _film() -> Inputs:
+    return {"pixel_values": torch.randn(2, 2, 3, 32, 32)}
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+LONG_T5 = {**T5, "local_radius": 4, "global_block_size": 4}
+CLIP_SEG = {
+    "text_config": TEXT_TOWER,
+    "vision_config": {**PATCHES, "num_hidden_layers": 4},
+    "projection_dim": 16,
+    "extract_layers": [0, 1, 2],
+    "reduce_dim": 16,
+    "decoder_num_attention_heads": 4,
+    "decoder_intermediate_size": 32,
+    "conditional_layer": 0,
+}
+ALT_CLIP = {**TOWERS, "text_config": {**TEXT_TOWER, "project_dim": 32}}
+XLNET = {**TOKENS, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
+DEBERTA = {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}
+FUNNEL = {**TOKENS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64, "block_sizes": [1, 1]}
+FILM = {**PATCHES, "num_frames": 2}
+# name: (class prefix, configuration, inputs[, head])
+FURTHER_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
+    "gpt2_cached": ("GPT2", {**GPT, "use_cache": True}, _ids, "LMHeadModel"),
+    "deberta": ("Deberta", DEBERTA, _text),
+    "xlnet": ("XLNet", XLNET, _text),
+    "nystromformer": (
+        "Nystromformer",
+        {**ENCODER, "num_landmarks": 4, "segment_means_seq_len": 16},
+        partial(_ids, 16),
+    ),
+    "longformer": ("Longformer", {**ENCODER, "attention_window": 4}, _text),
+    "bigbird": ("BigBird", {**ENCODER, "attention_type": "original_full"}, _text),
+    "funnel": ("Funnel", FUNNEL, _text),
+    "convbert": ("ConvBert", {**ENCODER, "embedding_size": 32}, _text),
+    "mobilebert": ("MobileBert", {**ENCODER, "embedding_size": 32, "intra_bottleneck_size": 16}, _text),
+    "fnet": ("FNet", ENCODER, _ids),
+    "esm": ("Esm", {**ENCODER, "mask_token_id": 4, "position_embedding_type": "rotary"}, _text),
+    "gpt_neo": (
+        "GPTNeo",
+        {**DECODER, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        _ids,
+    ),
+    "olmoe": ("Olmoe", {**DECODER, **EXPERTS}, _ids),
+    "qwen2_moe": ("Qwen2Moe", {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 32}, _ids),
+    "mamba2": (
+        "Mamba2",
+        {
+            **TOKENS,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 1,
+            "state_size": 16,
+            "chunk_size": 8,
+            "use_cache": False,
+        },
+        _ids,
+    ),
+    "rwkv": (
+        "Rwkv",
+        {**TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 16, "use_cache": False},
+        _ids,
+    ),
+    "longt5": ("LongT5", LONG_T5, _pair_and_masks),
+    "switch_transformers": ("SwitchTransformers", {**T5, "num_experts": 2}, _pair),
+    "decision_transformer": (
+        "DecisionTransformer",
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "max_ep_len": 64, "state_dim": 17, "act_dim": 4},
+        _episode,
+    ),
+    "swin2sr": ("Swin2SR", {**WINDOWS, "num_channels": 3, "patch_size": 1}, _pixels),
+    "clipseg": ("CLIPSeg", CLIP_SEG, lambda: {**_text(), **_pixels()}, "ForImageSegmentation"),
+    "altclip": ("AltCLIP", ALT_CLIP, lambda: {**_text(), **_pixels()}),
+    "data2vec_vision": ("Data2VecVision", {**PATCHES, "use_relative_position_bias": True}, _pixels),
+    "glpn": (
+        "GLPN",
+        {
+            "hidden_sizes": [8, 16, 24, 32],
+            "depths": [1] * 4,
+            "num_attention_heads": [1, 2, 3, 4],
+            "decoder_hidden_size": 16,
+        },
+        partial(_pixels, 64),
+        "ForDepthEstimation",
+    ),
+    "focalnet": (
+        "FocalNet",
+        {
+            "image_size": 32,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "hidden_sizes": [16, 32],
+            "focal_levels": [2, 2],
+            "focal_windows": [3, 3],
+        },
+        _pixels,
+    ),
+    "cvt": ("Cvt", {"embed_dim": [16, 24, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3]}, partial(_pixels, 64)),
+    "convnext_hf": ("ConvNext", STAGES, partial(_pixels, 64)),
+    "videomae": ("VideoMAE", {**FILM, "tubelet_size": 2}, _film, "ForVideoClassification"),
+    "timesformer": ("Timesformer", FILM, _film),
+    "wav2vec2_conformer": (
+        "Wav2Vec2Conformer",
+        {**WAVES, "conv_depthwise_kernel_size": 7},
+        lambda: {"input_values": torch.randn(2, 800)},
+    ),
+}
+
+
+def _further() -> dict[str, Architecture]:
+    made: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {}
+    made |= {name: partial(timm_model, *setup) for name, setup in FURTHER_TIMM.items()}
+    made |= {name: partial(transformer, *setup) for name, setup in FURTHER_TRANSFORMERS.items()}
+    return {name: Architecture(name, make) for name, make in made.items()}
+
+
+FURTHER = _further()
+
+
+# name: (side of the image, options)
+MORE_TIMM: dict[str, tuple[int, dict[str, Any]]] = {
+    "halonet26t": (256, {}),
+    "botnet26t_256": (64, {"img_size": 64}),
+    "convit_tiny": (64, {**VIT, "local_up_to_layer": 1}),
+    "crossvit_9_240": (240, {"embed_dim": (16, 32), "num_heads": (2, 2)}),
+    "cspresnet50": (64, {}),
+    "davit_tiny": (64, {"depths": (1, 1, 1, 1), "embed_dims": (16, 32, 48, 64), "num_heads": (1, 2, 3, 4)}),
+    "dla34": (64, {}),
+    "dpn48b": (64, {}),
+    "efficientformer_l1": (224, {}),
+    "efficientformerv2_s0": (224, {}),
+    "efficientvit_b0": (64, {}),
+    "efficientvit_m0": (224, {}),
+    "fasternet_t0": (64, {}),
+    "gcvit_xxtiny": (224, {}),
+    "hardcorenas_a": (64, {}),
+    "hiera_tiny_224": (224, {"embed_dim": 24, "stages": (1, 1, 1, 1)}),
+    "hrnet_w18_small": (64, {}),
+    "inception_next_atto": (64, {}),
+    "inception_v4": (96, {}),
+    "poolformerv2_s12": (64, {}),
+    "caformer_s18": (64, {}),
+    "gmlp_ti16_224": (224, {}),
+    "resmlp_12_224": (224, {}),
+    "mobilenetv4_conv_small": (64, {}),
+    "mobilenetv4_hybrid_medium": (64, {}),
+    "mvitv2_tiny": (64, {"img_size": 64}),
+    "nest_tiny": (64, {"img_size": 64}),
+    "nextvit_small": (64, {}),
+    "pit_ti_224": (64, {"img_size": 64, "depth": (1, 1, 1)}),
+    "rdnet_tiny": (64, {}),
+    "res2net50_14w_8s": (64, {}),
+    "resnest14d": (64, {}),
+    "rexnet_100": (64, {}),
+    "seresnext26d_32x4d": (64, {}),
+    "selecsls42b": (64, {}),
+    "shvit_s1": (64, {}),
+    "skresnet18": (64, {}),
+    "starnet_s1": (64, {}),
+    "swiftformer_xs": (224, {}),
+    "swinv2_cr_tiny_224": (64, {"img_size": 64, "window_size": 4, "depths": (1, 2, 1, 1), "embed_dim": 24}),
+    "tiny_vit_5m_224": (64, {}),
+    "tnt_s_legacy_patch16_224": (64, {"img_size": 64, "depth": 2}),
+    "tresnet_m": (64, {}),
+    "twins_pcpvt_small": (64, {"img_size": 64, "depths": (1, 1, 1, 1)}),
+    "twins_svt_small": (64, {"img_size": 64, "depths": (1, 1, 1, 2)}),
+    "visformer_tiny": (64, {"img_size": 64, "depth": (1, 1, 1)}),
+    "volo_d1_224": (64, {"img_size": 64}),
+    "ese_vovnet19b_dw": (64, {}),
+    "xception41": (96, {}),
+    "eca_nfnet_l0": (64, {}),
+    "ecaresnet26t": (64, {}),
+    "gernet_s": (64, {}),
+    "lcnet_050": (64, {}),
+    "tinynet_e": (64, {}),
+    "mixnet_s": (64, {}),
+    "spnasnet_100": (64, {}),
+    "vit_base_r26_s32_224": (64, {"img_size": 64, "depth": 1}),
+    "vitamin_small_224": (64, {"img_size": 64}),
+}
 
 
 def _wave(length: int = 800) -> Inputs:
@@ -100,7 +343,7 @@ MASKED = {
     "decoder_config": _backbone("Detr", [], d_model=32),
 }
 # name: (class prefix, configuration, inputs[, head])
-TRANSFORMERS: dict[str, tuple[Any, ...]] = {
+MORE_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
     # text
     "camembert": ("Camembert", ENCODER, _text, "ForTokenClassification"),
     "xlm_roberta_pair": ("XLMRoberta", ENCODER, _text, "ForQuestionAnswering"),
@@ -436,18 +679,18 @@ def _mask_head() -> tuple[nn.Module, Inputs]:
     return model, (torch.randn(2, 16, 14, 14),)
 
 
-TORCHVISION: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+MORE_TORCHVISION: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "ssdlite_head": _ssdlite,
     "rpn_head": _region_proposals,
     "mask_head": _mask_head,
 }
 
 
-def _registry() -> dict[str, Architecture]:
-    found = {**MADE, **TORCHVISION}
-    found |= {f"timm_{name}": partial(timm_model, name, *setup) for name, setup in TIMM.items()}
-    found |= {name: partial(transformer, *setup) for name, setup in TRANSFORMERS.items()}
+def _more() -> dict[str, Architecture]:
+    found = {**MADE, **MORE_TORCHVISION}
+    found |= {f"timm_{name}": partial(timm_model, name, *setup) for name, setup in MORE_TIMM.items()}
+    found |= {name: partial(transformer, *setup) for name, setup in MORE_TRANSFORMERS.items()}
     return {name: Architecture(name, make) for name, make in found.items()}
 
 
-STRANGERS = _registry()
+MORE = _more()

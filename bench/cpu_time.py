@@ -1,0 +1,192 @@
+"""CPU seconds of importing scalepoint, of writing files, and of a smoke run.
+
+    python bench/cpu_time.py import
+    python bench/cpu_time.py export [--architectures] [--repeats 3]
+    python bench/cpu_time.py smoke
+
+import: `import scalepoint` against `import torch`, and the quick commands; medians of fresh interpreters.
+export: `capture` and `export` in turn, random weights. "two files" is the quantized file and the float one, as deploy
+writes them; both come from the same captured graph. The note has the time of writing the bytes of both from memory.
+--architectures adds nets of timm at 64 pixels that have many branches.
+smoke: the demo's deployment with `smoke=True`, with the processes of the runtime, against the full run. Without a
+metric, and with the demo's, which is called as often and takes as long in both.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from measure import Row, interleave, report, run_part
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests know how these are imported
+sys.path.insert(0, str(Path(__file__).parent.parent / "demo"))
+
+from architectures import timm_models, torchvision_models
+from sentences import Task, prepared
+
+OUT = Path(__file__).parent.parent / "out"
+REPEATS = 7
+QUICK = ("targets", "targets tensorrt", "doctor", "config schema", "report FOLDER")  # at most one CPU-second each
+
+
+def cpu_seconds(statement: str) -> float:
+    """User and system time of a fresh interpreter that runs one statement."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", statement], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+
+
+def command(line: str) -> str:
+    return f"from scalepoint.cli.app import run; raise SystemExit(run({line.split()!r}))"
+
+
+def made_report() -> Path:
+    """A folder with the report of a deployment."""
+    folder = OUT / "bench-import"
+    if not (folder / "report.json").is_file():
+        made = (
+            "import torch, scalepoint; x = torch.randn(8, 64); "
+            f"scalepoint.deploy(torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), x, [x], output={str(folder)!r})"
+        )
+        subprocess.run([sys.executable, "-c", made], check=True)
+    return folder
+
+
+def import_time() -> int:
+    imports = ("import torch", "import scalepoint", "import scalepoint.spec")
+    folder = made_report()
+    commands = {f"scalepoint {line}": command(line.replace("FOLDER", str(folder))) for line in QUICK}
+    statements = (*imports, *commands.values())
+    taken: dict[str, list[float]] = {statement: [] for statement in statements}
+    for _ in range(REPEATS):
+        for statement in statements:
+            taken[statement].append(cpu_seconds(statement))
+    median = {statement: statistics.median(times) for statement, times in taken.items()}
+    base = median["import torch"]
+    rows = [Row(name, median[name] / base, 1.15, "import torch") for name in imports[1:]]
+    rows += [Row(f"{name}, CPU-seconds", median[run], 1.0, "one CPU-second") for name, run in commands.items()]
+    return 0 if report("import cost", rows, OUT / "bench-import.json") else 1
+
+
+ALWAYS = {"ResNet-50": "resnet50", "ViT-B/16": "vit_b_16", "MobileNetV2": "mobilenet_v2"}
+BRANCHY = ("mobileone_s0", "repvit_m0_9", "maxvit_tiny_rw_224")
+EXPORT_LIMIT = 1.0
+
+
+def export_rows(title: str, model: nn.Module, side: int, repeats: int) -> list[Row]:
+    """Export as a multiple of capture."""
+    from scalepoint.formats.export import export  # noqa: PLC0415
+    from scalepoint.graph.capture import capture  # noqa: PLC0415
+    from scalepoint.quantize import quantize  # noqa: PLC0415
+    from scalepoint.support.files import replace_file  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 3, side, side)
+    quantized = quantize(model, inputs, forward_loop=[inputs], target="onnxruntime")
+    with tempfile.TemporaryDirectory() as folder:
+        path, beside = Path(folder, "model.onnx"), Path(folder, "float.onnx")
+        runs: dict[str, Any] = {
+            "capture": lambda: capture(model, inputs),
+            "one file": lambda: export(quantized, path, inputs),
+            "two files": lambda: export(quantized, path, inputs, float_path=beside),
+        }
+        runs["two files"]()
+        held = [each.read_bytes() for each in (path, beside)]
+        copies = [Path(folder, f"copy{number}.onnx") for number in range(len(held))]
+        runs["bytes"] = lambda: [
+            replace_file(copy, lambda made, data=data: made.write_bytes(data))  # type: ignore[misc]
+            for copy, data in zip(copies, held, strict=True)
+        ]
+        taken = interleave(runs, repeats)
+    base = taken["capture"]
+    notes = {"one file": "", "two files": f", {taken['bytes']:.2f} s for the bytes alone"}
+    return [
+        Row(
+            f"{title}: {what}",
+            taken[what] / base,
+            EXPORT_LIMIT,
+            "capture",
+            f"{taken[what]:.1f} s against {base:.1f} s{note}",
+        )
+        for what, note in notes.items()
+    ]
+
+
+def export_time() -> int:
+    parser = argparse.ArgumentParser(description="CPU seconds of export against capture")
+    parser.add_argument("--architectures", action="store_true", help="also nets of timm")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    made = [(title, torchvision_models().get_model(name, weights=None).eval(), 224) for title, name in ALWAYS.items()]
+    if options.architectures:
+        made += [
+            (name, timm_models().create_model(name, pretrained=False, **_image_size(name)).eval(), 64)
+            for name in BRANCHY
+        ]
+    found = []
+    for each in made:
+        found += export_rows(*each, options.repeats)
+        Console().print(*(f"{row.name} {row.ratio:.2f} ({row.note})" for row in found[-2:]), sep="\n")
+    return 0 if report("export beside capture, CPU seconds", found, OUT / "export_time.json") else 1
+
+
+def _image_size(name: str) -> dict[str, int]:
+    return {"img_size": 64} if name.startswith("maxvit") else {}
+
+
+SMOKE_LIMIT, JUDGED_LIMIT = 0.25, 1.0
+
+
+def seconds(task: Task, *, smoke: bool, is_judged: bool) -> float:
+    """Of this process and all that it started."""
+    import scalepoint  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        before = sum(os.times()[:4])
+        scalepoint.deploy(
+            task.model,
+            task.calibration[0],
+            task.calibration,
+            output=folder,
+            force=True,
+            evaluate=task.accuracy if is_judged else None,
+            smoke=smoke,
+            progress=False,
+        )
+        return sum(os.times()[:4]) - before
+
+
+def smoke_time() -> int:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    task = prepared()
+    seconds(task, smoke=True, is_judged=False)  # imports, and torch's first times
+    rows = []
+    for name, is_judged, limit in (
+        ("smoke=True of the demo", False, SMOKE_LIMIT),
+        ("with its metric", True, JUDGED_LIMIT),
+    ):
+        taken = [[seconds(task, smoke=smoke, is_judged=is_judged) for smoke in (True, False)] for _ in range(2)]
+        fast, full = (min(each) for each in zip(*taken, strict=True))
+        rows.append(Row(name, fast / full, limit, "the full run", f"{fast:.1f} s against {full:.1f} s"))
+    return 0 if report("a smoke run, CPU seconds", rows, OUT / "smoke.json") else 1
+
+
+PARTS = {"import": import_time, "export": export_time, "smoke": smoke_time}
+
+if __name__ == "__main__":
+    sys.exit(run_part(__doc__, PARTS))
