@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -372,10 +373,12 @@ def _deploy_another() -> Any:
 
 
 def killed(folder: Path) -> Any:
-    """DIES=rank at STEP=calibrate, tune, export, verify, make_report: there that rank is killed, the first time."""
+    """DIES=rank at STEP=calibrate, tune, export, verify, build_report: there that rank is killed, the first time."""
     step, dies = os.environ["STEP"], int(os.environ["DIES"])
     if step and distributed.rank() == dies:
-        setattr(stages, step, lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL))
+        modules = (stages, import_module("scalepoint.pipeline.deploy"))
+        module = next(module for module in modules if hasattr(module, step))
+        setattr(module, step, lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL))
     data = batches(5)
     is_tuned, resume = "tune" in (step, os.environ.get("ACCURACY")), os.environ["RESUME"] == "yes"
     return outcome(

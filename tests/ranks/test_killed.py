@@ -28,7 +28,7 @@ def fatal():
             os.kill(os.getpid(), signal.SIGKILL)
         yield batch
 """
-PHASES = ("calibrate", "tune", "export", "verify", "make_report")
+PHASES = ("calibrate", "tune", "export", "verify", "build_report")
 DEFAULT = [("calibrate", 1)]
 
 
@@ -54,7 +54,7 @@ def test_resume_with_another_number_of_ranks_completes_what_a_killed_rank_left(
     kind, message = result_of(first, 1 - dies)
     assert kind == "RankError"
     assert f"rank {dies} of 2 gave no sign of life" in message
-    if step != "make_report":  # by then the file is there, whole
+    if step != "build_report":  # by then the file is there, whole
         assert not (first / "out" / "model.onnx").exists()
     assert not [each for each in first.rglob("*") if each.name.startswith(TEMPORARY)]
     for left in (*first.glob("result-*"), first / "store"):
