@@ -128,19 +128,19 @@ def ours(source: Source, dtype: str, rows: Tensor, folder: Path) -> Row:
     return replace(row, simulated=perplexity, decibels=decibels, exact=exact, same=same, same_exact=same_exact)
 
 
-def tuned(rows: Tensor, folder: Path) -> Row:
-    """As deploy_checkpoint makes it; one that was made before is taken as it is."""
-    path, start = folder / "balanced" / "balanced.gguf", time.process_time()
-    told = path.with_suffix(".json")
+def deployed(accuracy: str, rows: Tensor, folder: Path) -> Row:
+    """The file of deploy_checkpoint; one that an earlier run made is used again."""
+    path = folder / accuracy / f"{accuracy}.gguf"
+    record = path.with_suffix(".json")
     if not path.exists():
-        texts = {name: folder / f"{name}.txt" for name in ("calibrate", "judge")}
-        for name, file in texts.items():
-            file.write_text(parts()[name], encoding="utf-8")
         path.parent.mkdir(exist_ok=True)
-        deploy_checkpoint(smollm.folder(), path, target="gguf", accuracy="balanced", data=texts["calibrate"],
-                          judge=texts["judge"], verify=False)  # fmt: skip
-        told.write_text(json.dumps({"seconds": time.process_time() - start}))
-    return judged(path, rows, "balanced int4, blocks of 32", json.loads(told.read_text())["seconds"])
+        text = folder / "calibrate.txt"
+        text.write_text(parts()["calibrate"], encoding="utf-8")
+        start = time.process_time()
+        data = None if accuracy == "fast" else text
+        deploy_checkpoint(smollm.folder(), path, target="gguf", accuracy=accuracy, data=data, judge=None, verify=False)
+        record.write_text(json.dumps({"seconds": time.process_time() - start}))
+    return judged(path, rows, f"{accuracy} int4, blocks of 32", json.loads(record.read_text())["seconds"])
 
 
 def theirs(plain: Path, kind: str, rows: Tensor, folder: Path) -> Row:
@@ -166,7 +166,7 @@ def main() -> None:
         lambda: judged(plain, rows, "float32", 0.0),
         *(partial(theirs, plain, kind, rows, folder) for kind in THEIRS),
         *(partial(ours, source, dtype, rows, folder) for dtype in OURS),
-        lambda: tuned(rows, folder),
+        *(partial(deployed, accuracy, rows, folder) for accuracy in ("fast", "balanced")),
     ):
         found.append(make())
         print(found[-1], flush=True)
