@@ -66,8 +66,9 @@ def tensor_values(tensor: ir.TensorProtocol, folder: Path | None) -> Floats:
         if isinstance(tensor, ir.ExternalTensor):  # its own numpy() would open any file that the model names
             entries = {"location": str(tensor.location), "offset": tensor.offset, "length": tensor.length}
             data = read_part(*_external(name, entries, folder), folder=folder)
-            dims = [int(size) for size in tensor.shape]
-            tensor = ir.from_proto(TensorProto(name=name, data_type=int(tensor.dtype), dims=dims, raw_data=data))
+            dims = list(tensor.shape.numpy())
+            proto = TensorProto(name=name, data_type=int(tensor.dtype), dims=dims, raw_data=data)
+            tensor = ir.serde.deserialize_tensor(proto)
         return np.asarray(tensor.numpy()).astype(np.float32)
     except (OSError, ValueError, TypeError, KeyError, OverflowError, AttributeError) as error:
         raise StoreError(f"the values of {shown(name)} cannot be read: {error}") from error
