@@ -70,7 +70,7 @@ def tensor_values(tensor: ir.TensorProtocol, folder: Path | None) -> Floats:
             proto = TensorProto(name=name, data_type=int(tensor.dtype), dims=dims, raw_data=data)
             tensor = ir.serde.deserialize_tensor(proto)
         return np.asarray(tensor.numpy()).astype(np.float32)
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, AttributeError) as error:
+    except Exception as error:  # onnx_ir 1.1 asserts that the data field fits the data type
         raise StoreError(f"the values of {shown(name)} cannot be read: {error}") from error
 
 
