@@ -9,8 +9,7 @@ Needs the package onnx; `import scalepoint` does not import this.
 import os
 from typing import TYPE_CHECKING
 
-from scalepoint.checking.graph import read_graphs
-from scalepoint.checking.qdq import Version, View
+from scalepoint.checking.qdq_graph import Version, read_views
 from scalepoint.checking.rule import Finding, Rule, Severity, finding
 from scalepoint.checking.tensorrt import POST_BUILD, RULES
 from scalepoint.errors import TargetError, nearest, shown
@@ -37,12 +36,10 @@ def check(
         raise TargetError(f"no static checks for the target {shown(target)}. {nearest(str(target), _TARGETS)}")
     parsed = _version(version)
     findings: list[Finding] = []
-    for graph in read_graphs(source):
-        view = View(graph, parsed)
-        found = [
-            (fault.node.index, rule.id, finding(rule, fault)) for rule in _TARGETS[target] for fault in rule.check(view)
-        ]
-        findings += [entry for _, _, entry in sorted(found, key=lambda item: item[:2])]
+    for view in read_views(source, parsed):
+        faults = [(rule, fault) for rule in _TARGETS[target] for fault in rule.check(view)]
+        faults.sort(key=lambda pair: (view.position(pair[1].node), pair[0].id))
+        findings += [finding(view, rule, fault) for rule, fault in faults]
     return findings
 
 

@@ -1,11 +1,13 @@
-"""Reading an ONNX file that nobody vouches for: it is sound and its data lies beside it, or StoreError says why not."""
+"""Safe reading of an untrusted ONNX file: a sound graph with its data next to it, or a StoreError that says why not."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, inliner, shape_inference
 
@@ -16,12 +18,32 @@ OLDEST_OPSET = 10  # QuantizeLinear appeared
 MOST_NODES = 1_000_000  # after inlining functions, which can double at every level
 MOST_BYTES = 2**31  # the limit of protobuf
 
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
 _DATA_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 _EXTERNAL_KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
 
 
-def read_model(source: str | os.PathLike[str] | ModelProto) -> tuple[ModelProto, Path | None]:
-    """The model with functions inlined and shapes inferred where possible, and the folder of its external data."""
+class OnnxFile(NamedTuple):
+    """A model that passed all checks. Read the values of its tensors with `tensor_values` only."""
+
+    model: ir.Model
+    opset: int
+    folder: Path | None
+
+
+def read_model(source: str | os.PathLike[str] | ModelProto) -> OnnxFile:
+    """Read a model, inline its functions and infer its shapes where possible.
+
+    Args:
+        source: A file, or a model in memory. A model in memory cannot have external data.
+
+    Returns:
+        The model, its opset, and the folder of its external data.
+
+    Raises:
+        StoreError: The file or the model is damaged, too large, or refers to files outside of its folder.
+    """
     path = None if isinstance(source, ModelProto) else _path(source)
     model = source if isinstance(source, ModelProto) else _parse(_path(source))
     name = "the model" if path is None else str(path)
@@ -29,17 +51,27 @@ def read_model(source: str | os.PathLike[str] | ModelProto) -> tuple[ModelProto,
     _check_header(model, name)
     for tensor in _tensors(model):
         _check_tensor(tensor, folder)
-    return _with_shapes(_inlined(model, name)), folder
-
-
-def tensor_values(tensor: TensorProto, folder: Path | None) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-    """The numbers of a constant; external ones are read from the folder that `read_model` gave."""
+    model = _with_shapes(_inlined(model, name))
+    _check_graph(model.graph, frozenset())
     try:
-        if tensor.data_location == TensorProto.EXTERNAL:
-            tensor = _loaded(tensor, folder)
-        return np.asarray(onnx.numpy_helper.to_array(tensor))
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
-        raise StoreError(f"the values of {shown(tensor.name)} cannot be read: {error}") from error
+        return OnnxFile(ir.from_proto(model), opset_of(model), folder)
+    except Exception as error:  # onnx_ir wraps any error in one whose text contains the whole node, weights included
+        raise StoreError(f"{name} is damaged: {_root_cause(error)}") from None
+
+
+def tensor_values(tensor: ir.TensorProtocol, folder: Path | None) -> Floats:
+    """Read the numbers of a constant as float32; external ones from the folder that `read_model` returned."""
+    name = tensor.name or ""
+    try:
+        if isinstance(tensor, ir.ExternalTensor):  # its own numpy() would open any file that the model names
+            entries = {"location": str(tensor.location), "offset": tensor.offset, "length": tensor.length}
+            data = read_part(*_external(name, entries, folder), folder=folder)
+            dims = list(tensor.shape.numpy())
+            proto = TensorProto(name=name, data_type=int(tensor.dtype), dims=dims, raw_data=data)
+            tensor = ir.serde.deserialize_tensor(proto)
+        return np.asarray(tensor.numpy()).astype(np.float32)
+    except Exception as error:  # onnx_ir 1.1 asserts that the data field fits the data type
+        raise StoreError(f"the values of {shown(name)} cannot be read: {error}") from error
 
 
 def _path(source: str | os.PathLike[str]) -> Path:
@@ -127,20 +159,22 @@ def _check_tensor(tensor: TensorProto, folder: Path | None) -> None:
         raise StoreError(f"tensor {name} has {' and '.join(fields)}: readers would see different numbers")
     if any(size < 0 for size in tensor.dims):
         raise StoreError(f"tensor {name} has a negative size: {list(tensor.dims)}")
+    if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
+        raise StoreError(f"tensor {name} has the unknown data type {tensor.data_type}")
     if external:
-        _external(tensor, folder)
+        entries = {str(entry.key): str(entry.value) for entry in tensor.external_data}
+        unknown = sorted(entries.keys() - _EXTERNAL_KEYS)
+        if unknown or len(entries) != len(tensor.external_data):
+            raise StoreError(f"tensor {name} has unknown or repeated keys of external data: {shown(unknown)}")
+        _external(tensor.name, entries, folder)
 
 
-def _external(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]:
-    """Where the data of a tensor lies: file, offset, length. Only a plain file in the model's own folder is read."""
-    name = shown(tensor.name)
+def _external(tensor_name: str, entries: Mapping[str, str | int | None], folder: Path | None) -> tuple[Path, int, int]:
+    """Find the data of a tensor: file, offset, length. Only a plain file in the model's own folder is read."""
+    name = shown(tensor_name)
     if folder is None:
         raise StoreError(f"tensor {name} has external data: give the path of the file instead of a ModelProto")
-    entries = {str(entry.key): str(entry.value) for entry in tensor.external_data}
-    unknown = sorted(entries.keys() - _EXTERNAL_KEYS)
-    if unknown or len(entries) != len(tensor.external_data):
-        raise StoreError(f"tensor {name} has unknown or repeated keys of external data: {shown(unknown)}")
-    location = entries.get("location", "")
+    location = str(entries.get("location") or "")
     path = _contained(location, folder, name)
     try:
         size = path.stat().st_size
@@ -168,12 +202,6 @@ def _contained(location: str, folder: Path, name: str) -> Path:
     if path.stat().st_nlink > 1:
         raise StoreError(f"tensor {name}: {shown(location)} is a hard link; copy the file instead")
     return path
-
-
-def _loaded(tensor: TensorProto, folder: Path | None) -> TensorProto:
-    path, offset, length = _external(tensor, folder)
-    data = read_part(path, offset, length, folder=folder)
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
 
 
 def _inlined(model: ModelProto, name: str) -> ModelProto:
@@ -211,11 +239,11 @@ def _count(
 def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     for node in nodes:
         yield node
-        for body in bodies_of(node):
+        for body in _bodies(node):
             yield from _nodes(body.node)
 
 
-def bodies_of(node: NodeProto) -> list[GraphProto]:
+def _bodies(node: NodeProto) -> list[GraphProto]:
     """The graphs of If, Loop and Scan."""
     return [
         graph
@@ -229,3 +257,43 @@ def _with_shapes(model: ModelProto) -> ModelProto:
         return shape_inference.infer_shapes(model, data_prop=True)
     except Exception:  # shapes are a help, not a need: rules that lack one say nothing
         return model
+
+
+def _check_graph(graph: GraphProto, outer: frozenset[str]) -> None:
+    """Check that names are text, and that each tensor has one producer, which comes before its readers.
+
+    Args:
+        graph: The main graph or a body.
+        outer: The tensors that a body may read from the graphs around it.
+    """
+    for info in (*graph.input, *graph.value_info, *graph.output, *graph.initializer):
+        _check_text(info.name)
+    constants = {tensor.name for tensor in graph.initializer}
+    constants.update(sparse.values.name for sparse in graph.sparse_initializer)
+    own = {info.name for info in graph.input} | constants
+    for index, node in enumerate(graph.node):
+        for text in (node.name, node.op_type, *node.input, *node.output, *(entry.name for entry in node.attribute)):
+            _check_text(text)
+        label = node.name or next(filter(None, node.output), f"{node.op_type}_{index}")
+        for tensor in filter(None, node.input):
+            if tensor not in own and tensor not in outer:
+                raise StoreError(f"node {shown(label)} reads {shown(tensor)}, which no earlier node makes")
+        for body in _bodies(node):
+            _check_graph(body, outer | own)
+        for tensor in filter(None, node.output):
+            if tensor in own:
+                raise StoreError(f"two nodes make the tensor {shown(tensor)}, or it is also an input or initializer")
+            own.add(tensor)
+    if missing := sorted({info.name for info in graph.output} - own - outer):
+        raise StoreError(f"the graph's output {shown(missing[0])} is made by no node")
+
+
+def _check_text(name: str) -> None:
+    if not isinstance(name, str):  # protobuf returns text that is not UTF-8 as bytes
+        raise StoreError(f"the name {shown(name)} is no text: the file is damaged")
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)[:200]

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from scalepoint.checking.graph import Node
-from scalepoint.checking.qdq import View
+from onnx_ir import Node
+
+from scalepoint.checking.qdq_graph import Tensor, View
 from scalepoint.support.formatting import short
 
 _LONGEST_NAME = 120
@@ -25,7 +26,7 @@ class Fault:
     """What a rule saw: where, and in a few words what. What else is given overrides the rule's own."""
 
     node: Node
-    tensor: str
+    tensor: Tensor
     seen: str
     severity: Severity | None = None
     why: str = ""
@@ -60,12 +61,12 @@ class Finding:
         return f"{self.rule} {self.severity.value}: {where}: {short(self.why, 1000)}. Way out: {self.way_out}"
 
 
-def finding(rule: Rule, fault: Fault) -> Finding:
+def finding(view: View, rule: Rule, fault: Fault) -> Finding:
     return Finding(
         rule=rule.id,
         severity=fault.severity or rule.severity,
-        node=fault.node.name,
-        tensor=fault.tensor,
+        node=view.label(fault.node),
+        tensor=(fault.tensor.name if fault.tensor else "") or "",
         why=f"{fault.seen}: {fault.why or rule.why}",
         way_out=fault.way_out or rule.way_out,
     )
