@@ -98,7 +98,7 @@ for name in sys.argv[1:]:
 BROKEN = {
     "acme-broken": "RuntimeError: no driver",
     "acme-nothing": "is not a scalepoint.targets.Target: 'a string'",
-    "acme-other": "calls itself 'acme'",
+    "acme-other": "has the name 'acme'",
 }
 
 

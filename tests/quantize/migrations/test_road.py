@@ -220,7 +220,7 @@ def _doubling(which):
 def test_what_changes_the_float_output_is_undone_and_listed(wrong, monkeypatch):
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), rows(4)
-    monkeypatch.setitem(MIGRATIONS.own, "equalize", _doubling(wrong))
+    monkeypatch.setitem(MIGRATIONS.builtin, "equalize", _doubling(wrong))
     quantized = migrated(model, data, "equalize")
     assert sorted(refusals(quantized)) == sorted(wrong)
     assert all("the float output changes" in why for why in refusals(quantized).values())
