@@ -11,7 +11,7 @@ from scalepoint.graph.weights import readers, weights_of
 from scalepoint.patterns.language import kind_of, place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
-from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Left, Site
+from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Site, UnmatchedOperation
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
 from scalepoint.spec.extended import sparsity_of
 from scalepoint.spec.palette import is_palette
@@ -20,7 +20,7 @@ from scalepoint.spec.palette import is_palette
 def coverage_rows(
     model: fx.GraphModule,
     decisions: Sequence[Decision],
-    left: Sequence[Left],
+    unmatched: Sequence[UnmatchedOperation],
     config: QuantConfig,
     refusals: Iterable[Any],
 ) -> dict[fx.Node, CoverageRow]:
@@ -28,7 +28,7 @@ def coverage_rows(
     graph order."""
     why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
     rows = {decision.site.node: _row(decision) for decision in decisions if _counts(decision.site)}
-    rows |= {each.node: _left_row(each, config, why) for each in left}
+    rows |= {each.node: _unmatched_row(each, config, why) for each in unmatched}
     return _with_parameters(model, _of_example(model, rows))
 
 
@@ -52,9 +52,20 @@ def _row(decision: Decision) -> CoverageRow:
     words = [f"w {describe(decision.weight)}"] if decision.weight and not stored else []
     inputs = {describe(spec) for _, _, spec in decision.points}
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
-    whose = (decision.is_asked, decision.is_meant)
-    told = (site.name, kind, decision.state, ", ".join(words), decision.reason, 0, macs, *whose)
-    return CoverageRow(*told, saves=decision.saves, seconds=decision.seconds, stored=stored)
+    return CoverageRow(
+        site.name,
+        kind,
+        decision.state,
+        ", ".join(words),
+        decision.reason,
+        parameters=0,
+        macs=macs,
+        is_asked=decision.is_requested_float,
+        is_meant=decision.is_target_default,
+        saves=decision.saves,
+        seconds=decision.seconds,
+        stored=stored,
+    )
 
 
 def _operands(site: Site, kind: str) -> list[fx.Node]:
@@ -64,7 +75,7 @@ def _operands(site: Site, kind: str) -> list[fx.Node]:
     return [operand for operand in chosen if isinstance(operand, fx.Node)]
 
 
-def _left_row(each: Left, config: QuantConfig, why: dict[str, str]) -> CoverageRow:
+def _unmatched_row(each: UnmatchedOperation, config: QuantConfig, why: dict[str, str]) -> CoverageRow:
     asked = any(override.fits(each.names, each.types) for override in config.overrides)
     reason = why.get(each.name) or f"no low-precision form of a {each.kind} is known for this target"
     reason = "asked for by the config" if asked else CONSTANT if each.is_constant else reason

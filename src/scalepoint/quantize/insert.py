@@ -20,17 +20,18 @@ from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.joined import joined
 from scalepoint.quantize.outliers import Factors, add_factors
 from scalepoint.quantize.parts import can_fold, kind_of_part
-from scalepoint.quantize.pays import leave_what_loses
+from scalepoint.quantize.pays import leave_slow_layers_float
 from scalepoint.quantize.placement import (
     Decision,
+    PlacementContext,
     Site,
     check_formulations,
     check_overrides,
     decide,
     facts_of,
     follow_readers,
-    left_of,
     sites_of,
+    unmatched_operations,
 )
 from scalepoint.quantize.record import LayerSite, Record, keep_record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
@@ -41,6 +42,12 @@ from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
 from scalepoint.transformation import transformed_of
+
+PASSES = (
+    leave_slow_layers_float,  # first: prices are those of the decisions as the config and the target make them
+    share_codes,  # a head that became float for speed has another spec, or none, to share
+    follow_readers,  # last: an operation without weights follows the final state of the layers that read it
+)
 
 
 @serialized
@@ -61,8 +68,8 @@ def insert_qdq(
     strict=True makes an operation that would stay float unasked an error. copy=False changes the given model.
     """
     config = QuantConfig.build(config)
-    found = target if target is not None else transformed_of(model).target
-    chosen = None if found is None else find_target(found)
+    target = target if target is not None else transformed_of(model).target
+    chosen = None if target is None else find_target(target)
     if chosen is not None:
         check_formulations(config, chosen)
     quantized = copying.deepcopy(model) if copy else model
@@ -98,22 +105,21 @@ def insert_qdq(
 
 def decisions_for(
     model: fx.GraphModule, matches: Sequence[PatternMatch], config: QuantConfig, target: Target | None
-) -> tuple[list[Decision], dict[fx.Node, CoverageRow], Coverage]:
+) -> tuple[Sequence[Decision], dict[fx.Node, CoverageRow], Coverage]:
     """What would be inserted where, the rows of nodes, and the coverage of all; nothing is changed."""
     sites = sites_of(model, matches)
-    left = left_of(model, sites)
-    check_overrides(sites, left, config)
+    unmatched = unmatched_operations(model, sites)
+    check_overrides(sites, unmatched, config)
     if target is not None and target.refuses:
         for site in sites:
             target.refuse(facts_of(site, config, target))
+    decisions: Sequence[Decision]
     decisions = [(decide_table if is_table(site) else decide)(site, config, target) for site in sites]
-    if target is not None and config.speed_first:
-        leave_what_loses(model, decisions, config, target)
-    share_codes(decisions)
-    if target is not None and target.follows_readers:
-        follow_readers(decisions)
+    context = PlacementContext(model, config, target)
+    for run_pass in PASSES:
+        decisions = run_pass(context, decisions)
     refusals = transformed_of(model).refusals
-    rows = coverage_rows(model, decisions, left, config, refusals)
+    rows = coverage_rows(model, decisions, unmatched, config, refusals)
     return decisions, rows, Coverage((*rows.values(), *other_rows(model, rows, refusals)))
 
 

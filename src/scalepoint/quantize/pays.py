@@ -10,7 +10,7 @@ shape is not known or a table has nothing like it, stays as it was asked for.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, prod
 
@@ -22,7 +22,7 @@ from scalepoint.patterns import Point, kind_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, output_pixels, shape_of
 from scalepoint.quantize.parts import kind_of_part, weight_shape
-from scalepoint.quantize.placement import Decision, unpacked
+from scalepoint.quantize.placement import Decision, PlacementContext, unpacked
 from scalepoint.targets import Target
 from scalepoint.targets.kernels import Kernels, Shape, kernels
 
@@ -39,32 +39,44 @@ NEIGHBOURS_FASTER = (
 LAYOUT = 2.0  # passes over a tensor at a border: integer kernels have channels last, float ones in blocks
 
 
-def leave_what_loses(model: fx.GraphModule, decisions: Sequence[Decision], config: QuantConfig, target: Target) -> None:
-    """Make float of what the target's tables say is faster so, borders counted; in place.
+def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
+    """Turn decisions to float where the target's tables predict a gain, conversions included.
 
     Its weight is stored in int8 all the same where the target makes it float as it loads a file: no slower than float.
     """
+    model, config, target = context.model, context.config, context.target
+    if target is None or not config.speed_first:
+        return decisions
     tables = [kernels(name) for name in target.kernels]
     kept = [each for each in decisions if each.weight is not None and each.weight.n_bits < 8]  # asked for, to be small
     kept += [each for table in tables for each in _priced(model, decisions, table, target).unknown]
     views = [_View(model, decisions, table, target, kept) for table in tables]
     if not views or max(view.all_float for view in views) < SMALLEST:
-        return
-    left = _least_regret(views)
-    if len(left) == len(views[0].free) and not target.unpacks:  # nothing wins: then at least one weight is made small
-        heaviest = max(left, key=lambda each: prod(weight_shape(each.site.part)) if each.site.role else 0)
-        left = _least_regret([_View(model, decisions, table, target, [*kept, heaviest]) for table in tables])
-    if max(1 - view.seconds(left) / view.seconds([]) for view in views) < LEAST_GAIN:
-        return
-    for decision in left:
-        before, after = max((view.prices[id(decision)] for view in views), key=lambda price: price[1] - price[0])
-        decision.points, decision.state = [], State.FLOAT
-        decision.weight = unpacked(decision.site, config, target) if target.unpacks else None
-        decision.is_meant, decision.saves = True, after - before
-        if after > before:
-            decision.reason, decision.seconds = FASTER, (before, after)
-        else:
-            decision.reason = NEIGHBOURS_FASTER
+        return decisions
+    in_float = _least_regret(views)
+    if len(in_float) == len(views[0].free) and not target.unpacks:  # nothing wins: make at least one weight small
+        heaviest = max(in_float, key=lambda each: prod(weight_shape(each.site.part)) if each.site.role else 0)
+        in_float = _least_regret([_View(model, decisions, table, target, [*kept, heaviest]) for table in tables])
+    if max(1 - view.seconds(in_float) / view.seconds([]) for view in views) < LEAST_GAIN:
+        return decisions
+    replaced = {id(decision): _in_float(decision, views, config, target) for decision in in_float}
+    return [replaced.get(id(decision), decision) for decision in decisions]
+
+
+def _in_float(decision: Decision, views: Sequence["_View"], config: QuantConfig, target: Target) -> Decision:
+    # The report shows the times of the CPU on which int8 loses most.
+    times = max((view.prices[id(decision)] for view in views), key=lambda price: price[1] - price[0])
+    is_slower = times[1] > times[0]
+    return replace(
+        decision,
+        weight=unpacked(decision.site, config, target) if target.unpacks else None,
+        points=(),
+        state=State.FLOAT,
+        reason=FASTER if is_slower else NEIGHBOURS_FASTER,
+        is_target_default=True,
+        saves=times[1] - times[0],
+        seconds=times if is_slower else None,
+    )
 
 
 class _View:

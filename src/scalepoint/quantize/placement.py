@@ -2,10 +2,11 @@
 
 match -> Site: its fused node, the operand of each declared point, the part with a weight
 Site x config x target -> Decision: specs by point and for the weight, or the reason to leave it float
+A pass takes all decisions and returns all decisions, some of them replaced.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,19 +79,28 @@ class Site:
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Decision:
     """What is inserted at a site."""
 
     site: Site
     weight: QuantizationSpec | None = None
-    points: list[tuple[Point, fx.Node, QuantizationSpec]] = field(default_factory=list)
+    points: tuple[tuple[Point, fx.Node, QuantizationSpec], ...] = ()
     state: State = State.FLOAT
     reason: str = ""
-    is_asked: bool = False  # whether the config wants it float
-    is_meant: bool = False  # whether the target runs its kind in float
+    is_requested_float: bool = False  # by the config
+    is_target_default: bool = False  # the target runs operations of its kind in float
     saves: float | None = None  # seconds that float wins, where it stays float for speed
     seconds: tuple[float, float] | None = None  # in float and in int8, where those are the reason
+
+
+@dataclass(frozen=True)
+class PlacementContext:
+    """What every pass over the decisions can read."""
+
+    model: fx.GraphModule
+    config: QuantConfig
+    target: Target | None
 
 
 def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Site]:
@@ -173,11 +183,11 @@ def operands_of(match: PatternMatch, node: fx.Node, fused: Fused) -> list[tuple[
         Point.VALUE_INPUT: first[2:3] or joins[-1:],
         Point.RESIDUAL_INPUT: joins[:1] or first[1:2],
     }
-    found: list[tuple[Point, fx.Node]] = []
+    operands: list[tuple[Point, fx.Node]] = []
     for point in match.pattern.qdq_points:
-        operands = [node] if point == Point.OUTPUT else [node.args[place] for place in places[point]]
-        found += [(point, each) for each in operands if isinstance(each, fx.Node) and _is_float(each)]
-    return found
+        tensors = [node] if point == Point.OUTPUT else [node.args[place] for place in places[point]]
+        operands += [(point, tensor) for tensor in tensors if isinstance(tensor, fx.Node) and _is_float(tensor)]
+    return operands
 
 
 def _ordered_inputs(part: nn.Module, sources: Sequence[int | None]) -> list[int]:
@@ -239,8 +249,8 @@ def _depends_on_inputs(node: fx.Node) -> bool:
 
 
 @dataclass
-class Left:
-    """An operation with weights or a matrix product that no pattern took."""
+class UnmatchedOperation:
+    """An operation with weights or a matrix product that no pattern matched."""
 
     node: fx.Node
     module: nn.Module | None
@@ -257,12 +267,12 @@ class Left:
         return {self.kind, type(self.module).__name__}
 
 
-def left_of(model: fx.GraphModule, sites: Sequence[Site]) -> list[Left]:
-    """What counts and stands in no group, in graph order."""
+def unmatched_operations(model: fx.GraphModule, sites: Sequence[Site]) -> list[UnmatchedOperation]:
+    """Operations that appear in the coverage and are in no group, in graph order."""
     taken = {site.node for site in sites}
     fixed = constants(model.graph)
     return [
-        Left(
+        UnmatchedOperation(
             node,
             model.get_submodule(str(node.target)) if node.op == "call_module" else None,
             kind_of(node),
@@ -281,43 +291,29 @@ def _only_moves(node: fx.Node) -> bool:
 
 def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     """What is inserted at a site, and why not when nothing is."""
-    decision = Decision(site)
-    if not site.match.pattern.qdq_points:
-        decision.reason, decision.is_meant = why_float(site, target), True
-        return decision
-    if site.is_constant:
-        decision.reason, decision.is_meant = CONSTANT, True
-        return decision
+    if not site.match.pattern.qdq_points or site.is_constant:
+        reason = CONSTANT if site.match.pattern.qdq_points else why_float(site, target)
+        return Decision(site, reason=reason, is_target_default=True)
     if site.unfit:
-        decision.reason = site.unfit
-        return decision
-    asked = any(override.fits(site.names, site.types) for override in config.overrides)
-    why = target.why_float(facts_of(site, config, target)) if target is not None and not asked else None
+        return Decision(site, reason=site.unfit)
+    is_overridden = any(override.fits(site.names, site.types) for override in config.overrides)
+    why = target.why_float(facts_of(site, config, target)) if target is not None and not is_overridden else None
     if why:
-        decision.reason = why
-        return decision
-    said: list[str] = []
-    dense = ""
-    for point, operand in _points(site, config, target):
-        role = _role(point)
-        spec = _spec(site, role, config, target)
-        if spec is None:
-            said.append(role)
-        else:
-            decision.points.append((point, operand, spec))
-    if site.role is not None:
-        decision.weight = _spec(site, "weight", config, target)
-        said += [] if decision.weight else ["weight"]
-        dense = why_dense(site, _wanted(site, "weight", config, target)) if decision.weight else ""
-    if decision.points or decision.weight:
-        decision.state = State.QUANTIZED
-        floats = f"{' and '.join(dict.fromkeys(said))} float: asked for by the config" if said else ""
-        decision.reason = "; ".join(each for each in (floats, dense) if each)
-    elif said:
-        decision.reason, decision.is_asked = "asked for by the config", True
-    else:
-        decision.reason = "its inputs are not float tensors"
-    return decision
+        return Decision(site, reason=why)
+    specs = [
+        (point, tensor, _spec(site, _role(point), config, target)) for point, tensor in _points(site, config, target)
+    ]
+    points = tuple((point, tensor, spec) for point, tensor, spec in specs if spec is not None)
+    weight = None if site.role is None else _spec(site, "weight", config, target)
+    float_roles = [_role(point) for point, _, spec in specs if spec is None]
+    float_roles += ["weight"] if site.role is not None and weight is None else []
+    if points or weight:
+        floats = f"{' and '.join(dict.fromkeys(float_roles))} float: asked for by the config" if float_roles else ""
+        dense = why_dense(site, _wanted(site, "weight", config, target)) if weight else ""
+        return Decision(site, weight, points, State.QUANTIZED, "; ".join(text for text in (floats, dense) if text))
+    if float_roles:
+        return Decision(site, reason="asked for by the config", is_requested_float=True)
+    return Decision(site, reason="its inputs are not float tensors")
 
 
 def why_float(site: Site, target: Target | None) -> str:
@@ -326,19 +322,31 @@ def why_float(site: Site, target: Target | None) -> str:
     return site.match.pattern.why_float or f"a {site.kind} runs in float {where}"
 
 
-def follow_readers(decisions: Sequence[Decision]) -> None:
-    """What has no weights only pays in low precision if what reads it takes it so: else it stays float too."""
+def follow_readers(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
+    """Leave an operation without weights float if all layers that read it are float, on targets that gain nothing."""
+    if context.target is None or not context.target.follows_readers:
+        return decisions
     readers: dict[fx.Node, list[Decision]] = {}
     for decision in decisions:
         for _, operand in decision.site.operands if decision.site.role else ():
             readers.setdefault(_source(operand), []).append(decision)
-    for decision in decisions:
-        found = readers.get(decision.site.node, [])
-        gives = any(point == Point.OUTPUT for point, _, _ in decision.points)
-        if decision.site.role is None and gives and found and all(each.state == State.FLOAT for each in found):
-            decision.points, decision.state = [], State.FLOAT
-            decision.reason = f"{found[0].site.name} reads it and stays float"
-            decision.is_asked, decision.is_meant = found[0].is_asked, found[0].is_meant
+    # Readers have weights, and only decisions without weights are replaced: their order does not matter.
+    return [_follow(decision, readers.get(decision.site.node, [])) for decision in decisions]
+
+
+def _follow(decision: Decision, readers: Sequence[Decision]) -> Decision:
+    has_output = any(point == Point.OUTPUT for point, _, _ in decision.points)
+    is_read_as_float = bool(readers) and all(reader.state == State.FLOAT for reader in readers)
+    if decision.site.role is not None or not has_output or not is_read_as_float:
+        return decision
+    return replace(
+        decision,
+        points=(),
+        state=State.FLOAT,
+        reason=f"{readers[0].site.name} reads it and stays float",
+        is_requested_float=readers[0].is_requested_float,
+        is_target_default=readers[0].is_target_default,
+    )
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -414,8 +422,8 @@ def _layer(site: Site) -> type[nn.Module]:
 def check_finite(site: Site) -> None:
     """Refuse weights that hold NaN or infinity."""
     for role, part in site.fused.parts.items():
-        found = (*tensors_of(part), *part.buffers(), getattr(part, "weight", None))
-        for tensor in {id(each): each for each in found if isinstance(each, Tensor)}.values():
+        tensors = (*tensors_of(part), *part.buffers(), getattr(part, "weight", None))
+        for tensor in {id(each): each for each in tensors if isinstance(each, Tensor)}.values():
             if tensor.is_floating_point() and not tensor.is_meta and not _is_finite(tensor):
                 where = place_of(site.match.nodes[role]) if role in site.match.nodes else site.name
                 raise NonFiniteError(
@@ -430,27 +438,27 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def check_formulations(config: QuantConfig, target: Target) -> None:
     """Raise TargetError for a formulation ('minval') that the target has for no tensor; no model is needed."""
-    asked: list[tuple[str, str, Any]] = [
+    specs: list[tuple[str, str, Any]] = [
         ("weight", "weight", config.weight),
         ("activation", "activation", config.activation),
     ]
     for override in config.overrides:
         where = f"override for {override.label}, "
-        asked.append((f"{where}weight", "weight", override.weight))
+        specs.append((f"{where}weight", "weight", override.weight))
         inputs = {"activation": override.activation, "input": override.input, "output": override.output}
-        asked += [(f"{where}{name}", "activation", spec) for name, spec in inputs.items()]
-    for where, role, spec in asked:
+        specs += [(f"{where}{name}", "activation", spec) for name, spec in inputs.items()]
+    for where, role, spec in specs:
         if isinstance(spec, QuantizationSpec):
             target.check_formulation(spec, role, where)
 
 
-def check_overrides(sites: Sequence[Site], left: Sequence[Left], config: QuantConfig) -> None:
-    """A name or type that fits nothing is a mistake, not a wish; what cannot be quantized can only be left float."""
+def check_overrides(sites: Sequence[Site], unmatched: Sequence[UnmatchedOperation], config: QuantConfig) -> None:
+    """Raise ConfigError for an override that fits nothing; one for an unmatched operation can only be float."""
     for override in config.overrides:
         if any(override.fits(site.names, site.types) for site in sites):
             continue
         wishes = {override.weight, override.activation, override.input, override.output} - {None}
-        if wishes == {FLOAT} and any(override.fits(each.names, each.types) for each in left):
+        if wishes == {FLOAT} and any(override.fits(each.names, each.types) for each in unmatched):
             continue
         known = {kind for site in sites for kind in site.types} if override.type else {site.name for site in sites}
         given = override.type or override.name or ""

@@ -7,6 +7,7 @@ matrix has a scale an output channel, which is a row of the table: then both tak
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,15 @@ from scalepoint.covered import State
 from scalepoint.errors import TargetError
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.parts import TABLE
-from scalepoint.quantize.placement import CONSTANT, Decision, Site, check_finite, facts_of, why_float
+from scalepoint.quantize.placement import (
+    CONSTANT,
+    Decision,
+    PlacementContext,
+    Site,
+    check_finite,
+    facts_of,
+    why_float,
+)
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.targets import Target
 
@@ -26,33 +35,29 @@ def is_table(site: Site) -> bool:
 
 def decide_table(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     """Whether a table is stored as codes: as the config asks, else where the target says that it pays."""
-    decision = Decision(site, is_meant=True)
     if target is None or target.table is None or site.is_constant or site.unfit:
-        decision.reason = CONSTANT if site.is_constant else site.unfit or why_float(site, target)
-        return decision
-    asked = _asked(site, config)
-    if asked == FLOAT:
-        decision.reason, decision.is_asked = "asked for by the config", True
-        return decision
-    spec = asked if isinstance(asked, QuantizationSpec) else target.table
-    why = None if asked is not None else target.why_float(facts_of(site, config, target))
+        reason = CONSTANT if site.is_constant else site.unfit or why_float(site, target)
+        return Decision(site, reason=reason, is_target_default=True)
+    requested = _requested_spec(site, config)
+    if requested == FLOAT:
+        return Decision(site, reason="asked for by the config", is_requested_float=True, is_target_default=True)
+    spec = requested if isinstance(requested, QuantizationSpec) else target.table
+    why = None if requested is not None else target.why_float(facts_of(site, config, target))
     if why:
-        decision.reason = why
-        return decision
+        return Decision(site, reason=why, is_target_default=True)
     target.check(spec, "weight", site.kind, site.name)
     if not target.is_language:
         _check(spec, site.name)
     check_finite(site)
-    decision.state, decision.is_meant = State.QUANTIZED, False
-    decision.weight = spec.replace(granularity=spec.granularity.resolve(torch.nn.Conv2d))
-    return decision
+    spec = spec.replace(granularity=spec.granularity.resolve(torch.nn.Conv2d))
+    return Decision(site, spec, state=State.QUANTIZED)
 
 
-def _asked(site: Site, config: QuantConfig) -> QuantizationSpec | str | None:
-    """What the config says of this very table; of weights at large it only says whether they stay float."""
+def _requested_spec(site: Site, config: QuantConfig) -> QuantizationSpec | str | None:
+    """The spec of an override for this table. Without an override the config only decides whether it stays float."""
     fits = any(each.fits(site.names, site.types) and each.weight is not None for each in config.overrides)
-    said = config.spec_for("weight", site.names, site.types)
-    return said if fits or said == FLOAT else None
+    spec = config.spec_for("weight", site.names, site.types)
+    return spec if fits or spec == FLOAT else None
 
 
 def _check(spec: QuantizationSpec, name: str) -> None:
@@ -64,16 +69,20 @@ def _check(spec: QuantizationSpec, name: str) -> None:
         )
 
 
-def share_codes(decisions: Sequence[Decision]) -> None:
-    """A table whose matrix a linear layer multiplies by takes that layer's spec, and with it its codes."""
+def share_codes(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
+    """Give a table whose matrix a linear layer multiplies by the spec of that layer, and with it its codes."""
+    del context
     heads = {
         _address(each.site): each.weight
         for each in decisions
         if each.site.kind == "linear" and each.weight is not None and _has_rows(each.weight)
     }
-    for decision in decisions:
-        spec = heads.get(_address(decision.site)) if is_table(decision.site) and decision.weight else None
-        decision.weight = spec or decision.weight
+    return [
+        replace(decision, weight=heads.get(_address(decision.site)) or decision.weight)
+        if is_table(decision.site) and decision.weight
+        else decision
+        for decision in decisions
+    ]
 
 
 def _has_rows(spec: QuantizationSpec) -> bool:
