@@ -17,6 +17,7 @@ from scalepoint.graph.capture import Model, as_inputs, opened
 from scalepoint.graph.described import keep_description
 from scalepoint.graph.lift import as_operation
 from scalepoint.graph.modes import evaluating
+from scalepoint.graph.nodes import inherit_meta, keep_state, state_of
 from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
@@ -24,8 +25,6 @@ from scalepoint.patterns.plan import TransformationPlan, make_plan
 from scalepoint.support.formatting import one_line
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
-
-_KEY = "scalepoint.transformed"
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class Transformed:
 
 
 def transformed_of(model: nn.Module) -> Transformed:
-    found = getattr(model, "meta", {}).get(_KEY)
-    return found if isinstance(found, Transformed) else Transformed()
+    return state_of(model, Transformed) or Transformed()
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def plan_of(
         patterns = BASE_PATTERNS if chosen is None else chosen.patterns
     plan = make_plan(graph_module, tuple(patterns))
     plan.converted = converted
-    graph_module.meta[_KEY] = Transformed(chosen)
+    keep_state(graph_module, Transformed(chosen))
     return plan
 
 
@@ -160,7 +158,7 @@ def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
     plan.model.recompile()
     check_graph(plan.model)
     report = TransformationReport(tuple(applied), tuple(skipped), tuple(plan.refusals))
-    plan.model.meta[_KEY] = replace(transformed_of(plan.model), refusals=report.refusals)
+    keep_state(plan.model, replace(transformed_of(plan.model), refusals=report.refusals))
     return TransformationResult(plan.model, applied, report)
 
 
@@ -179,7 +177,7 @@ def _fuse(model: fx.GraphModule, match: PatternMatch) -> None:
     last = list(match.nodes.values())[-1]
     with model.graph.inserting_before(last):
         fused = model.graph.call_module(match.fused, tuple(inputs))
-    fused.meta = {**last.meta, "kind": "fused", "pattern": match.pattern.name, "roles": match.roles}
+    inherit_meta(fused, last, kind="fused")
     last.replace_all_uses_with(fused)
     for node in reversed(list(match.nodes.values())):
         model.graph.erase_node(node)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.graph import capture, check_graph
+from scalepoint.graph.nodes import info_of, kind_of
 from scalepoint.graph.origin import origin_of
 from tests.errors import raises
 from tests.models import Decoder, ResNet, SilentSkip, UNet, resnet50, settled, vit_b16
@@ -55,11 +56,11 @@ class Layer(nn.Module):
 
 
 def kinds(graph_module):
-    return [node.meta["kind"] for node in graph_module.graph.nodes if node.meta.get("kind") not in (None, "output")]
+    return [info_of(node).kind for node in graph_module.graph.nodes if info_of(node).kind is not None]
 
 
 def lifted(graph_module):
-    return [node.meta.get("kind") for node in graph_module.graph.nodes if node.op == "call_module"]
+    return [kind_of(node) for node in graph_module.graph.nodes if node.op == "call_module"]
 
 
 def close(found, expected):
@@ -951,7 +952,7 @@ class TestHardModules:
     def test_the_same_module_called_twice_is_two_nodes_of_one_module(self):
         graph_module = captured(CalledTwice(), X)
         assert lifted(graph_module) == ["linear", "relu", "linear", "relu"]
-        targets = [node.target for node in graph_module.graph.nodes if node.meta.get("kind") == "linear"]
+        targets = [node.target for node in graph_module.graph.nodes if kind_of(node) == "linear"]
         assert len({id(graph_module.get_submodule(target)) for target in targets}) == 1
         assert len(list(graph_module.parameters())) == 2
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from scalepoint.graph import Operation, capture
 from scalepoint.graph.modules import Computed
-from scalepoint.graph.nodes import constants
+from scalepoint.graph.nodes import constants, kind_of
 
 
 class Function(nn.Module):
@@ -25,7 +25,7 @@ class Function(nn.Module):
 
 
 def products(graph_module):
-    nodes = [node for node in graph_module.graph.nodes if node.meta.get("kind") in ("linear", "conv", "conv_transpose")]
+    nodes = [node for node in graph_module.graph.nodes if kind_of(node) in ("linear", "conv", "conv_transpose")]
     return [graph_module.get_submodule(node.target) for node in nodes]
 
 
@@ -155,7 +155,7 @@ class TestAProductOfABuffer:
 
         model, x = Function(attend, (2, 1, 3, 8)), torch.randn(2, 5, 8)
         graph_module = capture(model, x, dynamic=False)
-        (node,) = [node for node in graph_module.graph.nodes if node.meta.get("kind") == "attention"]
+        (node,) = [node for node in graph_module.graph.nodes if kind_of(node) == "attention"]
         arguments = graph_module.get_submodule(node.target).arguments
         assert [node.args[arguments[name].index].name for name in ("query", "key", "value")] == [
             "held_0",

@@ -10,6 +10,7 @@ from scalepoint.formats.export import export
 from scalepoint.graph import capture
 from scalepoint.graph import export as ladder
 from scalepoint.graph.export import export_graph, fixed_batch
+from scalepoint.graph.nodes import info_of
 from scalepoint.graph.program import Known, Program, program_of
 from scalepoint.quantize import quantize
 from tests.models import settled
@@ -177,7 +178,7 @@ def test_what_cannot_be_noted_goes_through_torch_export_and_is_told():
 def test_an_operation_is_taken_apart_where_it_stands_and_keeps_its_name(graph):
     program = program_of(graph, (inputs()[0],), inputs()[1], batch_of)
     taken = program.run_decompositions({aten.hardswish.default: lambda x: x * (x + 3).clamp(0, 6) / 6})
-    parts = [node for node in taken.graph.nodes if node.meta.get("written") is aten.hardswish.default]
+    parts = [node for node in taken.graph.nodes if info_of(node).written is aten.hardswish.default]
     found = [str(node.target) for node in parts]
     assert found == ["aten.add.Tensor", "aten.clamp.default", "aten.mul.Tensor", "aten.div.Tensor"]
     assert not taken.graph.find_nodes(op="call_function", target=aten.hardswish.default)

@@ -9,6 +9,7 @@ from torch import nn
 from scalepoint import transform
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph import capture
+from scalepoint.graph.nodes import kind_of
 from scalepoint.graph.origin import origin_of
 
 X = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
@@ -49,7 +50,7 @@ def test_a_model_that_casts_is_captured_as_one_that_does_not():
     plain = model_of(enabled=False)
     with torch.autocast("cpu", enabled=False), torch.no_grad():
         assert torch.allclose(found(X), plain(X), atol=1e-6)
-    kinds = [node.meta.get("kind") for node in found.graph.nodes]
+    kinds = [kind_of(node) for node in found.graph.nodes]
     assert {"conv", "linear", "batch_norm"} <= set(kinds)
     assert len(origin_of(found).uncast) == 2
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.graph import Operation
 from scalepoint.graph.modules import Slot
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import inherit_meta, tensor_of
 from scalepoint.patterns import Fused
 from scalepoint.quantize.stubs import QuantStub
 
@@ -36,7 +36,7 @@ def lay_out(model: fx.GraphModule) -> None:
     for node in masked:
         with model.graph.inserting_after(node):
             copied = model.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
-        copied.meta = dict(node.meta) | {"kind": "clone"}
+        inherit_meta(copied, node, kind="clone")
         node.replace_all_uses_with(copied, lambda user, copied=copied: user is not copied)
     if not masked:
         return
@@ -65,7 +65,7 @@ def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:
             continue
         with model.graph.inserting_before(stub):
             scaled = model.graph.call_function(operator.mul, (stub.args[0], factor))
-        scaled.meta = dict(stub.meta) | {"kind": "mul"}
+        inherit_meta(scaled, stub, kind="mul")
         stub.args = (scaled,)
         fused = model.get_submodule(str(node.target))
         assert isinstance(fused, Fused)  # noqa: S101  # only those have a factor

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
+from scalepoint.graph.nodes import info_of
+
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
 _TYPED = ("<ipython-input", "<stdin>")  # code without a file that is the user's all the same
 
@@ -72,7 +74,7 @@ def operation_of(node: fx.Node | None) -> str:
     """Name of the operation as the user wrote it, before decomposition; "" without a node."""
     if node is not None and isinstance(node.target, torch._ops.HigherOrderOperator):
         return f"torch.{node.target.__name__}"
-    return "" if node is None else str(node.meta.get("written", node.target)).rpartition(".")[0]
+    return "" if node is None else str(info_of(node).written or node.target).rpartition(".")[0]
 
 
 def place_of(node: fx.Node) -> str:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import UsageError
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.graph.modules import Computed, Operation
-from scalepoint.graph.nodes import module_path, tensor_of
+from scalepoint.graph.nodes import info_of, keep_state, module_path, state_of, tensor_of
 from scalepoint.graph.origin import origin_of
 from scalepoint.graph.values import NotDescribedError, encode, function_name
 
@@ -27,7 +27,6 @@ RECURRENT = (
     "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size",
 )  # fmt: skip
 _PLUMBING = frozenset(vars(nn.Module()))
-_KEY = "scalepoint.described"
 
 
 class Data(BaseModel):
@@ -100,13 +99,12 @@ class Description:
 
 
 def description_of(model: nn.Module) -> Description:
-    found = getattr(model, "meta", {}).get(_KEY)
-    return found if isinstance(found, Description) else Description(None, why_not="it was not captured by this version")
+    return state_of(model, Description) or Description(None, why_not="it was not captured by this version")
 
 
-def keep_description(model: fx.GraphModule, found: Description | None = None) -> None:
+def keep_description(model: fx.GraphModule, description: Description | None = None) -> None:
     """Note on a captured graph what it is, before anything is made of it."""
-    model.meta[_KEY] = describe(model) if found is None else found
+    keep_state(model, describe(model) if description is None else description)
 
 
 def describe(model: fx.GraphModule) -> Description:
@@ -205,17 +203,17 @@ def _node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
     target = function_name(node.target) if node.op == "call_function" else str(node.target)  # type: ignore[arg-type]
     if node.op == "call_method":
         raise NotDescribedError(f"the method {target}")
-    place, sizes = node.meta.get("path"), node.meta.get("sizes")
+    info = info_of(node)
     return NodeData(
         name=node.name,
         op=node.op,
         target=target,
         args=[encode(value, paths) for value in node.args] if node.op != "output" else [encode(node.args[0], paths)],
         kwargs={name: encode(value, paths) for name, value in node.kwargs.items()},
-        kind=node.meta.get("kind"),
+        kind=info.kind,
         path=module_path(node),
-        place=None if place is None else str(place),
-        sizes=None if sizes is None else list(sizes),
+        place=info.path,
+        sizes=None if info.sizes is None else list(info.sizes),
     )
 
 

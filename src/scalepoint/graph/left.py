@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scalepoint.errors import CaptureError, UsageError, nearest
 from scalepoint.graph.dry_run import dry_run
+from scalepoint.graph.nodes import inherit_meta
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def restore(graph_module: fx.GraphModule, left: Sequence[Seen]) -> None:
         seen = by_key[key]
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(seen.name, tuple(inputs))
-        call.meta = {**node.meta, "kind": "left", "path": seen.name, "macs": seen.macs}
+        inherit_meta(call, node, kind="left", path=seen.name, macs=seen.macs)
         if seen.is_single:
             for user in list(node.users):
                 user.replace_all_uses_with(call)

@@ -14,7 +14,17 @@ from torch import fx, nn
 from scalepoint.graph.computed import hold_computed
 from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, WEIGHTED, kind_of_function
 from scalepoint.graph.modules import Operation, Reference
-from scalepoint.graph.nodes import arguments_of, bind, is_matrix, module_path, nodes_in, tensor_of
+from scalepoint.graph.nodes import (
+    arguments_of,
+    bind,
+    info_of,
+    inherit_meta,
+    is_matrix,
+    module_path,
+    nodes_in,
+    set_info,
+    tensor_of,
+)
 from scalepoint.graph.products import affine, spell_alike
 from scalepoint.graph.tree import Tree
 
@@ -45,7 +55,7 @@ def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
     kind = kind_of_function(function, settings)
     if kind in ("matmul", "addmm") and is_matrix(arguments.get("other", arguments.get("mat2"))):
         kind = "linear"
-    node.meta["kind"] = kind
+    set_info(node, kind=kind)
     if kind not in LIFTED or not isinstance(node.target, torch._ops.OpOverload):
         return
     if kind == "linear" and function is torch.ops.aten.addmm.default:
@@ -65,7 +75,7 @@ def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
         target, inputs = path, inputs[:1]
     with node.graph.inserting_before(node):
         lifted = node.graph.call_module(target, tuple(inputs))
-    lifted.meta = {**node.meta, "kind": kind, "path": path}
+    inherit_meta(lifted, node, path=path)
     node.replace_all_uses_with(lifted)
     node.graph.erase_node(node)
 
@@ -89,7 +99,7 @@ def _leaf_name(kind: str, bound: dict[str, Any]) -> str:
 
 def as_operation(node: fx.Node, root: nn.Module) -> tuple[Operation, list[fx.Node]]:
     """A function node as a module of its own, and the nodes it takes."""
-    kind = node.meta.get("kind", node.name)
+    kind = info_of(node).kind or node.name
     bound, inputs = bound_arguments(arguments_of(node), kind, root)
     if not inputs:  # made of parameters alone: they are its inputs
         bound = {name: bind(value, inputs, root, holds=False) for name, value in arguments_of(node).items()}

@@ -1,13 +1,65 @@
-"""What a node of a captured graph says: its arguments, its value, where it stands, whether it is always the same."""
+"""What graphs and nodes carry, and what a node says: its arguments, its value, whether it is always the same.
 
-from collections.abc import Iterator
-from typing import Any
+All that scalepoint stores on a graph or a node is frozen and stands under one key of `meta`: a NodeInfo on a node, one
+value per class on a graph. torch's own keys ("val", "nn_module_stack", ...) stand next to it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph.kinds import is_in_place
 from scalepoint.graph.modules import Reference, Slot
+
+KEY = "scalepoint"
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What scalepoint stores on a node."""
+
+    kind: str | None = None  # the name by which patterns find the operation
+    path: str | None = None  # the module of the user's model that ran it
+    place: str | None = None  # the layer that a conversion replaced by this node
+    sizes: tuple[int, ...] | None = None  # seen in a run, where they depend on values
+    written: Any = None  # the operation that was decomposed into this one
+    macs: int | None = None  # of a module that was not captured
+
+
+def info_of(node: fx.Node) -> NodeInfo:
+    info = node.meta.get(KEY)
+    return info if isinstance(info, NodeInfo) else NodeInfo()
+
+
+def set_info(node: fx.Node, **changes: Any) -> None:
+    """Change fields of the NodeInfo of a node."""
+    node.meta[KEY] = replace(info_of(node), **changes)
+
+
+def inherit_meta(node: fx.Node, source: fx.Node, **changes: Any) -> None:
+    """Give a new node the meta of the one that it replaces or reads, with some fields of its NodeInfo changed."""
+    node.meta = dict(source.meta)
+    set_info(node, **changes)
+
+
+def kind_of(node: fx.Node) -> str:
+    return info_of(node).kind or node.op
+
+
+def state_of(model: nn.Module, kind: type[Value]) -> Value | None:
+    """The value of this class that a graph carries."""
+    values: Mapping[type, Any] = getattr(model, "meta", {}).get(KEY, {})
+    return values.get(kind)
+
+
+def keep_state(model: fx.GraphModule, value: object) -> None:
+    """Store a frozen value on a graph, in the place of an earlier one of its class."""
+    # a new mapping each time: copies of a graph may share the old one
+    model.meta[KEY] = {**model.meta.get(KEY, {}), type(value): value}
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -118,7 +170,7 @@ def _draws(function: Any) -> bool:
 
 def _varies(node: fx.Node) -> bool:
     """Whether an operation draws numbers, writes, or is one that we do not look into."""
-    if node.meta.get("kind") == "left" or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
+    if kind_of(node) == "left" or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
         return True
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
     return torch.Tag.nondeterministic_seeded in tags

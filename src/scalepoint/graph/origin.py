@@ -7,8 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from scalepoint.graph.free import Axes
-
-_KEY = "scalepoint.origin"
+from scalepoint.graph.nodes import keep_state, state_of
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,8 @@ class Origin:
 
 def origin_of(model: nn.Module) -> Origin:
     """Of a captured graph, and of what was made from it."""
-    found = getattr(model, "meta", {}).get(_KEY)
-    return found if isinstance(found, Origin) else Origin()
+    return state_of(model, Origin) or Origin()
 
 
 def note_origin(model: fx.GraphModule, **known: Any) -> None:
-    model.meta[_KEY] = replace(origin_of(model), **known)
+    keep_state(model, replace(origin_of(model), **known))

@@ -39,11 +39,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.free import Free
+from scalepoint.graph.nodes import KEY, NodeInfo, info_of
 from scalepoint.graph.recurrent import any_length
 from scalepoint.graph.shapes import Shapes
 
 Table = Mapping[Any, Callable[..., Any]]
-_KEPT = ("stack_trace", "nn_module_stack", "written")  # of a node, for those that it becomes
+_KEPT = ("stack_trace", "nn_module_stack")  # of a node, for those that it becomes
 _VALUES = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 
 
@@ -227,8 +228,11 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def _kept(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in _KEPT if key in node.meta}
+def _kept(node: fx.Node, written: Any = None) -> dict[str, Any]:
+    """The meta of a node for those that it becomes; `written` unless it was itself part of another operation."""
+    written = info_of(node).written or written
+    kept = {key: node.meta[key] for key in _KEPT if key in node.meta}
+    return kept if written is None else {**kept, KEY: NodeInfo(written=written)}
 
 
 @cache
@@ -449,7 +453,7 @@ def _decompose(graph: fx.Graph, table: Table) -> None:
         if node._erased:  # it picked a part of one that was replaced
             continue
         if node.op == "call_function" and node.target in table:
-            notes.meta = {"written": node.target, **_kept(node)}
+            notes.meta = _kept(node, node.target)
             _replace(node, notes)
         elif node.op != "output":
             notes.take(node, node.meta["val"])

@@ -30,6 +30,7 @@ from scalepoint.graph.described import (
 from scalepoint.graph.export import quiet
 from scalepoint.graph.free import axes_of
 from scalepoint.graph.modules import Computed, Operation, Step
+from scalepoint.graph.nodes import set_info
 from scalepoint.graph.origin import note_origin
 from scalepoint.graph.recurrent import any_length
 from scalepoint.graph.values import decode, function_of
@@ -174,8 +175,7 @@ def _add_node(
     node = graph.create_node(each.op, _target(each, modules), args, kwargs, each.name)
     node.name = each.name
     sizes = None if each.sizes is None else tuple(each.sizes)
-    known = {"kind": each.kind, "path": each.place, "sizes": sizes}
-    node.meta |= {key: value for key, value in known.items() if value is not None}
+    set_info(node, kind=each.kind, path=each.place, sizes=sizes)
     if each.op not in ("placeholder", "output"):
         node.meta["nn_module_stack"] = {each.path: (each.path, "")}
     return node

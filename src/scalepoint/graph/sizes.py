@@ -10,12 +10,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.blame import user_level
 from scalepoint.graph.dry_run import spared
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import set_info, tensor_of
 from scalepoint.support.formatting import one_line
 
 
 def note_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Leave `meta["sizes"]` on every node of a graph that has such sizes; where the run fails they stay unknown, and
+    """Store `NodeInfo.sizes` on every node of a graph that has such sizes; where the run fails they stay unknown, and
     that is told."""
     values = [tensor_of(node) for node in graph_module.graph.nodes]
     if not any(free_unbacked_symbols(value) for value in values if value is not None):
@@ -35,5 +35,5 @@ class _Noting(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor):
-            n.meta["sizes"] = tuple(value.shape)
+            set_info(n, sizes=tuple(value.shape))
         return value

@@ -15,6 +15,7 @@ from scalepoint.graph.blame import user_line
 from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, SPELLINGS, kind_of_function
 from scalepoint.graph.lift import bound_arguments
 from scalepoint.graph.modules import Operation, Reference, Slot
+from scalepoint.graph.nodes import inherit_meta, set_info
 from scalepoint.graph.tree import Tree
 
 # Names of the arguments that functions of these kinds take by place.
@@ -76,7 +77,7 @@ def _lift_node(tree: Tree, node: fx.Node) -> None:
     if node.op == "call_module":
         module = tree.modules[str(node.target)]
         kind = module.kind if isinstance(module, Operation) else MODULE_KINDS.get(type(module), "module")
-        node.meta |= {"kind": kind, "path": str(node.target)}
+        set_info(node, kind=kind, path=str(node.target))
         return
     if node.op not in ("call_function", "call_method"):
         return
@@ -88,7 +89,7 @@ def _lift_node(tree: Tree, node: fx.Node) -> None:
     else:
         function = _FUNCTIONAL.get(function, function)
         kind = kind_of_function(function, dict(node.kwargs))
-    node.meta["kind"] = kind
+    set_info(node, kind=kind)
     if kind not in LIFTED or function is None or not node.all_input_nodes:
         return
     _replace(tree, node, kind, function)
@@ -105,7 +106,7 @@ def _replace(tree: Tree, node: fx.Node, kind: str, function: Any) -> None:
     target = tree.add(f"{path}.{kind}" if path else kind, Operation(kind, function, bound, len(node.args)))
     with node.graph.inserting_before(node):
         lifted = node.graph.call_module(target, tuple(inputs))
-    lifted.meta = {**node.meta, "path": path}
+    inherit_meta(lifted, node, path=path)
     node.replace_all_uses_with(lifted)
     node.graph.erase_node(node)
 
@@ -143,7 +144,7 @@ def _expand(tree: Tree, node: fx.Node, module: nn.MultiheadAttention) -> None:
     def add(name: str, kind: str, function: Any, bound: dict[str, Any], *inputs: fx.Node) -> fx.Node:
         target = tree.add(f"{path}.{name}", Operation(kind, function, bound, len(bound)))
         made = graph.call_module(target, inputs)
-        made.meta = {"kind": kind, "path": path}
+        set_info(made, kind=kind, path=path)
         return made
 
     with graph.inserting_before(node):

@@ -8,13 +8,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from scalepoint.graph.modules import Operation
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import kind_of, tensor_of
 from scalepoint.graph.products import affine
 
 
 def unflatten(graph_module: fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
-        if node.op == "call_module" and node.meta.get("kind") == "linear" and len(node.users) == 1:
+        if node.op == "call_module" and kind_of(node) == "linear" and len(node.users) == 1:
             flat, back = node.args[0], next(iter(node.users))
             if _is_reshape(flat) and _is_reshape(back) and back.args[0] is node and _restores(flat, node, back):
                 module = graph_module.get_submodule(str(node.target))
@@ -34,7 +34,7 @@ def _takes_tokens(operation: Operation) -> bool:
 
 
 def _is_reshape(node: object) -> bool:
-    return isinstance(node, fx.Node) and node.meta.get("kind") == "reshape" and node.op == "call_function"
+    return isinstance(node, fx.Node) and kind_of(node) == "reshape" and node.op == "call_function"
 
 
 def _restores(flat: fx.Node, linear: fx.Node, back: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from scalepoint.graph.kinds import ACTIVATIONS, CASTS, VALUE_PRESERVING, WEIGHTED
 from scalepoint.graph.modules import BIASES, WEIGHTS, Operation, tensors_of
-from scalepoint.graph.nodes import constants
+from scalepoint.graph.nodes import constants, kind_of
 from scalepoint.graph.writes import is_view
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "cat", "stack", "softmax", "attention", "dropout", "where", "lerp", "mean")
@@ -50,7 +50,7 @@ def readers(
             yield node, whole
         elif node in fixed:
             passed[node] = whole
-        elif (moved := _moved(node, passed)) and node.meta.get("kind") in moves:
+        elif (moved := _moved(node, passed)) and kind_of(node) in moves:
             passed[node] = moved
         elif whole:
             yield node, whole
@@ -62,7 +62,7 @@ def unknown_readers(model: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
     modules = dict(model.named_modules(remove_duplicate=False))
 
     def is_known(node: fx.Node) -> bool:
-        return node.meta.get("kind", node.op) in WEIGHTED or node.meta.get("kind") == "left"
+        return kind_of(node) in WEIGHTED or kind_of(node) == "left"
 
     for node, keys in readers(model, is_known, moves=()):
         weight = next((name for key, name in names.items() if key in keys), "")
@@ -89,6 +89,6 @@ def _held(model: fx.GraphModule, node: fx.Node, module: nn.Module | None) -> Ite
 
 def _is_harmless(node: fx.Node, module: nn.Module | None) -> bool:
     function = module.function if isinstance(module, Operation) else node.target
-    if node.meta.get("kind", node.op) in _HARMLESS or is_view(node):
+    if kind_of(node) in _HARMLESS or is_view(node):
         return True
     return isinstance(function, torch._ops.OpOverload) and torch.Tag.pointwise in function.tags

@@ -1,5 +1,6 @@
 """Patterns: the public, stable path for writing your own."""
 
+from scalepoint.graph.nodes import kind_of
 from scalepoint.patterns.base import (
     BASE_PATTERNS,
     AdaptiveAvgPoolPattern,
@@ -23,7 +24,7 @@ from scalepoint.patterns.base import (
     StemConvBNReLUMaxPoolPattern,
 )
 from scalepoint.patterns.fused import Fused
-from scalepoint.patterns.language import Pattern, PatternMatch, Point, Refusal, chain, join, kind_of, op, optional
+from scalepoint.patterns.language import Pattern, PatternMatch, Point, Refusal, chain, join, op, optional
 from scalepoint.patterns.plan import TransformationPlan
 
 __all__ = [

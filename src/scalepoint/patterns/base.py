@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from scalepoint.graph.kinds import ACTIVATIONS, CASTS, VALUE_PRESERVING
+from scalepoint.graph.nodes import kind_of
 from scalepoint.patterns.fused import (
     Fused,
     FusedAttention,
@@ -29,7 +30,7 @@ from scalepoint.patterns.fused import (
     FusedPool,
     FusedStemConvBNReLUMaxPool,
 )
-from scalepoint.patterns.language import Element, Nodes, Pattern, Point, chain, join, kind_of, op, optional
+from scalepoint.patterns.language import Element, Nodes, Pattern, Point, chain, join, op, optional
 
 
 def depth(node: fx.Node) -> int:

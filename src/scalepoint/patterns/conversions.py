@@ -10,10 +10,9 @@ from torch import Tensor, fx, nn
 
 from scalepoint.graph.kinds import base_name
 from scalepoint.graph.modules import Operation, Reference, tensors_of
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import kind_of, set_info, tensor_of
 from scalepoint.graph.tree import Tree
 from scalepoint.patterns.gelu import join_gelu
-from scalepoint.patterns.language import kind_of
 
 POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
 _ASSERTS = ("assert", "assert_scalar", "assert_tensor_metadata", "assert_async", "sym_constrain_range_for_size")
@@ -82,7 +81,8 @@ def _swap(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
     name = Tree(model).add(f"{linear.target}_conv", head)
     with model.graph.inserting_before(linear):
         conv = model.graph.call_module(name, (flatten.all_input_nodes[0],))
-        conv.meta = {"kind": "head", "place": str(linear.target), "nn_module_stack": {}}
+        conv.meta = {"nn_module_stack": {}}
+        set_info(conv, kind="head", place=str(linear.target))
         flat = model.graph.node_copy(flatten, lambda _: conv)
         flat.meta = dict(flatten.meta) | {"val": linear.meta.get("val")}
     linear.replace_all_uses_with(flat)

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from scalepoint.graph.modules import Operation, Slot
+from scalepoint.graph.nodes import info_of, inherit_meta, kind_of
 from scalepoint.graph.tree import Tree
-from scalepoint.patterns.language import kind_of
 
 
 def join_gelu(model: fx.GraphModule) -> int:
@@ -84,12 +84,12 @@ def _constant(model: fx.GraphModule, node: fx.Node, kind: str) -> float | None:
 
 def _replace(model: fx.GraphModule, last: fx.Node, x: fx.Node, approximate: str) -> None:
     arguments = {"self": Slot(0), "approximate": approximate}
-    path = str(last.meta.get("path", ""))
+    path = info_of(last).path or ""
     name = Tree(model).add(
         f"{path}.gelu" if path else "gelu", Operation("gelu", torch.ops.aten.gelu.default, arguments)
     )
     with model.graph.inserting_before(last):
         gelu = model.graph.call_module(name, (x,))
-    gelu.meta = {**last.meta, "kind": "gelu"}
+    inherit_meta(gelu, last, kind="gelu")
     last.replace_all_uses_with(gelu)
     model.graph.erase_node(last)

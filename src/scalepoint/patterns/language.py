@@ -14,7 +14,7 @@ from enum import StrEnum
 from torch import fx
 
 from scalepoint.errors import PatternError
-from scalepoint.graph.nodes import module_path
+from scalepoint.graph.nodes import info_of, kind_of, module_path
 from scalepoint.patterns.fused import Fused
 
 
@@ -127,15 +127,10 @@ class Refusal:
     reason: str
 
 
-def kind_of(node: fx.Node) -> str:
-    kind: str = node.meta.get("kind", node.op)
-    return kind
-
-
 def place_of(node: fx.Node) -> str:
     """Where a node stands in the model: its module, or the module that ran it and its kind."""
     if node.op == "call_module":
-        return str(node.meta.get("place", node.target))  # what a conversion made stands where its origin stood
+        return info_of(node).place or str(node.target)  # what a conversion made stands where its origin stood
     path = module_path(node)
     return f"{path}.{kind_of(node)}" if path else kind_of(node)
 

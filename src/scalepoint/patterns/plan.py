@@ -12,8 +12,9 @@ from torch import fx
 
 from scalepoint.errors import PatternError, shown
 from scalepoint.graph.kinds import WEIGHTED
+from scalepoint.graph.nodes import kind_of
 from scalepoint.graph.weights import unknown_readers
-from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, kind_of, match_at, place_of
+from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, match_at, place_of
 from scalepoint.support.documents import parse_json
 from scalepoint.support.formatting import one_line
 

@@ -9,7 +9,7 @@ from torch import fx, nn
 from scalepoint.graph import Operation
 from scalepoint.graph.kinds import FREE_PRODUCTS, SUMMED
 from scalepoint.graph.modules import Slot, tensors_of
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import info_of, tensor_of
 from scalepoint.graph.origin import origin_of
 from scalepoint.quantize.parts import MULTIPLIES, weight_shape
 
@@ -24,8 +24,7 @@ def shape_of(node: fx.Node) -> Shape | None:
     known = tuple(extent for extent in extents if extent is not None)
     if value is not None and len(known) == len(extents):
         return known
-    seen: Shape | None = node.meta.get("sizes")
-    return seen
+    return info_of(node).sizes
 
 
 def _extent(value: Any) -> int | None:
@@ -47,7 +46,7 @@ def macs_of(kind: str, part: nn.Module | None, node: fx.Node, operands: Sequence
         return _attention(part, shapes)
     if kind in _GATES:
         return _recurrent(part, operands)
-    return int(node.meta["macs"]) if kind == "left" and "macs" in node.meta else 0
+    return (info_of(node).macs or 0) if kind == "left" else 0
 
 
 def _weighted(kind: str, part: nn.Module, shapes: Sequence[Shape | None]) -> int | None:

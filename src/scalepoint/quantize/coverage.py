@@ -7,8 +7,9 @@ from typing import Any
 from torch import fx
 
 from scalepoint.covered import CoverageRow, State
+from scalepoint.graph.nodes import kind_of
 from scalepoint.graph.weights import readers, weights_of
-from scalepoint.patterns.language import kind_of, place_of
+from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
 from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Site, UnmatchedOperation

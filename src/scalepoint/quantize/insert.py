@@ -10,10 +10,11 @@ from scalepoint.covered import Coverage, CoverageRow
 from scalepoint.errors import CoverageError
 from scalepoint.graph import Operation, check_graph
 from scalepoint.graph.modules import WEIGHTS
+from scalepoint.graph.nodes import inherit_meta, keep_state, kind_of
 from scalepoint.graph.origin import origin_of
 from scalepoint.graph.tree import Tree
 from scalepoint.patterns import Fused, PatternMatch, Point
-from scalepoint.patterns.language import kind_of, place_of
+from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.coverage import coverage_rows, other_rows
 from scalepoint.quantize.fingerprint import fingerprint
@@ -33,7 +34,7 @@ from scalepoint.quantize.placement import (
     sites_of,
     unmatched_operations,
 )
-from scalepoint.quantize.record import LayerSite, Record, keep_record
+from scalepoint.quantize.record import LayerSite, Record
 from scalepoint.quantize.smooth import SmoothQuantObserver, add_smoothing
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize, in_half, in_types
 from scalepoint.quantize.tables import decide_table, is_table, share_codes
@@ -99,7 +100,7 @@ def insert_qdq(
     plan = tuple((match.name, match.pattern.name) for match in matches)
     sites = _sites(quantized, decisions, rows)
     origin = origin_of(quantized)
-    keep_record(quantized, Record(origin, chosen, config, plan, sites, coverage, marks, unsmoothed))
+    keep_state(quantized, Record(origin, chosen, config, plan, sites, coverage, marks, unsmoothed))
     return quantized
 
 
@@ -202,7 +203,7 @@ def _add_stub(model: fx.GraphModule, tensor: fx.Node, name: str) -> fx.Node:
         after = after.next
     with model.graph.inserting_after(after):
         node = model.graph.call_module(name, (tensor,))
-    node.meta = {**tensor.meta, "kind": "quant"}
+    inherit_meta(node, tensor, kind="quant")
     return node
 
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.covered import State
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import inherit_meta, kind_of, tensor_of
 from scalepoint.graph.tree import Tree
 from scalepoint.migrated import MigrationReport, MigrationRow
-from scalepoint.patterns.language import kind_of
 from scalepoint.quantize.placement import Decision, Site
 from scalepoint.quantize.smooth import is_computed, shared_parameters, weight_of
 from scalepoint.quantize.stubs import QuantStub
@@ -94,7 +93,7 @@ def add_factors(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision]
         factors.name = str(stub.target)
         with model.graph.inserting_before(stub):
             node = model.graph.call_module(name, (stub.args[0],))
-        node.meta = {**stub.meta, "kind": "factors"}
+        inherit_meta(node, stub, kind="factors")
         stub.replace_input_with(stub.args[0], node)
 
 

@@ -1,7 +1,4 @@
-"""The record of a quantized model: how it was made, and under which names its layers are known.
-
-One frozen value on the graph; who needs to know looks here, and nothing is guessed back from names.
-"""
+"""Metadata of a quantized model: target, config, layer names, coverage. Stored once, as a frozen value on the graph."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +8,12 @@ from torch import fx, nn
 
 from scalepoint.covered import Coverage, CoverageRow, State
 from scalepoint.errors import UsageError
+from scalepoint.graph.nodes import keep_state, state_of
 from scalepoint.graph.origin import Origin
 from scalepoint.migrated import MigrationReport
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.targets import Target
-
-_KEY = "scalepoint.record"
 
 
 @dataclass(frozen=True)
@@ -56,25 +52,21 @@ class Record:
 
 def has_record(model: nn.Module) -> bool:
     """Whether insert_qdq made the model."""
-    return isinstance(getattr(model, "meta", {}).get(_KEY), Record)
+    return state_of(model, Record) is not None
 
 
 def record_of(model: nn.Module) -> Record:
     """The record of a model that insert_qdq made."""
-    if not has_record(model):
+    record = state_of(model, Record)
+    if record is None:
         raise UsageError("this model has no record of its quantizers: it was not made by insert_qdq")
-    found: Record = model.meta[_KEY]  # type: ignore[index, assignment]  # has_record has looked
-    return found
-
-
-def keep_record(model: fx.GraphModule, record: Record) -> None:
-    model.meta[_KEY] = record
+    return record
 
 
 def amend_record(model: nn.Module, **changes: Any) -> None:
     """Another record with some fields changed, where there is one."""
     if isinstance(model, fx.GraphModule) and has_record(model):
-        keep_record(model, replace(record_of(model), **changes))
+        keep_state(model, replace(record_of(model), **changes))
 
 
 def coverage(model: nn.Module) -> Coverage:

@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from scalepoint.errors import ConfigError, NonFiniteError, NotObservedError, nearest
 from scalepoint.graph import Operation, Reference
 from scalepoint.graph.modules import tensors_of
-from scalepoint.graph.nodes import tensor_of
-from scalepoint.patterns.language import kind_of
+from scalepoint.graph.nodes import kind_of, tensor_of
 from scalepoint.quantize.config import SmoothQuantConfig
 from scalepoint.quantize.placement import Site
 from scalepoint.quantize.stubs import Consumers, as_consumers, reader_names

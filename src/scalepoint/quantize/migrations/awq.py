@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from scalepoint.patterns.language import kind_of
+from scalepoint.graph.nodes import kind_of
 from scalepoint.quantize.migrations.flow import Op
 from scalepoint.quantize.migrations.layers import Layer
 from scalepoint.quantize.migrations.migration import Found, Migration, Scene

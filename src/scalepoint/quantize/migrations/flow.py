@@ -10,9 +10,10 @@ from torch import Tensor, fx, nn
 
 from scalepoint.graph import Operation
 from scalepoint.graph.modules import Slot, tensors_of
+from scalepoint.graph.nodes import kind_of
 from scalepoint.patterns import Fused
 from scalepoint.patterns.fused import FusedNorm
-from scalepoint.patterns.language import kind_of, place_of
+from scalepoint.patterns.language import place_of
 from scalepoint.quantize.parts import kind_of_part
 from scalepoint.quantize.record import record_of
 from scalepoint.quantize.stubs import QuantStub
