@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.graph import capture, check_graph
 from scalepoint.graph.nodes import info_of, kind_of
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.origin import note_origin, origin_of
 from tests.errors import raises
 from tests.models import Decoder, ResNet, SilentSkip, UNet, resnet50, settled, vit_b16
 
@@ -1346,3 +1346,13 @@ def test_what_a_forward_stores_in_attributes_is_not_of_the_trace():
     x = torch.randn(3, 4)
     torch.testing.assert_close(twin(x), model(x))
     assert capture(Remembering().eval(), torch.randn(2, 4), copy=False) is not None
+
+
+def test_a_copy_of_a_graph_keeps_what_is_known_of_it_and_changes_alone():
+    graph_module = capture(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+    before = origin_of(graph_module)
+    copied = copy.deepcopy(graph_module)
+    note_origin(copied, steps={"width": 8})
+    assert kinds(copied) == kinds(graph_module)
+    assert origin_of(copied) == replace(before, steps={"width": 8})
+    assert origin_of(graph_module) == before

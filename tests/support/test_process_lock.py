@@ -3,11 +3,13 @@
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import scalepoint
 from scalepoint.quantize import quantize
 from scalepoint.support.torch_state import serialized
 
@@ -19,9 +21,9 @@ def net(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2 + seed)).eval()
 
 
-def in_threads(work) -> None:
+def in_threads(work, count: int = THREADS) -> None:
     """Each number by a thread of its own, all begun at once."""
-    begin, failed = threading.Barrier(THREADS), []
+    begin, failed = threading.Barrier(count), []
 
     def run(number: int) -> None:
         try:
@@ -30,7 +32,7 @@ def in_threads(work) -> None:
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for each in threads:
         each.start()
     for each in threads:
@@ -52,6 +54,22 @@ def test_fault_47_eight_models_in_eight_threads_are_those_of_one() -> None:
         assert list(found[number]) == list(state)
         assert all(torch.equal(found[number][name], value) for name, value in state.items())
     assert sys.stdout is out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_two_models_deployed_at_once_give_the_files_of_one_after_the_other(tmp_path: Path) -> None:
+    data = [torch.randn(2, 8, generator=torch.Generator().manual_seed(index)) for index in range(2)]
+    models = [net(seed) for seed in range(2)]
+
+    def file_of(number: int, folder: str) -> bytes:
+        output = tmp_path / folder / str(number)
+        return scalepoint.deploy(
+            models[number], data[0], data, output=output, smoke=True, progress=False
+        ).path.read_bytes()
+
+    alone, together = {number: file_of(number, "alone") for number in range(2)}, {}
+    in_threads(lambda number: together.update({number: file_of(number, "together")}), count=2)
+    assert together == alone
 
 
 def test_one_at_a_time_and_who_is_inside_may_call_again() -> None:

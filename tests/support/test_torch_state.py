@@ -1,6 +1,6 @@
 """What a caller has set for all of torch changes nothing here, and is there again afterwards."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from torch import nn
 
 import scalepoint
 from scalepoint.quantize import calibrate, insert_qdq
+from scalepoint.support import torch_state
 from scalepoint.support.torch_state import caller_dtype, default_settings
 from scalepoint.tuning import TuneConfig, tune
 
@@ -165,3 +166,21 @@ def test_a_model_that_a_function_calls_runs_under_the_dtype_of_torch_and_gives_t
         calibrate(there, function, progress=False, freeze_weights=True)
     assert seen == [torch.float64]
     assert all(torch.equal(there.state_dict()[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["minmax", "moving_average_minmax", "histogram", "percentile", "entropy", "mse"])
+def test_calibrate_and_tune_name_the_dtypes_of_their_tensors(monkeypatch, method):
+    """Also while the default dtype is not switched to float32 around them."""
+    model = model_of(lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4)))
+    found = scalepoint.transform(model, X)
+    config = {"activation": {"calibration_method": method}}
+    plain, there = (insert_qdq(found.model, found.matches, config) for _ in range(2))
+    monkeypatch.setattr(torch_state, "_default_dtype", lambda dtype: nullcontext())
+    for made, dtype in ((plain, torch.float32), (there, torch.float64)):
+        with default_dtype(dtype):
+            calibrate(made, [X], progress=False, freeze_weights=True)
+            tune(made, [X], TuneConfig(), progress=False)
+    gotten = there.state_dict()
+    for name, value in plain.state_dict().items():
+        assert gotten[name].dtype == value.dtype, name
+        assert torch.equal(gotten[name], value), name

@@ -84,7 +84,7 @@ def range_of(quantizer: Quantizing) -> tuple[Tensor, Tensor] | None:
     if quantizer.minval is not None:
         return quantizer.minval, quantizer.minval + grid.span * scale
     zero = 0 if grid.format.is_float else quantizer.zero_point
-    low, high = torch.as_tensor(grid.low - zero), torch.as_tensor(grid.high - zero)
+    low, high = (torch.as_tensor(end - zero, dtype=torch.float32) for end in (grid.low, grid.high))
     return low * scale, high * scale
 
 

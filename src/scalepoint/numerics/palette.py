@@ -38,9 +38,9 @@ def _first_tables(rows: Tensor, entries: int) -> Tensor:
     width = (high - low).clamp(min=torch.finfo(torch.float32).tiny)
     bins = min(max(rows.shape[-1] // VALUES_OF_A_BIN, 4), MOST_BINS)
     places = ((rows - low) / width * bins).long().clamp(0, bins - 1)
-    density = torch.zeros(len(rows), bins).scatter_add_(-1, places, torch.ones_like(rows))
+    density = torch.zeros(len(rows), bins, dtype=torch.float32).scatter_add_(-1, places, torch.ones_like(rows))
     mass = (density / rows.shape[-1] + 1e-9).pow(1 / 3).cumsum(-1)
-    wanted = (torch.arange(entries) + 0.5) / entries * mass[:, -1:]
+    wanted = (torch.arange(entries, dtype=torch.float32) + 0.5) / entries * mass[:, -1:]
     found = torch.searchsorted(mass, wanted.contiguous()).clamp(max=bins - 1)
     before = torch.where(found > 0, mass.gather(-1, (found - 1).clamp(min=0)), 0.0)
     inside = (wanted - before) / (mass.gather(-1, found) - before)

@@ -139,7 +139,7 @@ class Half:
     """One half of the data: the extremes of every channel, and some of its rows."""
 
     def __init__(self) -> None:
-        self.low = self.high = torch.zeros(())
+        self.low = self.high = torch.zeros((), dtype=torch.float32)
         self.kept: list[Tensor] = []
         self.step = 1
 

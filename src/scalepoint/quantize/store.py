@@ -409,7 +409,7 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
     for observer in observers_of(model):
         if observer.name in manifest["smoothed"]:
             observer.enabled, observer.alpha = False, manifest["smoothed"][observer.name]
-            affine_of(observer.layer_norm, torch.ones(()))
+            affine_of(observer.layer_norm, torch.ones((), dtype=torch.float32))
     if manifest["is_norm_frozen"]:
         freeze_bn_stats(model)
     _restore_migrations(model, manifest["migrated"], tensors)

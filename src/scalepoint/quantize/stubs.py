@@ -1,7 +1,9 @@
 """The quantizers of a model: a QuantStub on an activation, a WeightFakeQuantize on a weight.
 
-Both hold the parameters that the deployed file will hold (`scale`, `zero_point`) and a quantizer of the tensor layer,
-which observes and does the arithmetic.
+Both hold the parameters of the deployed file (`scale`, `zero_point`) and a quantizer of the tensor layer, which
+observes and does the arithmetic. Its calculator holds the present estimate, a different value: empty with
+`fixed_calibration`, ahead of the deployed one while observing, not rounded to the types of the file, not raised by
+`freeze(least=...)`, not that of chosen codes, and a Parameter while it is learned.
 """
 
 import warnings
@@ -69,7 +71,7 @@ class Quantizing(Stateful):
         self.spec = spec
         self.quantizer = QuantizationComponentFactory.create_fake_quantizer(spec, target)
         self.quantizer.disable_fake_quant()  # it observes; when to simulate is said here
-        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("scale", torch.tensor(1.0, dtype=torch.float32))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
         self.register_buffer("minval", None)
         self.add_switch("is_enabled", False)

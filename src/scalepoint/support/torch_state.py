@@ -1,9 +1,11 @@
 """The process-wide state of torch around our own work, and the lock that protects it.
 
 Capture and export patch what all threads of a process share: the call of every module, warnings, the random state.
-`serialized` therefore lets one thread at a time run a public function. Inside it, torch has its default settings: no
-autocast, no inference mode, float32 as the default dtype. Code of the user (the model while it is captured, the data,
-the metric) runs under the caller's default dtype, because it was written under that dtype.
+`serialized` therefore lets one thread at a time run a public function. Functions that only run a model (calibrate,
+tune, compare, ...) need it too: while another thread traces with torch.fx 2.13, a call of any module ends in "module is
+not installed as a submodule" (docs/decisions/0022). Inside it, torch has its default settings: no autocast, no
+inference mode, float32 as the default dtype. Code of the user (the model while it is captured, the data, the metric)
+runs under the caller's default dtype, because it was written under that dtype.
 """
 
 import gc

@@ -130,7 +130,7 @@ class Checkpoint:
 
 def flat(states: States) -> dict[str, Tensor]:
     """States by place and name, also those of places that have none."""
-    found = {f"{place}|": torch.zeros(1) for place in states}
+    found = {f"{place}|": torch.zeros(1, dtype=torch.float32) for place in states}
     return found | {
         f"{place}|{own}": value.contiguous() for place, state in states.items() for own, value in state.items()
     }

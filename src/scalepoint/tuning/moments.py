@@ -155,7 +155,9 @@ class Sums:
         noisy, wanted = torch.cat([each for each, _, _ in waiting]), torch.cat([each for _, each, _ in waiting])
         weight = None
         if any(each is not None for *_, each in waiting):
-            weight = torch.cat([torch.ones(len(rows)) if each is None else each for rows, _, each in waiting])
+            weight = torch.cat(
+                [torch.ones(len(rows), dtype=torch.float32) if each is None else each for rows, _, each in waiting]
+            )
         if self.around is None:
             self._begin(noisy.mean(0), wanted.mean(0))
         assert self.around is not None  # noqa: S101  # just made

@@ -153,7 +153,7 @@ def _loss(work: Work, few: Few, index: int, step: int) -> Tensor:
         exact_entries = few.taken(walk.entries(work.piece, index, noisy=False), index, chosen)
         entries = _mixed(entries, exact_entries, work.drop, step)
     found = walk.run(work.piece, entries)
-    loss = torch.zeros(())
+    loss = torch.zeros((), dtype=torch.float32)
     for node, value in zip(work.piece.exits, found, strict=True):
         if node in walk.same or not isinstance(value, Tensor) or not value.is_floating_point():
             continue
@@ -179,7 +179,9 @@ def _mixed(noisy: Mapping[fx.Node, Any], exact: Mapping[fx.Node, Any], share: fl
     for node, value in noisy.items():
         is_pair = isinstance(value, Tensor) and value.is_floating_point() and exact[node] is not value
         if is_pair and exact[node].shape == value.shape:
-            found[node] = torch.where(torch.rand(value.shape, generator=generator) < share, exact[node], value)
+            found[node] = torch.where(
+                torch.rand(value.shape, generator=generator, dtype=torch.float32) < share, exact[node], value
+            )
     return found
 
 
@@ -196,7 +198,7 @@ class Weight:
         found = self.shape.start(weight)
         self.start = Solution(*(each.to(torch.float32) for each in (found.target, found.codes, found.scale)))
         own = layer.bias_shift
-        self.shift = (torch.zeros(layer.channels) if own is None else own.clone()).requires_grad_()
+        self.shift = (torch.zeros(layer.channels, dtype=torch.float32) if own is None else own.clone()).requires_grad_()
 
     @property
     def place(self) -> Tensor:

@@ -55,7 +55,7 @@ class Rows:
 
     def __init__(self, axis: int) -> None:
         self.axis, self.kept, self.step, self.count = axis, [], 1, 0
-        self.mean = self.low = self.high = torch.zeros(())
+        self.mean = self.low = self.high = torch.zeros((), dtype=torch.float32)
 
     kept: list[Tensor]
 

@@ -76,7 +76,7 @@ class Extremes:
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
-        self.low = self.high = torch.zeros(())
+        self.low = self.high = torch.zeros((), dtype=torch.float32)
 
     def take(self, _: Tensor, output: Tensor) -> None:
         rows = output.movedim(self.axis, -1).flatten(0, -2)

@@ -168,7 +168,7 @@ class Norm:
 
     def affine(self) -> tuple[Tensor, Tensor | None]:
         """Its weight, given to it where it has none, and its bias."""
-        found = affine_of(self.module, torch.ones(()))
+        found = affine_of(self.module, torch.ones((), dtype=torch.float32))
         return found.weight, found.bias
 
     def parts(self) -> tuple[Tensor | None, Tensor | None]:

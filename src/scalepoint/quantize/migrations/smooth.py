@@ -24,7 +24,7 @@ class Smoothed:
         return f"{self.observer.name} -> {reader_names(self.observer.consumers)}"
 
     def tensors(self) -> list[Tensor]:
-        affine = affine_of(self.observer.layer_norm, torch.ones(()))
+        affine = affine_of(self.observer.layer_norm, torch.ones((), dtype=torch.float32))
         weights = [weight_of(linear) for linear in self.observer.downstream_linears]
         return [each for each in (affine.weight, affine.bias, *weights) if each is not None]
 

@@ -89,7 +89,7 @@ def _seen(walk: Walk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Ten
     sizes = [walk.value(source, index, noisy=True).numel() for index in range(walk.count)]
     befores, total = distributed.batch_offsets(distributed.gather_values("values", sizes))
     share = min(1.0, VALUES / max(total, 1))
-    values, weights = [torch.empty(0)], [torch.empty(0)]
+    values, weights = [torch.empty(0, dtype=torch.float32)], [torch.empty(0, dtype=torch.float32)]
     for index, before in enumerate(befores):
         tensor = walk.value(source, index, noisy=True)
         flat = tensor.detach().to(torch.float32)
@@ -98,7 +98,7 @@ def _seen(walk: Walk, node: fx.Node, importance: dict[int, Tensor]) -> tuple[Ten
             for axis, own in importance.items()
             if flat.ndim >= max(2, -axis) and flat.shape[axis] == len(own)
         ]
-        counts = reduce(torch.add, fitting) if fitting else torch.ones(())
+        counts = reduce(torch.add, fitting) if fitting else torch.ones((), dtype=torch.float32)
         numbers = torch.arange(before, before + flat.numel())
         chosen = uniform(numbers) < share if share < 1 else torch.ones(flat.numel(), dtype=torch.bool)
         values.append(flat.reshape(-1)[chosen])
