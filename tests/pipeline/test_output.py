@@ -221,6 +221,7 @@ def test_temporary_folders_of_killed_processes_are_deleted_and_others_stay(tmp_p
     code = "import os\nfrom scalepoint.support.files import TemporaryFolder\nTemporaryFolder()\nos.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "TMPDIR": str(tmp_path)})
     (left,) = tmp_path.iterdir()
+    os.utime(left / ".lock", (0, 0))  # long ago
     (tmp_path / "scalepoint-mine").mkdir()
     (tmp_path / "scalepoint-mine" / "a").write_text("of another program")
     with TemporaryFolder() as used:

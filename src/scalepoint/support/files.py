@@ -4,21 +4,24 @@ The temporary folder of NAME is .tmp-<pid>-NAME. A killed process leaves it behi
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from scalepoint.errors import StoreError
 
 TEMPORARY = ".tmp-"
 PREFIX = "scalepoint-"  # of folders in the system's temporary folder
 LOCK = ".lock"
+YOUNG = 5.0  # seconds in which a process takes the lock of a folder that it has made
 LONGEST = 200  # bytes of a name in the name of its temporary folder; file systems allow 255
 LINK = "is a symbolic link, and scalepoint writes through none: remove the link, or choose another output folder"
 OLD = "old-"  # before the name of a folder that was moved away while its successor takes its place
@@ -200,9 +203,8 @@ class TemporaryFolder:
     def __init__(self) -> None:
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            self._lock = os.open(self.path / ".new", os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.rename(self.path / ".new", self.path / LOCK)  # from now on it can be told from one that is left
+            self._lock = _lock_of(self.path)
+            self._lock.acquire()
         except OSError as error:
             where = os.environ.get("TMPDIR") or tempfile.tempdir or "the system's temporary folder"
             raise StoreError(
@@ -212,7 +214,7 @@ class TemporaryFolder:
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        self._lock.release()
 
     def __enter__(self) -> Path:
         return self.path
@@ -228,12 +230,10 @@ def sweep_temporary() -> None:
             with suppress(OSError):
                 if path.is_symlink() or path.stat().st_uid != os.geteuid():
                     continue
-                handle = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
-                finally:
-                    os.close(handle)
+                # The lock of a folder is taken a moment after the folder is made: leave young ones to the next sweep.
+                if time.time() - (path / LOCK).stat().st_mtime > YOUNG:
+                    with suppress(Timeout), _lock_of(path):
+                        shutil.rmtree(path, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -272,17 +272,18 @@ def locked(folder: Path) -> Iterator[None]:
     """Only one process writes into a folder; a second one gets an error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
+        lock = _lock_of(folder).acquire()
+    except Timeout:
+        message = f"another process is writing into {folder}: wait for it, or choose another folder"
+        raise StoreError(message) from None
     except OSError as error:
         if error.errno == errno.ELOOP and (folder / LOCK).is_symlink():
             raise StoreError(f"{folder / LOCK} {LINK}") from error
         raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"another process is writing into {folder}: wait for it, or choose another folder"
-            raise StoreError(message) from None
+    with lock:
         yield
-    finally:
-        os.close(handle)
+
+
+def _lock_of(folder: Path) -> FileLock:
+    """The lock of a folder. Taking it raises Timeout at once if another process, or another caller here, has it."""
+    return FileLock(folder / LOCK, blocking=False, thread_local=False)
