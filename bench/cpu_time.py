@@ -1,8 +1,9 @@
-"""CPU seconds of importing scalepoint, of writing files, and of a smoke run.
+"""CPU seconds of importing scalepoint, of writing files, of a smoke run, and of a search with several trials.
 
     python bench/cpu_time.py import
     python bench/cpu_time.py export [--architectures] [--repeats 3]
     python bench/cpu_time.py smoke
+    python bench/cpu_time.py trials --before OTHER/src
 
 import: `import scalepoint` against `import torch`, and the quick commands; medians of fresh interpreters.
 export: `capture` and `export` in turn, random weights. "two files" is the quantized file and the float one, as deploy
@@ -10,6 +11,8 @@ writes them; both come from the same captured graph. The note has the time of wr
 --architectures adds nets of timm at 64 pixels that have many branches.
 smoke: the demo's deployment with `smoke=True`, with the processes of the runtime, against the full run. Without a
 metric, and with the demo's, which is called as often and takes as long in both.
+trials: three trials of ResNet-18 with this checkout and with another one: CPU seconds and peak memory of the process,
+and how often torch.export ran. Medians of three runs in turn.
 """
 
 import argparse
@@ -186,7 +189,59 @@ def smoke_time() -> int:
     return 0 if report("a smoke run, CPU seconds", rows, OUT / "smoke.json") else 1
 
 
-PARTS = {"import": import_time, "export": export_time, "smoke": smoke_time}
+TRIALS = """
+import resource, sys, tempfile, warnings
+sys.path.insert(0, {bench!r})
+warnings.simplefilter("ignore")
+import torch
+from plain_models import resnet18
+import scalepoint
+torch.set_num_threads(1)
+exports = 0
+original = torch.export.export
+def counted(*inputs, **options):
+    global exports
+    exports += 1
+    return original(*inputs, **options)
+torch.export.export = counted
+torch.manual_seed(0)
+data = [torch.randn(4, 3, 96, 96) for _ in range(4)]
+scores = iter([1.0] + [0.0] * 9)  # the float model's score, then files that never hold it
+with tempfile.TemporaryDirectory() as folder:
+    done = scalepoint.deploy(resnet18(), data[0], data, output=folder + "/out", evaluate=lambda run: next(scores),
+                             max_drop=0.1, max_trials=3, progress=False)
+own = resource.getrusage(resource.RUSAGE_SELF)
+print(own.ru_utime + own.ru_stime, own.ru_maxrss / 1024, exports, len(done.report.attempts))
+"""
+
+
+def trials_time() -> int:
+    """Three trials by this checkout and by another one."""
+    parser = argparse.ArgumentParser(description="three trials of ResNet-18, against another checkout")
+    parser.add_argument("--before", type=Path, required=True, help="the folder src of the other checkout")
+    here = Path(__file__).parent
+    program = TRIALS.format(bench=str(here))
+    sources = {"before": parser.parse_args().before.resolve(), "now": here.parent / "src"}
+    measured: dict[str, list[list[float]]] = {name: [] for name in sources}
+    for _ in range(3):
+        for name, source in sources.items():
+            environment = {**os.environ, "PYTHONPATH": str(source)}
+            run = subprocess.run(
+                [sys.executable, "-c", program], check=True, text=True, capture_output=True, env=environment
+            )
+            measured[name].append([float(value) for value in run.stdout.split()[-4:]])
+    before, now = ([statistics.median(values) for values in zip(*measured[name], strict=True)] for name in sources)
+    rows = [
+        Row("CPU seconds", now[0] / before[0], 1.0, "before", f"{now[0]:.1f} s against {before[0]:.1f} s"),
+        Row("peak memory", now[1] / before[1], 1.0, "before", f"{now[1]:.0f} MB against {before[1]:.0f} MB"),
+    ]
+    Console().print(
+        f"torch.export ran {now[2]:.0f} times for {now[3]:.0f} trials, before {before[2]:.0f} for {before[3]:.0f}"
+    )
+    return 0 if report("three trials of ResNet-18", rows, OUT / "trials.json") else 1
+
+
+PARTS = {"import": import_time, "export": export_time, "smoke": smoke_time, "trials": trials_time}
 
 if __name__ == "__main__":
     sys.exit(run_part(__doc__, PARTS))
