@@ -1,10 +1,9 @@
 """The report of a run: a dataclass first, JSON second, the terminal third, and one HTML page that opens from disk."""
 
-from scalepoint.report.beside import Beside
 from scalepoint.report.chosen import Allocated, AllocatedLayer, ChosenCodes, FrontPoint, Tuned
-from scalepoint.report.difference import Difference, compare_runs
+from scalepoint.report.difference import Difference, DifferenceTable, compare_runs
 from scalepoint.report.folder import write
-from scalepoint.report.html import difference_page, notebook_snippet, to_html
+from scalepoint.report.html import notebook_snippet, to_html
 from scalepoint.report.language import Language
 from scalepoint.report.model import (
     Attempt,
@@ -24,9 +23,9 @@ __all__ = [
     "Allocated",
     "AllocatedLayer",
     "Attempt",
-    "Beside",
     "ChosenCodes",
     "Difference",
+    "DifferenceTable",
     "FrontPoint",
     "GraphNode",
     "Histogram",
@@ -41,7 +40,6 @@ __all__ = [
     "SweepTable",
     "Tuned",
     "compare_runs",
-    "difference_page",
     "is_within",
     "notebook_snippet",
     "sweep_page",

@@ -22,7 +22,6 @@ from markupsafe import Markup, escape
 
 from scalepoint.covered import CoverageRow
 from scalepoint.report import charts, language, terminal
-from scalepoint.report.beside import layer_texts, written
 from scalepoint.report.model import Report, ReportedLayer
 from scalepoint.report.placement_graph import Placement, draw_placement
 from scalepoint.support import formatting
@@ -30,8 +29,6 @@ from scalepoint.verification.times import LayerTime, because, totals
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-    from scalepoint.report.difference import Difference
 
 TEMPLATES = Path(__file__).with_name("templates")
 LIMITS = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the data of the page has all of them
@@ -73,23 +70,6 @@ SECTIONS = (
 def to_html(report: Report) -> str:
     """Render a report as one page."""
     return render_page("report.html.j2", report.title, report.to_dict(), report=report, view=ReportView(report))
-
-
-def difference_page(difference: "Difference") -> str:
-    """Render the comparison of two runs as one page."""
-    first, second = difference.first, difference.second
-    tiles = []
-    for number in difference.numbers:
-        *texts, change = number.texts()
-        sides = zip((first, second), (number.first, number.second), texts, strict=True)
-        rows = [(formatting.short(side.name, 18), value, text) for side, value, text in sides if value is not None]
-        colours = ("before", {"worse": "slow"}.get(number.mood, "after"))[2 - len(rows) :]
-        tiles.append({"name": number.name, "change": change, "mood": number.mood, "bars": charts.bars(rows, colours)})
-    title = f"{formatting.short(first.name)} and {formatting.short(second.name)}"
-    return render_page(
-        "compare.html.j2", title, difference.to_dict(), difference=difference, tiles=tiles, layer_texts=layer_texts,
-        written=written, limits={"rows": 2000},
-    )  # fmt: skip
 
 
 def notebook_snippet(report: Report) -> str:
