@@ -25,7 +25,7 @@ def other():
         first,
         coverage=replace(first.coverage, operations=tuple(rows)),
         layers=tuple(layers),
-        accuracy=(replace(first.accuracy[0], runtime_value=0.6970), first.accuracy[1]),
+        accuracy=(replace(first.accuracy[0], value=0.6970), first.accuracy[1]),
         verification=replace(made.verification(2.5), size=10_000_000),
         config={**first.config, "activation": "int8", "weight": {"dtype": "int4", "axis": 0}},
         environment={**first.environment, "onnxruntime": "1.32.0"},

@@ -19,8 +19,7 @@ from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.options import DeployConfig, SweepConfig
 from scalepoint.pipeline.workspace import finished_stages
 from scalepoint.quantize import quantize
-from scalepoint.report import Report, Sweep, SweepRow, compare_runs, to_html, write
-from scalepoint.report.sweep_page import sweep_page
+from scalepoint.report import Report, Sweep, SweepRow, compare_runs, sweep_page, to_html, write
 from tests.report.made import ordinary
 
 VALUES = (

@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from scalepoint.errors import DocumentError, StoreError
-from scalepoint.report.folder import JSON_FILE
+from scalepoint.report.html import JSON_FILE
 from scalepoint.report.model import Report
 from scalepoint.report.terminal import NARROW, low_share, plain_table
 from scalepoint.support.formatting import (
@@ -300,7 +300,7 @@ def _numbers(first: Report, second: Report) -> Iterator[Number]:
     for name in dict.fromkeys((*ours, *theirs)):
         pair = [each.get(name) for each in (ours, theirs)]
         is_high = all(each.higher_is_better for each in pair if each is not None)
-        first_final, second_final = (None if each is None else each.final for each in pair)
+        first_final, second_final = (None if each is None else each.value for each in pair)
         first_float, second_float = (None if each is None else each.float_value for each in pair)
         yield Number(name, "score", first_final, second_final, is_high)
         if first_float != second_float:
