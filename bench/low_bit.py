@@ -108,7 +108,7 @@ def file_rows(subject: Subject) -> Iterator[FileRow]:
             yield FileRow(
                 subject.name,
                 how,
-                done.report.accuracy[0].final,
+                done.report.accuracy[0].value,
                 f"{found.low_precision} of {layers}",
                 None if math.isinf(agreed) else agreed,
                 found.latency.ratio,

@@ -42,7 +42,7 @@ def main() -> None:
     )
     console.print(done.report.table())
     for index, trial in enumerate(done.trials):
-        steps = [f"{each.layer or 'all layers'} to {each.to}" for each in trial.raised]
+        steps = [f"{each.layer or 'all layers'} to {each.to}" for each in trial.precision_changes]
         more = f" and {len(steps) - SHOWN} more" if len(steps) > SHOWN else ""
         raised = ", ".join(steps[:SHOWN]) + more or "as configured"
         console.print(

@@ -404,6 +404,7 @@ MODULES = {
     "verification": "the file in its runtime, and its speed",
     "checking": "the static rules of a target",
     "analysis": "where a quantized model departs, and which layers matter",
+    "results": "results of analysis, allocation, tuning and a run, which a report holds",
     "report": "what was found, as data, in the terminal and as a page",
     "targets": "declarations of deployment targets",
     "tensorrt": "formats and patterns of TensorRT, ready to pass",

@@ -22,6 +22,7 @@ _SUBMODULES = (
     "pipeline",
     "quantize",
     "report",
+    "results",
     "runtimes",
     "spec",
     "targets",

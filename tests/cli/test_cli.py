@@ -795,7 +795,7 @@ def test_after_a_search_the_command_makes_the_kept_file_without_one(call, here, 
     def deploy(model, inputs, data, **options):
         options["output"].mkdir()
         made = _Deployed()
-        made.report.attempts, made.report.config = (1, 2), {"overrides": [{"name": "head", "weight": "float"}]}
+        made.report.trials, made.report.config = (1, 2), {"overrides": [{"name": "head", "weight": "float"}]}
         return made
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)
@@ -815,7 +815,7 @@ def test_a_budget_is_written_as_it_is_said_and_the_command_makes_the_file_withou
         given.update(options)
         options["output"].mkdir()
         made = _Deployed()
-        made.report.attempts, made.report.config = (1,), {"overrides": [{"name": "head", "weight": "float"}]}
+        made.report.trials, made.report.config = (1,), {"overrides": [{"name": "head", "weight": "float"}]}
         return made
 
     monkeypatch.setattr(scalepoint, "deploy", deploy, raising=False)

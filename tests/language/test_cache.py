@@ -40,7 +40,7 @@ def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
     found = done.report.language
     assert (found.status, found.message) == ("ok", "")
     assert found.agreement_db > LEAST[case]
-    assert found.written.split()[:5]
+    assert found.continuation.split()[:5]
 
 
 def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def test_a_file_that_departs_is_returned_where_that_is_allowed(llama, tmp_path, 
     use_format(monkeypatch, lambda weight: weight.roll(1, 0))
     done = deployed(llama, tmp_path / "out", allow_departure=True)
     assert done.report.language.status == "departs"
-    assert done.score == done.report.accuracy[0].quantized_value
+    assert done.report.accuracy[0].where == "simulation"
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_layers_that_are_slower_than_in_float_go_to_float(made):
     times = (row("stem", 10, 30), row("body", 90, 40), row("head", 2, 3), row("input_quant", None, 4, "QuantizeLinear"))
     step = next_for_speed([trial(made, times)])
     assert moved(step) == ["stem"]  # what the head loses is noise
-    assert [(each.layer, each.to) for each in step.raised] == [("stem", "float")]
+    assert [(each.layer, each.to) for each in step.precision_changes] == [("stem", "float")]
     assert step.start == 0
 
 
@@ -126,7 +126,7 @@ def test_what_the_profiler_finds_slow_is_moved_and_the_fastest_file_kept(paced):
     assert second.left_float  # which, the profiler says: it depends on the machine
     fastest = max(paced.trials, key=lambda trial: trial.speed)
     assert paced.verification.latency.ratio == fastest.speed
-    assert [each.speed for each in paced.report.attempts] == [first.speed, second.speed]
+    assert [each.speed for each in paced.report.trials] == [first.speed, second.speed]
 
 
 def test_the_report_says_whether_it_is_fast_enough(paced, tmp_path):
@@ -142,4 +142,4 @@ def test_a_net_of_which_nothing_is_quantized_has_no_layer_to_give_back(tmp_path)
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(4, 3, 12, 12)
     done = scalepoint.deploy(model, x, [x], output=tmp_path / "out", min_speed=100, max_trials=2, progress=False)
     assert not any(row.precision != "float" for row in done.coverage.operations)
-    assert len(done.report.attempts) == 1
+    assert len(done.report.trials) == 1

@@ -71,8 +71,8 @@ def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
     done, _ = searched
     first, ranges, layers = done.trials[:3]
     assert first.score < -0.2
-    assert [each.to for each in ranges.raised] == [OTHER_RANGES]
-    assert "weights" in {each.layer: each.to for each in layers.raised}["stem"]
+    assert [each.to for each in ranges.precision_changes] == [OTHER_RANGES]
+    assert "weights" in {each.layer: each.to for each in layers.precision_changes}["stem"]
     assert done.score >= -0.2
     assert done.score == min((each.cost, each.score) for each in done.trials if each.score >= -0.2)[1]
     kept = [trial for trial in done.trials if trial.file is not None]
@@ -85,15 +85,15 @@ def test_free_ranges_come_first_then_the_layer_that_hurts(searched):
 def test_the_report_says_what_was_raised_and_why(searched):
     done, folder = searched
     report = Report.from_json((folder / "report.json").read_text())
-    assert [each.score for each in report.attempts] == [trial.score for trial in done.trials]
-    assert [each.is_kept for each in report.attempts].count(True) == 1
-    kept = next(each for each in report.attempts if each.is_kept)
-    assert all(each.gain > 0 and each.cost > 0 for each in kept.raised)
+    assert [each.score for each in report.trials] == [trial.score for trial in done.trials]
+    assert [each.is_best for each in report.trials].count(True) == 1
+    kept = next(each for each in report.trials if each.is_best)
+    assert all(each.gain > 0 and each.cost > 0 for each in kept.precision_changes)
     page = (folder / "report.html").read_text()
     assert "within the 0.2 allowed" in page
-    assert kept.raised[0].to in page
+    assert kept.precision_changes[0].to in page
     assert report.allocation.unit == "cost"
-    assert {each.name: each.chosen for each in report.allocation.layers}["stem"] == kept.raised[0].to
+    assert {each.name: each.chosen for each in report.allocation.layers}["stem"] == kept.precision_changes[0].to
     assert "within the 0.2 allowed" in "\n".join(report.summary())
 
 
@@ -146,7 +146,7 @@ def widths(*rows):
 
 def trial(score, step=None):
     config = QuantConfig() if step is None else step.config
-    more = () if step is None else (False, step.raised, step.start, None, step.chosen, step.cost)
+    more = () if step is None else (False, step.precision_changes, step.start, None, step.chosen, step.cost)
     return Trial(config, None, None, Path(), None, score, *more)
 
 
@@ -154,7 +154,7 @@ def searched_with(found, bar, scores, most=10):
     """The trials of a search in which a file's score depends on what was raised."""
     trials = [trial(scores(set()))]
     while len(trials) < most and (step := next_for_accuracy(trials, found, bar, is_last=len(trials) + 1 == most)):
-        raised = {each.layer for each in step.raised}
+        raised = {each.layer for each in step.precision_changes}
         trials.append(trial(scores(raised), step))
     return trials
 
@@ -164,35 +164,35 @@ class TestRaising:
 
     def test_what_removes_most_error_for_its_cost_comes_first(self):
         step = next_for_accuracy([trial(98.0)], self.FOUR, Limits(100.0, 1.0))
-        assert [(each.layer, each.to) for each in step.raised] == [("a", INT8)]
+        assert [(each.layer, each.to) for each in step.precision_changes] == [("a", INT8)]
         assert step.cost == pytest.approx(0.01)
         assert step.config.overrides[0].name == "a"
 
     def test_the_larger_the_drop_the_more_is_raised_at_once(self):
         step = next_for_accuracy([trial(50.0)], self.FOUR, Limits(100.0, 1.0))
-        assert [each.layer for each in step.raised] == ["a", "b", "c"]
+        assert [each.layer for each in step.precision_changes] == ["a", "b", "c"]
 
     def test_after_a_file_that_holds_less_is_tried(self):
         def scores(raised):
             return 99.5 if {"a", "b"} <= raised else 60.0
 
         trials = searched_with(self.FOUR, Limits(100.0, 1.0), scores)
-        assert {each.layer for each in best_trial(trials, Limits(100.0, 1.0)).raised} == {"a", "b"}
-        assert any(len(each.raised) > 2 and each.score == 99.5 for each in trials)
+        assert {each.layer for each in best_trial(trials, Limits(100.0, 1.0)).precision_changes} == {"a", "b"}
+        assert any(len(each.precision_changes) > 2 and each.score == 99.5 for each in trials)
 
     def test_a_single_layer_is_lowered_again(self):
         """c came before d, as it is cheap; with d it is not needed any more."""
         found = widths(("a", 1.0, 0.01, 1.0), ("b", 0.5, 0.01, 1.0), ("c", 0.05, 0.0, 0.2), ("d", 0.3, 0.01, 2.0))
         trials = searched_with(found, Limits(100.0, 1.0), lambda raised: 99.5 if {"a", "b", "d"} <= raised else 60.0)
-        assert {each.layer for each in best_trial(trials, Limits(100.0, 1.0)).raised} == {"a", "b", "d"}
+        assert {each.layer for each in best_trial(trials, Limits(100.0, 1.0)).precision_changes} == {"a", "b", "d"}
 
     def test_few_layers_are_raised_where_few_are_enough(self):
         """Six cheap layers come before the two that count; a few files later only these are left."""
         cheap = [(name, 0.1, 0.0, 0.05) for name in "cdefgh"]
         found, bar = widths(("a", 1.0, 0.01, 3.0), ("b", 0.8, 0.01, 3.0), *cheap), Limits(100.0, 1.0)
         trials = searched_with(found, bar, lambda raised: 99.5 if {"a", "b"} <= raised else 60.0, most=6)
-        assert len(trials[1].raised) > 4
-        assert {each.layer for each in best_trial(trials, bar).raised} == {"a", "b"}
+        assert len(trials[1].precision_changes) > 4
+        assert {each.layer for each in best_trial(trials, bar).precision_changes} == {"a", "b"}
 
     def test_nothing_is_tried_twice_and_the_search_ends(self):
         for good in ({"a"}, {"d"}, {"a", "b", "c", "d"}, {"none"}):
@@ -210,11 +210,11 @@ class TestRaising:
     def test_the_last_file_goes_further(self):
         bar = Limits(100.0, 1.0)
         one, last = (next_for_accuracy([trial(98.0)], self.FOUR, bar, is_last=is_last) for is_last in (False, True))
-        assert len(last.raised) > len(one.raised)
+        assert len(last.precision_changes) > len(one.precision_changes)
 
     def test_a_score_that_is_no_number_is_a_fall_without_end(self):
         step = next_for_accuracy([trial(float("nan"))], self.FOUR, Limits(100.0, 1.0))
-        assert len(step.raised) == 3
+        assert len(step.precision_changes) == 3
 
     def test_the_better_of_the_plain_files_is_raised(self):
         step = next_for_accuracy([trial(90.0), trial(95.0)], self.FOUR, Limits(100.0, 1.0))

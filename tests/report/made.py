@@ -5,20 +5,18 @@ import random
 from dataclasses import replace
 
 from scalepoint.covered import Coverage, CoverageRow, State
-from scalepoint.report import (
-    Allocated,
-    AllocatedLayer,
-    Attempt,
-    ChosenCodes,
+from scalepoint.report import GraphNode, Report, Reproduction
+from scalepoint.results import (
     FrontPoint,
-    GraphNode,
-    Histogram,
-    Metric,
-    Raised,
-    Report,
-    ReportedLayer,
-    Reproduction,
-    Tuned,
+    LayerError,
+    LayerPrecision,
+    PrecisionAllocation,
+    PrecisionChange,
+    Score,
+    TensorHistogram,
+    TrialSummary,
+    TunedLayer,
+    TuneReport,
 )
 from scalepoint.verification import Agreement, Benchmark, Departure, LayerTime, Status, Verification
 
@@ -85,14 +83,23 @@ def times(ratio: float = 1.87) -> tuple[LayerTime, ...]:
     return (*rows, LayerTime("x_quant", 1e-4, None, ("QuantizeLinear",)))
 
 
-def bell(layer: str, kind: str, scale: float, low: float, high: float, outliers: bool = False) -> Histogram:
+def layer_error(name: str, sqnr_db: float, *more: float | None) -> LayerError:
+    """Only the error, and cosine, local and weight SQNR, saturation and so on if given."""
+    return LayerError(name, "conv2d", LOW, sqnr_db, *more)
+
+
+def tuned_layer(name: str, before: float, after: float, moved: float, step: str, notes: str) -> TunedLayer:
+    return TunedLayer(name, "conv2d", 4096, 576, before, after, before, after, moved, step, notes, 0.5)
+
+
+def bell(layer: str, kind: str, scale: float, low: float, high: float, outliers: bool = False) -> TensorHistogram:
     edges = tuple(-4 * scale + index * scale / 16 for index in range(129))
     counts = [int(40_000 * math.exp(-(((a + scale / 32) / scale) ** 2) * 1.4)) for a in edges[:-1]]
     if outliers:
         counts[-3:] = [12, 5, 31]
     if kind == "activation":
         counts = [0 if a < 0 else number for a, number in zip(edges, counts, strict=False)]
-    return Histogram(layer, kind, edges, tuple(counts), low, high)
+    return TensorHistogram(layer, "weight" if kind == "weight" else "input", "x_quant", edges, tuple(counts), low, high)
 
 
 def resnet() -> tuple[list[CoverageRow], list[GraphNode]]:
@@ -122,10 +129,10 @@ def resnet() -> tuple[list[CoverageRow], list[GraphNode]]:
     return rows, kept
 
 
-def allocated(rows: list[CoverageRow]) -> Allocated:
+def allocated(rows: list[CoverageRow]) -> PrecisionAllocation:
     names = [row.name for row in rows if row.how]
     layers = tuple(
-        AllocatedLayer(
+        LayerPrecision(
             name, "conv2d", 1000 * (index + 1), "int4" if index % 3 else "int8",
             {"int4": 1e-3 / (index + 1), "int8": 1e-5 / (index + 1), "float": 0.0},
             {} if index else {"int2": "target 'onnxruntime' cannot run dtype int2 as weight"},
@@ -137,30 +144,33 @@ def allocated(rows: list[CoverageRow]) -> Allocated:
         for index in range(len(names))
     )
     uniform = {"int4": (0.13, 3e-3), "int8": (0.26, 4e-5), "float": (1.0, 0.0)}
-    return Allocated("size", 0.178, 1.1e-3, layers, points, uniform, limit=0.18)
+    return PrecisionAllocation("size", 0.178, 1.1e-3, layers, points, uniform, limit=0.18)
 
 
-def tuned(rows: list[CoverageRow]) -> Tuned:
+def tuned(rows: list[CoverageRow]) -> TuneReport:
     layers = tuple(
-        ChosenCodes(row.name, "conv2d", 2e-3 * (1 + index % 4), 3e-4 * (1 + index % 5), 0.3, "descend", "ridge 0.3")
+        tuned_layer(row.name, 2e-3 * (1 + index % 4), 3e-4 * (1 + index % 5), 0.3, "descend", "ridge 0.3")
         for index, row in enumerate(rows)
         if row.how
     )
     kept = replace(layers[3], after=layers[3].before, moved=0.0, step="")
-    return Tuned((*layers[:3], kept, *layers[4:]), {"fc": "its weight is shared with a layer before it"}, 128, 41.0)
+    left = {"fc": "its weight is shared with a layer before it"}
+    return TuneReport((*layers[:3], kept, *layers[4:]), left, batches=4, samples=128, seconds=41.0)
 
 
 def ordinary(ratio: float = 1.87) -> Report:
     rows, nodes = resnet()
     chance = random.Random(3)  # noqa: S311  # the same picture every time
     layers = tuple(
-        ReportedLayer(
+        LayerError(
             row.name,
+            row.kind,
+            row.precision,
             44 - index * 0.7 - (12 if index in (4, 15) else 0) + chance.uniform(-4, 4) if row.how else 47.0,
             0.9999 - index * 1e-4,
-            chance.choice([0.0, 0.0004, 0.002]),
-            chance.uniform(0.4, 1),
-            chance.uniform(38, 46) if row.how else None,
+            saturation=chance.choice([0.0, 0.0004, 0.002]),
+            used_range=chance.uniform(0.4, 1),
+            weight_sqnr_db=chance.uniform(38, 46) if row.how else None,
         )
         for index, row in enumerate(rows)
     )
@@ -182,7 +192,10 @@ def ordinary(ratio: float = 1.87) -> Report:
             "activation": "uint8",
             "max_drop": 0.1,
         },
-        accuracy=(Metric("top-1", 0.6976, 0.6961, 0.6958), Metric("top-5", 0.8908, 0.8897, 0.8896)),
+        accuracy=(
+            Score("top-1", 0.6958, 0.6976, "runtime", simulated_value=0.6961),
+            Score("top-5", 0.8896, 0.8908, "runtime", simulated_value=0.8897),
+        ),
         layers=layers,
         histograms=(
             bell("layer4.1.conv2", "weight", 0.02, -0.06, 0.06),
@@ -196,10 +209,10 @@ def ordinary(ratio: float = 1.87) -> Report:
             "layer4.1.conv2 stays float: its error cost 0.3 points. Calibrate with more than 32 images to raise it",
         ),
         graph=tuple(nodes),
-        attempts=(
-            Attempt(0.6902),
-            Attempt(0.6921, (Raised("", "other ranges"),), 0),
-            Attempt(0.6958, (Raised("layer4.1.conv2", "float", 0.0031, 0.064),), 1, is_kept=True),
+        trials=(
+            TrialSummary(0.6902),
+            TrialSummary(0.6921, (PrecisionChange("", "other ranges"),), 0),
+            TrialSummary(0.6958, (PrecisionChange("layer4.1.conv2", "float", 0.0031, 0.064),), 1, is_best=True),
         ),
         max_drop=0.002,
         allocation=allocated(rows),
@@ -233,35 +246,38 @@ def evil() -> Report:
         Coverage((*rows, left_float(EVIL[0], EVIL[1]))),
         {name: name for name in EVIL},
         {name: [name, {"a": name}] for name in EVIL},
-        tuple(Metric(name, math.nan, math.inf, -math.inf) for name in EVIL),
-        tuple(
-            ReportedLayer(name, value) for name, value in zip(EVIL, [math.nan, math.inf, -math.inf] * 9, strict=False)
-        ),
-        tuple(Histogram(name, name[:20], (0.0, 0.0), (0,), math.nan, math.inf) for name in EVIL),
+        tuple(Score(name, -math.inf, math.nan, "runtime", simulated_value=math.inf) for name in EVIL),
+        tuple(layer_error(name, value) for name, value in zip(EVIL, [math.nan, math.inf, -math.inf] * 9, strict=False)),
+        tuple(TensorHistogram(name, name[:20], name, (0.0, 0.0), (0,), math.nan, math.inf) for name in EVIL),
         found,
         dict.fromkeys(EVIL, 1.0),
         EVIL,
         tuple(GraphNode(name, name[:30], EVIL, name[:30]) for name in EVIL),
         tuple(
-            Attempt(math.nan, (Raised(name, name[:30], math.inf, 0.1),), index, True) for index, name in enumerate(EVIL)
+            TrialSummary(math.nan, (PrecisionChange(name, name[:30], math.inf, 0.1),), index, True)
+            for index, name in enumerate(EVIL)
         ),
         math.nan,
         Reproduction(EVIL[0], EVIL[1], EVIL[2], {name: name for name in EVIL}),
         allocation=evil_allocation(),
-        tuning=Tuned(tuple(ChosenCodes(name, name, *ODD, name, name) for name in EVIL), dict.fromkeys(EVIL, EVIL[0])),
+        tuning=TuneReport(
+            tuple(tuned_layer(name, *ODD, name, name) for name in EVIL), dict.fromkeys(EVIL, EVIL[0]), 0, 0, 0.0
+        ),
     )
 
 
 ODD = (math.nan, -math.inf, math.inf)
 
 
-def evil_allocation() -> Allocated:
+def evil_allocation() -> PrecisionAllocation:
     layers = tuple(
-        AllocatedLayer(name, name[:30], -1, name, dict.fromkeys(EVIL, math.nan), dict.fromkeys(EVIL, name))
+        LayerPrecision(name, name[:30], -1, name, dict.fromkeys(EVIL, math.nan), dict.fromkeys(EVIL, name))
         for name in EVIL
     )
     points = tuple(FrontPoint(cost, error, {name: 1}) for name in EVIL for cost in ODD for error in (*ODD, 0.0))
-    return Allocated(EVIL[0], math.nan, math.inf, layers, points, dict.fromkeys(EVIL, (math.inf, math.nan)), 0.5)
+    return PrecisionAllocation(
+        EVIL[0], math.nan, math.inf, layers, points, dict.fromkeys(EVIL, (math.inf, math.nan)), 0.5
+    )
 
 
 def large(count: int = 2000) -> Report:
@@ -275,7 +291,7 @@ def large(count: int = 2000) -> Report:
         else left_float(f"blocks.{index // 8}.norm{index}", "no int8 kernel")
         for index in range(count)
     ]
-    layers = tuple(ReportedLayer(row.name, 20 + (index * 37 % 300) / 10) for index, row in enumerate(rows))
+    layers = tuple(layer_error(row.name, 20 + (index * 37 % 300) / 10) for index, row in enumerate(rows))
     before = ["", *(row.name for row in rows)]
     nodes = tuple(GraphNode(row.name, row.kind, (before[index],), row.precision) for index, row in enumerate(rows))
     return Report("large", "onnxruntime", CREATED, Coverage(tuple(rows)), layers=layers, graph=nodes)

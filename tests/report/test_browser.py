@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint.report import Sweep, compare_runs, difference_page, sweep_page, write
+from scalepoint.report import Sweep, sweep_page, write
 from tests.pipeline import test_sweep
 from tests.report import made
 from tests.report.browser import Browser, find
@@ -29,8 +29,6 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     made_up = {"ordinary": made.ordinary(), "bare": made.bare(), "evil": made.evil(), "large": made.large()}
     written = {name: write(report, folder / name) for name, report in made_up.items()}
-    written["compared"] = folder / "compared.html"
-    written["compared"].write_text(difference_page(compare_runs(made.evil(), made.ordinary())))
     written["swept"] = folder / "swept.html"
     written["swept"].write_text(sweep_page(Sweep(test_sweep.ROWS)))
     return written
@@ -49,7 +47,7 @@ def choose(browser: Browser, identifier: str, value: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["ordinary", "bare", "evil", "large", "compared", "swept"])
+@pytest.mark.parametrize("name", ["ordinary", "bare", "evil", "large", "swept"])
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (380, False)], ids=["wide", "dark", "phone"])
 def test_it_opens_without_a_complaint_and_fits(browser, pages, name, width, dark):
     browser.open(pages[name], width=width, dark=dark)
@@ -61,9 +59,8 @@ def test_it_opens_without_a_complaint_and_fits(browser, pages, name, width, dark
     assert browser.complaints == []
 
 
-@pytest.mark.parametrize("page", ["compared", "swept"])
-def test_words_of_a_table_are_not_taken_apart_on_a_phone(browser, pages, page):
-    browser.open(pages[page], width=400)
+def test_words_of_a_table_are_not_taken_apart_on_a_phone(browser, pages):
+    browser.open(pages["swept"], width=400)
     widths = "[...document.querySelectorAll('.scroll td:first-child')].map(each => each.clientWidth)"
     assert min(browser.run(widths)) >= 100
     assert browser.run("document.documentElement.scrollWidth") == 400

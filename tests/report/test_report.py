@@ -20,21 +20,16 @@ from rich.console import Console
 from scalepoint.covered import Coverage
 from scalepoint.errors import StoreError
 from scalepoint.report import (
-    Attempt,
     GraphNode,
-    Histogram,
-    Metric,
-    Raised,
     Report,
-    ReportedLayer,
     Reproduction,
-    is_within,
     placement_graph,
     to_html,
     write,
 )
 from scalepoint.report.html import environment
 from scalepoint.report.placement_graph import blocks_of
+from scalepoint.results import PrecisionChange, Score, TensorHistogram, TrialSummary, is_within
 from scalepoint.support.formatting import count, decibel, quality, ratio, share_of, short, time_of, value_of, visible
 from scalepoint.verification import Choice, Status, Verification
 from tests.errors import raises
@@ -90,7 +85,7 @@ def test_json_says_what_verification_found():
 
 
 def test_numbers_of_numpy_and_paths_are_plain_in_json(tmp_path):
-    layers = (ReportedLayer("fc", np.float32(1.5), np.float64(0.5)),)
+    layers = (made.layer_error("fc", np.float32(1.5), np.float64(0.5)),)
     report = replace(made.bare(), layers=layers, config={"path": tmp_path, "set": {2, 1}, "tuple": (1, math.nan)})
     data = json.loads(report.to_json())
     assert data["layers"][0]["sqnr_db"] == 1.5
@@ -104,9 +99,9 @@ def test_numbers_of_numpy_and_paths_are_plain_in_json(tmp_path):
         ({"schema": None}, "schema None"),
         ({"coverage": 3}, "coverage"),
         ({"coverage": {"operations": [{"name": "a"}]}}, r"coverage\.operations\.0\.kind"),
-        ({"layers": [{"name": "a", "sqnr_db": "much"}]}, r"layers\.0\.sqnr_db"),
+        ({"layers": [{"name": "a", "kind": "linear", "precision": "int8", "sqnr_db": "much"}]}, r"layers\.0\.sqnr_db"),
         ({"title": None}, "title"),
-        ({"histograms": [{"layer": "a", "kind": "weight", "edges": [1], "counts": [1], "low": 0, "high": 1}]}, "edges"),
+        ({"histograms": [{"name": "a", "role": "weight", "stub": "", "edges": [1], "counts": [1]}]}, "edges"),
     ],
 )
 def test_another_schema_or_a_wrong_value_is_a_clear_error(change, message):
@@ -242,7 +237,7 @@ def test_whatever_a_layer_is_called_the_page_has_the_same_elements(name):
     def report(name: str) -> Report:
         rows = Coverage((made.operation(name, kind=name, reason=name or "x"),))
         nodes = (GraphNode(name.replace(".", " "), name),)
-        return Report(name, name, name, rows, layers=(ReportedLayer(name, 3.0),), graph=nodes, warnings=(name,))
+        return Report(name, name, name, rows, layers=(made.layer_error(name, 3.0),), graph=nodes, warnings=(name,))
 
     to_html(report(name)).encode()
     expected = shape(to_html(report("a")))
@@ -288,29 +283,29 @@ def test_nothing_at_all_is_still_a_page():
 
 def test_names_that_repeat_keep_their_own_errors():
     rows = Coverage((made.operation("a"), made.operation("a"), made.operation("b")))
-    layers = (ReportedLayer("a", 11.0), ReportedLayer("a", 22.0), ReportedLayer("c", 33.0))
+    layers = (made.layer_error("a", 11.0), made.layer_error("a", 22.0), made.layer_error("c", 33.0))
     text = to_html(replace(made.bare(), coverage=rows, layers=layers))
     assert re.findall(r'c6 number" role="cell" data-v="(\d+)"', text) == ["11", "22", "33"]
 
 
 def test_worst_layers_begin_with_what_is_no_number():
     layers = (
-        ReportedLayer("good", 40),
-        ReportedLayer("bad", 5),
-        ReportedLayer("nan", math.nan),
-        ReportedLayer("same", math.inf),
+        made.layer_error("good", 40),
+        made.layer_error("bad", 5),
+        made.layer_error("nan", math.nan),
+        made.layer_error("same", math.inf),
     )
     assert [each.name for each in replace(made.bare(), layers=layers).worst(4)] == ["nan", "bad", "good", "same"]
 
 
 def test_histogram_needs_one_more_edge_than_counts():
     with raises(ValueError, "2 counts", "3 edges"):
-        Histogram("a", "weight", (0, 1), (1, 1), 0, 1)
+        TensorHistogram("a", "weight", "", (0, 1), (1, 1), 0, 1)
 
 
-def test_metric_ends_with_what_the_runtime_gives():
-    assert Metric("m", 0.5, 0.4).final == 0.4
-    assert Metric("m", 0.5, 0.4, 0.3).change == pytest.approx(-0.2)
+def test_the_change_of_a_score_is_that_of_its_value():
+    assert Score("m", 0.4, 0.5).change == pytest.approx(-0.1)
+    assert Score("m", 0.3, 0.5, "runtime", simulated_value=0.4).change == pytest.approx(-0.2)
 
 
 def test_inner_blocks_are_opened_where_that_gives_few_boxes(monkeypatch):
@@ -332,8 +327,8 @@ def test_a_tensor_that_passes_as_codes_is_drawn_so():
 
 
 def test_names_of_the_worst_layers_do_not_overlap():
-    layers = tuple(ReportedLayer(f"layer3.{index}.convolution", 12.0 + index / 100) for index in range(3))
-    page = to_html(replace(made.bare(), layers=layers + tuple(ReportedLayer(f"x{i}", 40.0) for i in range(300))))
+    layers = tuple(made.layer_error(f"layer3.{index}.convolution", 12.0 + index / 100) for index in range(3))
+    page = to_html(replace(made.bare(), layers=layers + tuple(made.layer_error(f"x{i}", 40.0) for i in range(300))))
     found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="worst-name">([^<]*)', page)
     places = [(float(x), float(x) + 7 * len(text), float(y)) for x, y, text in found]
     assert len(places) == 3
@@ -397,7 +392,7 @@ def test_only_what_the_config_asked_for_is_called_asked():
 def test_a_level_comes_with_a_word(sqnr, word):
     assert quality(sqnr) == word
     if sqnr is not None:
-        report = replace(made.bare(), layers=(ReportedLayer("only", sqnr),))
+        report = replace(made.bare(), layers=(made.layer_error("only", sqnr),))
         assert word in str(report)
         assert word in report.summary()[-1]
 
@@ -407,7 +402,7 @@ def test_a_level_comes_with_a_word(sqnr, word):
     [
         ({}, "measure the speed again: scalepoint bench out/float.onnx out/model.onnx"),
         ({"accuracy": ()}, "deploy with"),
-        ({"layers": (ReportedLayer("bad", 3.0),)}, "overrides: [{name: 'bad', weight: float, activation: float}]"),
+        ({"layers": (made.layer_error("bad", 3.0),)}, "overrides: [{name: 'bad', weight: float, activation: float}]"),
         ({"warnings": ("a smoke run: two batches",)}, "the same without smoke"),
     ],
 )
@@ -507,10 +502,13 @@ def test_numbers_are_never_rounded_into_something_better(found, expected):
 
 def test_what_was_raised_is_followed_back_to_the_first_file():
     report = made.ordinary()
-    assert [(each.layer, each.to) for each in report.raised()] == [("", "other ranges"), ("layer4.1.conv2", "float")]
-    assert replace(report, attempts=report.attempts[:1]).raised() == ()
-    looped = replace(report, attempts=(Attempt(1.0, (Raised("a", "float"),), 0, True),))
-    assert len(looped.raised()) == 1
+    assert [(each.layer, each.to) for each in report.precision_changes()] == [
+        ("", "other ranges"),
+        ("layer4.1.conv2", "float"),
+    ]
+    assert replace(report, trials=report.trials[:1]).precision_changes() == ()
+    looped = replace(report, trials=(TrialSummary(1.0, (PrecisionChange("a", "float"),), 0, True),))
+    assert len(looped.precision_changes()) == 1
 
 
 def test_a_drop_that_is_too_large_is_said():
@@ -540,7 +538,7 @@ def test_how_to_reproduce_is_there_to_copy():
 )
 def test_a_rounding_is_no_fall(before, after, allowed, holds):
     assert is_within(before, after, allowed) is holds
-    assert Metric("score", before, after).is_within(allowed) is holds
+    assert Score("score", after, before).is_within(allowed) is holds
 
 
 def test_the_page_shows_precision_by_layer_the_front_and_what_was_tuned():

@@ -19,9 +19,7 @@ from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.options import DeployConfig, SweepConfig
 from scalepoint.pipeline.workspace import finished_stages
 from scalepoint.quantize import quantize
-from scalepoint.report import Report, Sweep, SweepRow, compare_runs, to_html, write
-from scalepoint.report.html import difference_page
-from scalepoint.report.sweep_page import sweep_page
+from scalepoint.report import Report, Sweep, SweepRow, compare_runs, sweep_page, to_html, write
 from tests.report.made import ordinary
 
 VALUES = (
@@ -87,9 +85,7 @@ def test_a_report(tmp_path: Path) -> None:
         assert str(report)
         assert to_html(report)
         for pair in (("run", "other"), ("other", "run")):
-            found = compare_runs(*(tmp_path / name for name in pair))
-            assert str(found)
-            assert difference_page(found)
+            assert str(compare_runs(*(tmp_path / name for name in pair)))
 
     tried(json.loads(path.read_text()), read)
 

@@ -1,6 +1,6 @@
 """Precision by layer under a budget: what each layer loses at each width, and who gets how much."""
 
-from scalepoint.allocation.front import Allocation, Choice, Item, front, thinned, trimmed, within
+from scalepoint.allocation.front import Allocation, Choice, Item, front, thinned, total, trimmed, within
 from scalepoint.allocation.measure import measure_widths
 from scalepoint.allocation.ways import AS_IT_IS, check_choices
 from scalepoint.allocation.widths import Row, Width, Widths
@@ -19,6 +19,7 @@ __all__ = [
     "front",
     "measure_widths",
     "thinned",
+    "total",
     "trimmed",
     "within",
 ]

@@ -25,6 +25,9 @@ class Choice:
     cost: float
 
 
+Table = Mapping[str, Mapping[str, Choice]]  # item -> name of a choice -> the choice
+
+
 @dataclass(frozen=True)
 class Item:
     """Something that gets exactly one of its choices."""
@@ -52,6 +55,12 @@ def front(items: Sequence[Item]) -> tuple[Allocation, ...]:
         places[index] += 1
         found.append(_allocation(items, [steps[place] for steps, place in zip(hulls, places, strict=True)]))
     return tuple(found)
+
+
+def total(table: Table, chosen: Mapping[str, str]) -> Allocation:
+    """The allocation with these choices, and its sums."""
+    choices = [table[name][choice] for name, choice in chosen.items()]
+    return Allocation(chosen, sum(choice.error for choice in choices), sum(choice.cost for choice in choices))
 
 
 def thinned(points: Sequence[Allocation], most: int) -> list[Allocation]:

@@ -1,18 +1,21 @@
 """Every layer at every width: what it is expected to put on the output, and what it costs; the best within a budget."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
 
-from scalepoint.allocation.front import Allocation, Choice, Item, front, trimmed, within
+from scalepoint.allocation.front import Allocation, Choice, Item, Table, front, thinned, total, trimmed, within
 from scalepoint.budget import Budget, Unit
 from scalepoint.errors import UsageError
 from scalepoint.quantize import Override, QuantConfig
+from scalepoint.results import FrontPoint, LayerPrecision, PrecisionAllocation
 from scalepoint.support.jsonable import to_jsonable
 
 TRIM = 0.01  # of the error: what is worth less is not raised, even where a budget allows it
+MAX_FRONT_POINTS = 200  # of a PrecisionAllocation
 Costs = Unit | Literal["cost"]
 
 
@@ -58,6 +61,10 @@ class Widths:
             Item(row.name, tuple(Choice(each.name, each.error, self._cost(row, each, unit)) for each in row.widths))
             for row in self.rows
         ]
+
+    def table(self, unit: Costs) -> Table:
+        """Row -> name of a width -> its error and cost."""
+        return {item.name: {choice.name: choice for choice in item.choices} for item in self.items(unit)}
 
     def _cost(self, row: Row, width: Width, unit: Costs) -> float:
         """What adds up: bytes, bits, MACs; "cost" is the shares of size and time together."""
@@ -109,6 +116,53 @@ class Widths:
             width = next(each for each in row.widths if each.name == chosen[row.name])
             more += [Override(name=name, **width.said) for name in row.layers if width.said]
         return config.model_copy(update={"overrides": (*config.overrides, *more)})
+
+    def allocation(self, chosen: Mapping[str, str], unit: Costs, limit: float | None = None) -> PrecisionAllocation:
+        """Describe an allocation: the precision of each layer, and the front that it was chosen from.
+
+        Args:
+            chosen: Row -> name of its width.
+            unit: Unit of all costs.
+            limit: The budget, in the same unit.
+        """
+        table = self.table(unit)
+        layers = tuple(
+            LayerPrecision(
+                name=name,
+                kind=row.kind,
+                weights=row.weights // len(row.layers),
+                chosen=chosen[row.name],
+                errors={width.name: width.error / len(row.layers) for width in row.widths},
+                refused=row.refused,
+            )
+            for row in self.rows
+            for name in row.layers
+        )
+        uniform = {}
+        for width in dict.fromkeys(width.name for row in self.rows for width in row.widths):
+            if all(width in widths for widths in table.values()):
+                same = total(table, dict.fromkeys(table, width))
+                uniform[width] = (self.shown(unit, same.cost), same.error)
+        whole = total(table, chosen)
+        return PrecisionAllocation(
+            unit=unit,
+            reached=self.shown(unit, whole.cost),
+            error=whole.error,
+            layers=layers,
+            front=tuple(
+                FrontPoint(self.shown(unit, point.cost), point.error, self._layer_counts(point.chosen))
+                for point in thinned(front(self.items(unit)), MAX_FRONT_POINTS)
+            ),
+            uniform=uniform,
+            limit=limit,
+        )
+
+    def _layer_counts(self, chosen: Mapping[str, str]) -> dict[str, int]:
+        """Width -> number of layers that have it."""
+        counts: Counter[str] = Counter()
+        for row in self.rows:
+            counts[chosen[row.name]] += len(row.layers)
+        return dict(counts)
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = to_jsonable(self)

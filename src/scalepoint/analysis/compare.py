@@ -29,32 +29,9 @@ from scalepoint.patterns import kind_of
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.twins import driven
+from scalepoint.results import LayerError
 from scalepoint.support.formatting import one_line, plural, printed
 from scalepoint.support.torch_state import serialized
-
-
-@dataclass(frozen=True)
-class LayerError:
-    """One layer. None: not measured, or there is no such thing (a weight, a stub with a fixed range)."""
-
-    name: str
-    kind: str
-    precision: str
-    sqnr_db: float
-    cosine: float
-    local_sqnr_db: float | None
-    weight_sqnr_db: float | None
-    saturation: float | None  # share of the input that lies beyond its stub's range
-    end_share: float | None  # share of the input on the lowest or highest code
-    used_range: float | None  # share of the stub's range that values lie in; the rest is dead
-    macs: int | None
-    parameters: int
-
-    @property
-    def badness(self) -> float:
-        """What `worst` sorts by, largest first: its own error where that was measured; NaN is worst."""
-        value = self.sqnr_db if self.local_sqnr_db is None else self.local_sqnr_db
-        return math.inf if math.isnan(value) else -value
 
 
 @dataclass(frozen=True)

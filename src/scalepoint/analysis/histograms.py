@@ -1,7 +1,6 @@
 """histograms: the values of chosen layers and the ranges that their codes cover, for a plot."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,25 +13,9 @@ from scalepoint.numerics.histogram import Histogram, bin_width, histogram_of, me
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.quantize.twins import twin
+from scalepoint.results import TensorHistogram
 
 FINE = 8192  # bins of the streaming histogram, which neighbours of are added up for the plot
-
-
-@dataclass(frozen=True)
-class TensorHistogram:
-    """`counts[i]` values lie in [edges[i], edges[i + 1]); codes cover low .. high (None: a range for each tensor)."""
-
-    name: str
-    role: str  # "weight", or "input" with the stub's name
-    stub: str
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    low: float | None
-    high: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {**vars(self), "edges": list(self.edges), "counts": list(self.counts)}
 
 
 @distributed.participating()

@@ -107,7 +107,6 @@ COMMANDS = (
         "compare",
         (
             "scalepoint compare before/ after/",
-            "scalepoint compare before/ after/ --html difference.html",
             "scalepoint compare out/ mypackage.models:resnet --data calibration.npz",
         ),
     ),

@@ -92,7 +92,7 @@ class FolderRun:
         return "finished blocks are kept; the same command with --resume goes on from there"
 
     def _finish(self, done: Any) -> int:
-        from scalepoint.report.language import DEPARTS
+        from scalepoint.results import DEPARTS
 
         found = done.report.language
         is_allowed = found.status == DEPARTS and self.settings.allow_departure

@@ -193,7 +193,7 @@ class Run:
         """Write the configs and reproduce.py. Returns the deployment with the command in its report."""
         from scalepoint.pipeline.workspace import CONFIG, SCRIPT
         from scalepoint.report import write
-        from scalepoint.report.folder import HTML_FILE, JSON_FILE
+        from scalepoint.report.html import HTML_FILE, JSON_FILE
         from scalepoint.support.output_folder import WrittenFiles
 
         if not distributed.is_main():
@@ -217,7 +217,7 @@ class Run:
         here = self.settings.updated({"root": os.path.relpath(self.finder.root, self.folder), "cpu": cpu})
         file = self.folder / CONFIG
         here.to_file(file)
-        if len(getattr(done.report, "attempts", ())) > 1 or self.settings.budget is not None:
+        if len(getattr(done.report, "trials", ())) > 1 or self.settings.budget is not None:
             file = self.folder / KEPT_CONFIG
             kept = {"max_drop": None, "min_speed": None, "budget": None, "quantization": done.report.config}
             here.updated(kept).to_file(file)
@@ -263,7 +263,7 @@ class Run:
 
 def _exit_code(done: Any, max_drop: float | None, min_speed: float | None, allow_departure: bool) -> tuple[Code, str]:
     """The exit code, and why it is not plainly 0."""
-    from scalepoint.report import is_within
+    from scalepoint.results import is_within
 
     found = done.verification
     if found is not None and found.is_refuted and (why := _refuted(found, allow_departure)):

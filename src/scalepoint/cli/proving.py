@@ -20,7 +20,6 @@ from scalepoint.cli.models import without_labels
 from scalepoint.cli.naming import load_model, public
 from scalepoint.cli.screen import Listing, say, show, show_json
 from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
-from scalepoint.support.files import replace_text
 from scalepoint.support.formatting import decibel, one_line, plural, quality, share_of
 
 WORST = 20
@@ -88,19 +87,15 @@ def compare(
     model: Against = None,
     config: flags.Config = None,
     trust: flags.Trust = False,
-    html: Annotated[Path | None, typer.Option(help="Of two runs: write the comparison as a page to this file.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="At most so many layers.")] = WORST,
-    force: flags.Force = False,
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Two runs beside each other: accuracy, size, speed, layers, settings. Or a run and its float model: where it
+    """Two runs next to each other: accuracy, size, speed, layers, settings. Or a run and its float model: where it
     departs, layer by layer, those with the largest error of their own first."""
     if is_folder(model):
         return compare_folders(folder, Path(str(model)), context.params)
     _check_other(model)
-    if html is not None:
-        raise usage("--html is for two runs: name two folders that `scalepoint deploy` wrote")
     distributed.init_from_torchrun()
     float_model, quantized, inputs, batches = restored(folder, context.params, context.params["max_batches"])
     found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
@@ -140,23 +135,18 @@ def _check_other(name: str | None) -> None:
         )
 
 
-def compare_folders(first: Path, second: Path, given: Mapping[str, Any]) -> int:
-    """What differs between two folders that deploy wrote."""
-    html, not_here = given["html"], [key for key in OF_A_MODEL if given.get(key) not in (None, False)]
-    if not_here:
-        raise usage(f"--{not_here[0].replace('_', '-')} is for a run and its float model, not for two runs")
-    if html is not None and html.exists() and not given["force"]:
-        raise usage(f"{html} is there already: choose another name, or overwrite it with --force")
-    from scalepoint.report import Beside, compare_runs, difference_page
+def compare_folders(first: Path, second: Path, parameters: Mapping[str, Any]) -> int:
+    """Show what differs between two folders that deploy wrote."""
+    for key in OF_A_MODEL:
+        if parameters.get(key) not in (None, False):
+            raise usage(f"--{key.replace('_', '-')} is for a run and its float model, not for two runs")
+    from scalepoint.report import DifferenceTable, compare_runs
 
-    found = compare_runs(first, second)
-    if html is not None:
-        replace_text(html, difference_page(found))
-        say(f"written: {html}")
-    if given["json"]:
-        show_json("compare", {"exit_code": 0, **found.to_dict()})
+    difference = compare_runs(first, second)
+    if parameters["json"]:
+        show_json("compare", {"exit_code": 0, **difference.to_dict()})
     else:
-        show(Beside(found, given["rows"]))
+        show(DifferenceTable(difference, parameters["rows"]))
     return Code.DONE
 
 

@@ -1,7 +1,7 @@
 """Build the Report, config.yaml and the reproduction call from the values of a run."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pprint import pformat
 from typing import Any
@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from scalepoint import targets
-from scalepoint.allocation import Allocation, Budget, Choice, Widths, front, thinned
-from scalepoint.allocation.widths import Costs
 from scalepoint.analysis import compare, histograms
 from scalepoint.checking import check, has_rules
 from scalepoint.formats.otherwise import otherwise, uncast
@@ -22,33 +20,20 @@ from scalepoint.pipeline.placement_rows import placement
 from scalepoint.pipeline.result import Limits, Trial
 from scalepoint.pipeline.stages import StageContext, package_version
 from scalepoint.quantize import coverage, record_of
-from scalepoint.report import (
-    Allocated,
-    AllocatedLayer,
-    Attempt,
-    ChosenCodes,
-    FrontPoint,
-    Histogram,
-    Metric,
-    Report,
-    ReportedLayer,
-    Reproduction,
-    Tuned,
-    advice,
-)
+from scalepoint.report import Report, Reproduction
+from scalepoint.report.model import SMOKE_WARNING
+from scalepoint.results import LayerError, PrecisionAllocation, Score, TensorHistogram
 from scalepoint.support.cpu import amx, instruction_set
 from scalepoint.support.documents import dump_yaml
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target
 from scalepoint.targets.registry import has_cpu_option
-from scalepoint.tuning import TuneReport
 from scalepoint.version import __version__
 
 WORST = 4  # layers whose histograms are shown
-MOST_POINTS = 200  # of the front
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "openvino")
 SMOKE = (
-    f"{advice.SMOKE}: at most {SMOKE_BATCHES} batches, one trial, no float file, no latency, no errors by layer; a "
+    f"{SMOKE_WARNING}: at most {SMOKE_BATCHES} batches, one trial, no float file, no latency, no errors by layer; a "
     "full run gives other numbers"
 )
 # Keys of a config file that are Python objects in a call of deploy.
@@ -64,7 +49,11 @@ NOT_REPRODUCED = frozenset((*_SEARCHED, *_SHOWN_APART))
 
 
 def build_report(
-    context: StageContext, best: Trial, trials: Sequence[Trial], limits: Limits, allocation: Allocated | None = None
+    context: StageContext,
+    best: Trial,
+    trials: Sequence[Trial],
+    limits: Limits,
+    allocation: PrecisionAllocation | None = None,
 ) -> Report:
     """The report of a run; the error of each layer is measured on the example inputs."""
     job = context.job
@@ -76,7 +65,7 @@ def build_report(
         coverage=coverage(best.model),
         environment=environment(job.target),
         config=best.config.to_dict(),
-        accuracy=_metrics(best, limits.float_score),
+        accuracy=_scores(best, limits.float_score),
         layers=layers,
         histograms=ranges,
         verification=best.verification,
@@ -84,11 +73,11 @@ def build_report(
         timings=dict(context.timings),
         warnings=_warnings(job, best),
         graph=placement(best.model),
-        attempts=tuple(Attempt(each.score, each.raised, each.start, each is best, each.speed) for each in trials),
+        trials=tuple(trial.summary(is_best=trial is best) for trial in trials),
         max_drop=limits.max_drop,
         min_speed=limits.min_speed,
         allocation=allocation,
-        tuning=tuned_layers(best.tuned),
+        tuning=best.tuned,
         reproduction=reproduction(context, best),
         migrated=record_of(best.model).migrated,
     )
@@ -111,21 +100,13 @@ def _warnings(job: Job, best: Trial) -> tuple[str, ...]:
     return (*own, *otherwise(best.model, job.example), *uncast(best.model))
 
 
-def _layer_errors(job: Job, best: Trial) -> tuple[tuple[ReportedLayer, ...], tuple[Histogram, ...]]:
-    """The error of every layer, and the values of the worst ones."""
+def _layer_errors(job: Job, best: Trial) -> tuple[tuple[LayerError, ...], tuple[TensorHistogram, ...]]:
+    """The error of every layer, and the values of the worst ones that have a fixed range."""
     data = job.example.as_data()
     compared = compare(None, best.model, data, local=False, progress=False)
-    layers = tuple(
-        ReportedLayer(row.name, row.sqnr_db, row.cosine, row.saturation, row.used_range, row.weight_sqnr_db)
-        for row in compared.rows
-    )
     worst = [row.name for row in compared.worst(WORST)]
-    ranges = tuple(
-        Histogram(each.name, "weight" if each.role == "weight" else "activation", each.edges, each.counts, low, high)
-        for each in histograms(best.model, data, worst, progress=False)
-        if (low := each.low) is not None and (high := each.high) is not None
-    )
-    return layers, ranges
+    values = histograms(best.model, data, worst, progress=False)
+    return compared.rows, tuple(tensor for tensor in values if tensor.low is not None and tensor.high is not None)
 
 
 def _findings(job: Job, best: Trial) -> tuple[str, ...] | None:
@@ -136,22 +117,10 @@ def _findings(job: Job, best: Trial) -> tuple[str, ...] | None:
     return tuple(map(str, check(best.path, job.target.name, version=version)))
 
 
-def tuned_layers(tuned: TuneReport | None) -> Tuned | None:
-    """What tuning did, as the report shows it."""
-    if tuned is None:
-        return None
-    layers = tuple(
-        ChosenCodes(row.name, row.kind, row.before, row.after, row.moved, row.step, row.notes) for row in tuned.layers
-    )
-    return Tuned(layers, tuned.left, tuned.samples, tuned.seconds)
-
-
-def _metrics(best: Trial, float_score: float | None) -> tuple[Metric, ...]:
+def _scores(best: Trial, float_score: float | None) -> tuple[Score, ...]:
     if float_score is None or best.score is None:
         return ()
-    if best.is_judged_in_runtime:
-        return (Metric("score", float_score, runtime_value=best.score),)
-    return (Metric("score", float_score, quantized_value=best.score),)
+    return (Score("score", best.score, float_score, "runtime" if best.is_judged_in_runtime else "simulation"),)
 
 
 def reproduction(context: StageContext, best: Trial) -> Reproduction:
@@ -216,51 +185,3 @@ def environment(target: Target) -> dict[str, Any]:
         **({"amx": str(amx())} if amx().is_announced else {}),
         **{f"target {name}": str(value) for name, value in target.options.items()},
     }
-
-
-def allocated(widths: Widths, chosen: Mapping[str, str], unit: Costs, budget: Budget | None = None) -> Allocated:
-    """What every layer got, and the front that it was chosen from."""
-    items = {item.name: {each.name: each for each in item.choices} for item in widths.items(unit)}
-    layers = tuple(
-        AllocatedLayer(
-            name=name,
-            kind=row.kind,
-            weights=row.weights // len(row.layers),
-            chosen=chosen[row.name],
-            errors={each.name: each.error / len(row.layers) for each in row.widths},
-            refused=row.refused,
-        )
-        for row in widths.rows
-        for name in row.layers
-    )
-    points = [
-        FrontPoint(widths.shown(unit, each.cost), each.error, _layer_counts(widths, each.chosen))
-        for each in thinned(front(widths.items(unit)), MOST_POINTS)
-    ]
-    uniform = {}
-    for name in dict.fromkeys(width.name for row in widths.rows for width in row.widths):
-        if all(name in choices for choices in items.values()):
-            whole = _total(items, dict.fromkeys(items, name))
-            uniform[name] = (widths.shown(unit, whole.cost), whole.error)
-    total = _total(items, chosen)
-    return Allocated(
-        unit=unit,
-        reached=widths.shown(unit, total.cost),
-        error=total.error,
-        layers=layers,
-        front=tuple(points),
-        uniform=uniform,
-        limit=budget.limit if budget else None,
-    )
-
-
-def _total(items: Mapping[str, Mapping[str, Choice]], chosen: Mapping[str, str]) -> Allocation:
-    picked = [items[name][width] for name, width in chosen.items()]
-    return Allocation(chosen, sum(each.error for each in picked), sum(each.cost for each in picked))
-
-
-def _layer_counts(widths: Widths, chosen: Mapping[str, str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for row in widths.rows:
-        counts[chosen[row.name]] = counts.get(chosen[row.name], 0) + len(row.layers)
-    return counts

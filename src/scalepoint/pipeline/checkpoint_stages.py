@@ -4,11 +4,12 @@ Values go from stage to stage in the order of this file. Weights are paged in bl
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,23 +21,23 @@ from scalepoint.checkpoints.skeleton import Weights, head_of, skeleton
 from scalepoint.checkpoints.text import Text, context_of, sequences, tokenizer_of
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, VerificationError
 from scalepoint.numerics import dtype_name
-from scalepoint.pipeline.build_report import environment, tuned_layers
+from scalepoint.pipeline.build_report import environment
 from scalepoint.pipeline.checkpoint_codes import TunedCodes, layers_left_float, storable_qparams
 from scalepoint.pipeline.checkpoint_job import CheckpointJob, with_head
 from scalepoint.pipeline.kv_cache import check_cached, check_placed, groups_of, stored_cache
-from scalepoint.pipeline.perplexity import CheckpointScore, perplexity
+from scalepoint.pipeline.perplexity import Evaluation, perplexity
 from scalepoint.quantize import coverage, insert_qdq
 from scalepoint.quantize.stubs import Quantizing
 from scalepoint.quantize.weighted import QuantizedWeighted
-from scalepoint.report import Language, Metric, Report
-from scalepoint.report.language import DEPARTS
+from scalepoint.report import Report
+from scalepoint.results import DEPARTS, FAILED, LanguageModelResult, Score, TuneReport
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import Status, all_memory, ask, missing
 from scalepoint.runtimes.serving import Served
 from scalepoint.support.formatting import plural
 from scalepoint.support.output_folder import WrittenFiles
 from scalepoint.transformation import transform
-from scalepoint.tuning import TuneReport, tune
+from scalepoint.tuning import tune
 from scalepoint.tuning.checkpoint import Checkpoint
 
 MAX_EVALUATED = 16  # sequences that perplexity is measured on, at most
@@ -108,97 +109,86 @@ def write_checkpoint(job: CheckpointJob, model: fx.GraphModule, codes: TunedCode
     job.workspace.write(lambda path: job.format.write(checkpoint, path))
 
 
-@dataclass(frozen=True)
-class RuntimeCheck:
-    """What the runtime did with the file. None: not measured.
+def describe_checkpoint(job: CheckpointJob, evaluation: Evaluation | None) -> LanguageModelResult:
+    """Sizes of what was written, and the logits of the simulation; not run in its runtime yet."""
+    return LanguageModelResult(
+        bits=_bits(job),
+        size=_size(job.path),
+        float_size=job.source.size,
+        float_dtype=_dtype(job.source),
+        tokens=0 if evaluation is None else evaluation.tokens,
+        logits_db=None if evaluation is None else evaluation.sqnr_db,
+        runtime=job.target.runtime or "",
+    )
 
-    Attributes:
-        runtime: Name of the runtime.
-        status: "ok", "failed", "departs" or "unavailable"; "" if the file was not run.
-        message: Why the status is not "ok".
-        sqnr_db: The runtime's logits against the simulation's.
-        perplexity: Measured in the runtime.
-        prompt: Tokens that the model continued.
-        tokens: How it continued.
-        prefill: Tokens per second while it reads the prompt.
-        decode: Tokens per second while it generates.
-        float_tokens, float_prefill, float_decode: The same of the float checkpoint, in FLOAT_RUNTIME.
+
+def verify_checkpoint(
+    job: CheckpointJob, tokens: list[Tensor], evaluation: Evaluation, result: LanguageModelResult
+) -> tuple[LanguageModelResult, Score]:
+    """Run the file in its runtime: logits, perplexity, speed.
+
+    Returns:
+        The result with what the runtime did, and the perplexity: the runtime's if it was measured. A failure is a
+        status; `LanguageModelResult.check` raises it.
     """
-
-    runtime: str
-    status: str
-    message: str = ""
-    sqnr_db: float | None = None
-    perplexity: float | None = None
-    prompt: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    prefill: float | None = None
-    decode: float | None = None
-    float_tokens: tuple[int, ...] = ()
-    float_prefill: float | None = None
-    float_decode: float | None = None
-
-
-def verify_checkpoint(job: CheckpointJob, tokens: list[Tensor], score: CheckpointScore) -> RuntimeCheck:
-    """Run the file in its runtime: logits, perplexity, speed. A failure is a status; `Language.check` raises it."""
-    runtime = find_runtime(job.target.runtime or "")
+    score, runtime = evaluation.score, find_runtime(job.target.runtime or "")
     if not runtime.is_here:
-        return RuntimeCheck(runtime.name, Status.UNAVAILABLE.value, missing(runtime).message)
+        return replace(result, status=Status.UNAVAILABLE.value, message=missing(runtime).message), score
     context = context_of(job.source, PROMPT_TOKENS + NEW_TOKENS)
-    prompt = tuple(int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)])
+    prompt = [int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)]]
     count = min(NEW_TOKENS, context - len(prompt))
-    sqnr = loss = None
+    decoded = _decoder(job.source)
+    result = replace(result, prompt=decoded(prompt))
     try:
         options = {"cache": job.cache} if job.cache else {}
         served = Served(runtime, job.path, threads=torch.get_num_threads(), options=options)
         try:
-            sqnr = _sqnr(score.logits, _logits(served, tokens[0]))
+            sqnr = _sqnr(evaluation.logits, _logits(served, tokens[0]))
+            result = replace(result, agreement_db=sqnr)
             if not sqnr >= MIN_AGREEMENT_DB:
                 why = (
                     f"its logits are {sqnr:.1f} dB from the simulation's, less than {MIN_AGREEMENT_DB}: it computes "
                     "something else"
                 )
-                return RuntimeCheck(runtime.name, DEPARTS, why, sqnr, prompt=prompt)
-            loss = perplexity(lambda batch: _logits(served, batch), tokens)
-            generated, prefill_seconds, decode_seconds = served.generate(prompt, count)
+                return replace(result, status=DEPARTS, message=why), score
+            value = perplexity(lambda batch: _logits(served, batch), tokens)
+            score = replace(score, value=value, where="runtime", simulated_value=score.value)
+            generated, *seconds = served.generate(prompt, count)
         finally:
             served.close()
     except NonFiniteError as error:  # the first sequence has finite logits, a later one does not
-        return RuntimeCheck(runtime.name, DEPARTS, str(error.args[0]), sqnr, prompt=prompt)
+        return replace(result, status=DEPARTS, message=str(error.args[0])), score
     except VerificationError as error:
-        return RuntimeCheck(runtime.name, Status.FAILED.value, str(error.args[0]), sqnr, loss, prompt)
-    float_tokens, float_prefill, float_decode = _run_float(job, prompt, count)
-    return RuntimeCheck(
-        runtime=runtime.name,
-        status=Status.OK.value,
-        sqnr_db=sqnr,
-        perplexity=loss,
-        prompt=prompt,
-        tokens=tuple(generated),
-        prefill=len(prompt) / max(prefill_seconds, 1e-9),
-        decode=len(generated) / max(decode_seconds, 1e-9),
-        float_tokens=float_tokens,
-        float_prefill=float_prefill,
-        float_decode=float_decode,
-    )
+        return replace(result, status=FAILED, message=str(error.args[0])), score
+    prefill, decode = _rates(prompt, generated, seconds)
+    continuation = decoded(generated)
+    result = replace(result, status=Status.OK.value, prefill=prefill, decode=decode, continuation=continuation)
+    if (run := _run_float(job, prompt, count)) is not None:
+        prefill, decode = _rates(prompt, run["tokens"], (run["prefill_seconds"], run["decode_seconds"]))
+        result = replace(
+            result,
+            float_runtime=FLOAT_RUNTIME,
+            float_prefill=prefill,
+            float_decode=decode,
+            float_continuation=decoded(run["tokens"]),
+        )
+    return result, score
 
 
-def _run_float(
-    job: CheckpointJob, prompt: tuple[int, ...], count: int
-) -> tuple[tuple[int, ...], float | None, float | None]:
-    """How the float checkpoint continues the prompt, and its tokens per second; nothing if it is too large."""
+def _run_float(job: CheckpointJob, prompt: list[int], count: int) -> Mapping[str, Any] | None:
+    """How the float checkpoint continues the prompt: tokens and seconds; None if it is too large."""
     runtime = find_runtime(FLOAT_RUNTIME)
     if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, all_memory() // 4):
-        return (), None, None
+        return None
     options = {"threads": torch.get_num_threads()}
     task = {"task": "generate", "paths": [str(job.source.folder)], "options": options, "repeats": 1}
-    answer = ask(runtime, {**task, "tokens": list(prompt), "count": count})
-    if answer.data is None:
-        return (), None, None
-    result = answer.data["files"][0]
-    tokens = tuple(result["tokens"])
-    prefill = len(prompt) / max(result["prefill_seconds"], 1e-9)
-    return tokens, prefill, len(tokens) / max(result["decode_seconds"], 1e-9)
+    answer = ask(runtime, {**task, "tokens": prompt, "count": count})
+    return None if answer.data is None else answer.data["files"][0]
+
+
+def _rates(prompt: Sequence[int], generated: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Tokens per second of prefill and decode."""
+    return len(prompt) / max(seconds[0], 1e-9), len(generated) / max(seconds[1], 1e-9)
 
 
 def _logits(served: Served, tokens: Tensor) -> Tensor:
@@ -216,16 +206,11 @@ def build_checkpoint_report(
     model: fx.GraphModule,
     codes: TunedCodes,
     tuned: TuneReport,
-    score: CheckpointScore | None,
-    check: RuntimeCheck | None,
+    score: Score | None,
+    result: LanguageModelResult,
     timings: Mapping[str, float],
 ) -> Report:
     """Collect all results in a Report."""
-    metrics: tuple[Metric, ...] = ()
-    if score is not None:
-        in_runtime = None if check is None else check.perplexity
-        values = (score.float_perplexity, score.perplexity, in_runtime)
-        metrics = (Metric("perplexity", *values, higher_is_better=False),)
     return Report(
         title=job.source.folder.resolve().name,
         target=job.target.name,
@@ -233,51 +218,21 @@ def build_checkpoint_report(
         coverage=coverage(model),
         environment=environment(job.target),
         config=job.config.to_dict(),
-        accuracy=metrics,
+        accuracy=() if score is None else (score,),
         timings=dict(timings),
-        tuning=tuned_layers(tuned),
+        tuning=tuned,
         warnings=_wider(job, codes),
-        language=_language(job, score, check),
+        language=result,
     )
 
 
-def _language(job: CheckpointJob, score: CheckpointScore | None, check: RuntimeCheck | None) -> Language:
-    shown = check or RuntimeCheck(job.target.runtime or "", "")
-    prompt, written, float_written = _texts(job, shown)
-    return Language(
-        bits=_bits(job),
-        size=_size(job.path),
-        float_size=job.source.size,
-        tokens=0 if score is None else score.tokens,
-        logits_db=None if score is None else score.sqnr_db,
-        runtime=shown.runtime,
-        status=shown.status,
-        message=shown.message,
-        agreement_db=shown.sqnr_db,
-        prefill=shown.prefill,
-        decode=shown.decode,
-        prompt=prompt,
-        written=written,
-        float_written=float_written,
-        float_dtype=_dtype(job.source),
-        float_prefill=shown.float_prefill,
-        float_decode=shown.float_decode,
-        float_runtime=FLOAT_RUNTIME if shown.float_prefill is not None else "",
-    )
-
-
-def _texts(job: CheckpointJob, check: RuntimeCheck) -> tuple[str, str, str]:
-    """Prompt and continuations as text; as token ids if there is no tokenizer."""
-    sides = (check.prompt, check.tokens, check.float_tokens)
-    if not check.prompt:
-        return "", "", ""
+def _decoder(source: Source) -> Callable[[Sequence[int]], str]:
+    """A function that turns tokens into text; into numbers if there is no tokenizer."""
     try:
-        tokenizer = tokenizer_of(job.source)
+        tokenizer = tokenizer_of(source)
     except ScalepointError:
-        first, second, third = (" ".join(map(str, each)) for each in sides)
-        return first, second, third
-    first, second, third = (str(tokenizer.decode(list(each))) for each in sides)
-    return first, second, third
+        return lambda tokens: " ".join(map(str, tokens))
+    return lambda tokens: str(tokenizer.decode(list(tokens)))
 
 
 def _dtype(source: Source) -> str:

@@ -28,15 +28,16 @@ from scalepoint.formats import find_format
 from scalepoint.graph.blame import user_level
 from scalepoint.options import DEFAULT_CHOICES, Accuracy, DeployOptions
 from scalepoint.pipeline import search, stages
-from scalepoint.pipeline.build_report import allocated, build_report, config_file
+from scalepoint.pipeline.build_report import build_report, config_file
 from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
 from scalepoint.pipeline.stages import StageContext
 from scalepoint.pipeline.workspace import CONFIG, Workspace
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import FLOAT
-from scalepoint.report import Allocated, Raised, Report, write
-from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.report import Report, write
+from scalepoint.report.html import HTML_FILE, JSON_FILE
+from scalepoint.results import PrecisionAllocation, PrecisionChange
 from scalepoint.support.cpu import AUTOMATIC_CHOICE_NOTES
 from scalepoint.support.progress import Callback, Event, listening, say, tell
 from scalepoint.support.torch_state import serialized
@@ -220,7 +221,7 @@ def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *
         verification=verification,
         score=score,
         is_judged_in_runtime=in_runtime,
-        raised=plan.raised,
+        precision_changes=plan.precision_changes,
         start=plan.start,
         tuned=tuned,
         chosen=plan.chosen,
@@ -234,7 +235,7 @@ def _baseline(trials: Sequence[Trial]) -> str | None:
     return next((latency.baseline for latency in latencies if latency is not None), None)
 
 
-def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], Allocated | None]:
+def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Trial], PrecisionAllocation | None]:
     """Trials until none that costs less would hold the limits; one trial if there are no limits."""
     config, most = context.job.config, context.job.max_trials
     has_limits = limits.max_drop is not None or limits.min_speed is not None
@@ -246,7 +247,7 @@ def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Tria
         trials = [*drop_models(trials, limits), run_trial(context, trials, plan)]
     ranges = search.with_other_ranges(config, context.job.target)
     if len(trials) < most and not limits.allows_score(trials[0].score) and ranges != config:
-        plan = TrialPlan(ranges, (Raised("", search.OTHER_RANGES),), 0)
+        plan = TrialPlan(ranges, (PrecisionChange("", search.OTHER_RANGES),), 0)
         trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
     if len(trials) < most and not any(limits.allows_score(trial.score) for trial in trials):
         widths = stages.measure(context, trials[search.start_index(trials)].config, None)
@@ -257,10 +258,10 @@ def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Tria
         trials = drop_models([*trials, run_trial(context, trials, plan)], limits)
     if widths is None:
         return trials, None
-    return trials, allocated(widths, best_trial(trials, limits).chosen or search.as_configured(widths), "cost")
+    return trials, widths.allocation(best_trial(trials, limits).chosen or search.as_configured(widths), "cost")
 
 
-def _trials_for_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], Allocated | None]:
+def _trials_for_budget(context: StageContext, budget: Budget) -> tuple[list[Trial], PrecisionAllocation | None]:
     """The most accurate file within the budget.
 
     A size budget counts the whole file. If the file is too large, its size tells how much is not weights, and the
@@ -291,7 +292,7 @@ def _trials_for_budget(context: StageContext, budget: Budget) -> tuple[list[Tria
             "more, or fewer bits in choices="
         )
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
-    return trials[-1:], allocated(widths, allocation.chosen, budget.unit, budget)
+    return trials[-1:], widths.allocation(allocation.chosen, budget.unit, budget.limit)
 
 
 def _send_metrics(
@@ -312,7 +313,7 @@ def _send_metrics(
 
 
 def _write_report(
-    context: StageContext, best: Trial, trials: Sequence[Trial], limits: Limits, allocation: Allocated | None
+    context: StageContext, best: Trial, trials: Sequence[Trial], limits: Limits, allocation: PrecisionAllocation | None
 ) -> Report:
     report = build_report(context, best, trials, limits, allocation)
     output = context.workspace.output

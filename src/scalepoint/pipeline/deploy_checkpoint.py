@@ -27,8 +27,8 @@ from scalepoint.options import Accuracy
 from scalepoint.pipeline.checkpoint_codes import TunedCodes
 from scalepoint.pipeline.checkpoint_job import CheckpointJob, prepare_checkpoint_job
 from scalepoint.pipeline.checkpoint_stages import (
-    RuntimeCheck,
     build_checkpoint_report,
+    describe_checkpoint,
     quantized_skeleton,
     read_text,
     tune_blocks,
@@ -36,15 +36,15 @@ from scalepoint.pipeline.checkpoint_stages import (
     write_checkpoint,
 )
 from scalepoint.pipeline.job import check_runtime_installed
-from scalepoint.pipeline.perplexity import CheckpointScore, score_checkpoint
+from scalepoint.pipeline.perplexity import Evaluation, score_checkpoint
 from scalepoint.pipeline.result import Deployment
 from scalepoint.quantize import QuantConfig, coverage
 from scalepoint.report import Report, write
+from scalepoint.results import TuneReport
 from scalepoint.support.files import is_full, room_needed
 from scalepoint.support.progress import timed
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
-from scalepoint.tuning import TuneReport
 
 
 @serialized
@@ -109,8 +109,8 @@ def deploy_checkpoint(
     )
     _check_same_checkpoint(job)
     check_config(job.source)
-    calibration, evaluation = read_text(job, data, judge, length, samples)
-    if verify and evaluation:
+    calibration, tokens = read_text(job, data, judge, length, samples)
+    if verify and tokens:
         check = partial(check_runtime_installed, job.target, allow_departure=allow_departure)
         distributed.run_on_main("looking for the runtime", check)
     timings: dict[str, float] = {}
@@ -119,21 +119,22 @@ def deploy_checkpoint(
             model, weights = quantized_skeleton(job, calibration)
         with timed(timings, "tuning", is_phase=False):
             tune_report, tuned = tune_blocks(job, model, weights, calibration, resume, progress)
-        score: CheckpointScore | None = None
-        if evaluation:
+        evaluation: Evaluation | None = None
+        if tokens:
             with timed(timings, "scoring", is_phase=False):
                 memory_limit = job.tuning.memory
-                score = score_checkpoint(model, weights, tuned, evaluation, memory=memory_limit, progress=progress)
+                evaluation = score_checkpoint(model, weights, tuned, tokens, memory=memory_limit, progress=progress)
 
         def write_and_verify() -> Report:
             codes = TunedCodes(model, weights, tuned)
             with timed(timings, "writing", show=progress):
                 write_checkpoint(job, model, codes, tuned)
-            runtime_check: RuntimeCheck | None = None
-            if verify and score is not None:
+            result = describe_checkpoint(job, evaluation)
+            score = None if evaluation is None else evaluation.score
+            if verify and evaluation is not None:
                 with timed(timings, f"running it in {job.target.runtime}", show=progress):
-                    runtime_check = verify_checkpoint(job, evaluation, score)
-            report = build_checkpoint_report(job, model, codes, tune_report, score, runtime_check, timings)
+                    result, score = verify_checkpoint(job, tokens, evaluation, result)
+            report = build_checkpoint_report(job, model, codes, tune_report, score, result, timings)
             write(report, job.workspace.report_folder)
             job.workspace.record_report()
             return report
@@ -144,7 +145,7 @@ def deploy_checkpoint(
 
 
 def _deployment(job: CheckpointJob, model: fx.GraphModule, report: Report, tuned: TuneReport) -> Deployment:
-    metric = next(iter(report.accuracy), None)
+    score = next(iter(report.accuracy), None)
     return Deployment(
         model=model,
         path=job.path,
@@ -152,8 +153,8 @@ def _deployment(job: CheckpointJob, model: fx.GraphModule, report: Report, tuned
         coverage=coverage(model),
         verification=None,
         report=report,
-        float_score=None if metric is None else metric.float_value,
-        score=None if metric is None else metric.final,
+        float_score=None if score is None else score.float_value,
+        score=None if score is None else score.value,
         tuned=tuned,
     )
 

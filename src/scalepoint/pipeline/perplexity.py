@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from scalepoint import distributed
 from scalepoint.checkpoints.skeleton import Weights
 from scalepoint.errors import CaptureError, NonFiniteError, UsageError
+from scalepoint.results import Score
 from scalepoint.support.progress import phase
 from scalepoint.tuning.checkpoint import Checkpoint
 from scalepoint.tuning.lending import borrow, give_back
@@ -30,19 +31,17 @@ QUANTIZED_NAN = "the float model's is a number, so the codes are the cause: give
 
 
 @dataclass(frozen=True)
-class CheckpointScore:
-    """Perplexity of the float model and of the simulation.
+class Evaluation:
+    """The simulation of a checkpoint, compared with the float model.
 
     Attributes:
-        float_perplexity: Of the float model.
-        perplexity: Of the quantized model.
+        score: Perplexity.
         tokens: Number of tokens that were predicted.
         logits: The quantized model's logits of the first sequence; only on rank 0.
         sqnr_db: Quantized logits against float logits, over all sequences.
     """
 
-    float_perplexity: float
-    perplexity: float
+    score: Score
     tokens: int
     logits: Tensor
     sqnr_db: float
@@ -92,7 +91,7 @@ def score_checkpoint(
     *,
     memory: int,
     progress: bool | None,
-) -> CheckpointScore:
+) -> Evaluation:
     """Score the float and the quantized model on these tokens, which are shared between ranks."""
     walk = Walk(model, memory=memory, keeps_outputs=False)
     rank_tokens = distributed.shard(tokens)
@@ -108,10 +107,10 @@ def score_checkpoint(
                 give_back(walk, piece, weights)
                 running.advance()
             _load_piece(walk, weights, tuned, pieces[-1], f"{len(pieces) - 1:04}")
-            score = _score_head(walk, pieces[-1], rank_tokens)
+            evaluation = _score_head(walk, pieces[-1], rank_tokens)
             give_back(walk, pieces[-1], weights)
             running.advance()
-        return score
+        return evaluation
     finally:
         walk.shelf.close()
 
@@ -124,7 +123,7 @@ def _load_piece(walk: Walk, weights: Weights, tuned: Checkpoint, piece: Piece, n
         restore({place: walk.live.get_submodule(place) for place in states}, states)
 
 
-def _score_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> CheckpointScore:
+def _score_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Evaluation:
     """Run the last piece on the sequences of this rank, and add up the losses of all ranks."""
     first = torch.empty(0)
     with torch.no_grad(), distributed.phase("scoring") as step:
@@ -142,7 +141,7 @@ def _score_head(walk: Walk, piece: Piece, tokens: Sequence[Tensor]) -> Checkpoin
     before = _perplexity_of(before, count, f"the float model's perplexity is NaN: {FLOAT_NAN}")
     after = _perplexity_of(after, count, f"the quantized model's perplexity is NaN: {QUANTIZED_NAN}")
     sqnr = float("inf") if not noise else 10 * float(torch.tensor(signal / noise, dtype=torch.float64).log10())
-    return CheckpointScore(before, after, count, first, sqnr)
+    return Evaluation(Score("perplexity", after, before, higher_is_better=False), count, first, sqnr)
 
 
 def _logits(exits: Sequence[object]) -> Tensor:

@@ -11,8 +11,8 @@ from torch import fx
 from scalepoint.errors import UsageError
 from scalepoint.quantize import Coverage, QuantConfig, coverage
 from scalepoint.quantize.config import FLOAT
-from scalepoint.report import Allocated, Raised, Report, is_within, notebook_snippet
-from scalepoint.tuning import TuneReport
+from scalepoint.report import Report, notebook_snippet
+from scalepoint.results import PrecisionAllocation, PrecisionChange, TrialSummary, TuneReport, is_within
 from scalepoint.verification import Verification
 
 
@@ -51,14 +51,14 @@ class TrialPlan:
 
     Attributes:
         config: Its config.
-        raised: How the config differs from that of trial `start`.
+        precision_changes: How the config differs from that of trial `start`.
         start: Index of the trial that this one starts from; None for the first.
         chosen: Layer -> chosen precision, if an allocation made the config.
         cost: What was added for accuracy, in shares of the float model's size and time.
     """
 
     config: QuantConfig
-    raised: tuple[Raised, ...] = ()
+    precision_changes: tuple[PrecisionChange, ...] = ()
     start: int | None = None
     chosen: Mapping[str, str] | None = None
     cost: float = 0.0
@@ -66,7 +66,7 @@ class TrialPlan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One file, and what was measured of it. See TrialPlan for `raised`, `start`, `chosen` and `cost`.
+    """One file, and what was measured of it. See TrialPlan for the last fields.
 
     Attributes:
         config: Its config.
@@ -86,7 +86,7 @@ class Trial:
     verification: Verification | None
     score: float | None
     is_judged_in_runtime: bool = False
-    raised: tuple[Raised, ...] = ()
+    precision_changes: tuple[PrecisionChange, ...] = ()
     start: int | None = None
     tuned: TuneReport | None = None
     chosen: Mapping[str, str] | None = None
@@ -119,6 +119,10 @@ class Trial:
     def rank(self) -> float:
         """The score for comparisons; NaN and no score are the worst."""
         return -math.inf if self.score is None or math.isnan(self.score) else self.score
+
+    def summary(self, *, is_best: bool) -> TrialSummary:
+        """The row of this trial in the report."""
+        return TrialSummary(self.score, self.precision_changes, self.start, is_best, self.speed)
 
     def without_model(self) -> "Trial":
         return replace(self, quantized=None)
@@ -178,7 +182,7 @@ class Deployment:
     score: float | None = None
     trials: tuple[Trial, ...] = field(default=(), repr=False)
     tuned: TuneReport | None = field(default=None, repr=False)
-    allocation: Allocated | None = field(default=None, repr=False)
+    allocation: PrecisionAllocation | None = field(default=None, repr=False)
 
     @classmethod
     def from_trials(cls, best: Trial, report: Report, limits: Limits, trials: Sequence[Trial]) -> Self:

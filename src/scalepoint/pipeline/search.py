@@ -16,11 +16,11 @@ The user's metric or the clock judges each file. Estimates only say which file t
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalepoint.allocation import AS_IT_IS, Allocation, Choice, Widths, front, thinned, trimmed
+from scalepoint.allocation import AS_IT_IS, Allocation, Widths, front, thinned, total, trimmed
 from scalepoint.pipeline.result import Limits, Trial, TrialPlan
 from scalepoint.quantize import Override, QuantConfig, coverage, record_of
 from scalepoint.quantize.config import FLOAT, TensorQuantConfig
-from scalepoint.report import Raised
+from scalepoint.results import PrecisionChange
 from scalepoint.spec import QParamsCalculatorBase, QuantizationSpec, RangeCalculatorBase
 from scalepoint.targets import Target
 from scalepoint.verification.times import LayerTime, losers
@@ -32,7 +32,6 @@ TRIM = 0.1  # share of the error: a layer that removes less is not raised
 MOST_POINTS = 64  # of the front; a search looks at few of them
 CLIPPING = ("histogram_mse", "histogram_percentile", "histogram_entropy", "moving_average")
 
-Table = Mapping[str, Mapping[str, Choice]]  # layer -> precision -> error and cost
 Key = tuple[tuple[str, str], ...]
 
 
@@ -50,7 +49,7 @@ def next_for_speed(trials: Sequence[Trial]) -> TrialPlan | None:
         return None
     overrides = tuple(Override(name=name, weight=FLOAT, activation=FLOAT) for name in moved)
     config = last.config.model_copy(update={"overrides": (*last.config.overrides, *overrides)})
-    return TrialPlan(config, tuple(Raised(name, FLOAT) for name in moved), len(trials) - 1)
+    return TrialPlan(config, tuple(PrecisionChange(name, FLOAT) for name in moved), len(trials) - 1)
 
 
 def _cheaper_than_conversions(rows: Sequence[LayerTime], times: Sequence[LayerTime]) -> list[str]:
@@ -151,7 +150,7 @@ def next_for_accuracy(
         chosen = chosen or _one_layer_lower(widths, trials, tried, limits)
     if chosen is None:
         return None
-    base_cost = sum(choices[AS_IT_IS].cost for choices in _table(widths).values())
+    base_cost = sum(choices[AS_IT_IS].cost for choices in widths.table("cost").values())
     config = widths.config(trials[start].config, chosen.chosen)
     raised = _raised_layers(widths, chosen)
     return TrialPlan(config, raised, start, dict(chosen.chosen), max(chosen.cost - base_cost, 0.0))
@@ -196,7 +195,7 @@ def _fewer_layers(
 ) -> Allocation | None:
     """Of the layers that the cheapest holding trial raised, those that remove most error: the middle between all of
     them and the largest number that was too small."""
-    table, best = _table(widths), _cheapest_holding(trials, limits)
+    table, best = widths.table("cost"), _cheapest_holding(trials, limits)
     gains = {name: table[name][AS_IT_IS].error - table[name][width].error for name, width in best.items()}
     order = sorted((name for name, width in best.items() if width != AS_IT_IS), key=lambda name: -gains[name])
 
@@ -207,7 +206,7 @@ def _fewer_layers(
     too_few = max((count for count in range(len(order)) if tried.get(_key(first(count))) is False), default=0)
     if len(order) - too_few < 2:
         return None
-    return _allocation(table, first((len(order) + too_few) // 2))
+    return total(table, first((len(order) + too_few) // 2))
 
 
 def _cheapest_holding(trials: Sequence[Trial], limits: Limits) -> Mapping[str, str]:
@@ -216,11 +215,6 @@ def _cheapest_holding(trials: Sequence[Trial], limits: Limits) -> Mapping[str, s
     best = min(holding, key=lambda trial: trial.cost)
     assert best.chosen is not None  # noqa: S101  # filtered above
     return best.chosen
-
-
-def _allocation(table: Table, chosen: Mapping[str, str]) -> Allocation:
-    picked = [table[name][width] for name, width in chosen.items()]
-    return Allocation(chosen, sum(each.error for each in picked), sum(each.cost for each in picked))
 
 
 def _middle(points: Sequence[Allocation], failing: int, holding: int) -> Allocation:
@@ -235,9 +229,9 @@ def _one_layer_lower(
 ) -> Allocation | None:
     """The cheapest holding trial with one layer lowered: where that adds least error for what it saves, and less than
     the best failed trial has."""
-    table, best = _table(widths), _cheapest_holding(trials, limits)
-    current = _allocation(table, best)
-    least_failed = min(_allocation(table, dict(key)).error for key, holds in tried.items() if not holds)
+    table, best = widths.table("cost"), _cheapest_holding(trials, limits)
+    current = total(table, best)
+    least_failed = min(total(table, dict(key)).error for key, holds in tried.items() if not holds)
     candidates = []
     for name, width in best.items():
         now = table[name][width]
@@ -250,18 +244,14 @@ def _one_layer_lower(
     return min(candidates, key=lambda each: each[:2])[2] if candidates else None
 
 
-def _table(widths: Widths) -> Table:
-    return {item.name: {each.name: each for each in item.choices} for item in widths.items("cost")}
-
-
-def _raised_layers(widths: Widths, chosen: Allocation) -> tuple[Raised, ...]:
+def _raised_layers(widths: Widths, chosen: Allocation) -> tuple[PrecisionChange, ...]:
     """The layers that got more precision, the one that gains most for its cost first."""
-    table, raised = _table(widths), []
+    table, raised = widths.table("cost"), []
     for row in widths.rows:
         to, share = chosen.chosen[row.name], len(row.layers)
         if to == AS_IT_IS:
             continue
         before, after = table[row.name][AS_IT_IS], table[row.name][to]
         gain, cost = (before.error - after.error) / share, (after.cost - before.cost) / share
-        raised += [Raised(layer, to, gain, cost) for layer in row.layers]
+        raised += [PrecisionChange(layer, to, gain, cost) for layer in row.layers]
     return tuple(sorted(raised, key=lambda each: -(each.gain or 0.0) / max(each.cost, 1e-12)))

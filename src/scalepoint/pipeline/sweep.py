@@ -26,7 +26,7 @@ from scalepoint.pipeline.fingerprints import fingerprint_target
 from scalepoint.pipeline.workspace import finished_stages
 from scalepoint.quantize.feeding import is_split
 from scalepoint.report import Sweep, SweepRow, sweep_page
-from scalepoint.report.folder import JSON_FILE
+from scalepoint.report.html import JSON_FILE
 from scalepoint.report.sweep import FILE
 from scalepoint.support.files import LOCK, locked, replace_text
 from scalepoint.support.files import sweep as sweep_files

@@ -22,7 +22,7 @@ from pathlib import Path
 from scalepoint import distributed
 from scalepoint.errors import NonFiniteError, StoreError, UsageError
 from scalepoint.pipeline.cache import StageCache
-from scalepoint.report.folder import HTML_FILE, JSON_FILE
+from scalepoint.report.html import HTML_FILE, JSON_FILE
 from scalepoint.support.files import (
     LOCK,
     TEMPORARY,

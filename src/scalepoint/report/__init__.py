@@ -1,48 +1,20 @@
-"""The report of a run: a dataclass first, JSON second, the terminal third, and one HTML page that opens from disk."""
+"""The report of a run: a dataclass, JSON, text for a terminal, and one HTML page that opens from disk."""
 
-from scalepoint.report.beside import Beside
-from scalepoint.report.chosen import Allocated, AllocatedLayer, ChosenCodes, FrontPoint, Tuned
-from scalepoint.report.difference import Difference, compare_runs
-from scalepoint.report.folder import write
-from scalepoint.report.html import difference_page, notebook_snippet, to_html
-from scalepoint.report.language import Language
-from scalepoint.report.model import (
-    Attempt,
-    GraphNode,
-    Histogram,
-    Metric,
-    Raised,
-    Report,
-    ReportedLayer,
-    Reproduction,
-    is_within,
-)
-from scalepoint.report.sweep import Sweep, SweepRow, SweepTable
-from scalepoint.report.sweep_page import sweep_page
+from scalepoint.report.difference import Difference, DifferenceTable, compare_runs
+from scalepoint.report.html import notebook_snippet, to_html, write
+from scalepoint.report.model import GraphNode, Report, Reproduction
+from scalepoint.report.sweep import Sweep, SweepRow, SweepTable, sweep_page
 
 __all__ = [
-    "Allocated",
-    "AllocatedLayer",
-    "Attempt",
-    "Beside",
-    "ChosenCodes",
     "Difference",
-    "FrontPoint",
+    "DifferenceTable",
     "GraphNode",
-    "Histogram",
-    "Language",
-    "Metric",
-    "Raised",
     "Report",
-    "ReportedLayer",
     "Reproduction",
     "Sweep",
     "SweepRow",
     "SweepTable",
-    "Tuned",
     "compare_runs",
-    "difference_page",
-    "is_within",
     "notebook_snippet",
     "sweep_page",
     "to_html",

@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scalepoint.report.chosen import Allocated, ChosenCodes
-from scalepoint.report.model import Histogram, ReportedLayer
+from scalepoint.results import LayerError, PrecisionAllocation, TensorHistogram, TunedLayer
 from scalepoint.support.formatting import FAIR_DB, GOOD_DB, POOR_DB, decibel, plural, share_of, short
 
 MAX_TITLED_POINTS = 400  # more points than this are one path, and only the worst have a title
@@ -181,7 +180,7 @@ class Axes:
         return shapes
 
 
-def depth(layers: Sequence[ReportedLayer], floats: frozenset[str]) -> Picture:
+def depth(layers: Sequence[LayerError], floats: frozenset[str]) -> Picture:
     """SQNR of every layer in the order of execution, with the three worst named."""
     finite = [layer.sqnr_db for layer in layers if math.isfinite(layer.sqnr_db)]
     finite += [layer.weight_sqnr_db for layer in layers if layer.weight_sqnr_db and math.isfinite(layer.weight_sqnr_db)]
@@ -203,7 +202,7 @@ def depth(layers: Sequence[ReportedLayer], floats: frozenset[str]) -> Picture:
     return Picture(axes.width, axes.height, label, "depth", shapes)
 
 
-def _layer_points(layers: Sequence[ReportedLayer], points: Sequence[Point], floats: frozenset[str]) -> list[Shape]:
+def _layer_points(layers: Sequence[LayerError], points: Sequence[Point], floats: frozenset[str]) -> list[Shape]:
     """Draw a point per layer. Of very many layers, only the worst are circles with a title."""
     order = sorted(range(len(layers)), key=lambda index: (not math.isnan(layers[index].sqnr_db), layers[index].sqnr_db))
     worst = set(order[:3])
@@ -237,7 +236,7 @@ def _least_error(errors: Iterable[float]) -> float:
     return min([error for error in errors if 0 < error < MAX_ERROR], default=1e-3) / 2
 
 
-def front(allocated: Allocated) -> Picture:
+def front(allocated: PrecisionAllocation) -> Picture:
     """Signal to noise at the output against cost, on a logarithmic scale: the front, the chosen point, all alike."""
     width, height, left, bottom, top = 1000.0, 320.0, 48.0, 40.0, 18.0
     known = [(point.cost, point.error) for point in allocated.front]
@@ -277,7 +276,7 @@ def front(allocated: Allocated) -> Picture:
     return Picture(width, height, f"dB against {label}", "depth", shapes)
 
 
-def _chosen_and_uniform(allocated: Allocated, at: Callable[[float, float], Point]) -> list[Shape]:
+def _chosen_and_uniform(allocated: PrecisionAllocation, at: Callable[[float, float], Point]) -> list[Shape]:
     x, y = at(allocated.reached, allocated.error)
     shapes = [circle(x, y, 6, "dot-worst"), Labels().near("chosen", x, y)]
     for choice, (cost, error) in allocated.uniform.items():
@@ -287,7 +286,7 @@ def _chosen_and_uniform(allocated: Allocated, at: Callable[[float, float], Point
     return shapes
 
 
-def gains(layers: Sequence[ChosenCodes]) -> Picture:
+def gains(layers: Sequence[TunedLayer]) -> Picture:
     """Signal to noise of every layer's output before and after tuning, in the order of execution."""
     least = _least_error(error for layer in layers for error in (layer.before, layer.after))
     pairs = [(_decibels(layer.before, least), _decibels(layer.after, least)) for layer in layers]
@@ -304,11 +303,12 @@ def gains(layers: Sequence[ChosenCodes]) -> Picture:
     return Picture(axes.width, axes.height, label, "depth", shapes)
 
 
-def histogram(values: Histogram) -> Picture:
+def histogram(values: TensorHistogram) -> Picture:
     """Counts on a logarithmic scale over the range that the codes reach."""
     edges, counts = _merged_bins(values)
+    least, most = values.code_range
     width, height, bottom, top = 320.0, 150.0, 22.0, 16.0
-    ends = [value for value in (edges[0], edges[-1], values.low, values.high) if math.isfinite(value)]
+    ends = [value for value in (edges[0], edges[-1], least, most) if math.isfinite(value)]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
     low, high = (low, high) if high > low else (low - 1, high + 1)
     pad = (high - low) * 0.03
@@ -319,30 +319,30 @@ def histogram(values: Histogram) -> Picture:
         return round(width * (value - low) / (high - low), 2)
 
     floor, largest = height - bottom, math.log1p(max([*counts, 1]))
-    reached = round(max(x_of(values.high) - x_of(values.low), 0.5), 2)
-    shapes = [rectangle(x_of(values.low), top, reached, floor - top, "range")]
+    reached = round(max(x_of(most) - x_of(least), 0.5), 2)
+    shapes = [rectangle(x_of(least), top, reached, floor - top, "range")]
     for left, right, count in zip(edges, edges[1:], counts, strict=False):
         if count:
             tall = round((floor - top) * math.log1p(max(count, 0)) / largest, 2)
-            css = "inside" if values.low <= (left + right) / 2 <= values.high else "outside"
+            css = "inside" if least <= (left + right) / 2 <= most else "outside"
             bar = round(max(x_of(right) - x_of(left) - 0.4, 0.4), 2)
             shapes.append(rectangle(x_of(left), round(floor - tall, 2), bar, tall, css))
-    shapes += [line_shape(x, top - 6, x, floor, "limit") for x in (x_of(values.low), x_of(values.high))]
+    shapes += [line_shape(x, top - 6, x, floor, "limit") for x in (x_of(least), x_of(most))]
     shapes.append(line_shape(0, floor, width, floor, "axis"))
     for value in ticks(low, high, 4):
         shapes.append(text_shape(f"{value:.6g}", min(max(x_of(value), 10), width - 10), height - 6, anchor="middle"))
-    return Picture(width, height, f"{values.kind} values of {short(values.layer)}", "histogram", shapes)
+    return Picture(width, height, f"{values.kind} values of {short(values.name)}", "histogram", shapes)
 
 
-def outside(values: Histogram) -> float:
+def outside(values: TensorHistogram) -> float:
     """The share of values in bins whose middle is out of the range."""
-    total = sum(values.counts) or 1
+    total, (least, most) = sum(values.counts) or 1, values.code_range
     middles = [(low + high) / 2 for low, high in zip(values.edges, values.edges[1:], strict=False)]
     pairs = zip(middles, values.counts, strict=True)
-    return sum(count for middle, count in pairs if not values.low <= middle <= values.high) / total
+    return sum(count for middle, count in pairs if not least <= middle <= most) / total
 
 
-def _merged_bins(values: Histogram) -> tuple[list[float], list[int]]:
+def _merged_bins(values: TensorHistogram) -> tuple[list[float], list[int]]:
     """At most MAX_BINS bins, from the first to the last that is not empty."""
     filled = [index for index, count in enumerate(values.counts) if count] or [0]
     start, end = filled[0], filled[-1] + 1

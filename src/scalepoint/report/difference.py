@@ -1,10 +1,11 @@
-"""What differs between two runs, as plain data first: numbers, layers, settings, circumstances.
+"""Compares two runs: numbers, layers, settings and environment.
 
-    Report, Report  ->  Difference  ->  terminal, JSON, one HTML page
+    Report, Report  ->  Difference  ->  terminal, JSON
 
-A run is a folder that deploy wrote. Numbers of two machines, data sets or models are shown, and said to be so.
+A run is a folder that deploy wrote. Runs on two machines, data sets or models are compared too, with a warning.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
 from scalepoint.errors import DocumentError, StoreError
-from scalepoint.report.beside import Beside
-from scalepoint.report.folder import JSON_FILE
+from scalepoint.report.html import JSON_FILE
 from scalepoint.report.model import Report
-from scalepoint.report.terminal import low_share
-from scalepoint.support.formatting import decibel, printed, ratio, share_of, size_of, time_of, value_of
+from scalepoint.report.terminal import NARROW, low_share, plain_table
+from scalepoint.support.formatting import (
+    decibel,
+    one_line,
+    printed,
+    ratio,
+    share_of,
+    short,
+    size_of,
+    time_of,
+    value_of,
+)
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_yaml
 
@@ -131,7 +144,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two runs beside each other. Layers that run in something else come first, then those whose error changed most."""
+    """The comparison of two runs. Layers with a different precision come first, then by change of their error."""
 
     first: Side
     second: Side
@@ -160,7 +173,76 @@ class Difference:
         return {**to_jsonable(self), "numbers": numbers, "summary": self.summary()}
 
     def __str__(self) -> str:
-        return printed(Beside(self))
+        return printed(DifferenceTable(self))
+
+
+@dataclass(frozen=True)
+class DifferenceTable:
+    """A comparison that rich can print at any width.
+
+    Attributes:
+        difference: The comparison.
+        rows: Largest number of layers to print.
+    """
+
+    difference: Difference
+    rows: int = 10
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        difference, narrow = self.difference, options.max_width < NARROW
+        first, second = difference.first, difference.second
+        for side in (first, second):
+            yield Text(f"{one_line(side.name)}: {short(side.title)} for {short(side.target)}", style="bold")
+            yield Text(f"  {one_line(side.verdict)}")
+        for warning in difference.warnings:
+            yield Text(f"warning: {one_line(warning)}", style="yellow")
+        yield Text()
+        names = (short(first.name, 24), short(second.name, 24))
+        numbers = [(short(number.name, 40), *number.texts()) for number in difference.numbers]
+        # In a narrow terminal, names of runs would leave no space for the names of the numbers.
+        yield plain_table(("", *(("first", "then") if narrow else names), "change"), numbers, numbers=(1, 2, 3))
+        yield from self._layers(narrow)
+        groups = (("Settings that differ", difference.settings), ("Circumstances", difference.circumstances))
+        for title, settings in groups:
+            if settings:
+                yield Text()
+                yield Text(title, style="bold")
+                yield plain_table(("", *names), [_setting_texts(setting) for setting in settings])
+        yield Text()
+        yield Text(one_line(difference.summary()))
+
+    def _layers(self, narrow: bool) -> RenderResult:
+        changed = self.difference.changed_layers
+        if not changed:
+            return
+        yield Text()
+        yield Text("Layers that differ", style="bold")
+        rows = [_layer_texts(layer) for layer in changed[: self.rows]]
+        if len(changed) > self.rows:
+            rows.append((f"and {len(changed) - self.rows} more", "", "", "", ""))
+        if narrow:
+            heads = ("layer", "dB", "then", "change")
+            yield plain_table(heads, [(row[0], *row[2:]) for row in rows], numbers=(1, 2, 3))
+        else:
+            yield plain_table(("layer", "runs in", "dB", "then", "change"), rows, numbers=(2, 3, 4))
+
+
+def _setting_texts(setting: Setting) -> tuple[str, str, str]:
+    return short(setting.key, 60), short(_value_text(setting.first), 60), short(_value_text(setting.second), 60)
+
+
+def _value_text(value: Any) -> str:
+    """A value of a config on one line."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _layer_texts(layer: LayerPair) -> tuple[str, str, str, str, str]:
+    first, second = ("-" if precision is None else precision for precision in layer.precision)
+    runs = first if first == second else f"{first} -> {second}"
+    change = f"{layer.change:+.1f}" if layer.change and math.isfinite(layer.change) else ""
+    return short(layer.name), runs, decibel(layer.sqnr_db[0]), decibel(layer.sqnr_db[1]), change
 
 
 def compare_runs(first: str | Path | Report, second: str | Path | Report) -> Difference:
@@ -193,8 +275,8 @@ def _names(first: object, second: object) -> tuple[str, str]:
     if isinstance(first, Report) or isinstance(second, Report):
         return "first", "second"
     one, other = Path(str(first)), Path(str(second))
-    short = (one.resolve().name, other.resolve().name)
-    return short if short[0] != short[1] else (str(one), str(other))
+    names = (one.resolve().name, other.resolve().name)
+    return names if names[0] != names[1] else (str(one), str(other))
 
 
 def _read(run: str | Path | Report) -> tuple[Report, Mapping[str, Any]]:
@@ -218,7 +300,7 @@ def _numbers(first: Report, second: Report) -> Iterator[Number]:
     for name in dict.fromkeys((*ours, *theirs)):
         pair = [each.get(name) for each in (ours, theirs)]
         is_high = all(each.higher_is_better for each in pair if each is not None)
-        first_final, second_final = (None if each is None else each.final for each in pair)
+        first_final, second_final = (None if each is None else each.value for each in pair)
         first_float, second_float = (None if each is None else each.float_value for each in pair)
         yield Number(name, "score", first_final, second_final, is_high)
         if first_float != second_float:

@@ -21,18 +21,19 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from scalepoint.covered import CoverageRow
-from scalepoint.report import charts, language, terminal
-from scalepoint.report.beside import layer_texts, written
-from scalepoint.report.model import Report, ReportedLayer
+from scalepoint.errors import StoreError
+from scalepoint.report import charts, terminal
+from scalepoint.report.model import Report
 from scalepoint.report.placement_graph import Placement, draw_placement
+from scalepoint.results import LayerError
 from scalepoint.support import formatting
+from scalepoint.support.files import replace_text
 from scalepoint.verification.times import LayerTime, because, totals
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-    from scalepoint.report.difference import Difference
-
+JSON_FILE, HTML_FILE = "report.json", "report.html"
 TEMPLATES = Path(__file__).with_name("templates")
 LIMITS = {"rows": 200, "layers": 400, "names": 12, "histograms": 24}  # the data of the page has all of them
 COLOURS = 6
@@ -50,7 +51,7 @@ LAYER_COLUMNS = (  # title, kind of its values, order of the first click
     ("Range used", "number", "up"),
 )
 SECTIONS = (
-    ("accuracy", "Files that were tried", lambda report: len(report.attempts) > 1),
+    ("accuracy", "Files that were tried", lambda report: len(report.trials) > 1),
     ("language", "As a language model", lambda report: report.language is not None),
     ("allocation", "Precision by layer", lambda report: report.allocation is not None),
     ("tuning", "Chosen by the data", lambda report: report.tuning and (report.tuning.layers or report.tuning.left)),
@@ -75,21 +76,17 @@ def to_html(report: Report) -> str:
     return render_page("report.html.j2", report.title, report.to_dict(), report=report, view=ReportView(report))
 
 
-def difference_page(difference: "Difference") -> str:
-    """Render the comparison of two runs as one page."""
-    first, second = difference.first, difference.second
-    tiles = []
-    for number in difference.numbers:
-        *texts, change = number.texts()
-        sides = zip((first, second), (number.first, number.second), texts, strict=True)
-        rows = [(formatting.short(side.name, 18), value, text) for side, value, text in sides if value is not None]
-        colours = ("before", {"worse": "slow"}.get(number.mood, "after"))[2 - len(rows) :]
-        tiles.append({"name": number.name, "change": change, "mood": number.mood, "bars": charts.bars(rows, colours)})
-    title = f"{formatting.short(first.name)} and {formatting.short(second.name)}"
-    return render_page(
-        "compare.html.j2", title, difference.to_dict(), difference=difference, tiles=tiles, layer_texts=layer_texts,
-        written=written, limits={"rows": 2000},
-    )  # fmt: skip
+def write(report: Report, folder: str | Path) -> Path:
+    """Write report.json and report.html into a folder, each as a whole; return the path of the page."""
+    folder = Path(folder)
+    data, page = report.to_json(), to_html(report)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
+    replace_text(folder / JSON_FILE, data)
+    replace_text(folder / HTML_FILE, page)
+    return folder / HTML_FILE
 
 
 def notebook_snippet(report: Report) -> str:
@@ -267,10 +264,12 @@ class ReportView:
 
     @property
     def accuracy_bars(self) -> list[charts.Bar]:
-        metric = self.report.accuracy[0]
-        values = (metric.float_value, metric.quantized_value, metric.runtime_value)
-        known = [pair for pair in zip(("float", "simulated", "runtime"), values, strict=True) if pair[1] is not None]
-        rows = [(label, value, formatting.value_of(value)) for label, value in known if value is not None]
+        score = self.report.accuracy[0]
+        is_simulated = score.where == "simulation"
+        values = {"float": score.float_value, "simulated": score.value if is_simulated else score.simulated_value}
+        if not is_simulated:
+            values["runtime"] = score.value
+        rows = [(label, value, formatting.value_of(value)) for label, value in values.items() if value is not None]
         return charts.bars(rows, ("before", "after", "after")[: len(rows)])
 
     @property
@@ -330,20 +329,20 @@ class ReportView:
         largest = max(finite, default=1.0) or 1.0
         return [self._layer_row(row, error, largest) for row, error in pairs]
 
-    def _layer_pairs(self) -> list[tuple[CoverageRow | None, ReportedLayer | None]]:
+    def _layer_pairs(self) -> list[tuple[CoverageRow | None, LayerError | None]]:
         """Operations with their errors, then errors of layers without an operation. Names may repeat."""
-        errors: dict[str, list[ReportedLayer]] = defaultdict(list)
+        errors: dict[str, list[LayerError]] = defaultdict(list)
         for layer in reversed(self.report.layers):
             errors[layer.name].append(layer)
-        pairs: list[tuple[CoverageRow | None, ReportedLayer | None]] = [
+        pairs: list[tuple[CoverageRow | None, LayerError | None]] = [
             (row, errors[row.name].pop() if errors.get(row.name) else None) for row in self.report.coverage.operations
         ]
         return pairs + [(None, layer) for left in errors.values() for layer in reversed(left)]
 
-    def _layer_row(self, row: CoverageRow | None, error: ReportedLayer | None, largest: float) -> LayerRow:
+    def _layer_row(self, row: CoverageRow | None, error: LayerError | None, largest: float) -> LayerRow:
         precision = row.precision if row else ""
         macs, parameters = (row.macs, row.parameters) if row else (None, None)
-        clipped, used = (error.saturated, error.used) if error else (None, None)
+        clipped, used = (error.saturation, error.used_range) if error else (None, None)
         return LayerRow(
             name=row.name if row else error.name if error else "",
             kind=row.kind if row else "",
@@ -366,7 +365,7 @@ class ReportView:
 
     @property
     def layer_table_classes(self) -> str:
-        has_ranges = any((layer.saturated, layer.used) != (None, None) for layer in self.report.layers)
+        has_ranges = any((layer.saturation, layer.used_range) != (None, None) for layer in self.report.layers)
         many = len(self.layer_rows) > MANY_ROWS
         return " ".join(filter(None, ("" if has_ranges else "no-ranges", "many" if many else "")))
 
@@ -408,7 +407,7 @@ class ReportView:
         speeds = [None if value is None else f"{value:.1f}" for value in rates]
         rows = (
             ("bits a weight", f"{found.bits:.2f}"),
-            ("size", language.sizes(found)),
+            ("size", terminal.language_sizes(found)),
             ("judged on", f"{found.tokens} tokens" if found.tokens else "nothing"),
             ("logits against float", decibels[0]),
             (f"{formatting.short(found.runtime) or 'the runtime'} against the simulation", decibels[1]),
@@ -490,7 +489,7 @@ def _sort_key(value: float | None) -> str | None:
     return "-1e999" if math.isnan(value) else f"{value:.9g}".replace("inf", "1e999")
 
 
-def _error_cell(error: ReportedLayer | None, largest: float) -> NumberCell:
+def _error_cell(error: LayerError | None, largest: float) -> NumberCell:
     """The error of a layer: in dB, as a word and as a bar."""
     if error is None:
         return NumberCell(None, "")

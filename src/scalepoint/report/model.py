@@ -4,11 +4,11 @@ Report  ->  to_json  ->  report.json  ->  from_json  ->  the same Report
 """
 
 import json
-import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,93 +17,27 @@ from rich.console import RenderableType
 from scalepoint.covered import Coverage
 from scalepoint.errors import DocumentError, StoreError, shown
 from scalepoint.migrated import MigrationReport
-from scalepoint.report import advice, terminal
-from scalepoint.report.chosen import Allocated, Tuned
-from scalepoint.report.language import Language
+from scalepoint.report import terminal
+from scalepoint.results import (
+    LanguageModelResult,
+    LayerError,
+    PrecisionAllocation,
+    PrecisionChange,
+    Score,
+    TensorHistogram,
+    TrialSummary,
+    TuneReport,
+)
 from scalepoint.support.documents import parse_json
-from scalepoint.support.formatting import change_of
+from scalepoint.support.formatting import POOR_DB, short
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_text
 from scalepoint.verification.result import Verification
 
 SCHEMA = 1
 LARGEST = 256_000_000
-ROUNDING = 2e-7
-
-
-def is_within(before: float, after: float, max_drop: float) -> bool:
-    """Whether a score fell by no more than is allowed; what float32 rounds off is no fall."""
-    return before - after <= max_drop + ROUNDING * abs(before)
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One number of the user's own: of the float model, of the simulation, and of the file in its runtime; what was
-    not measured is None, and one of the last two was."""
-
-    name: str
-    float_value: float
-    quantized_value: float | None = None
-    runtime_value: float | None = None
-    higher_is_better: bool = True  # False: perplexity, losses and other errors
-
-    def __post_init__(self) -> None:
-        if self.quantized_value is None and self.runtime_value is None:
-            raise ValueError(f"{self.name}: neither the simulation nor the file was measured")
-
-    @property
-    def final(self) -> float:
-        """What a user of the deployed model gets, as far as it was measured."""
-        measured = self.quantized_value if self.runtime_value is None else self.runtime_value
-        assert measured is not None  # noqa: S101  # checked when it was made
-        return measured
-
-    @property
-    def change(self) -> float:
-        return self.final - self.float_value
-
-    @property
-    def drop(self) -> float:
-        """How much worse the final value is than the float model's, whichever direction is better; below 0: better."""
-        return -self.change if self.higher_is_better else self.change
-
-    @property
-    def change_text(self) -> str:
-        """The signed change, with the direction where it is not the usual one."""
-        return change_of(self.change) if self.higher_is_better else f"{change_of(self.change)}, lower is better"
-
-    def is_within(self, max_drop: float) -> bool:
-        if self.higher_is_better:
-            return is_within(self.float_value, self.final, max_drop)
-        return is_within(-self.float_value, -self.final, max_drop)
-
-
-@dataclass(frozen=True)
-class ReportedLayer:
-    """How far one layer's output is from the float model's, in the order of execution."""
-
-    name: str
-    sqnr_db: float
-    cosine: float | None = None
-    saturated: float | None = None  # share of the values outside of the range
-    used: float | None = None  # share of the range that the values take up
-    weight_sqnr_db: float | None = None
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """The values of one tensor: counts[i] of them in [edges[i], edges[i + 1]); [low, high] is what the codes reach."""
-
-    layer: str
-    kind: str  # "weight" or "activation"
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        if len(self.edges) != len(self.counts) + 1:
-            raise ValueError(f"{len(self.counts)} counts need {len(self.counts) + 1} edges, not {len(self.edges)}")
+SMOKE_WARNING = "a smoke run"  # begins the warning of a smoke run
+MAX_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -116,28 +50,6 @@ class GraphNode:
     inputs: tuple[str, ...] = ()
     precision: str = "float"
     codes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Raised:
-    """More precision for one layer, or for all (an empty name): what it wins by estimate, and what it costs."""
-
-    layer: str
-    to: str
-    gain: float | None = None  # of the output's noise to signal; None where only the metric can tell
-    cost: float = 0.0  # what is added: shares of the float model's size and of its time
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One file of a search for accuracy or speed: what was raised for it, from which other file on, and
-    what came of it."""
-
-    score: float | None
-    raised: tuple[Raised, ...] = ()
-    start: int | None = None  # the attempt that it began from
-    is_kept: bool = False
-    speed: float | None = None  # times the float file's
 
 
 @dataclass(frozen=True)
@@ -160,39 +72,37 @@ class Report:
     coverage: Coverage
     environment: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    accuracy: tuple[Metric, ...] = ()
-    layers: tuple[ReportedLayer, ...] = ()
-    histograms: tuple[Histogram, ...] = ()
+    accuracy: tuple[Score, ...] = ()
+    layers: tuple[LayerError, ...] = ()  # in the order of execution
+    histograms: tuple[TensorHistogram, ...] = ()
     verification: Verification | None = None
     timings: Mapping[str, float] = field(default_factory=dict)  # stage -> seconds
     warnings: tuple[str, ...] = ()
     graph: tuple[GraphNode, ...] = ()
-    attempts: tuple[Attempt, ...] = ()  # all files that were made for max_drop or min_speed
+    trials: tuple[TrialSummary, ...] = ()  # all files that were made for max_drop or min_speed
     max_drop: float | None = None
     reproduction: Reproduction | None = None
     migrated: MigrationReport | None = None  # rewrites of the float weights before calibration
-    allocation: Allocated | None = None
-    tuning: Tuned | None = None
-    language: Language | None = None  # what only language models have
+    allocation: PrecisionAllocation | None = None
+    tuning: TuneReport | None = None
+    language: LanguageModelResult | None = None
     findings: tuple[str, ...] | None = None  # of the target's static rules over the file; None: it has no such rules
     min_speed: float | None = None
 
-    def worst(self, count: int = 3) -> tuple[ReportedLayer, ...]:
-        """The layers with the largest error; not a number is worst of all."""
-        key = [(each.sqnr_db if not math.isnan(each.sqnr_db) else -math.inf) for each in self.layers]
-        order = sorted(range(len(key)), key=key.__getitem__)
-        return tuple(self.layers[index] for index in order[:count])
+    def worst(self, count: int = 3) -> tuple[LayerError, ...]:
+        """The layers with the largest error; NaN is worst."""
+        return tuple(sorted(self.layers, key=lambda layer: -layer.badness)[:count])
 
-    def raised(self) -> tuple[Raised, ...]:
-        """Everything that the kept file has more than the first one, the earliest step first."""
-        found: list[Raised] = []
-        index = next((index for index, each in enumerate(self.attempts) if each.is_kept), None)
-        for _ in self.attempts:  # a step starts from an earlier one: no more than there are
-            if index is None or not 0 <= index < len(self.attempts):
+    def precision_changes(self) -> tuple[PrecisionChange, ...]:
+        """How the config of the best trial differs from that of the first, the earliest change first."""
+        changes: list[PrecisionChange] = []
+        index = next((index for index, trial in enumerate(self.trials) if trial.is_best), None)
+        for _ in self.trials:  # a report.json from elsewhere may hold a cycle
+            if index is None or not 0 <= index < len(self.trials):
                 break
-            found = [*self.attempts[index].raised, *found]
-            index = self.attempts[index].start
-        return tuple(found)
+            changes = [*self.trials[index].precision_changes, *changes]
+            index = self.trials[index].start
+        return tuple(changes)
 
     def verdict(self) -> str:
         """One sentence: does the file do what it should? A file slower than float is said here, not hidden."""
@@ -203,8 +113,8 @@ class Report:
         return terminal.summary(self)
 
     def next_steps(self) -> tuple[str, ...]:
-        """What to do next, as text to type; the most pressing first."""
-        return advice.next_steps(self)
+        """At most three things to do next, as text to type; the most pressing first."""
+        return _next_steps(self)
 
     def table(self, rows: int = 10) -> RenderableType:
         """For rich: fits any width; at most `rows` layers and reasons."""
@@ -260,3 +170,78 @@ class Report:
 @cache
 def _reader() -> TypeAdapter[Report]:
     return TypeAdapter(Report)
+
+
+def _next_steps(report: Report) -> tuple[str, ...]:
+    if any(warning.startswith(SMOKE_WARNING) for warning in report.warnings):
+        return ("a full run: the same without smoke; --force writes into the same folder",)
+    steps = [*_coverage_steps(report), *_runtime_steps(report), *_accuracy_steps(report)]
+    found = report.verification
+    if found is not None and found.status.value == "ok" and found.is_run and found.float_size:
+        steps.append(f"measure the speed again: {_bench_command(found)}")
+    return tuple(steps[:MAX_STEPS])
+
+
+def _bench_command(found: Verification) -> str:
+    """The command that compares the same files with the same inputs as the run did."""
+    file, latency = PurePath(found.path), found.latency
+    float_file = latency.baseline_file if latency is not None else ""
+    words = ["scalepoint", "bench", str(file.parent / (float_file or f"float{file.suffix}")), str(file)]
+    if file.suffix == ".onnx" and found.runtime != "onnxruntime":  # which bench takes for such files
+        words += ["--runtime", found.runtime]
+    if latency is not None and latency.threads != 1:
+        words += ["--threads", str(latency.threads)]
+    return shlex.join(words)
+
+
+def _is_from_command_line(report: Report) -> bool:
+    """Whether the run came from the command line, so that the folder holds its config."""
+    return report.reproduction is not None and bool(report.reproduction.command)
+
+
+def _coverage_steps(report: Report) -> list[str]:
+    if not report.coverage.is_float_for_speed:
+        return []
+    option = (
+        "speed_first: false under quantization:" if _is_from_command_line(report) else "QuantConfig(speed_first=False)"
+    )
+    return [f"quantize all the same, smaller but slower: {option} in the config"]
+
+
+def _runtime_steps(report: Report) -> list[str]:
+    found = report.verification
+    if found is None:
+        return [] if report.findings is None else [f"build the engine for {short(report.target, 40)} from the file"]
+    if found.status.value == "not verified here":
+        return []
+    if found.status.value != "ok":
+        return ["see which runtimes are here: scalepoint doctor"]
+    steps = []
+    if not found.holds:
+        steps.append(f"see where it departs: {_compare_command(report)}")
+    if found.latency is not None and found.latency.ratio < 1:
+        steps.append("another target may be faster: scalepoint targets")
+    return steps
+
+
+def _accuracy_steps(report: Report) -> list[str]:
+    steps = []
+    if not report.accuracy:
+        metric = "--evaluate package.module:function" if _is_from_command_line(report) else "evaluate=your_metric"
+        steps.append(f"measure what counts to you: deploy with {metric}")
+    if report.max_drop is not None and report.accuracy and not report.accuracy[0].is_within(report.max_drop):
+        steps.append(f"see which layers cost most: {_compare_command(report)}")
+    poor = [layer for layer in report.worst(1) if not layer.sqnr_db >= POOR_DB]
+    if poor:
+        override = f"{{name: {poor[0].name!r}, weight: float, activation: float}}"
+        steps.append(f"leave the worst layer float, in the config: overrides: [{override}]")
+    return steps
+
+
+def _compare_command(report: Report) -> str:
+    if not _is_from_command_line(report) or report.verification is None:
+        return "scalepoint.compare(model, done.model, data)"
+    folder = PurePath(report.verification.path).parent
+    words = ["scalepoint", "compare", str(folder), "-c", str(folder / "config.yaml")]
+    is_trusted = report.reproduction is not None and "--trust" in report.reproduction.command.split()
+    return shlex.join([*words, "--trust"] if is_trusted else words)

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from scalepoint.report import language
+from scalepoint.results import LanguageModelResult, PrecisionAllocation
 from scalepoint.support.formatting import (
     change_of_size,
     decibel,
@@ -30,7 +30,6 @@ from scalepoint.support.formatting import (
 )
 
 if TYPE_CHECKING:
-    from scalepoint.report.chosen import Allocated
     from scalepoint.report.model import Report
     from scalepoint.verification import Verification
 
@@ -48,10 +47,50 @@ def low_share(shares: dict[str, float] | None) -> float | None:
 
 def verdict(report: "Report") -> str:
     if report.language is not None:
-        return language.verdict(report.language)
+        return _language_verdict(report.language)
     if report.coverage.is_float_for_speed:
         return f"{NOT_QUANTIZED} {_runtime_verdict(report)}"
     return _runtime_verdict(report)
+
+
+def _language_verdict(found: LanguageModelResult) -> str:
+    if not found.status and not found.tokens:
+        return "Not run in a runtime, and nothing was measured: that needs text to judge by (judge=, --judge)."
+    if not found.status:
+        return f"Not run in a runtime.{' All numbers are of the simulation.' if found.logits_db is not None else ''}"
+    if found.status != "ok":
+        return f"Not verified: {found.runtime}: {found.status}. {one_line(found.message)}".strip()
+    text = "" if found.agreement_db is None else decibel(found.agreement_db)
+    agreement = {"": "", "exact": " and gives the simulation's logits exactly"}.get(
+        text, f", its logits {text} dB from the simulation's"
+    )
+    return f"Verified: {found.runtime} runs it{agreement}."
+
+
+def language_sizes(found: LanguageModelResult) -> str:
+    """Before and after; a factor says little unless the type of the checkpoint is named."""
+    times, word = change_of_size(found.float_size, found.size)
+    checkpoint = f"the {found.float_dtype} checkpoint" if found.float_dtype else "the checkpoint"
+    return f"{size_of(found.float_size)} -> {size_of(found.size)}, {times} {word} than {checkpoint}"
+
+
+def _float_speed(found: LanguageModelResult) -> str:
+    """The float model's speed next to ours, where it was measured."""
+    if found.float_prefill is None or found.float_decode is None:
+        return ""
+    return f"; the float model {found.float_prefill:.0f} and {found.float_decode:.0f}, in {found.float_runtime}"
+
+
+def _language_lines(found: LanguageModelResult) -> list[str]:
+    lines = [f"size: {language_sizes(found)}, {found.bits:.2f} bits a weight"]
+    if found.logits_db is not None:
+        lines.append(f"logits: {decibel(found.logits_db)} dB from the float model's, {found.tokens} tokens judged")
+    if found.prefill is not None and found.decode is not None:
+        own = f"{found.prefill:.0f} tokens a second read, {found.decode:.0f} written, in {found.runtime}"
+        lines.append(f"speed: {own}{_float_speed(found)}")
+    if found.continuation:
+        lines.append(f"it goes on: {short(found.prompt, 60)} ... {short(found.continuation, 100)}")
+    return lines
 
 
 def _runtime_verdict(report: "Report") -> str:
@@ -104,11 +143,11 @@ def summary(report: "Report") -> list[str]:
     """Plain lines, one thing each; none for what was not measured."""
     lines = [f"{short(report.title)} for {short(report.target)}. {verdict(report)}"]
     lines += [
-        f"{short(each.name)}: {value_of(each.float_value)} -> {value_of(each.final)} ({each.change_text}"
-        f"{', in the runtime' if each.runtime_value is not None else ', simulated'})"
+        f"{short(each.name)}: {value_of(each.float_value)} -> {value_of(each.value)} ({each.change_text}"
+        f"{', in the runtime' if each.where == 'runtime' else ', simulated'})"
         for each in report.accuracy
     ]
-    lines += [] if report.language is None else language.lines(report.language)
+    lines += [] if report.language is None else _language_lines(report.language)
     lines += _limits(report)
     lines += [
         f"{what}: {text}" for what, text in (("precision", allocation_of(report)), ("tuned", tuning_of(report))) if text
@@ -149,12 +188,12 @@ def pace_of(report: "Report") -> str:
 
 def search_of(report: "Report") -> str:
     """What a search for accuracy or speed did, in one sentence."""
-    if len(report.attempts) < 2:
+    if len(report.trials) < 2:
         return ""
-    raised = [f"{short(each.layer, 40) or 'all layers'} to {each.to}" for each in report.raised()]
+    raised = [f"{short(each.layer, 40) or 'all layers'} to {each.to}" for each in report.precision_changes()]
     more = f" and {len(raised) - FEW} more" if len(raised) > FEW else ""
     words = f"raised: {', '.join(raised[:FEW])}{more}" if raised else "nothing raised was better than the first"
-    return f"{plural(len(report.attempts), 'file')} tried; {words}"
+    return f"{plural(len(report.trials), 'file')} tried; {words}"
 
 
 def level_of(error: float) -> str:
@@ -186,7 +225,7 @@ def tuning_of(report: "Report") -> str:
     gains = sorted(each.gain_db for each in found.layers)
     median = f", {gains[len(gains) // 2]:+.1f} dB in the middle" if gains else ""
     left = f"; {len(found.left)} left" if found.left else ""
-    return f"{plural(len(found.layers), 'layer')}, {found.moved} with other than the nearest codes{median}{left}"
+    return f"{plural(len(found.layers), 'layer')}, {found.moved_layers} with other than the nearest codes{median}{left}"
 
 
 def _measured(report: "Report") -> list[tuple[str, str, str, str]]:
@@ -224,7 +263,7 @@ class Shown:
         yield from _titled("", _against(report, narrow))
         yield from map(Text, _baseline(report))
         yield from map(Text, _limits(report))
-        for line in () if report.language is None else language.lines(report.language):
+        for line in () if report.language is None else _language_lines(report.language):
             yield Text(line)
         yield Text(report.coverage.summary())
         if report.allocation is not None:
@@ -275,7 +314,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
 def against(report: "Report") -> list[tuple[str, str, str, str]]:
     """Float against quantized, a row each number."""
     return [
-        (short(each.name), value_of(each.float_value), value_of(each.final), each.change_text)
+        (short(each.name), value_of(each.float_value), value_of(each.value), each.change_text)
         for each in report.accuracy
     ] + _measured(report)
 
@@ -309,8 +348,8 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
             decibel(each.sqnr_db),
             quality(each.sqnr_db),
             "" if each.cosine is None else f"{each.cosine:.4f}",
-            share_of(each.saturated),
-            share_of(each.used),
+            share_of(each.saturation),
+            share_of(each.used_range),
             decibel(each.weight_sqnr_db),
         )
         for each in report.worst(limit)
@@ -321,7 +360,7 @@ def _error_table(report: "Report", narrow: bool, limit: int) -> Table | None:
     return plain_table(columns, rows, numbers=(1, 3, 4, 5, 6))
 
 
-def _chosen_table(found: "Allocated", narrow: bool, limit: int) -> Table:
+def _chosen_table(found: PrecisionAllocation, narrow: bool, limit: int) -> Table:
     """The layers that have other than most, then the rest, at most so many."""
     usual = next(iter(found.counts), "")
     ordered = sorted(found.layers, key=lambda each: each.chosen == usual)
@@ -341,7 +380,7 @@ def _chosen_table(found: "Allocated", narrow: bool, limit: int) -> Table:
     return plain_table(heads, rows, numbers=range(2, len(heads)))
 
 
-def _front_table(found: "Allocated") -> Table:
+def _front_table(found: PrecisionAllocation) -> Table:
     """Some points of the front; the last that costs no more than what was chosen is marked."""
     sign = -1 if found.unit == "speed" else 1
     fitting = [index for index, each in enumerate(found.front) if sign * each.cost <= sign * found.reached * (1 + 1e-9)]

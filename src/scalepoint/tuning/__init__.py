@@ -1,6 +1,6 @@
 """Accuracy below 8 bits: codes, scales and bias shifts chosen from data, all from one pass of statistics."""
 
-from scalepoint.tuning.report import TunedLayer, TuneReport
+from scalepoint.results import TunedLayer, TuneReport
 from scalepoint.tuning.steps import register
 from scalepoint.tuning.tune import TuneConfig, tune
 

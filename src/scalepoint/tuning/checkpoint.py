@@ -21,9 +21,9 @@ from torch import Tensor
 
 from scalepoint import distributed
 from scalepoint.errors import DocumentError, ScalepointWarning, StoreError
+from scalepoint.results import TunedLayer, TunedPiece
 from scalepoint.support.files import digest, locked, replace_file, replace_text, sweep
 from scalepoint.support.untrusted import check_file, open_tensors, read_json
-from scalepoint.tuning.report import TunedLayer, TunedPiece
 from scalepoint.tuning.state import States
 from scalepoint.tuning.walk import Walk
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from scalepoint import distributed
+from scalepoint.results import TunedLayer
 from scalepoint.tuning.collect import Collector, Use, why_not
 from scalepoint.tuning.moments import Moments
 from scalepoint.tuning.problem import Problem, Ridge, Shape, Solution, noted
-from scalepoint.tuning.report import TunedLayer
 from scalepoint.tuning.rows import geometry_of
 from scalepoint.tuning.steps import INTERCEPT, LayerStep, find_step
 from scalepoint.tuning.walk import Walk

@@ -27,6 +27,7 @@ from scalepoint.quantize.record import amend_record, record_of
 from scalepoint.quantize.shared import merge_stubs, record
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.results import TunedLayer, TunedPiece, TuneReport
 from scalepoint.support.output_folder import check_path
 from scalepoint.support.progress import phase
 from scalepoint.support.torch_state import serialized
@@ -37,7 +38,6 @@ from scalepoint.tuning.judge import Judge
 from scalepoint.tuning.lending import Lender, borrow, give_back
 from scalepoint.tuning.pieces import Piece, Unit, cut
 from scalepoint.tuning.reconstruct import Work, is_static
-from scalepoint.tuning.report import TunedLayer, TunedPiece, TuneReport
 from scalepoint.tuning.solve import Solver
 from scalepoint.tuning.state import States, restore, states_of
 from scalepoint.tuning.steps import INTERCEPT, PieceStep, StubStep, find_step, step_names
