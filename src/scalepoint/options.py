@@ -106,9 +106,10 @@ def _split_commas(value: Any) -> Any:
 
 
 def _check_choices(value: tuple[str, ...]) -> tuple[str, ...]:
-    from scalepoint.allocation import check_choices  # noqa: PLC0415  # loads torch
+    if value != DEFAULT_CHOICES:
+        from scalepoint.allocation import check_choices  # noqa: PLC0415  # loads torch
 
-    check_choices(value)
+        check_choices(value)
     return value
 
 

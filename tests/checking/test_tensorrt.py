@@ -11,8 +11,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from scalepoint.checking import RULES, Finding, Severity, check
-from scalepoint.checking.tensorrt import POST_BUILD
+from scalepoint.checking import Finding, Severity, check
+from scalepoint.checking.tensorrt import POST_BUILD, RULES
 from scalepoint.errors import ScalepointError, StoreError, TargetError
 
 INT8, FLOAT, HALF = TensorProto.INT8, TensorProto.FLOAT, TensorProto.FLOAT16

@@ -7,9 +7,10 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import UsageError
 from scalepoint.pipeline import stages
-from scalepoint.pipeline.accuracy import tuning_for
+from scalepoint.pipeline.accuracy import CLOSED_FORM, tuning_for
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.tuning import TuneConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 FOUR = QuantConfig(weight=TensorQuantConfig(n_bits=4, per_channel=True))
@@ -90,3 +91,7 @@ def test_data_that_cannot_be_read_again_is_refused_before_capture(tmp_path, monk
 def test_another_word_is_refused(net, data, tmp_path):
     with pytest.raises(UsageError, match="one of fast, balanced"):
         deployed(net, data, tmp_path, accuracy="beste")
+
+
+def test_the_closed_form_steps_are_the_default_of_tuning():
+    assert TuneConfig().steps == CLOSED_FORM

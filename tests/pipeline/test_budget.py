@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import scalepoint
-from scalepoint import Budget
+from scalepoint import Budget, allocation
 from scalepoint.errors import ConfigError, ScalepointWarning, UsageError
 from scalepoint.pipeline import deploy as pipeline
 from scalepoint.pipeline import stages
@@ -115,8 +115,8 @@ def test_data_that_comes_once_is_refused(net, data, tmp_path):
 @pytest.mark.slow
 def test_what_was_measured_is_resumed_and_another_choice_measured_anew(net, data, tmp_path, monkeypatch):
     counts = []
-    measure = stages.measure_widths
-    monkeypatch.setattr(stages, "measure_widths", lambda *a, **k: counts.append(1) or measure(*a, **k))
+    measure = allocation.measure_widths
+    monkeypatch.setattr(allocation, "measure_widths", lambda *a, **k: counts.append(1) or measure(*a, **k))
 
     class Stop(KeyboardInterrupt):
         pass

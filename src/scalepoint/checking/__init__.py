@@ -9,19 +9,18 @@ Needs the package onnx; `import scalepoint` does not import this.
 import os
 from typing import TYPE_CHECKING
 
-from scalepoint.checking.qdq_graph import Version, read_views
 from scalepoint.checking.rule import Finding, Rule, Severity, finding
-from scalepoint.checking.tensorrt import POST_BUILD, RULES
 from scalepoint.errors import TargetError, nearest, shown
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
+    from scalepoint.checking.qdq_graph import Version
     from scalepoint.targets import Section
 
-__all__ = ["RULES", "Finding", "Severity", "check", "describe_rules", "has_rules"]
+__all__ = ["Finding", "Severity", "check", "describe_rules", "has_rules"]
 
-_TARGETS: dict[str, tuple[Rule, ...]] = {"tensorrt": RULES}
+_TARGETS = ("tensorrt",)
 _NEWEST_MINOR = 99
 
 
@@ -34,10 +33,12 @@ def check(
     """
     if target not in _TARGETS:
         raise TargetError(f"no static checks for the target {shown(target)}. {nearest(str(target), _TARGETS)}")
+    from scalepoint.checking.qdq_graph import read_views  # noqa: PLC0415  # with onnx_ir, which has_rules does not need
+
     parsed = _version(version)
     findings: list[Finding] = []
     for view in read_views(source, parsed):
-        faults = [(rule, fault) for rule in _TARGETS[target] for fault in rule.check(view)]
+        faults = [(rule, fault) for rule in _rules(target) for fault in rule.check(view)]
         faults.sort(key=lambda pair: (view.position(pair[1].node), pair[0].id))
         findings += [finding(view, rule, fault) for rule, fault in faults]
     return findings
@@ -50,18 +51,25 @@ def has_rules(target: str) -> bool:
 
 def describe_rules(target: str) -> "tuple[Section, ...]":
     """The rules that `check` applies for a target, as sections of its description; none where there are none."""
+    if not has_rules(target):
+        return ()
+    from scalepoint.checking.tensorrt import POST_BUILD  # noqa: PLC0415
     from scalepoint.targets import Section  # noqa: PLC0415  # needs torch, which check does not
 
-    rows = tuple((rule.id, rule.severity.value, rule.why, rule.way_out) for rule in _TARGETS.get(target, ()))
-    if not rows:
-        return ()
+    rows = tuple((rule.id, rule.severity.value, rule.why, rule.way_out) for rule in _rules(target))
     return (
         Section("Static checks", ("rule", "severity", "why", "way out"), rows),
         Section("What only a built engine shows", ("what", "open question"), tuple(POST_BUILD.items())),
     )
 
 
-def _version(version: int | str) -> Version:
+def _rules(target: str) -> tuple[Rule, ...]:
+    from scalepoint.checking.tensorrt import RULES  # noqa: PLC0415
+
+    return {"tensorrt": RULES}[target]
+
+
+def _version(version: int | str) -> "Version":
     # A float is refused: 10.10 would be read as 10.1.
     text = str(version) if isinstance(version, int | str) and not isinstance(version, bool) else ""
     major, _, rest = text.partition(".")

@@ -9,28 +9,35 @@ If the option is not given, weights of fewer than 8 bits get "balanced" where th
 nearest.
 """
 
+from typing import TYPE_CHECKING
+
 from torch import fx
 
 from scalepoint.errors import UsageError
 from scalepoint.options import Accuracy
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
-from scalepoint.tuning import TuneConfig
 
-CLOSED_FORM = TuneConfig().steps
-PRESETS: dict[str, TuneConfig] = {
-    "fast": TuneConfig(steps=("intercept",)),
-    "balanced": TuneConfig(),
-    "best": TuneConfig(steps=("ranges", *CLOSED_FORM, "sign_round", "clip", "end_to_end")),
+if TYPE_CHECKING:
+    from scalepoint.tuning import TuneConfig
+
+CLOSED_FORM = ("intercept", "target", "scale", "gptq", "descend")  # the default of TuneConfig
+PRESETS: dict[str, tuple[str, ...]] = {
+    "fast": ("intercept",),
+    "balanced": CLOSED_FORM,
+    "best": ("ranges", *CLOSED_FORM, "sign_round", "clip", "end_to_end"),
 }
 
 
-def tuning_for(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data: bool) -> TuneConfig | None:
+def tuning_for(model: fx.GraphModule, accuracy: Accuracy | None, *, has_data: bool) -> "TuneConfig | None":
     """The steps to run; None if nothing is tuned."""
     if accuracy is None:
         accuracy = "balanced" if has_data and _has_narrow_weights(model) else None
-    if accuracy == "balanced" and _has_narrow_activations(model):
-        return TuneConfig(steps=("ranges", *CLOSED_FORM))
-    return None if accuracy is None else PRESETS[accuracy]
+    if accuracy is None:
+        return None
+    from scalepoint.tuning import TuneConfig  # noqa: PLC0415  # most runs do not tune
+
+    has_ranges = accuracy == "balanced" and _has_narrow_activations(model)
+    return TuneConfig(steps=("ranges", *CLOSED_FORM) if has_ranges else PRESETS[accuracy])
 
 
 def check_accuracy(accuracy: str | None) -> None:

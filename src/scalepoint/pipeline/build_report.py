@@ -10,7 +10,6 @@ import torch
 
 from scalepoint import targets
 from scalepoint.analysis import compare, histograms
-from scalepoint.checking import check, has_rules
 from scalepoint.formats.otherwise import otherwise, uncast
 from scalepoint.options import DeployConfig, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
@@ -111,6 +110,8 @@ def _layer_errors(job: Job, best: Trial) -> tuple[tuple[LayerError, ...], tuple[
 
 def _findings(job: Job, best: Trial) -> tuple[str, ...] | None:
     """What the static rules of the target say about the file; None if it has none."""
+    from scalepoint.checking import check, has_rules  # noqa: PLC0415
+
     if not has_rules(job.target.name):
         return None
     version = 10 if job.options.float_dtype in (None, "float32") else 11  # types other than float32 need TensorRT 11

@@ -27,7 +27,7 @@ from scalepoint.errors import ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.graph.blame import user_level
 from scalepoint.options import DEFAULT_CHOICES, Accuracy, DeployOptions
-from scalepoint.pipeline import search, stages
+from scalepoint.pipeline import stages
 from scalepoint.pipeline.build_report import build_report, config_file
 from scalepoint.pipeline.job import Job, prepare_job
 from scalepoint.pipeline.result import Deployment, Limits, Trial, TrialPlan, best_trial, drop_models
@@ -240,6 +240,10 @@ def _trials_for_limits(context: StageContext, limits: Limits) -> tuple[list[Tria
     config, most = context.job.config, context.job.max_trials
     has_limits = limits.max_drop is not None or limits.min_speed is not None
     trials = [run_trial(context, [], TrialPlan(config), is_only=not has_limits or most == 1)]
+    if not has_limits:
+        return trials, None
+    from scalepoint.pipeline import search  # noqa: PLC0415  # with the package allocation, which most runs do not need
+
     widths = None
     while len(trials) < most and not limits.allows_speed(trials[-1].speed):
         if (plan := search.next_for_speed(trials)) is None:

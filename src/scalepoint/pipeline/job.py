@@ -9,7 +9,6 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from scalepoint import distributed
-from scalepoint.allocation import check_choices
 from scalepoint.budget import Budget
 from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
 from scalepoint.formats import check_metadata, find_format
@@ -105,6 +104,8 @@ def prepare_job(
     _check_data_and_metric(calibration_data, evaluate, values["max_drop"])
     budget = _build_budget(values["budget"], values["max_drop"], calibration_data)
     if budget is not None:
+        from scalepoint.allocation import check_choices  # noqa: PLC0415
+
         check_choices(values["choices"])
     model, checked_target = _check_model(model), find_target(target, values["cpu"])
     example, axes = _check_example(checked_target, model, as_inputs(example_inputs, kwargs), values["dynamic_axes"])

@@ -14,15 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter
 from torch import fx, nn
 
 from scalepoint import distributed
-from scalepoint.allocation import Widths, measure_widths
-from scalepoint.allocation.losses import SOLVER
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, shown
 from scalepoint.formats import FileFormat, Writing, export, find_format
 from scalepoint.graph.modes import evaluating
@@ -36,12 +34,12 @@ from scalepoint.pipeline.result import Trial
 from scalepoint.pipeline.workspace import FAILING, FILE, FLOAT_FILE, MODEL, PLAIN_FILE, Workspace
 from scalepoint.quantize import QuantConfig, calibrate, insert_qdq, load, save
 from scalepoint.quantize.store import files_in
+from scalepoint.results import TuneReport
 from scalepoint.runtimes import find_runtime
 from scalepoint.support.files import digest
 from scalepoint.support.progress import Event, say, tell, timed
 from scalepoint.support.torch_state import caller_dtype
 from scalepoint.transformation import TransformationResult, transform
-from scalepoint.tuning import TuneReport, tune
 from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
 from scalepoint.verification.extraction import NAMES as EXTRACTED
 from scalepoint.verification.inputs import save_inputs
@@ -49,6 +47,9 @@ from scalepoint.verification.result import PLAIN_BASELINE
 from scalepoint.verification.simulation import feeds_of
 from scalepoint.verification.timing import write_plain_file
 from scalepoint.version import __version__
+
+if TYPE_CHECKING:
+    from scalepoint.allocation import Widths
 
 VERSIONS = {"scalepoint": __version__, "torch": str(torch.__version__)}
 
@@ -184,6 +185,8 @@ def _quantize(
     tuned = None
     if tuning is not None:
         with context.timed("tuning", is_phase=False):
+            from scalepoint.tuning import tune  # noqa: PLC0415  # most runs do not tune
+
             tuned = tune(
                 model,
                 job.data.data,
@@ -201,8 +204,11 @@ def copy_graph(model: fx.GraphModule, config: QuantConfig) -> fx.GraphModule:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def measure(context: StageContext, config: QuantConfig, choices: tuple[str, ...] | None) -> Widths:
+def measure(context: StageContext, config: QuantConfig, choices: tuple[str, ...] | None) -> "Widths":
     """Measure what each layer loses at each choice of precision; None as choices: its own, and every higher one."""
+    from scalepoint.allocation import Widths, measure_widths  # noqa: PLC0415  # most runs do not allocate
+    from scalepoint.allocation.losses import SOLVER  # noqa: PLC0415
+
     job = context.job
     has_data = job.data.is_rereadable
 

@@ -23,7 +23,6 @@ from scalepoint.graph.modes import evaluating
 from scalepoint.quantize.constant_data import ConstantData
 from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split, length_of
 from scalepoint.quantize.means import Means, take_back
-from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of
 from scalepoint.quantize.outliers import Factors, even_out, open_factors
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.shared import merge_smoothing, merge_stubs, record
@@ -166,6 +165,8 @@ def _rewrite(
     if not names:
         _smooth(run, smoothing, on_nan)
         return
+    from scalepoint.quantize.migrations import MIGRATIONS, PROBES, Scene, migrate, probes_of  # noqa: PLC0415
+
     assert isinstance(model, fx.GraphModule)  # noqa: S101  # it has a record
     few = PROBES if max_batches is None else min(PROBES, max_batches)
     with torch.inference_mode(is_of_inference(model)), torch.no_grad():

@@ -30,7 +30,6 @@ from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.fingerprint import fingerprint
 from scalepoint.quantize.insert import insert_qdq
-from scalepoint.quantize.migrations.layers import give_parameter, give_quantizer
 from scalepoint.quantize.qat import freeze_bn_stats
 from scalepoint.quantize.record import amend_record, has_record, record_of
 from scalepoint.quantize.smooth import affine_of, observers_of
@@ -425,6 +424,8 @@ def _restore(model: fx.GraphModule, manifest: dict[str, Any], tensors: dict[str,
 
 def _restore_migrations(model: fx.GraphModule, saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """What was done, and the parameters that the float model has not, or shares."""
+    from scalepoint.quantize.migrations.layers import give_parameter, give_quantizer  # noqa: PLC0415
+
     try:
         migrated = MigrationReport.from_dict(saved)
         for name in () if migrated is None else migrated.added:
