@@ -54,6 +54,7 @@ def test_the_public_names_are_pinned():
         "pipeline",
         "quantize",
         "report",
+        "results",
         "runtimes",
         "save",
         "sensitivity",
