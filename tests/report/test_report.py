@@ -23,6 +23,7 @@ from scalepoint.report import (
     GraphNode,
     Report,
     Reproduction,
+    compare_runs,
     placement_graph,
     to_html,
     write,
@@ -78,7 +79,7 @@ def test_json_brings_the_same_report_back(make):
 
 def test_json_says_what_verification_found():
     data = made.ordinary().to_dict()
-    assert data["schema"] == 1
+    assert data["schema"] == 2
     assert data["verification"]["holds"] is True
     assert data["verification"]["status"] == "ok"
     assert data["verification"]["unoptimized"][0]["sqnr"] == "Infinity"
@@ -95,7 +96,8 @@ def test_numbers_of_numpy_and_paths_are_plain_in_json(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "schema 2.*schema 1"),
+        ({"schema": 1}, "schema 1.*schema 2.*deploy again"),
+        ({"schema": 3}, "schema 3.*schema 2.*deploy again"),
         ({"schema": None}, "schema None"),
         ({"coverage": 3}, "coverage"),
         ({"coverage": {"operations": [{"name": "a"}]}}, r"coverage\.operations\.0\.kind"),
@@ -110,7 +112,17 @@ def test_another_schema_or_a_wrong_value_is_a_clear_error(change, message):
         Report.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "{}", "{", '{"schema": 1}', "[" * 100_000, '{"a": 1, "a": 2}'])
+@pytest.mark.parametrize("schema", [1, 3], ids=["older", "newer"])
+def test_a_file_of_another_schema_is_refused_by_its_name(tmp_path, schema):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(made.ordinary().to_dict() | {"schema": schema}))
+    with raises(StoreError, str(path), f"schema {schema};", "reads schema 2", "deploy again"):
+        Report.from_file(path)
+    with raises(StoreError, str(path), f"schema {schema};"):
+        compare_runs(tmp_path, made.ordinary())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", "{", '{"schema": 2}', "[" * 100_000, '{"a": 1, "a": 2}'])
 def test_a_text_that_is_no_report_is_refused(text):
     with pytest.raises(StoreError):
         Report.from_json(text)

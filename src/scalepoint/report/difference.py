@@ -290,7 +290,7 @@ def _read(run: str | Path | Report) -> tuple[Report, Mapping[str, Any]]:
         known = read_yaml(config, folder=config.parent) if config.is_file() else {}
     except OSError as error:
         raise StoreError(f"{run} is no run: {path} cannot be read. Give a folder that `deploy` wrote") from error
-    except (DocumentError, StoreError) as error:
+    except DocumentError as error:
         raise StoreError(f"{run}: {error.args[0]}") from error
     return report, known if isinstance(known, dict) else {}
 

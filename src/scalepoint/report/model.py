@@ -34,7 +34,7 @@ from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.untrusted import read_text
 from scalepoint.verification.result import Verification
 
-SCHEMA = 1
+SCHEMA = 2  # of report.json; raised whenever a field of a class in it is renamed, removed or changes its meaning
 LARGEST = 256_000_000
 SMOKE_WARNING = "a smoke run"  # begins the warning of a smoke run
 MAX_STEPS = 3
@@ -139,7 +139,7 @@ class Report:
         if version != SCHEMA:
             raise StoreError(
                 f"a report of schema {shown(version)}; this scalepoint reads schema {SCHEMA}: "
-                "open it with the scalepoint that wrote it"
+                "deploy again, or read it with the scalepoint that wrote it"
             )
         try:
             return _reader().validate_python(dict(data))
@@ -150,11 +150,23 @@ class Report:
 
     @classmethod
     def from_file(cls, path: Path, *, folder: Path | None = None) -> "Report":
-        """Read a report.json, which must be in `folder` once links are followed if that is given."""
+        """Read a report.json.
+
+        Args:
+            path: The file.
+            folder: If given, the file must be in this folder once links are followed.
+
+        Raises:
+            StoreError: The file is not a report, or has another schema than this version writes.
+        """
         try:
-            return cls.from_json(read_text(path, LARGEST, folder=folder))
-        except DocumentError as error:
+            text = read_text(path, LARGEST, folder=folder)
+        except DocumentError as error:  # it names the file
             raise StoreError(f"not a report: {error.args[0]}") from error
+        try:
+            return cls.from_json(text)
+        except StoreError as error:
+            raise StoreError(f"{path}: {error.args[0]}") from error
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
