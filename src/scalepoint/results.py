@@ -16,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from scalepoint.errors import VerificationError
-from scalepoint.support.formatting import change_of, one_line, printed
+from scalepoint.support.formatting import change_of, level_of, one_line, printed
 from scalepoint.support.jsonable import to_jsonable
 
 ROUNDING = 2e-7  # relative; a metric computed in float32 may differ by this much
+ENOUGH_ROWS = 4  # rows per unknown: with fewer, tuning fits noise
+FAILED, DEPARTS = "failed", "departs"  # values of LanguageModelResult.status
 
 
 def is_within(before: float, after: float, max_drop: float) -> bool:
@@ -241,9 +243,6 @@ class PrecisionAllocation:
         return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-ENOUGH = 4  # rows an unknown, below which solutions fit noise
-
-
 @dataclass(frozen=True)
 class TunedLayer:
     """One tuned layer. Errors are the squared error of its output over the output's energy.
@@ -329,13 +328,13 @@ class TuneReport:
     @property
     def advice(self) -> str:
         """Whether more data would help, and how much; "" when there is enough."""
-        few = [each for each in self.layers if each.rows < ENOUGH * each.unknowns]
+        few = [each for each in self.layers if each.rows < ENOUGH_ROWS * each.unknowns]
         if not few:
             return ""
         worst = max(few, key=lambda each: each.unknowns / max(each.rows, 1))
-        times = math.ceil(ENOUGH * worst.unknowns / max(worst.rows, 1))
+        times = math.ceil(ENOUGH_ROWS * worst.unknowns / max(worst.rows, 1))
         return (
-            f"{len(few)} of {len(self.layers)} layers saw fewer than {ENOUGH} rows an unknown (fewest: "
+            f"{len(few)} of {len(self.layers)} layers saw fewer than {ENOUGH_ROWS} rows an unknown (fewest: "
             f"{one_line(worst.name)}, {worst.rows} rows for {worst.unknowns}): {times} times the {self.samples} "
             "samples would help more than any other step"
         )
@@ -349,7 +348,13 @@ class TuneReport:
         table.add_column("how", overflow="fold")
         for each in self.layers:
             how = f"{each.step or 'nearest'}; {each.notes}"
-            cells = (_level(each.before), _level(each.after), f"{each.moved:.0%}", str(each.rows), str(each.unknowns))
+            cells = (
+                level_of(each.before),
+                level_of(each.after),
+                f"{each.moved:.0%}",
+                str(each.rows),
+                str(each.unknowns),
+            )
             table.add_row(Text(one_line(each.name)), *cells, Text(one_line(how)))
         for name, why in self.left.items():
             table.add_row(Text(one_line(name)), "", "", "", "", "", Text(one_line(f"left: {why}")))
@@ -368,13 +373,6 @@ class TuneReport:
     def from_dict(cls, saved: Mapping[str, Any]) -> "TuneReport | None":
         """As to_dict gave it; None of nothing."""
         return TypeAdapter(cls).validate_python(saved) if saved else None
-
-
-def _level(error: float) -> str:
-    return "exact" if error <= 0 else f"{-10 * math.log10(error):.1f}"
-
-
-FAILED, DEPARTS = "failed", "departs"  # values of LanguageModelResult.status
 
 
 @dataclass(frozen=True)

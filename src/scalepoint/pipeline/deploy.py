@@ -193,7 +193,7 @@ def run_job(context: StageContext) -> Deployment:
         workspace.finish()
 
     distributed.run_on_main("writing the last files", finish)
-    return Deployment.from_trials(best, report, limits, trials)
+    return Deployment.from_trials(best, report, trials)
 
 
 def run_trial(context: StageContext, trials: Sequence[Trial], plan: TrialPlan, *, is_only: bool = False) -> Trial:

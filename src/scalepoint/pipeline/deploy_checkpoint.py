@@ -145,7 +145,6 @@ def deploy_checkpoint(
 
 
 def _deployment(job: CheckpointJob, model: fx.GraphModule, report: Report, tuned: TuneReport) -> Deployment:
-    score = next(iter(report.accuracy), None)
     return Deployment(
         model=model,
         path=job.path,
@@ -153,8 +152,6 @@ def _deployment(job: CheckpointJob, model: fx.GraphModule, report: Report, tuned
         coverage=coverage(model),
         verification=None,
         report=report,
-        float_score=None if score is None else score.float_value,
-        score=None if score is None else score.value,
         tuned=tuned,
     )
 

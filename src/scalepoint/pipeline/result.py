@@ -12,7 +12,7 @@ from scalepoint.errors import UsageError
 from scalepoint.quantize import Coverage, QuantConfig, coverage
 from scalepoint.quantize.config import FLOAT
 from scalepoint.report import Report, notebook_snippet
-from scalepoint.results import PrecisionAllocation, PrecisionChange, TrialSummary, TuneReport, is_within
+from scalepoint.results import PrecisionAllocation, PrecisionChange, Score, TrialSummary, TuneReport, is_within
 from scalepoint.verification import Verification
 
 
@@ -166,7 +166,6 @@ class Deployment:
         coverage: What became of every operation.
         verification: What the runtime did with the file; None if no runtime of the target is known.
         report: All of it as plain data; print it, or open report.html.
-        float_score, score: The metric of the float model and of the file.
         trials: All files that were made. Only the best keeps its model and its file.
         tuned: What tuning did.
         allocation: Which layer got which precision, for a budget or max_drop.
@@ -178,14 +177,12 @@ class Deployment:
     coverage: Coverage
     verification: Verification | None
     report: Report
-    float_score: float | None = None
-    score: float | None = None
     trials: tuple[Trial, ...] = field(default=(), repr=False)
     tuned: TuneReport | None = field(default=None, repr=False)
     allocation: PrecisionAllocation | None = field(default=None, repr=False)
 
     @classmethod
-    def from_trials(cls, best: Trial, report: Report, limits: Limits, trials: Sequence[Trial]) -> Self:
+    def from_trials(cls, best: Trial, report: Report, trials: Sequence[Trial]) -> Self:
         best.model.eval()  # the file computes in eval mode, whatever mode the float model was in
         return cls(
             model=best.model,
@@ -194,25 +191,34 @@ class Deployment:
             coverage=coverage(best.model),
             verification=best.verification,
             report=report,
-            float_score=limits.float_score,
-            score=best.score,
             trials=tuple(trials),
             tuned=best.tuned,
             allocation=report.allocation,
         )
 
     @property
+    def _score(self) -> Score | None:
+        return self.report.accuracy[0] if self.report.accuracy else None
+
+    @property
+    def score(self) -> float | None:
+        """The metric of the file; None if it was not measured."""
+        return None if self._score is None else self._score.value
+
+    @property
+    def float_score(self) -> float | None:
+        """The metric of the float model."""
+        return None if self._score is None else self._score.float_value
+
+    @property
     def higher_is_better(self) -> bool:
         """The direction of the scores: True for a metric of `evaluate`, False for perplexity."""
-        return all(metric.higher_is_better for metric in self.report.accuracy[:1])
+        return self._score is None or self._score.higher_is_better
 
     @property
     def drop(self) -> float | None:
         """How much worse the score is than the float model's; negative if it is better."""
-        if self.float_score is None or self.score is None:
-            return None
-        change = self.score - self.float_score
-        return -change if self.higher_is_better else change
+        return None if self._score is None else self._score.drop
 
     def checked(self) -> Self:
         """Return itself if the file matches the simulation.

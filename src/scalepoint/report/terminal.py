@@ -3,7 +3,6 @@
 At 40 columns a table keeps the columns that matter most; nothing is ever cut off on the right.
 """
 
-import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from scalepoint.results import LanguageModelResult, PrecisionAllocation
 from scalepoint.support.formatting import (
     change_of_size,
     decibel,
+    level_of,
     one_line,
     plural,
     quality,
@@ -194,11 +194,6 @@ def search_of(report: "Report") -> str:
     more = f" and {len(raised) - FEW} more" if len(raised) > FEW else ""
     words = f"raised: {', '.join(raised[:FEW])}{more}" if raised else "nothing raised was better than the first"
     return f"{plural(len(report.trials), 'file')} tried; {words}"
-
-
-def level_of(error: float) -> str:
-    """An error over its signal, in dB of the signal over it."""
-    return "exact" if error <= 0 else f"{-10 * math.log10(error):.1f}" if math.isfinite(error) else "broken"
 
 
 def reached_of(unit: str, value: float) -> str:

@@ -128,6 +128,11 @@ def decibel(value: float | None) -> str:
     return "not a number" if math.isnan(value) else f"{value:.1f}"
 
 
+def level_of(error: float) -> str:
+    """Noise over signal, as dB of the signal over the noise."""
+    return "exact" if error <= 0 else f"{-10 * math.log10(error):.1f}" if math.isfinite(error) else "broken"
+
+
 def ratio(value: float) -> str:
     """3.94x of something; never rounded up to 1 when it is below."""
     if not math.isfinite(value * 100):
