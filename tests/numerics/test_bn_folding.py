@@ -5,20 +5,20 @@ import torch
 from torch import Tensor
 
 from scalepoint.numerics import (
-    Lines,
+    LineExtremes,
     QParams,
     Steps,
     can_fold,
     choose_qparams,
     fake_quantize,
-    fold_and_back,
+    fake_quantize_folded,
+    make_steps,
     min_max,
     round_trip_folded,
-    steps_of,
 )
-from scalepoint.numerics.format import Grid, QuantizationScheme, format_of
+from scalepoint.numerics.formats import Grid, QuantizationScheme, get_format
 
-GRID = Grid(format_of(torch.int8), -128, 127, QuantizationScheme.SYMMETRIC)
+GRID = Grid(get_format(torch.int8), -128, 127, QuantizationScheme.SYMMETRIC)
 SHAPES = [(6, 4, 3, 3), (70, 50, 5, 5), (3, 100_000)]
 
 
@@ -30,7 +30,7 @@ def made(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, QParams, Steps]:
     wide = weight.detach() * across(factor, weight)
     low, high = wide.flatten(1).amin(1), wide.flatten(1).amax(1)
     qparams = choose_qparams(across(low, weight), across(high, weight), GRID)
-    return weight, factor, qparams, steps_of(qparams, GRID, fixed_zero=True)
+    return weight, factor, qparams, make_steps(qparams, GRID, fixed_zero=True)
 
 
 def across(values: Tensor, weight: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def plain(weight: Tensor, factor: Tensor, qparams: QParams) -> Tensor:
 def test_values_and_gradients_are_those_of_the_formulas(shape):
     weight, factor, qparams, steps = made(shape)
     assert can_fold(weight, steps)
-    found, wanted = fold_and_back(weight, factor, steps, GRID.format), plain(weight, factor, qparams)
+    found, wanted = fake_quantize_folded(weight, factor, steps, GRID.format), plain(weight, factor, qparams)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
     grad = torch.randn(shape)
     ours, theirs = (torch.autograd.grad(each, weight, grad)[0] for each in (found, wanted))
@@ -65,7 +65,7 @@ def test_a_learned_scale_has_the_gradient_of_the_formulas(shape, one):
     )
     steps = Steps(first, None, -128.0, 127.0)
     grad = torch.randn(shape)
-    y = fold_and_back(weight, factor, steps, GRID.format)
+    y = fake_quantize_folded(weight, factor, steps, GRID.format)
     wanted = plain(weight, factor, qparams._replace(scale=second))
     torch.testing.assert_close(y, wanted, rtol=1e-6, atol=0)
     ours, theirs = (torch.autograd.grad(each, (weight, scale), grad) for each, scale in ((y, first), (wanted, second)))
@@ -84,7 +84,7 @@ def test_the_gradient_of_a_learned_scale_can_be_differentiated_again():
     for run in (True, False):
         scale = qparams.scale.mul(0.7).clone().requires_grad_()
         y = (
-            fold_and_back(weight, factor, Steps(scale, None, -128.0, 127.0), GRID.format)
+            fake_quantize_folded(weight, factor, Steps(scale, None, -128.0, 127.0), GRID.format)
             if run
             else plain(weight, factor, qparams._replace(scale=scale))
         )
@@ -101,7 +101,7 @@ def test_what_is_clamped_is_found_from_the_extremes_of_lines(shape, one, share):
     weight, factor, qparams, _ = made(shape)
     scale = (qparams.scale.amax() if one else qparams.scale) * share
     steps = Steps(scale, None, -128.0, 127.0)
-    found = Lines.of(weight.detach(), factor).clamped(steps)
+    found = LineExtremes.compute(weight.detach(), factor).find_clamped(steps)
     t = (weight.detach() * across(factor, weight) / scale).round().flatten()
     wanted = ((t < -128) | (t > 127)).nonzero().view(-1)
     assert len(wanted) == 0 if share > 1 else len(wanted) > 0 or one
@@ -118,12 +118,14 @@ def test_the_gradient_is_the_same_where_the_clamped_places_are_known_and_where_i
     shape, is_known, owns_grad
 ):
     weight, factor, _, steps = made(shape)
-    places = Lines.of(weight.detach(), factor).clamped(steps)
+    places = LineExtremes.compute(weight.detach(), factor).find_clamped(steps)
     places = (torch.arange(weight.numel())[wanted_mask(weight, factor, steps)]) if places is None else places
     grad = torch.randn(shape)
-    (wanted,) = torch.autograd.grad(fold_and_back(weight, factor, steps, GRID.format), weight, grad.clone())
+    (wanted,) = torch.autograd.grad(fake_quantize_folded(weight, factor, steps, GRID.format), weight, grad.clone())
     given = grad.clone()
-    y = fold_and_back(weight, factor, steps, GRID.format, places=places if is_known else None, owns_grad=owns_grad)
+    y = fake_quantize_folded(
+        weight, factor, steps, GRID.format, places=places if is_known else None, owns_grad=owns_grad
+    )
     (found,) = torch.autograd.grad(y, weight, given)
     assert torch.equal(found, wanted)
     assert (found.data_ptr() == given.data_ptr()) == owns_grad
@@ -138,35 +140,37 @@ def wanted_mask(weight: Tensor, factor: Tensor, steps: Steps) -> Tensor:
 def test_what_is_known_to_be_inside_costs_no_pass():
     weight, factor, qparams, steps = made((6, 4, 3, 3))
     wide = steps._replace(scale=qparams.scale * 1.01)
-    places = Lines.of(weight.detach(), factor).clamped(wide)
+    places = LineExtremes.compute(weight.detach(), factor).find_clamped(wide)
     assert places is not None
     assert places.numel() == 0
     grad = torch.randn(6, 4, 3, 3)
-    y = fold_and_back(weight, factor, wide, GRID.format, places=places)
+    y = fake_quantize_folded(weight, factor, wide, GRID.format, places=places)
     assert torch.autograd.grad(y, weight, grad)[0].data_ptr() == grad.data_ptr()
 
 
 def test_it_can_be_differentiated_twice():
     weight, factor, _, steps = made((6, 4, 3, 3))
     grad = torch.randn(6, 4, 3, 3, requires_grad=True)
-    (once,) = torch.autograd.grad(fold_and_back(weight, factor, steps, GRID.format), weight, grad, create_graph=True)
+    (once,) = torch.autograd.grad(
+        fake_quantize_folded(weight, factor, steps, GRID.format), weight, grad, create_graph=True
+    )
     (twice,) = torch.autograd.grad(once.square().sum(), grad)
     assert torch.equal(twice, 2 * once)
-    whole = torch.autograd.grad(fold_and_back(weight, factor, steps, GRID.format), weight, grad.detach())[0]
+    whole = torch.autograd.grad(fake_quantize_folded(weight, factor, steps, GRID.format), weight, grad.detach())[0]
     assert torch.equal(once, whole)
 
 
 def test_a_gradient_in_another_layout_counts_as_well():
     weight, factor, _, steps = made((6, 4, 3, 3))
     grad = torch.randn(6, 4, 3, 3)
-    y = fold_and_back(weight, factor, steps, GRID.format)
+    y = fake_quantize_folded(weight, factor, steps, GRID.format)
     ours = torch.autograd.grad(y, weight, grad.to(memory_format=torch.channels_last), retain_graph=True)[0]
     assert torch.equal(ours, torch.autograd.grad(y, weight, grad)[0])
 
 
 def test_a_weight_that_was_written_to_before_backward_is_noticed():
     weight, factor, _, steps = made((6, 4, 3, 3))
-    y = fold_and_back(weight, factor, steps, GRID.format)
+    y = fake_quantize_folded(weight, factor, steps, GRID.format)
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -176,7 +180,7 @@ def test_a_weight_that_was_written_to_before_backward_is_noticed():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_extremes_of_rows_are_exactly_those_of_the_product(shape):
     weight, factor, _, _ = made(shape)
-    wide, found = weight.detach() * across(factor, weight), Lines.of(weight.detach(), factor).extremes()
+    wide, found = weight.detach() * across(factor, weight), LineExtremes.compute(weight.detach(), factor).extremes()
     block = (1, *shape[1:])
     assert found.ndim == len(shape)
     for one, other in zip(min_max(found, (1, *found.shape[1:])), min_max(wide, block), strict=True):

@@ -15,9 +15,9 @@ from scalepoint.numerics import (
     dtype_name,
     fake_quantize,
     is_traced,
+    make_steps,
     min_max,
     quantize,
-    steps_of,
 )
 from scalepoint.numerics.affine import MANY, PIECE, round_trip_traced
 from tests import reference
@@ -298,7 +298,7 @@ def test_in_pieces_it_is_bit_equal_to_the_whole_and_to_the_traced_path(grid, dty
     assert same_bits(y, small_path(x, qparams, grid, block))
 
     view = block_view(shape, block)
-    steps = steps_of(qparams.map(lambda value: value.view(view.params)), grid)
+    steps = make_steps(qparams.map(lambda value: value.view(view.params)), grid)
     traced, inside = round_trip_traced(x.to(torch.float32).view(view.tensor), steps, grid.format)
     assert same_bits(y, traced.view(shape).to(dtype))
 

@@ -6,14 +6,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scalepoint.numerics import Grid, QParams, fake_quantize, format_of, keeping, kept
+from scalepoint.numerics import Grid, QParams, fake_quantize, get_format, save_codes_for_backward, saved_codes
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, prepare_qat, quantize
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def grid_of(name):
-    fmt = format_of(getattr(torch, name))
+    fmt = get_format(getattr(torch, name))
     return Grid(fmt, fmt.low, fmt.high, "asymmetric", "zp")
 
 
@@ -28,7 +28,7 @@ def run(dtype, keeps, name="uint8", zero=100, learns=False):
     weight = torch.randn(16, 32).to(dtype).requires_grad_()
     y, scale = quantized(x, name, zero=zero, learns=learns)
     if keeps:
-        with keeping(y):
+        with save_codes_for_backward(y):
             z = F.linear(y, weight)
     else:
         z = F.linear(y, weight)
@@ -47,15 +47,17 @@ def test_the_gradients_are_the_same(dtype, name, zero, learns):
 @pytest.mark.parametrize("shape", [(3, 70_000), (2, 5, 181, 97)], ids=str)  # what goes through the cache in pieces
 def test_large_tensors_come_back_bit_for_bit(shape):
     y, _ = quantized(torch.randn(shape, requires_grad=True).mul(2))
-    found = getattr(y, kept._MARK).packed(y.detach())
+    found = getattr(y, saved_codes._MARK).to_saved_codes(y.detach())
     assert found.codes.dtype == torch.int8
-    assert torch.equal(kept._unpacked(found), y.detach())
+    assert torch.equal(saved_codes._unpack(found), y.detach())
 
 
 def test_a_byte_an_element_is_kept_in_a_training_net(monkeypatch):
     packed = []
-    original = kept._Mark.packed
-    monkeypatch.setattr(kept._Mark, "packed", lambda *given: packed.append(original(*given)) or packed[-1])
+    original = saved_codes._QuantizationMark.to_saved_codes
+    monkeypatch.setattr(
+        saved_codes._QuantizationMark, "to_saved_codes", lambda *given: packed.append(original(*given)) or packed[-1]
+    )
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
     x = torch.randn(2, 3, 12, 12)
     config = QuantConfig(activation=TensorQuantConfig(symmetric=False))
@@ -71,7 +73,7 @@ def test_a_scale_that_changes_before_backward_does_no_harm():
     weight = torch.randn(16, 32, requires_grad=True)
     scale = torch.tensor(0.05)
     y = fake_quantize(x, QParams(scale, torch.tensor(128, dtype=torch.int32), None), grid_of("uint8"))
-    with keeping(y):
+    with save_codes_for_backward(y):
         z = F.linear(y, weight)
     scale.mul_(3)
     z.sum().backward()
@@ -82,7 +84,7 @@ def test_a_quantized_tensor_that_is_written_to_is_kept_as_it_is():
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     y, _ = quantized(x)
     y.add_(0.011)  # no multiple of the scale any more
-    with keeping(y):
+    with save_codes_for_backward(y):
         z = F.linear(y, weight)
     z.sum().backward()
     torch.testing.assert_close(weight.grad, y.detach().sum(0).expand(16, -1), rtol=1e-5, atol=1e-4)
@@ -92,7 +94,7 @@ def test_codes_are_those_of_the_forward_pass():
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     y, _ = quantized(x)
     before = y.detach().clone()
-    with keeping(y):
+    with save_codes_for_backward(y):
         z = F.linear(y, weight)
     y.detach().add_(1)
     z.sum().backward()
@@ -102,7 +104,7 @@ def test_codes_are_those_of_the_forward_pass():
 def test_any_other_tensor_that_is_written_to_before_backward_is_an_error():
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     y, _ = quantized(x)
-    with keeping(y):
+    with save_codes_for_backward(y):
         z = F.linear(y, weight)
     with torch.no_grad():
         weight.add_(1)
@@ -111,14 +113,16 @@ def test_any_other_tensor_that_is_written_to_before_backward_is_an_error():
 
 
 def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
-    packed, original = [], kept._Mark.packed
-    monkeypatch.setattr(kept._Mark, "packed", lambda *given: packed.append(original(*given)) or packed[-1])
+    packed, original = [], saved_codes._QuantizationMark.to_saved_codes
+    monkeypatch.setattr(
+        saved_codes._QuantizationMark, "to_saved_codes", lambda *given: packed.append(original(*given)) or packed[-1]
+    )
     x = torch.randn(64, 32, requires_grad=True)
     weights = [torch.randn(16, 32, requires_grad=True) for _ in range(3)]
     y, _ = quantized(x)
     total = torch.zeros(())
     for weight in weights:
-        with keeping(y):
+        with save_codes_for_backward(y):
             total = total + F.linear(y, weight).sum()
     assert len(packed) == 3
     assert all(each.codes is packed[0].codes for each in packed)
@@ -129,7 +133,7 @@ def test_layers_that_read_one_tensor_share_its_codes(monkeypatch):
 
 def test_a_square_weight_is_not_taken_for_its_transpose():
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    with keeping(None, weight, weight.detach):
+    with save_codes_for_backward(None, weight, weight.detach):
         z = F.linear(x, weight, torch.zeros(8))
     z.backward(torch.eye(8)[:5])
     assert torch.equal(x.grad, weight.detach()[:5])
@@ -142,7 +146,7 @@ def test_a_second_derivative_is_the_same():
         x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
         y, _ = quantized(x)
         if keeps:
-            with keeping(y):
+            with save_codes_for_backward(y):
                 z = F.linear(y, weight)
         else:
             z = F.linear(y, weight)
@@ -157,7 +161,7 @@ def test_under_torch_func_and_where_hooks_are_forbidden_nothing_is_changed():
 
     def loss(x):
         y, _ = quantized(x)
-        with keeping(y, weight, lambda: weight):
+        with save_codes_for_backward(y, weight, lambda: weight):
             return F.linear(y, weight).square().sum()
 
     x = torch.randn(64, 32, requires_grad=True)
@@ -170,7 +174,7 @@ def test_under_torch_func_and_where_hooks_are_forbidden_nothing_is_changed():
 
 def test_other_tensors_are_kept_as_they_are():
     x = torch.randn(8, 8, requires_grad=True)
-    with keeping(x):
+    with save_codes_for_backward(x):
         z = (x * x).sum()
     z.backward()
     assert torch.equal(x.grad, 2 * x.detach())
@@ -179,7 +183,7 @@ def test_other_tensors_are_kept_as_they_are():
 def test_with_activation_checkpointing_the_gradients_are_the_same():
     def block(x, weight):
         y, _ = quantized(x)
-        with keeping(y):
+        with save_codes_for_backward(y):
             return F.linear(y, weight).relu()
 
     found = []
@@ -195,7 +199,7 @@ def test_with_activation_checkpointing_the_gradients_are_the_same():
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo asks every input for it
 def test_a_compiled_layer_that_reads_a_quantized_tensor_gives_the_same_gradients():
     def layer(y, weight):
-        with keeping(y, weight, weight.detach):
+        with save_codes_for_backward(y, weight, weight.detach):
             return F.linear(y, weight).square().mean()
 
     found = []

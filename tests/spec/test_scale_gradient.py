@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.spec import ExtendedQuantizationSpec, FakeQuantizeImplBase, QuantizationComponentFactory
 
 CALCULATORS = ["static", "moving_average", "global_minmax"]
@@ -102,7 +102,7 @@ def test_a_scale_that_is_rounded_to_a_power_of_two_has_the_gradient_of_the_exact
     scale.sum().backward()
     exact = x.detach().clone().requires_grad_()
     create(key, granularity=granularity, dtype="float8_e4m3fn")(exact).scale.sum().backward()
-    largest = format_of(ExtendedQuantizationSpec(**fields).dtype).high
+    largest = get_format(ExtendedQuantizationSpec(**fields).dtype).high
     torch.testing.assert_close(x.grad, exact.grad * 448 / largest)
 
 

@@ -14,22 +14,22 @@ from torch import Tensor
 
 from scalepoint.numerics.affine import (
     PIECE,
-    Clamped,
-    Scratch,
+    ClampRecorder,
+    ScratchBuffers,
     Steps,
-    centred_code,
-    narrow,
+    cast_to_input_dtype,
+    compute_centred_code,
+    make_steps,
     round_trip,
     round_trip_traced,
-    steps_of,
 )
 from scalepoint.numerics.blocks import is_ragged
-from scalepoint.numerics.format import Format, Grid
-from scalepoint.numerics.kept import mark
+from scalepoint.numerics.formats import Format, Grid
+from scalepoint.numerics.gradients import compute_gradients, get_code_limits, mask_gradient, scale_slope
 from scalepoint.numerics.qparams import QParams
-from scalepoint.numerics.quantize import Block, by_block
-from scalepoint.numerics.slopes import ends_of, pass_inside, slope, slopes
-from scalepoint.numerics.traced import is_traced, is_transformed
+from scalepoint.numerics.quantize import Block, apply_by_block
+from scalepoint.numerics.saved_codes import mark_quantized
+from scalepoint.numerics.tracing import is_traced, is_transformed
 
 
 def fake_quantize(
@@ -52,30 +52,30 @@ def fake_quantize(
 
     def run(part: Tensor, params: QParams) -> Tensor:
         target = None if out is None else out.view(part.shape)
-        return straight_through(part, steps_of(params, grid, fixed_zero=fixed_zero), grid.format, target)
+        return fake_quantize_by_steps(part, make_steps(params, grid, fixed_zero=fixed_zero), grid.format, target)
 
-    return by_block(run, x, qparams, block)
+    return apply_by_block(run, x, qparams, block)
 
 
-def straight_through(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None) -> Tensor:
+def fake_quantize_by_steps(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None) -> Tensor:
     """The same with the steps at hand, which broadcast against x: what a frozen quantizer calls again and again."""
     learns = steps.scale.requires_grad
     needs_grad = (x.requires_grad or learns) and torch.is_grad_enabled()
     if is_traced(x):
-        return _traced(x, steps, fmt, learns=learns, needs_grad=needs_grad or is_transformed())
+        return _fake_quantize_traced(x, steps, fmt, learns=learns, needs_grad=needs_grad or is_transformed())
     if not needs_grad:
         return round_trip(x, steps, fmt, out=out)
     x = x.clone() if x.is_inference() else x
     node, inputs = (_LearnedScale, (x, steps.scale)) if learns else (_StraightThrough, (x,))
     y: Tensor = node.apply(*inputs, steps, fmt)  # type: ignore[no-untyped-call]
-    return mark(y, steps, fmt)
+    return mark_quantized(y, steps, fmt)
 
 
-def _traced(x: Tensor, steps: Steps, fmt: Format, *, learns: bool, needs_grad: bool) -> Tensor:
+def _fake_quantize_traced(x: Tensor, steps: Steps, fmt: Format, *, learns: bool, needs_grad: bool) -> Tensor:
     if learns:
-        return _learned(x, steps, fmt)
+        return _learn_scale_traced(x, steps, fmt)
     y, inside = round_trip_traced(x.detach().to(torch.float32), steps, fmt)
-    y = narrow(y, x.dtype)
+    y = cast_to_input_dtype(y, x.dtype)
     return y + torch.where(inside, x - x.detach(), 0.0) if needs_grad else y
 
 
@@ -84,7 +84,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, steps: Steps, fmt: Format) -> Tensor:
-        clamped = Clamped(x)
+        clamped = ClampRecorder(x)
         y = round_trip(x, steps, fmt, clamped=clamped)
         places = clamped.places
         ctx.save_for_backward(clamped.inside, places)
@@ -113,24 +113,26 @@ class _LearnedScale(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         steps, fmt = ctx.steps, ctx.fmt
-        ends = ends_of(steps, fmt)
+        ends = get_code_limits(steps, fmt)
         is_plain = x.dtype == grad.dtype == torch.float32 and x.device.type == "cpu"
         if (
             torch.is_grad_enabled() or ends is None or not is_plain
         ):  # to be differentiated again: the formula as a whole
-            of_x, by_element = slopes(x, grad, scale, steps, fmt)
+            of_x, by_element = compute_gradients(x, grad, scale, steps, fmt)
             return of_x, by_element.sum_to_size(scale.shape), None, None
-        of_x, sums, like = torch.empty_like(grad), [], Scratch()
-        for own, part, target, by in _rows(x, grad, of_x, steps):  # in cache, and nothing as large as x is made
+        of_x, sums, like = torch.empty_like(grad), [], ScratchBuffers()
+        for own, part, target, by in _iterate_rows(x, grad, of_x, steps):  # in cache, and nothing as large as x is made
             t = torch.div(own if by.shift is None else own - by.shift, by.scale, out=like(own))
             rounded = like(own, 1).copy_(t) if fmt.is_float else torch.round(t, out=like(own, 1))
-            pass_inside(part, rounded, ends, target)
-            sums.append(slope(t, rounded, ends, fmt).mul_(part).sum_to_size(by.scale.shape))
+            mask_gradient(part, rounded, ends, target)
+            sums.append(scale_slope(t, rounded, ends, fmt).mul_(part).sum_to_size(by.scale.shape))
         total = torch.stack(sums).sum(0) if steps.is_uniform else torch.cat(sums)
         return of_x, total.reshape(scale.shape), None, None
 
 
-def _rows(x: Tensor, grad: Tensor, of_x: Tensor, steps: Steps) -> Iterator[tuple[Tensor, Tensor, Tensor, Steps]]:
+def _iterate_rows(
+    x: Tensor, grad: Tensor, of_x: Tensor, steps: Steps
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Steps]]:
     """All three and the steps in pieces, where one scale serves all or each of the first axis; else whole."""
     is_plain = x.numel() > PIECE and all(each.is_contiguous() for each in (x, grad, of_x))
     if is_plain and steps.is_uniform:
@@ -151,13 +153,13 @@ def _rows(x: Tensor, grad: Tensor, of_x: Tensor, steps: Steps) -> Iterator[tuple
         yield x[part], grad[part], of_x[part], Steps(*own)  # type: ignore[arg-type]
 
 
-def _learned(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
+def _learn_scale_traced(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """LSQ (Esser et al. 2020): dy/dscale = c - t inside the range, c where clamped; dy/dx as ever."""
     wide = x.to(torch.float32)
     t = (wide if steps.shift is None else wide - steps.shift) / steps.scale
     with torch.no_grad():
-        c = centred_code(wide, steps, fmt)
+        c = compute_centred_code(wide, steps, fmt)
         rounded = t if fmt.is_float else torch.round(t)
         inside = (rounded >= steps.low) & (rounded <= steps.high)
     y = torch.where(inside, t + (c - t.detach()), c) * steps.scale
-    return narrow(y if steps.shift is None else y + steps.shift, x.dtype)
+    return cast_to_input_dtype(y if steps.shift is None else y + steps.shift, x.dtype)

@@ -85,18 +85,18 @@ class Format:
         return self.low, self.high
 
 
-def _integer(name: str, bits: int, storage: torch.dtype) -> Format:
+def _integer_format(name: str, bits: int, storage: torch.dtype) -> Format:
     signed = name.startswith("int")
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     return Format(name, bits, low, high, storage)
 
 
-def _integers() -> dict[CodeType, Format]:
+def _integer_formats() -> dict[CodeType, Format]:
     rows: dict[CodeType, Format] = {}
     for prefix, narrow, wide in (("int", torch.int8, torch.int16), ("uint", torch.uint8, torch.uint16)):
         for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16):
             name = f"{prefix}{bits}"
-            rows[getattr(torch, name)] = _integer(name, bits, narrow if bits <= 8 else wide)
+            rows[getattr(torch, name)] = _integer_format(name, bits, narrow if bits <= 8 else wide)
     return rows
 
 
@@ -106,7 +106,7 @@ E8M0 = torch.float8_e8m0fnu
 FP4 = torch.float4_e2m1fn_x2
 
 FORMATS: dict[CodeType, Format] = {
-    **_integers(),
+    **_integer_formats(),
     E4M3: Format("float8_e4m3fn", 8, -448.0, 448.0, E4M3, mantissa=3, min_exponent=-6, max_exponent=8),
     E5M2: Format("float8_e5m2", 8, -57344.0, 57344.0, E5M2, mantissa=2, min_exponent=-14, max_exponent=15),
     Float6.E2M3: Format("float6_e2m3fn", 6, -7.5, 7.5, E4M3, mantissa=3, min_exponent=0, max_exponent=2),
@@ -127,7 +127,7 @@ def dtype_name(dtype: CodeType) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def format_of(dtype: CodeType) -> Format:
+def get_format(dtype: CodeType) -> Format:
     """The row of a dtype."""
     try:
         return FORMATS[dtype]

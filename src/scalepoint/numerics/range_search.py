@@ -6,8 +6,8 @@ All functions take one row a block and give (low, high), one value a row.
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.fake import fake_quantize
-from scalepoint.numerics.format import Grid
+from scalepoint.numerics.fake_quantize import fake_quantize
+from scalepoint.numerics.formats import Grid
 from scalepoint.numerics.histogram import Histogram, bin_centres, bin_width
 from scalepoint.numerics.qparams import choose_qparams
 
@@ -36,12 +36,12 @@ def percentile_of_histogram(histogram: Histogram, percentile: float) -> Range:
 def _histogram_quantile(histogram: Histogram, share: float) -> Tensor:
     counts = histogram.counts.to(torch.float64)
     total = counts.cumsum(1)
-    wanted = total[:, -1:] * share
+    rank = total[:, -1:] * share
     # From below the first bin that holds something, from above the last one.
-    index = torch.searchsorted(total, wanted, right=share < 0.5).clamp(max=counts.shape[1] - 1)
+    index = torch.searchsorted(total, rank, right=share < 0.5).clamp(max=counts.shape[1] - 1)
     inside = counts.gather(1, index)
     before = total.gather(1, index) - inside
-    part = torch.where(inside > 0, (wanted - before) / inside.clamp(min=1), 0.0).clamp(0, 1)
+    part = torch.where(inside > 0, (rank - before) / inside.clamp(min=1), 0.0).clamp(0, 1)
     edge = (index - counts.shape[1] // 2 + part) * bin_width(histogram)
     return edge.squeeze(1).to(torch.float32)
 
@@ -64,14 +64,14 @@ def least_squares(
     powers = torch.linspace(0.0, 1.0, steps, dtype=torch.float32, device=values.device)
     shrink = torch.pow(least, powers).unbind()
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    best = _best(values, weights, [(low * s, high * s) for s in shrink], grid)
+    best = _find_best_range(values, weights, [(low * s, high * s) for s in shrink], grid)
     if not grid.is_symmetric:
-        best = _best(values, weights, [best, *((best[0], high * s) for s in shrink)], grid)
-        best = _best(values, weights, [best, *((low * s, best[1]) for s in shrink)], grid)
+        best = _find_best_range(values, weights, [best, *((best[0], high * s) for s in shrink)], grid)
+        best = _find_best_range(values, weights, [best, *((low * s, best[1]) for s in shrink)], grid)
     return best
 
 
-def _best(values: Tensor, weights: Tensor | None, ranges: list[Range], grid: Grid) -> Range:
+def _find_best_range(values: Tensor, weights: Tensor | None, ranges: list[Range], grid: Grid) -> Range:
     """The range of the least error, the first of equals; few values are quantized by many ranges at once."""
     lows, highs = (torch.stack(ends, 1) for ends in zip(*ranges, strict=True))  # (rows, ranges)
     values = values.detach()  # an error only judges: gradients go through the ends that are chosen
@@ -122,17 +122,17 @@ def _cells(centres: Tensor, clip: Tensor, levels: int) -> Tensor:
 
 
 def _divergence(counts: Tensor, inside: Tensor, cells: Tensor, levels: int, bins: int) -> Tensor:
-    kept = counts * inside
-    used = (kept > 0).to(torch.float32)
+    kept_counts = counts * inside
+    used = (kept_counts > 0).to(torch.float32)
     zeros = counts.new_zeros(counts.shape[0], levels)
-    mass, occupied = zeros.scatter_add(1, cells, kept), zeros.scatter_add(1, cells, used)
+    mass, occupied = zeros.scatter_add(1, cells, kept_counts), zeros.scatter_add(1, cells, used)
     q = (mass / occupied.clamp(min=1)).gather(1, cells) * used
     half = torch.arange(bins, device=counts.device) >= bins // 2
     outside = counts * (1 - inside)
     index = torch.arange(bins, device=counts.device).expand_as(counts)
     last = torch.where(inside > 0, index, -1).amax(1, keepdim=True)
     first = torch.where(inside > 0, index, bins).amin(1, keepdim=True)
-    p = kept.scatter_add(1, last.clamp(0, bins - 1), (outside * half).sum(1, keepdim=True))
+    p = kept_counts.scatter_add(1, last.clamp(0, bins - 1), (outside * half).sum(1, keepdim=True))
     p = p.scatter_add(1, first.clamp(0, bins - 1), (outside * ~half).sum(1, keepdim=True))
     p, q = p / p.sum(1, keepdim=True).clamp(min=1e-30), q / q.sum(1, keepdim=True).clamp(min=1e-30)
     terms = torch.where(p > 0, p * (p.clamp(min=1e-30).log() - q.clamp(min=1e-8).log()), 0.0)

@@ -18,15 +18,15 @@ from scalepoint.errors import UsageError
 from scalepoint.graph import Operation
 from scalepoint.graph.modules import Computed, tensors_of
 from scalepoint.numerics import (
-    Lines,
+    LineExtremes,
     QParams,
     Steps,
     can_fold,
-    fold_and_back,
+    fake_quantize_folded,
     is_traced,
-    keeping,
+    make_steps,
     round_trip_folded,
-    steps_of,
+    save_codes_for_backward,
 )
 from scalepoint.quantize.parts import kind_of_part, norm_settings, owners_of, run_with
 from scalepoint.quantize.real_tensors import RealTensors
@@ -121,13 +121,13 @@ class QuantizedWeighted(Stateful):
     def forward(self, x: Tensor) -> Tensor:
         if self.uses_batch_statistics:
             weight, make = self._trained(_not_zero(self.factor().detach()))
-            with keeping(x, weight, make):
+            with save_codes_for_backward(x, weight, make):
                 y = run_with(self.operation, x, weight, self.bias)
             result: Tensor = self.norm(y)
             return result
         if not self._may_keep(x):
             weight, bias = self._exported() if self._is_constant_here() else self._live()
-            with keeping(x):
+            with save_codes_for_backward(x):
                 return run_with(self.operation, x, weight, bias)
         kept = self._kept
         if kept is None or kept.marks is None or kept.marks != self._marks():
@@ -145,10 +145,10 @@ class QuantizedWeighted(Stateful):
         if found is not None:
             steps, places = found
             fmt, held = self.weight_quant.quantizer.grid.format, steps.map(Tensor.detach)
-            made = fold_and_back(self.weight, s, steps, fmt, places=places, owns_grad=True)
+            made = fake_quantize_folded(self.weight, s, steps, fmt, places=places, owns_grad=True)
             return made, self._maker(lambda weight: round_trip_folded(weight, s, held, fmt))
         wide = self._times(self.weight, s)
-        with keeping(None, wide, self._maker(lambda weight: self._times(weight, s))):
+        with save_codes_for_backward(None, wide, self._maker(lambda weight: self._times(weight, s))):
             weight = self.quantized(wide)
         del wide
         return self._times(weight, 1 / s), self._quantized_maker(s)
@@ -161,17 +161,17 @@ class QuantizedWeighted(Stateful):
             return None
         if not self._is_quantizing or quant.chosen is not None or not quant.goes_by_rows:
             return None
-        steps = steps_of(quant.qparams_for(self.weight), quant.quantizer.grid, fixed_zero=True)
+        steps = make_steps(quant.qparams_for(self.weight), quant.quantizer.grid, fixed_zero=True)
         if not self.weight.numel() or not can_fold(self.weight, steps._replace(scale=s)):
             return None
         if quant.is_learned and not quant.frozen:
             return steps._replace(scale=quant.qparams_of(self.weight).scale), None
         if quant.frozen:
             return steps._replace(scale=quant.scale.detach().clone()), None
-        lines = Lines.of(self.weight.detach(), s)
+        lines = LineExtremes.compute(self.weight.detach(), s)
         quant.follow(lines.extremes())
         steps = steps._replace(scale=quant.scale.detach().clone())
-        return steps, lines.clamped(steps)
+        return steps, lines.find_clamped(steps)
 
     def _maker(self, made: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
         """Makes a value of the weight again, for backward."""

@@ -11,10 +11,10 @@ from scalepoint.numerics import (
     Steps,
     dequantize,
     fake_quantize,
+    fake_quantize_by_steps,
     is_traced,
+    make_steps,
     quantize,
-    steps_of,
-    straight_through,
 )
 from scalepoint.numerics.affine import SMALL
 from scalepoint.numerics.blocks import block_view, is_ragged
@@ -43,7 +43,7 @@ class _Kept(NamedTuple):
             if tensor.numel() <= SMALL:  # one value an element costs nothing here, and saves two views a call
                 view = None
                 at_hand = at_hand.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
-        return _Kept(*qparams, _versions(*qparams), shape, steps_of(at_hand, grid, fixed_zero=True), view)
+        return _Kept(*qparams, _versions(*qparams), shape, make_steps(at_hand, grid, fixed_zero=True), view)
 
     def fits(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> bool:
         return (
@@ -130,8 +130,8 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
                 return fake_quantize(tensor, qparams, self.grid, block, fixed_zero=True)
             kept = self._kept = _Kept.make(tensor, qparams, self.grid, block)
         if kept.view is None:
-            return straight_through(tensor, kept.steps, self.grid.format)
-        return straight_through(tensor.view(kept.view), kept.steps, self.grid.format).reshape(tensor.shape)
+            return fake_quantize_by_steps(tensor, kept.steps, self.grid.format)
+        return fake_quantize_by_steps(tensor.view(kept.view), kept.steps, self.grid.format).reshape(tensor.shape)
 
     def _block(self, tensor: Tensor) -> tuple[int, ...] | None:
         granularity = self.granularity

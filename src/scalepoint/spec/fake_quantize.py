@@ -22,7 +22,7 @@ from scalepoint.numerics import (
     QuantizationFormulation,
     QuantizationScheme,
     dtype_name,
-    format_of,
+    get_format,
 )
 from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.granularity import QuantizationGranularity
@@ -69,7 +69,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
     ) -> None:
         super().__init__()
         _join_torchao()
-        fmt = format_of(dtype)
+        fmt = get_format(dtype)
         self.dtype, self.target_dtype = dtype, target_dtype
         self.n_bits = fmt.bits if n_bits is None else n_bits
         self.quantization_target = member(CompressionTargetTensor, quantization_target)

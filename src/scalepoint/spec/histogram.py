@@ -11,8 +11,8 @@ from torch import Tensor
 
 from scalepoint.errors import SpecError
 from scalepoint.numerics import QParams
-from scalepoint.numerics.histogram import Histogram, histogram_of_blocks, merge
-from scalepoint.numerics.search import least_divergence, least_squares_of_histogram, percentile_of_histogram
+from scalepoint.numerics.histogram import Histogram, compute_block_histograms, merge_histograms
+from scalepoint.numerics.range_search import least_divergence, least_squares_of_histogram, percentile_of_histogram
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
 from scalepoint.spec.range_calculator import check_bins, check_percentile, levels_of
 from scalepoint.spec.running import Range, add_range, extremes, follow_range, merge_range, seed_range
@@ -49,13 +49,13 @@ class HistogramQParamsCalculator(QParamsCalculatorBase):
         self.check_shape(min_val.shape)
         if torch.compiler.is_compiling():
             tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; the running range counts the batch
-        self._take(histogram_of_blocks(tensor.detach(), self.granularity.get_block_size(tensor.shape), self.bins))
+        self._take(compute_block_histograms(tensor.detach(), self.granularity.get_block_size(tensor.shape), self.bins))
         seen = follow_range(self, (min_val, max_val), extremes)
         return self.choose(*seen) if self.is_deferred else self._from_histogram()
 
     def _take(self, seen: Histogram) -> None:
         if self.counts.numel():
-            seen = merge(Histogram(self.counts, self.power), seen)
+            seen = merge_histograms(Histogram(self.counts, self.power), seen)
         self.keep("counts", seen.counts)
         self.keep("power", seen.power)
 

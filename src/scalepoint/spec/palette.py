@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import ExportError, SpecError
 from scalepoint.numerics import QParams, check_divides
-from scalepoint.numerics.palette import by_group, from_groups, make_tables, nearest_entries
+from scalepoint.numerics.palette import from_groups, make_tables, nearest_entries, to_groups
 from scalepoint.spec.extended import spec_class
 from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
 from scalepoint.spec.granularity import QuantizationGranularity, _axis, _is_transposed
@@ -58,7 +58,7 @@ class PaletteQParamsCalculator(QParamsCalculatorBase):
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         granularity = self.granularity
         assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the quantizer has asked
-        rows = by_group(tensor, *granularity.groups(tensor.shape))
+        rows = to_groups(tensor, *granularity.groups(tensor.shape))
         tables = make_tables(rows, 2**self.grid.format.bits)
         return QParams(tables, torch.zeros((), dtype=torch.int32, device=tensor.device))
 
@@ -85,7 +85,7 @@ class PaletteFakeQuantize(FakeQuantizeImplBase):
         cast_to_target_dtype: bool = True,
     ) -> Tensor:
         axis, groups = self._grouped(tensor)
-        codes = from_groups(nearest_entries(by_group(tensor, axis, groups), scale), tensor.shape, axis)
+        codes = from_groups(nearest_entries(to_groups(tensor, axis, groups), scale), tensor.shape, axis)
         return codes.to(self.target_dtype if cast_to_target_dtype else torch.float32)
 
     def dequantize(
@@ -97,7 +97,7 @@ class PaletteFakeQuantize(FakeQuantizeImplBase):
         output_dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         axis, groups = self._grouped(tensor)
-        values = scale.gather(-1, by_group(tensor, axis, groups).long())
+        values = scale.gather(-1, to_groups(tensor, axis, groups).long())
         return from_groups(values, tensor.shape, axis).to(output_dtype)
 
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:

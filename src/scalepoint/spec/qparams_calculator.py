@@ -21,11 +21,11 @@ from scalepoint.numerics import (
     QuantizationScheme,
     ScaleRounding,
     choose_qparams,
-    format_of,
+    get_format,
     is_traced,
     tensor_scale,
 )
-from scalepoint.numerics.blocks import as_stored, block_counts
+from scalepoint.numerics.blocks import as_memory_order, block_counts
 from scalepoint.spec.granularity import PerTensorGranularity, QuantizationGranularity
 from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
 from scalepoint.spec.registry import Registry, member, scheme_of
@@ -67,7 +67,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         **extra: Any,
     ) -> None:
         super().__init__()
-        fmt = format_of(dtype)
+        fmt = get_format(dtype)
         self.dtype, self.target_dtype = dtype, target_dtype
         self.float_range = tuple(float_range)
         self.on_nan = on_nan
@@ -280,7 +280,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         if type(self.range_calculator) is MinMaxRangeCalculator:
             low, high = self._over_replicas(*self.range_calculator(tensor))
             return (low, high) if self._is_finite(tensor.detach(), low.detach(), high.detach()) else None
-        extremes = torch.aminmax(as_stored(tensor.detach()))
+        extremes = torch.aminmax(as_memory_order(tensor.detach()))
         ends = self._over_replicas(extremes.min.to(torch.float32), extremes.max.to(torch.float32))
         if not self._is_finite(tensor.detach(), *ends):
             return None

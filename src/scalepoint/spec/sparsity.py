@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, WithJsonSche
 from torch import Tensor
 
 from scalepoint.errors import SpecError, nearest, shown
-from scalepoint.numerics.sparsity import keep_of, keep_share
+from scalepoint.numerics.sparsity import mask_by_share, mask_n_of_m
 from scalepoint.support.validation_errors import CheckedModel
 
 _RATIO = re.compile(r"(\d+):(\d+)")
@@ -81,10 +81,10 @@ class Sparsity(CheckedModel):
     def mask(self, weight: Tensor, progress: float = 1.0) -> Tensor:
         """Which weights stay; `progress` from 0 to 1 is how far pruning has come in a training."""
         if self.share is not None:
-            return keep_share(weight, self.share * progress, self.block)
+            return mask_by_share(weight, self.share * progress, self.block)
         assert self.keep is not None  # noqa: S101  # asked when it was made
         assert self.of is not None  # noqa: S101
-        return keep_of(weight, self.of - round((self.of - self.keep) * progress), self.of)
+        return mask_n_of_m(weight, self.of - round((self.of - self.keep) * progress), self.of)
 
 
 SparsityField = Annotated[

@@ -29,7 +29,7 @@ from scalepoint.numerics import (
     QuantizationFormulation,
     QuantizationScheme,
     dtype_name,
-    format_of,
+    get_format,
 )
 from scalepoint.numerics.qparams import HUGE
 from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
@@ -197,12 +197,12 @@ class QuantizationSpec(CheckedModel):
         if dtype not in cls.SUPPORTED_DTYPES:
             allowed = ", ".join(sorted(dtype_name(known) for known in cls.SUPPORTED_DTYPES))
             raise SpecError(f"Unsupported dtype: {dtype_name(dtype)!r}. Allowed dtypes: {allowed}")
-        format_of(dtype)
+        get_format(dtype)
         return dtype
 
     @model_validator(mode="after")
     def _scheme_rules(self) -> Self:
-        fmt = format_of(self.dtype)
+        fmt = get_format(self.dtype)
         fmt.limits(self.qscheme)
         if not fmt.is_float:
             return self
@@ -241,13 +241,13 @@ class QuantizationSpec(CheckedModel):
     @property
     def n_bits(self) -> int:
         """Width of a code."""
-        return format_of(self.dtype).bits
+        return get_format(self.dtype).bits
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def target_dtype(self) -> Dtype:
         """Storage type of the codes."""
-        return format_of(self.dtype).storage
+        return get_format(self.dtype).storage
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -263,17 +263,17 @@ class QuantizationSpec(CheckedModel):
 
     @classmethod
     def get_n_bits_from_dtype(cls, dtype: CodeType | str) -> int:
-        return format_of(to_code_type(dtype)).bits
+        return get_format(to_code_type(dtype)).bits
 
     @classmethod
     def get_target_dtype(cls, dtype: CodeType | str) -> torch.dtype:
-        return format_of(to_code_type(dtype)).storage
+        return get_format(to_code_type(dtype)).storage
 
     @classmethod
     def get_quant_range(
         cls, dtype: CodeType | str, qscheme: QuantizationScheme | str = QuantizationScheme.SYMMETRIC
     ) -> tuple[float, float]:
-        return format_of(to_code_type(dtype)).limits(member(QuantizationScheme, qscheme))
+        return get_format(to_code_type(dtype)).limits(member(QuantizationScheme, qscheme))
 
     def get_extra_args(self) -> dict[str, Any]:
         """The fields a subclass adds; they reach every component's constructor."""
@@ -341,7 +341,7 @@ def _named(dtype: Any) -> str:
 
 
 def _scale_dtypes(dtype: CodeType) -> tuple[torch.dtype | None, ...]:
-    if not format_of(dtype).is_float:
+    if not get_format(dtype).is_float:
         return (None,)
     if isinstance(dtype, Float6):
         return (E8M0,)
