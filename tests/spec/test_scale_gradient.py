@@ -152,7 +152,7 @@ def test_a_dynamic_scale_keeps_the_gradient_when_it_is_asked_for_directly_and_no
     calculator(x).scale.sum().backward()
     assert torch.equal((x.grad != 0).sum(1), torch.ones(3, dtype=torch.int64))
     assert not calculator.get_qparams().scale.requires_grad
-    assert not calculator.anew(x).scale.requires_grad
+    assert not calculator.compute_for(x).scale.requires_grad
 
 
 @each_calculator

@@ -14,7 +14,7 @@ from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
 from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Site, UnmatchedOperation
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
-from scalepoint.spec.extended import sparsity_of
+from scalepoint.spec.extended import get_sparsity
 from scalepoint.spec.palette import is_palette
 
 
@@ -118,7 +118,7 @@ def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterab
 
 def describe(spec: QuantizationSpec) -> str:
     """int8 per_channel"""
-    sparsity = sparsity_of(spec)
+    sparsity = get_sparsity(spec)
     pruned = "" if sparsity is None else f" {sparsity}"
     if is_palette(spec):
         return f"palette{spec.n_bits}{pruned}"

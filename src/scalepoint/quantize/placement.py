@@ -32,7 +32,7 @@ from scalepoint.spec import (
     default_weight_quantization_spec,
 )
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
-from scalepoint.spec.extended import sparsity_of
+from scalepoint.spec.extended import get_sparsity
 from scalepoint.targets import Facts, Target
 
 COUNTED = (*WEIGHTED, *FREE_PRODUCTS, "attention", "left")
@@ -392,13 +392,13 @@ def unpacked(site: Site, config: QuantConfig, target: Target) -> QuantizationSpe
     spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
     is_plain = isinstance(spec.granularity, PerTensorGranularity | PerChannelGranularity) and spec.qformulation == "zp"
     is_symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC
-    fits = spec.dtype == torch.int8 and is_plain and is_symmetric and sparsity_of(spec) is None
+    fits = spec.dtype == torch.int8 and is_plain and is_symmetric and get_sparsity(spec) is None
     return spec if fits else None
 
 
 def why_dense(site: Site, spec: QuantizationSpec | None) -> str:
     """Why a weight that is to be sparse cannot be; "" where it can, or need not."""
-    sparsity = None if spec is None else sparsity_of(spec)
+    sparsity = None if spec is None else get_sparsity(spec)
     if sparsity is None or site.part is None:
         return ""
     shape = weight_shape(site.part)

@@ -75,7 +75,7 @@ class QuantizedWeighted(Stateful):
         self.is_unpacked = False  # stored as codes, multiplied as floats: what stays float for speed
         self.register_buffer("bias_shift", None)
         self.add_switch("is_norm_frozen", False)
-        self._kept: _Kept | None = None
+        self._weight_cache: _Kept | None = None
         self._real: RealTensors | None = None  # for a plain ONNX export
 
     refers: dict[str, nn.Module | None]
@@ -129,10 +129,10 @@ class QuantizedWeighted(Stateful):
             weight, bias = self._exported() if self._is_constant_here() else self._live()
             with save_codes_for_backward(x):
                 return run_with(self.operation, x, weight, bias)
-        kept = self._kept
+        kept = self._weight_cache
         if kept is None or kept.marks is None or kept.marks != self._marks():
             with torch.inference_mode(False), torch.no_grad():
-                kept = self._kept = self._evaluated()
+                kept = self._weight_cache = self._evaluated()
         stub = self.input_stub
         if kept.scale is None or stub is None:
             return run_with(self.operation, x, kept.weight, kept.bias)
@@ -257,7 +257,7 @@ class QuantizedWeighted(Stateful):
     def forget(self) -> None:
         """Let go of chosen codes, and of what is kept between calls."""
         self.weight_quant.unfreeze()
-        self._kept = self._real = None
+        self._weight_cache = self._real = None
 
     @property
     def channels(self) -> int:
@@ -380,7 +380,7 @@ class QuantizedWeighted(Stateful):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self._kept = self._real = None
+        self._weight_cache = self._real = None
         is_whole = not self.weight.is_meta and not hasattr(self.weight, "full_tensor")  # one in parts is, in a forward
         if not mode and self.weight_quant.enabled and not self.weight_quant.frozen and is_whole:
             self.freeze()  # eval mode has the scales of the weight as it is now, for an export that may follow
@@ -450,7 +450,7 @@ class QuantizedWeighted(Stateful):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None, "_real": None}
+        return {**self.__dict__, "_weight_cache": None, "_real": None}
 
     def extra_repr(self) -> str:
         norm = "" if self.norm is None else f", {type(self.norm).__name__} folded in"

@@ -39,7 +39,7 @@ class Sparsity(CheckedModel):
         return data
 
     @model_validator(mode="after")
-    def _says_one_thing(self) -> Self:
+    def _check_fields(self) -> Self:
         if (self.share is None) == (self.keep is None) or (self.keep is None) != (self.of is None):
             raise SpecError(f"sparsity is a share, or keep and of: not {self!r}")
         if self.share is not None and not 0 <= self.share < 1:

@@ -15,7 +15,7 @@ from scalepoint.spec.qparams_calculator import (
     QParamsCalculatorBase,
 )
 from scalepoint.spec.range_calculator import RangeCalculatorBase
-from scalepoint.spec.registry import constructor_parameters, member, scheme_of
+from scalepoint.spec.registry import constructor_parameters, parse_enum, to_scheme
 from scalepoint.spec.spec import QuantizationSpec, to_code_type
 
 
@@ -25,8 +25,8 @@ class QuantizationComponentFactory:
     @staticmethod
     def create_range_calculator(spec: QuantizationSpec) -> RangeCalculatorBase:
         kind = spec.range_calculator_cls
-        taken = constructor_parameters(kind)
-        fields = {name: value for name, value in _grid_fields(spec).items() if name in taken}
+        parameters = constructor_parameters(kind)
+        fields = {name: value for name, value in _grid_fields(spec).items() if name in parameters}
         calculator: RangeCalculatorBase = kind(granularity=spec.granularity, **{**fields, **spec.get_extra_args()})
         return calculator
 
@@ -34,7 +34,7 @@ class QuantizationComponentFactory:
     def create_qparams_calculator(
         spec: QuantizationSpec, target: CompressionTargetTensor | str
     ) -> QParamsCalculatorBase:
-        return _qparams_calculator(spec, target, {})
+        return _create_qparams_calculator(spec, target, {})
 
     @staticmethod
     def create_fake_quantizer(
@@ -55,9 +55,9 @@ class QuantizationComponentFactory:
         quantizer: FakeQuantizeImplBase = spec.fake_quantize_cls(
             granularity=spec.granularity,
             qformulation=spec.qformulation,
-            qparams_calculator=_qparams_calculator(spec, target, limits),
+            qparams_calculator=_create_qparams_calculator(spec, target, limits),
             **{
-                "quantization_target": member(CompressionTargetTensor, target),
+                "quantization_target": parse_enum(CompressionTargetTensor, target),
                 "n_bits": spec.n_bits,
                 **fields,
                 **spec.get_extra_args(),
@@ -71,18 +71,20 @@ class QuantizationComponentFactory:
         spec: QuantizationSpec, target: CompressionTargetTensor | str
     ) -> PartialConstructor:
         """A constructor without arguments, as PT2E wants one."""
-        made = PartialConstructor(partial(QuantizationComponentFactory.create_fake_quantizer, spec, target))
+        constructor = PartialConstructor(partial(QuantizationComponentFactory.create_fake_quantizer, spec, target))
         if isinstance(spec.granularity, PerChannelGranularity):
-            made.__name__ = "PerChannelFakeQuantize"  # torchao 0.18 passes ch_axis only to names with "PerChannel"
-        return made
+            constructor.__name__ = (
+                "PerChannelFakeQuantize"  # torchao 0.18 passes ch_axis only to names with "PerChannel"
+            )
+        return constructor
 
 
-def _qparams_calculator(
+def _create_qparams_calculator(
     spec: QuantizationSpec, target: CompressionTargetTensor | str, limits: Mapping[str, float]
 ) -> QParamsCalculatorBase:
     kind = spec.qparam_calculator_cls
     if kind is DefaultQParamsCalculator:
-        is_weight = member(CompressionTargetTensor, target) == CompressionTargetTensor.WEIGHT
+        is_weight = parse_enum(CompressionTargetTensor, target) == CompressionTargetTensor.WEIGHT
         kind = QParamsCalculatorBase.get_class("static" if is_weight else "moving_average")
     calculator: QParamsCalculatorBase = kind(
         granularity=spec.granularity,
@@ -102,7 +104,7 @@ def _with_torchao_fields(spec: QuantizationSpec, overrides: dict[str, Any]) -> t
     if dtype is not None and to_code_type(dtype) not in (spec.dtype, spec.target_dtype):
         spec = spec.replace(dtype=dtype)
     if qscheme is not None:
-        scheme = scheme_of(qscheme)
+        scheme = to_scheme(qscheme)
         if (scheme == QuantizationScheme.ASYMMETRIC) != (spec.qscheme == QuantizationScheme.ASYMMETRIC):
             spec = spec.replace(qscheme=scheme)
         if isinstance(qscheme, torch.qscheme):
