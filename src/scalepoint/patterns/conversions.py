@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph.kinds import base_name
-from scalepoint.graph.modules import Operation, Reference, tensors_of
-from scalepoint.graph.nodes import kind_of, set_info, tensor_of
+from scalepoint.graph.nodes import get_fake_tensor, get_kind, set_info
+from scalepoint.graph.operations import Operation, Reference, get_tensors
 from scalepoint.graph.tree import Tree
 from scalepoint.patterns.gelu import join_gelu
 
@@ -32,7 +32,7 @@ def remove_asserts(model: fx.GraphModule) -> int:
 
 def remove_identities(model: fx.GraphModule) -> int:
     """nn.Identity, alias, detach."""
-    nodes = [node for node in model.graph.nodes if kind_of(node) == "identity" and len(node.all_input_nodes) == 1]
+    nodes = [node for node in model.graph.nodes if get_kind(node) == "identity" and len(node.all_input_nodes) == 1]
     for node in nodes:
         _bypass(model, node)
     return len(nodes)
@@ -40,7 +40,7 @@ def remove_identities(model: fx.GraphModule) -> int:
 
 def remove_idle_pools(model: fx.GraphModule) -> int:
     """Pools that change no input of any size: windows of one value, or adaptive to the size that comes."""
-    nodes = [node for node in model.graph.nodes if kind_of(node) in POOLS and _is_idle(model, node)]
+    nodes = [node for node in model.graph.nodes if get_kind(node) in POOLS and _is_idle(model, node)]
     for node in nodes:
         _bypass(model, node)
     return len(nodes)
@@ -50,9 +50,9 @@ def head_to_convolution(model: fx.GraphModule) -> int:
     """linear(flatten(global pool)) becomes flatten(1x1 convolution): the classifier stays in the layout of the rest."""
     changed = 0
     for node in list(model.graph.nodes):
-        pool = node.all_input_nodes[0] if kind_of(node) == "flatten" and node.all_input_nodes else None
+        pool = node.all_input_nodes[0] if get_kind(node) == "flatten" and node.all_input_nodes else None
         linear = next(iter(node.users)) if len(node.users) == 1 else None
-        if pool is None or linear is None or linear.op != "call_module" or kind_of(linear) != "linear":
+        if pool is None or linear is None or linear.op != "call_module" or get_kind(linear) != "linear":
             continue
         if _pools_to_one(model, pool) and _joins_channels(model, node) and _is_plain_linear(model, linear):
             _swap(model, node, linear)
@@ -62,7 +62,7 @@ def head_to_convolution(model: fx.GraphModule) -> int:
 
 def _joins_channels(model: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a flatten leaves (batch, channels) of (batch, channels, 1, 1)."""
-    value = tensor_of(node.all_input_nodes[0])
+    value = get_fake_tensor(node.all_input_nodes[0])
     if node.op != "call_module" or (value is not None and value.ndim != 4):
         return False
     module = model.get_submodule(str(node.target))
@@ -92,7 +92,7 @@ def _swap(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
 
 def _pools_to_one(model: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is an adaptive 2-d average pool to one value a channel."""
-    if kind_of(node) != "adaptive_avg_pool" or node.op != "call_module":
+    if get_kind(node) != "adaptive_avg_pool" or node.op != "call_module":
         return False
     module = model.get_submodule(str(node.target))
     given = module.settings.values() if isinstance(module, Operation) else [getattr(module, "output_size", None)]
@@ -116,7 +116,7 @@ class HeadConvolution(nn.Module):
         return getattr(self.linear.owner, "bias", None)
 
     def tensors(self) -> list[Tensor]:
-        return tensors_of(self.linear.owner)
+        return get_tensors(self.linear.owner)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.conv2d(x, self.weight, self.bias)
@@ -126,10 +126,10 @@ def loosen_casts(model: fx.GraphModule) -> int:
     """softmax(scores.float()).type_as(scores) takes its type from the product's operand: scores have one reader."""
     changed = 0
     for node in model.graph.nodes:
-        if kind_of(node) != "type_as" or len(node.all_input_nodes) != 2:
+        if get_kind(node) != "type_as" or len(node.all_input_nodes) != 2:
             continue
         source = like = node.all_input_nodes[1]
-        while kind_of(source) in ("matmul", "mul", "div", "add") and _dtype(source) == _dtype(
+        while get_kind(source) in ("matmul", "mul", "div", "add") and _dtype(source) == _dtype(
             source.all_input_nodes[0]
         ):
             source = source.all_input_nodes[0]
@@ -140,7 +140,7 @@ def loosen_casts(model: fx.GraphModule) -> int:
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = tensor_of(node)
+    value = get_fake_tensor(node)
     return None if value is None else value.dtype
 
 
@@ -148,7 +148,7 @@ def infer_one_extent(model: fx.GraphModule) -> int:
     """view(x, [a, n, b]) with one extent that depends on the input becomes view(x, [a, -1, b]): n is not computed."""
     changed = 0
     for node in model.graph.nodes:
-        sizes = node.args[1] if kind_of(node) == "reshape" and len(node.args) == 2 else None
+        sizes = node.args[1] if get_kind(node) == "reshape" and len(node.args) == 2 else None
         if not isinstance(sizes, list | tuple) or -1 in sizes:
             continue
         if sum(isinstance(size, fx.Node) for size in sizes) == 1 and 0 not in sizes:
@@ -200,7 +200,7 @@ def _is_idle(model: fx.GraphModule, node: fx.Node) -> bool:
         return False
     module = model.get_submodule(str(node.target))
     given = module.settings if isinstance(module, Operation) else vars(module)
-    if kind_of(node).startswith("adaptive"):
+    if get_kind(node).startswith("adaptive"):
         return _all_are(given.get("output_size", 0), None) and not given.get("return_indices")
     windows = [given.get("kernel_size", 0), given.get("stride") or 1]
     others = given.get("padding") or 0, given.get("divisor_override") or 1
@@ -213,5 +213,5 @@ def _all_are(value: object, expected: int | None) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    is_ours = node.op in ("call_function", "get_attr") or (node.op == "call_module" and kind_of(node) != "left")
+    is_ours = node.op in ("call_function", "get_attr") or (node.op == "call_module" and get_kind(node) != "left")
     return is_ours and not node.is_impure()

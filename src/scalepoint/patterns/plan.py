@@ -12,8 +12,8 @@ from torch import fx
 
 from scalepoint.errors import PatternError, shown
 from scalepoint.graph.kinds import WEIGHTED
-from scalepoint.graph.nodes import kind_of
-from scalepoint.graph.weights import unknown_readers
+from scalepoint.graph.nodes import get_kind
+from scalepoint.graph.weight_readers import find_unknown_readers
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, match_at, place_of
 from scalepoint.support.documents import parse_json
 from scalepoint.support.formatting import one_line
@@ -88,7 +88,7 @@ def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> Transform
     order = {}
     for index, node in enumerate(model.graph.nodes):
         order[node] = index
-        by_kind.setdefault(kind_of(node), []).append(node)
+        by_kind.setdefault(get_kind(node), []).append(node)
     taken: set[fx.Node] = set()
     matches: list[PatternMatch] = []
     refusals: list[Refusal] = []
@@ -122,9 +122,9 @@ def _check_patterns(patterns: tuple[Pattern, ...]) -> None:
 def _unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[Refusal]) -> list[Refusal]:
     """The operations with weights that no pattern took and nobody spoke of yet."""
     told = {refusal.name for refusal in refusals}
-    weighted = [node for node in model.graph.nodes if kind_of(node) in (*WEIGHTED, "attention", "left")]
-    reasons = {node: f"no pattern takes a {kind_of(node)}: it stays as it is" for node in weighted}
-    unknown = list(unknown_readers(model))
+    weighted = [node for node in model.graph.nodes if get_kind(node) in (*WEIGHTED, "attention", "left")]
+    reasons = {node: f"no pattern takes a {get_kind(node)}: it stays as it is" for node in weighted}
+    unknown = list(find_unknown_readers(model))
     for node, _ in unknown:
         alike = dict.fromkeys(weight for other, weight in unknown if place_of(other) == place_of(node))
         reasons[node] = _why_unknown(node, list(alike))

@@ -23,7 +23,7 @@ from scalepoint.errors import (
     UsageError,
     shown,
 )
-from scalepoint.graph.blame import user_level
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.numerics import QParams
 from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig, short_form
 from scalepoint.spec import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import UsageError
 from scalepoint.graph import Operation
-from scalepoint.graph.modules import Computed, tensors_of
+from scalepoint.graph.operations import ComputedTensor, get_tensors
 from scalepoint.numerics import (
     LineExtremes,
     QParams,
@@ -289,7 +289,7 @@ class QuantizedWeighted(Stateful):
         parts = [self.operation, *(each for each in (self.norm, self.input_stub) if each is not None)]
         owners = [owner for part in parts for owner in owners_of(part)]
         whole = [self] if self.input_stub is None else [self, self.input_stub]
-        return None if any(isinstance(owner, Computed) for owner in owners) else RealTensors.of(whole, owners)
+        return None if any(isinstance(owner, ComputedTensor) for owner in owners) else RealTensors.of(whole, owners)
 
     def _is_constant_here(self) -> bool:
         """Whether torch.onnx.export records, and weight and bias can be constants of its file."""
@@ -430,7 +430,7 @@ class QuantizedWeighted(Stateful):
         """A number for every write to what counts; None where writes leave no trace."""
         quant = self.weight_quant
         stub = self.input_stub
-        values: list[Tensor | None] = [*tensors_of(self.operation), self.bias_shift]
+        values: list[Tensor | None] = [*get_tensors(self.operation), self.bias_shift]
         values += [quant.scale, quant.zero_point, quant.minval, quant.chosen, quant.mask]
         values += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
         values += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]

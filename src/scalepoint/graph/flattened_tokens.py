@@ -7,14 +7,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from scalepoint.graph.modules import Operation
-from scalepoint.graph.nodes import kind_of, tensor_of
+from scalepoint.graph.nodes import get_fake_tensor, get_kind
+from scalepoint.graph.operations import Operation
 from scalepoint.graph.products import affine
 
 
-def unflatten(graph_module: fx.GraphModule) -> None:
+def remove_token_flattening(graph_module: fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
-        if node.op == "call_module" and kind_of(node) == "linear" and len(node.users) == 1:
+        if node.op == "call_module" and get_kind(node) == "linear" and len(node.users) == 1:
             flat, back = node.args[0], next(iter(node.users))
             if _is_reshape(flat) and _is_reshape(back) and back.args[0] is node and _restores(flat, node, back):
                 module = graph_module.get_submodule(str(node.target))
@@ -34,13 +34,13 @@ def _takes_tokens(operation: Operation) -> bool:
 
 
 def _is_reshape(node: object) -> bool:
-    return isinstance(node, fx.Node) and kind_of(node) == "reshape" and node.op == "call_function"
+    return isinstance(node, fx.Node) and get_kind(node) == "reshape" and node.op == "call_function"
 
 
 def _restores(flat: fx.Node, linear: fx.Node, back: fx.Node) -> bool:
     """Whether all axes but the last are joined before the product and the same again after it."""
     source = flat.args[0] if isinstance(flat.args[0], fx.Node) else flat
-    values = [tensor_of(node) for node in (source, flat, linear, back)]
+    values = [get_fake_tensor(node) for node in (source, flat, linear, back)]
     if any(value is None for value in values):
         return False
     x, rows, product, result = (list(value.shape) for value in values if value is not None)

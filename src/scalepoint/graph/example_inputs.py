@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, TensorError
 from scalepoint.graph.dry_run import dry_run
-from scalepoint.graph.modes import evaluating
+from scalepoint.graph.module_state import eval_mode
 
 EMBEDDING_ERROR = "index out of range in self"  # torch 2.13, for ids without a row; an index of a list says otherwise
 
@@ -44,14 +44,14 @@ def check_example(model: nn.Module, inputs: tuple[Any, Any]) -> None:
     if not has_ids(inputs) or not any(True for _ in _tables(model)):
         return
     try:
-        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             dry_run(model, *inputs)
     except Exception as error:  # the user's code raises what it likes; capture says at which line
-        if message := ids_out_of_range(error, model, inputs):
+        if message := describe_ids_out_of_range(error, model, inputs):
             raise CaptureError(f"the example inputs: {message}") from error
 
 
-def ids_out_of_range(error: Exception, model: nn.Module, inputs: Any) -> str:
+def describe_ids_out_of_range(error: Exception, model: nn.Module, inputs: Any) -> str:
     """Describe the ids that an embedding refused, and the embeddings of the model; "" for every other error."""
     if not isinstance(error, IndexError) or EMBEDDING_ERROR not in str(error) or not has_ids(inputs):
         return ""

@@ -7,12 +7,12 @@ from torch import nn
 
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.graph import capture
-from scalepoint.graph.described import describe
-from scalepoint.graph.export import export_graph
-from scalepoint.graph.free import axes_of, is_free, named_inputs, resized
-from scalepoint.graph.nodes import tensor_of
-from scalepoint.graph.origin import origin_of
-from scalepoint.graph.rebuilt import rebuild
+from scalepoint.graph.deserialization import rebuild
+from scalepoint.graph.dynamic_axes import get_named_inputs, is_dynamic, parse_axes, resize_inputs
+from scalepoint.graph.nodes import get_fake_tensor
+from scalepoint.graph.origin import get_origin
+from scalepoint.graph.serialization import describe
+from scalepoint.graph.torch_export import export_graph
 from tests.errors import raises
 
 PICTURE = {"x": {2: "height", 3: "width"}}
@@ -55,7 +55,7 @@ class Sum(nn.Module):
 
 
 def shapes(graph):
-    return [["*" if is_free(each) else each for each in tensor_of(node).shape] for node in inputs_of(graph)]
+    return [["*" if is_dynamic(each) else each for each in get_fake_tensor(node).shape] for node in inputs_of(graph)]
 
 
 def inputs_of(graph):
@@ -80,7 +80,7 @@ def captured(model, *inputs, axes=None, **options):
     ],
 )
 def test_axes_are_given_as_people_know_it(given, axes):
-    assert axes_of(given) == axes
+    assert parse_axes(given) == axes
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_axes_are_given_as_people_know_it(given, axes):
 )
 def test_what_is_none_is_told(given, said):
     with pytest.raises(UsageError) as caught:
-        axes_of(given)
+        parse_axes(given)
     assert said in str(caught.value)
 
 
@@ -135,7 +135,7 @@ def test_named_axes_are_free_and_the_graph_was_tried_at_other_sizes():
     model = Pixels()
     graph = captured(model, torch.randn(2, 3, 8, 8))
     assert shapes(graph) == [["*", 3, "*", "*"]]
-    origin = origin_of(graph)
+    origin = get_origin(graph)
     assert origin.axes == PICTURE
     assert origin.steps == {"height": 1, "width": 1}
     assert origin.tried == {"height": 12, "width": 6}
@@ -149,13 +149,13 @@ def test_the_batch_can_be_fixed_beside_them():
 
 
 def test_sizes_that_the_model_takes_in_steps_are_found():
-    assert origin_of(captured(Skips(), torch.randn(1, 3, 8, 8))).steps == {"height": 2, "width": 2}
+    assert get_origin(captured(Skips(), torch.randn(1, 3, 8, 8))).steps == {"height": 2, "width": 2}
 
 
 def test_a_name_on_two_inputs_is_one_size():
     axes = {"x": {1: "frames"}, "y_a": {1: "frames"}}
     graph = captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 5)}, axes=axes)
-    assert origin_of(graph).tried == {"frames": 7}
+    assert get_origin(graph).tried == {"frames": 7}
     with raises(CaptureError, "'frames'", "'steps'", "one name"):
         captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 5)}, axes={"x": {1: "frames"}, "y_a": {1: "steps"}})
     with raises(UsageError, "'frames'", "5 on axis 1 of 'x'", "4 on axis 1 of 'y_a'"):
@@ -209,9 +209,9 @@ def test_a_table_of_positions_says_where_it_ends():
             return x + self.table[: x.shape[1]]
 
     graph = captured(Positions(), torch.randn(2, 6, 4), axes={"x": {1: "tokens"}})
-    assert origin_of(graph).tried["tokens"] in range(2, 9)
+    assert get_origin(graph).tried["tokens"] in range(2, 9)
     full = captured(Positions(), torch.randn(2, 8, 4), axes={"x": {1: "tokens"}})
-    assert origin_of(full).tried["tokens"] in range(2, 8)
+    assert get_origin(full).tried["tokens"] in range(2, 8)
 
 
 def test_a_graph_that_is_another_model_at_other_sizes_is_refused():
@@ -233,11 +233,11 @@ def test_a_graph_that_is_another_model_at_other_sizes_is_refused():
 def test_inputs_of_other_sizes_are_cut_or_repeated():
     model = Sum()
     inputs = (torch.arange(6.0).view(2, 3), {"a": torch.ones(2, 3)})
-    assert list(named_inputs(model, inputs, {})) == ["x", "y_a"]
-    (x, y), _ = resized(model, (inputs, {}), {"x": {1: "n"}, "y_a": {1: "n"}}, {"n": 5})
+    assert list(get_named_inputs(model, inputs, {})) == ["x", "y_a"]
+    (x, y), _ = resize_inputs(model, (inputs, {}), {"x": {1: "n"}, "y_a": {1: "n"}}, {"n": 5})
     assert x.tolist() == [[0, 1, 2, 0, 1], [3, 4, 5, 3, 4]]
     assert y["a"].shape == (2, 5)
-    (x, _), _ = resized(model, (inputs, {}), {"x": {1: "n"}}, {"n": 2})
+    (x, _), _ = resize_inputs(model, (inputs, {}), {"x": {1: "n"}}, {"n": 2})
     assert x.tolist() == [[0, 1], [3, 4]]
 
 
@@ -245,7 +245,7 @@ def test_a_graph_as_data_keeps_its_free_axes():
     graph = captured(Skips(), torch.randn(2, 3, 8, 8))
     found = describe(graph)
     again = rebuild(found.data, {**graph.state_dict(), **found.constants})
-    assert origin_of(again) == origin_of(graph)
+    assert get_origin(again) == get_origin(graph)
     assert shapes(again) == [["*", 3, "*", "*"]]
     x = torch.randn(1, 3, 10, 6)
     assert torch.equal(again(x), graph(x))
@@ -255,4 +255,4 @@ def test_the_program_of_a_graph_has_the_same_axes_free_at_any_example():
     graph = captured(Skips(), torch.randn(2, 3, 8, 8))
     program = export_graph(graph, (torch.randn(1, 3, 4, 12),), {}, dynamic=True)
     (x,) = (node for node in program.graph.nodes if node.name == "x")
-    assert [is_free(each) for each in x.meta["val"].shape] == [True, False, True, True]
+    assert [is_dynamic(each) for each in x.meta["val"].shape] == [True, False, True, True]

@@ -6,7 +6,7 @@ from torch import nn
 
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph import capture
-from scalepoint.graph.sizes import note_sizes
+from scalepoint.graph.value_dependent_sizes import record_sizes
 from scalepoint.quantize import calibrate, coverage, insert_qdq
 from scalepoint.transformation import transform
 
@@ -56,4 +56,4 @@ def test_a_run_that_fails_is_told():
     inputs = (torch.randn(2, 8), torch.tensor(3))
     graph_module = capture(Takes(), inputs)
     with pytest.warns(ScalepointWarning, match="MACs.*'le_1'$"):
-        note_sizes(graph_module, (inputs[0], torch.tensor(9)))  # more rows than the model says it takes
+        record_sizes(graph_module, (inputs[0], torch.tensor(9)))  # more rows than the model says it takes

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def eval_mode(model: Any) -> Iterator[None]:
     """In eval mode; every module has its own mode back afterwards. What is no module has none."""
     modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
     for module, _ in modes:
@@ -26,7 +26,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_attributes(model: nn.Module) -> Iterator[None]:
+def restore_attributes(model: nn.Module) -> Iterator[None]:
     """A forward that is traced may store tensors and sizes of the trace, which have no values, in attributes and new
     buffers: a module where it did is as before afterwards, also its flags ("is_built") that belong to them."""
     before = {module: (_attributes(module), dict(module._buffers)) for module in model.modules()}
@@ -35,21 +35,25 @@ def keeping_attributes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, (known, buffers) in before.items():
             is_new = module._buffers.keys() != buffers.keys()
-            if is_new or any(_is_traced(value) for value in (*_own(module).values(), *module._buffers.values())):
-                for name in _own(module).keys() - known.keys():
+            if is_new or any(
+                _is_traced(value) for value in (*_extra_attributes(module).values(), *module._buffers.values())
+            ):
+                for name in _extra_attributes(module).keys() - known.keys():
                     delattr(module, name)
                 vars(module).update(known)
                 module._buffers.clear()
                 module._buffers.update(buffers)
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def _extra_attributes(module: nn.Module) -> dict[str, Any]:
     """Its attributes that nn.Module does not know."""
     return {name: value for name, value in vars(module).items() if name not in _MODULE}
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: copy(value) if type(value) in (dict, list) else value for name, value in _own(module).items()}
+    return {
+        name: copy(value) if type(value) in (dict, list) else value for name, value in _extra_attributes(module).items()
+    }
 
 
 def _is_traced(value: Any) -> bool:
@@ -60,11 +64,11 @@ def _is_traced(value: Any) -> bool:
 
 
 @contextmanager
-def without_cache(model: Any) -> Iterator[None]:
+def cache_disabled(model: Any) -> Iterator[None]:
     """Set `use_cache` to False in all configs of a transformers model: it returns keys and values of earlier tokens
     otherwise."""
-    found = {id(config): config for module in _modules(model) for config in _configs(vars(module).get("config"))}
-    on = [config for config in found.values() if config.use_cache is True]
+    configs = {id(config): config for module in _modules(model) for config in _configs(vars(module).get("config"))}
+    on = [config for config in configs.values() if config.use_cache is True]
     for config in on:
         config.use_cache = False
     try:
@@ -89,7 +93,7 @@ def _configs(config: Any, depth: int = 3) -> Iterator[Any]:
 
 
 @contextmanager
-def plain_attention() -> Iterator[None]:
+def fused_attention_disabled() -> Iterator[None]:
     """Without torch's fused encoder layers (aten._transformer_encoder_layer_fwd), which hide what they compute.
 
     nn.TransformerEncoder and nn.TransformerDecoder (torch 2.13) also look at the values of a mask, to find out whether

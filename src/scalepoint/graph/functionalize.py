@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from scalepoint.graph.kinds import base_name, functional, is_in_place
+from scalepoint.graph.kinds import base_name, get_functional_overload, is_in_place
 
 _VIEWS = ("slice", "select", "view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "detach")
 _LISTS = ("split", "split_with_sizes", "chunk", "unbind")
@@ -25,7 +25,7 @@ _SCATTERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def follow_writes(graph: fx.Graph) -> bool:
+def functionalize_writes(graph: fx.Graph) -> bool:
     """Make the graph functional, in place; False when a write goes a way that is not known here."""
     order: dict[fx.Node, float] = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -34,27 +34,27 @@ def follow_writes(graph: fx.Graph) -> bool:
         chain = _chain(node.args[0])
         if len(chain) == 1 and chain[0].op == "get_attr":
             continue  # a write to a buffer is meant
-        if chain[-1].op != "get_attr" and _is_last_look(chain, node, order):
+        if chain[-1].op != "get_attr" and _is_last_read(chain, node, order):
             chain = chain[:1]
-        family = _family(chain, node, order)
+        family = _find_live_views(chain, node, order)
         if chain[-1].op == "get_attr" or not all(view.target in _SCATTERS for view in chain[:-1]):
             return False
-        if not (all(map(_is_sure, family)) and _make_functional(node)):
+        if not (all(map(_is_always_view, family)) and _make_functional(node)):
             return False
-        _carry(graph, node, chain, family, order)
+        _update_readers(graph, node, chain, family, order)
     return True
 
 
 def _make_functional(write: fx.Node) -> bool:
     """The overload that gives a new tensor, if that has the type of the written one: x.gt_(0) does not give a bool."""
-    replacement = functional(write.target)
+    replacement = get_functional_overload(write.target)
     args, kwargs = fx.map_arg((write.args, write.kwargs), lambda node: node.meta.get("val"))
     try:
-        given = replacement(*args, **kwargs)
+        result = replacement(*args, **kwargs)
     except Exception:  # no such overload, or a value that is not known
         return False
     write.target = replacement
-    return bool(given.dtype == args[0].dtype)  # type: ignore[union-attr]
+    return bool(result.dtype == args[0].dtype)  # type: ignore[union-attr]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -69,7 +69,7 @@ def is_view(node: fx.Node) -> bool:
     return any(alias is not None and not alias.is_write for alias in returns)
 
 
-def _is_sure(view: fx.Node) -> bool:
+def _is_always_view(view: fx.Node) -> bool:
     """A reshape may copy; these never do."""
     return view.target is operator.getitem or base_name(view.target) in (*_VIEWS, *_LISTS)  # type: ignore[arg-type]
 
@@ -82,7 +82,7 @@ def _chain(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
-def _is_last_look(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -> bool:
+def _is_last_read(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -> bool:
     """Whether nothing that holds the written memory is read after the write, but for the view that it goes through."""
     seen, open_nodes = {chain[0]}, [chain[-1]]
     while open_nodes:
@@ -96,14 +96,14 @@ def _is_last_look(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, flo
     return True
 
 
-def _family(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -> list[fx.Node]:
+def _find_live_views(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -> list[fx.Node]:
     """The views of the written tensor that exist now and are read later, in the order in which they were made."""
     views: list[fx.Node] = []
     open_nodes = [chain[-1]]
     while open_nodes:
-        made = [user for user in open_nodes.pop().users if order[user] < order[write] and is_view(user)]
-        views += made
-        open_nodes += made
+        new_views = [user for user in open_nodes.pop().users if order[user] < order[write] and is_view(user)]
+        views += new_views
+        open_nodes += new_views
     needed = {chain[0]} if write.users else set()
     for view in sorted(views, key=order.__getitem__, reverse=True):
         if any(order[user] >= order[write] + 1 or user in needed for user in view.users):
@@ -113,7 +113,7 @@ def _family(chain: list[fx.Node], write: fx.Node, order: dict[fx.Node, float]) -
     return sorted(needed - {chain[-1]}, key=order.__getitem__)
 
 
-def _carry(
+def _update_readers(
     graph: fx.Graph, write: fx.Node, chain: list[fx.Node], family: list[fx.Node], order: dict[fx.Node, float]
 ) -> None:
     """The new value of the base, and later readers of the base and of its views on the new ones."""
@@ -153,9 +153,9 @@ def join_batch_norms(graph: fx.Graph) -> None:
         x, weight, bias, mean, var, momentum, eps = node.args
         with graph.inserting_before(node):
             args = (x, weight, bias, mean, var, False, momentum, eps, False)
-            made = graph.call_function(torch.ops.aten.batch_norm.default, args)
-        made.meta = {**node.meta, "val": node.meta["val"][0]}
+            batch_norm = graph.call_function(torch.ops.aten.batch_norm.default, args)
+        batch_norm.meta = {**node.meta, "val": node.meta["val"][0]}
         for user in readers:
-            user.replace_all_uses_with(made)
+            user.replace_all_uses_with(batch_norm)
             graph.erase_node(user)
         graph.erase_node(node)

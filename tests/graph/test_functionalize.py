@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from scalepoint.graph.capture import capture
-from scalepoint.patterns import kind_of
+from scalepoint.patterns import get_kind
 
 
 class Head(nn.Module):
@@ -65,11 +65,11 @@ def test_outputs_are_those_of_the_model(model):
 @pytest.mark.parametrize("model", [Head(), ThroughAView()], ids=lambda model: type(model).__name__)
 def test_a_batch_norm_is_one_operation_that_owns_its_statistics(model):
     graph = capture(model.eval(), (torch.randn(2, 3, 8, 8),))
-    norms = [node for node in graph.graph.nodes if kind_of(node) == "batch_norm"]
+    norms = [node for node in graph.graph.nodes if get_kind(node) == "batch_norm"]
     assert [str(node.target) for node in norms] == ["norm"]
     assert isinstance(graph.get_submodule("norm"), nn.BatchNorm2d)
 
 
 def test_a_dropout_in_place_behind_a_flatten_is_kept():
     graph = capture(Head(), (torch.randn(2, 3, 8, 8),))
-    assert [kind_of(node) for node in graph.graph.nodes].count("dropout") == 1
+    assert [get_kind(node) for node in graph.graph.nodes].count("dropout") == 1

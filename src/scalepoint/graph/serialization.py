@@ -17,23 +17,23 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import UsageError
 from scalepoint.graph.kinds import MODULE_KINDS
-from scalepoint.graph.modules import Computed, Operation
-from scalepoint.graph.nodes import info_of, keep_state, module_path, state_of, tensor_of
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.nodes import get_fake_tensor, get_info, get_state, module_path, set_state
+from scalepoint.graph.operations import ComputedTensor, Operation
+from scalepoint.graph.origin import get_origin
 from scalepoint.graph.values import NotDescribedError, encode, function_name
 
 CLASSES: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in MODULE_KINDS}
 RECURRENT = (
     "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size",
 )  # fmt: skip
-_PLUMBING = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-class Data(BaseModel):
+class FrozenData(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ModuleData(Data):
+class ModuleData(FrozenData):
     """A module: of torch's by `kind`, "operation", "computed", or "" for a place of others."""
 
     path: str
@@ -42,7 +42,7 @@ class ModuleData(Data):
     none: list[str] = []  # parameters and buffers that are None
 
 
-class NodeData(Data):
+class NodeData(FrozenData):
     """A node of the graph; `path` is where it stood in the model."""
 
     name: str
@@ -56,7 +56,7 @@ class NodeData(Data):
     sizes: list[int] | None = None
 
 
-class InputData(Data):
+class InputData(FrozenData):
     """An example of an input: a tensor's sizes, with the axes that may change; or a plain value."""
 
     shape: list[int] | None = None
@@ -65,7 +65,7 @@ class InputData(Data):
     value: Any = None
 
 
-class Described(Data):
+class GraphData(FrozenData):
     """A captured graph without its tensors."""
 
     name: str
@@ -86,65 +86,68 @@ class Described(Data):
 
 
 @dataclass(frozen=True)
-class Description:
+class GraphDescription:
     """What a graph was when it was captured; `why_not` where that has no form as data. No state_dict has its
     constants."""
 
-    data: Described | None
+    data: GraphData | None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     why_not: str = ""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Description":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GraphDescription":
         return self  # nobody changes it, and a large graph has thousands of parts
 
 
-def description_of(model: nn.Module) -> Description:
-    return state_of(model, Description) or Description(None, why_not="it was not captured by this version")
+def get_description(model: nn.Module) -> GraphDescription:
+    return get_state(model, GraphDescription) or GraphDescription(None, why_not="it was not captured by this version")
 
 
-def keep_description(model: fx.GraphModule, description: Description | None = None) -> None:
+def store_description(model: fx.GraphModule, description: GraphDescription | None = None) -> None:
     """Note on a captured graph what it is, before anything is made of it."""
-    keep_state(model, describe(model) if description is None else description)
+    set_state(model, describe(model) if description is None else description)
 
 
-def describe(model: fx.GraphModule) -> Description:
+def describe(model: fx.GraphModule) -> GraphDescription:
     """The graph as data, or the reason why it has no such form."""
     info = getattr(model.graph._codegen, "pytree_info", None)
     if info is None:
-        return Description(None, why_not="it was captured without example inputs")
+        return GraphDescription(None, why_not="it was captured without example inputs")
     try:
-        return _described(model, info)
+        return _describe(model, info)
     except NotDescribedError as error:
-        return Description(None, why_not=str(error))
+        return GraphDescription(None, why_not=str(error))
 
 
-def _described(model: fx.GraphModule, info: Any) -> Description:
+def _describe(model: fx.GraphModule, info: Any) -> GraphDescription:
     named = dict(model.named_modules(remove_duplicate=False))
     paths: dict[int, str] = {}
     for path, module in named.items():
         paths.setdefault(id(module), path)
     called = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
-    own = {path: module for path, module in named.items() if paths[id(module)] == path}
-    origin = origin_of(model)
+    unique_modules = {path: module for path, module in named.items() if paths[id(module)] == path}
+    origin = get_origin(model)
     tensors, tied, constants = _tensors(model)
-    data = Described(
+    data = GraphData(
         name=type(model).__name__,
         arguments=[str(each) for each in info.orig_args],
-        takes=_nested(info.in_spec),
-        gives=_nested(info.out_spec),
+        takes=_describe_nesting(info.in_spec),
+        gives=_describe_nesting(info.out_spec),
         inputs=[_input(node) for node in model.graph.nodes if node.op == "placeholder"],
-        modules=[_module(path, module, path in called, paths) for path, module in own.items()],
+        modules=[_module(path, module, path in called, paths) for path, module in unique_modules.items()],
         shared={path: paths[id(module)] for path, module in named.items() if paths[id(module)] != path},
         tensors=tensors,
         tied=tied,
         nodes=[_node(node, paths) for node in model.graph.nodes],
         fixed_batch=dict(origin.fixed_batch),
         is_widened=origin.is_widened,
-        axes={name: {str(axis): each for axis, each in own.items()} for name, own in origin.axes.items()},
+        axes={
+            name: {str(axis): each for axis, each in unique_modules.items()}
+            for name, unique_modules in origin.axes.items()
+        },
         steps=dict(origin.steps),
         tried=dict(origin.tried),
     )
-    return Description(data, constants)
+    return GraphDescription(data, constants)
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
@@ -178,7 +181,7 @@ def _module(path: str, module: nn.Module, is_called: bool, paths: Mapping[int, s
             "in_train": {name: encode(value, paths) for name, value in module.in_train.items()},
         }
         return ModuleData(path=path, kind="operation", settings=settings)
-    if isinstance(module, Computed):
+    if isinstance(module, ComputedTensor):
         steps = [
             {
                 "function": function_name(step.function),
@@ -195,7 +198,7 @@ def _module(path: str, module: nn.Module, is_called: bool, paths: Mapping[int, s
     if isinstance(module, nn.RNNBase):
         settings = {name: getattr(module, name) for name in RECURRENT}
         return ModuleData(path=path, kind=type(module).__name__, settings=settings)
-    settings = {name: encode(value, paths) for name, value in vars(module).items() if name not in _PLUMBING}
+    settings = {name: encode(value, paths) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
     return ModuleData(path=path, kind=type(module).__name__, settings=settings, none=none)
 
 
@@ -203,7 +206,7 @@ def _node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
     target = function_name(node.target) if node.op == "call_function" else str(node.target)  # type: ignore[arg-type]
     if node.op == "call_method":
         raise NotDescribedError(f"the method {target}")
-    info = info_of(node)
+    info = get_info(node)
     return NodeData(
         name=node.name,
         op=node.op,
@@ -218,7 +221,7 @@ def _node(node: fx.Node, paths: Mapping[int, str]) -> NodeData:
 
 
 def _input(node: fx.Node) -> InputData:
-    value = tensor_of(node)
+    value = get_fake_tensor(node)
     if value is None:
         return InputData(value=encode(node.meta.get("val"), {}))
     free = [axis for axis, size in enumerate(value.shape) if not isinstance(size, int)]
@@ -233,11 +236,11 @@ def _hint(size: torch.SymInt) -> int:
     return int(hint)
 
 
-def _nested(spec: Any) -> Any:
+def _describe_nesting(spec: Any) -> Any:
     """How values are nested: lists, tuples and dicts around leaves; another class that is a dict is written as one."""
     if spec.is_leaf():
         return None
-    children = [_nested(child) for child in spec.children()]
+    children = [_describe_nesting(child) for child in spec.children()]
     if spec.type is tuple:
         return {"tuple": children}
     if isinstance(spec.type, type) and issubclass(spec.type, list):
@@ -247,8 +250,8 @@ def _nested(spec: Any) -> Any:
     raise NotDescribedError(f"inputs or outputs in a {getattr(spec.type, '__name__', spec.type)}")
 
 
-def structure_of(nested: Any) -> Any:
-    """What `_nested` wrote, as torch has it."""
+def to_tree_spec(nested: Any) -> Any:
+    """What `_describe_nesting` wrote, as torch has it."""
     return pytree.tree_structure(_object(nested))
 
 
@@ -261,19 +264,19 @@ def _object(nested: Any) -> Any:
     return {"tuple": tuple, "list": list}[kind](map(_object, held))
 
 
-def example_of_graph(model: nn.Module) -> Any:
+def make_example(model: nn.Module) -> Any:
     """Inputs of the shapes that a graph was captured for: noise, zeros where whole numbers are wanted."""
-    data = description_of(model).data
+    data = get_description(model).data
     if data is None:
         raise UsageError("the model does not know its inputs: give example inputs")
-    made: list[Any] = []
+    inputs: list[Any] = []
     for each in data.inputs:
         dtype = getattr(torch, each.dtype) if each.dtype else None
         if each.shape is None or dtype is None:
-            made.append(each.value)
+            inputs.append(each.value)
         elif dtype.is_floating_point:
-            made.append(torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(dtype))
+            inputs.append(torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(dtype))
         else:
-            made.append(torch.zeros(each.shape, dtype=dtype))
-    args, kwargs = pytree.tree_unflatten(made, structure_of(data.takes))
+            inputs.append(torch.zeros(each.shape, dtype=dtype))
+    args, kwargs = pytree.tree_unflatten(inputs, to_tree_spec(data.takes))
     return kwargs or args

@@ -14,35 +14,35 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from scalepoint.errors import ScalepointError, StoreError, shown
-from scalepoint.graph.captured import Captured, can_be_code
+from scalepoint.graph.captured_module import Captured, is_valid_name
 from scalepoint.graph.check import check_graph
-from scalepoint.graph.described import (
+from scalepoint.graph.dynamic_axes import parse_axes
+from scalepoint.graph.nodes import set_info
+from scalepoint.graph.operations import ComputedTensor, Operation, Step
+from scalepoint.graph.origin import set_origin
+from scalepoint.graph.recurrent import shapes_of_any_length
+from scalepoint.graph.serialization import (
     CLASSES,
     RECURRENT,
-    Described,
-    Description,
+    GraphData,
+    GraphDescription,
     InputData,
     ModuleData,
     NodeData,
-    keep_description,
-    structure_of,
+    store_description,
+    to_tree_spec,
 )
-from scalepoint.graph.export import quiet
-from scalepoint.graph.free import axes_of
-from scalepoint.graph.modules import Computed, Operation, Step
-from scalepoint.graph.nodes import set_info
-from scalepoint.graph.origin import note_origin
-from scalepoint.graph.recurrent import any_length
-from scalepoint.graph.values import decode, function_of
+from scalepoint.graph.torch_export import export_logs_silenced
+from scalepoint.graph.values import decode, get_function
 
 MOST_ELEMENTS = 2**28  # of an example input: only its shape is used
 
 
-def rebuild(data: Described, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
+def rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
     """The graph that was described, over these tensors, in eval mode."""
     try:
-        with quiet(), torch.no_grad():
-            return _rebuilt(data, tensors)
+        with export_logs_silenced(), torch.no_grad():
+            return _rebuild(data, tensors)
     except ScalepointError:
         raise
     except Exception as error:  # torch may say anything of a graph that makes no sense
@@ -50,68 +50,70 @@ def rebuild(data: Described, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
         raise StoreError(f"the saved graph cannot be built: {type(error).__name__}: {first}") from error
 
 
-def _rebuilt(data: Described, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
-    model = Captured(nn.Module(), fx.Graph(), class_name=_name(data.name))
-    modules = _modules(model, data)
-    _fill(modules, data, tensors)
+def _rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
+    model = Captured(nn.Module(), fx.Graph(), class_name=_check_name(data.name))
+    modules = _build_modules(model, data)
+    _fill_tensors(modules, data, tensors)
     for each in data.modules:
         if each.kind in ("operation", "computed"):
             _connect(modules[each.path], each, modules)
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for node in data.nodes:
-        nodes[_name(node.name)] = _add_node(graph, node, nodes, modules)
-    info = _PyTreeInfo([_name(each) for each in data.arguments], structure_of(data.takes), structure_of(data.gives))
+        nodes[_check_name(node.name)] = _add_node(graph, node, nodes, modules)
+    info = _PyTreeInfo(
+        [_check_name(each) for each in data.arguments], to_tree_spec(data.takes), to_tree_spec(data.gives)
+    )
     graph.set_codegen(_PyTreeCodeGen(info))
     model.graph = graph
-    note_origin(
-        model, fixed_batch=data.fixed_batch, is_widened=data.is_widened, axes=axes_of(data.axes), steps=data.steps,
+    set_origin(
+        model, fixed_batch=data.fixed_batch, is_widened=data.is_widened, axes=parse_axes(data.axes), steps=data.steps,
         tried=data.tried,
     )  # fmt: skip
-    _note_shapes(model, data.inputs)
+    _record_shapes(model, data.inputs)
     check_graph(model)
     constants = {path: tensors[path] for path, kind in data.tensors.items() if kind == "constant"}
-    keep_description(model, Description(data, constants))
+    store_description(model, GraphDescription(data, constants))
     return model.eval()
 
 
-def _name(text: str) -> str:
-    if not text.isidentifier() or not can_be_code(text):
+def _check_name(text: str) -> str:
+    if not text.isidentifier() or not is_valid_name(text):
         raise StoreError(f"the graph has a name that is none: {shown(text)}")
     return text
 
 
-def _path(text: str) -> str:
-    if text and not all(map(can_be_code, text.split("."))):
+def _check_path(text: str) -> str:
+    if text and not all(map(is_valid_name, text.split("."))):
         raise StoreError(f"the graph has a path that is none: {shown(text)}")
     return text
 
 
-def _modules(root: nn.Module, data: Described) -> dict[str, nn.Module]:
+def _build_modules(root: nn.Module, data: GraphData) -> dict[str, nn.Module]:
     """All modules by path, parents first; operations are connected later."""
     modules: dict[str, nn.Module] = {"": root}
     for each in data.modules:
         if each.path:
-            parent, _, leaf = _path(each.path).rpartition(".")
-            modules[each.path] = _layer(each)
+            parent, _, leaf = _check_path(each.path).rpartition(".")
+            modules[each.path] = _build_layer(each)
             modules[parent].add_module(leaf, modules[each.path])
         for name in each.none:
-            modules[each.path].register_parameter(_path(name), None)
+            modules[each.path].register_parameter(_check_path(name), None)
     for path, original in data.shared.items():
-        parent, _, leaf = _path(path).rpartition(".")
+        parent, _, leaf = _check_path(path).rpartition(".")
         if parent not in data.shared:
             modules[parent].add_module(leaf, modules[original])
         modules[path] = modules[original]
     return modules
 
 
-def _layer(each: ModuleData) -> nn.Module:
+def _build_layer(each: ModuleData) -> nn.Module:
     if each.kind == "":
         return nn.Module()
     if each.kind == "operation":
         return Operation("", torch.add, {})
     if each.kind == "computed":
-        return Computed(())
+        return ComputedTensor(())
     if each.kind not in CLASSES:
         raise StoreError(f"{each.path} is a {shown(each.kind)}: {', '.join(sorted(CLASSES))} are known")
     kind = CLASSES[each.kind]
@@ -128,21 +130,21 @@ def _layer(each: ModuleData) -> nn.Module:
     return layer
 
 
-def _fill(modules: Mapping[str, nn.Module], data: Described, tensors: Mapping[str, Tensor]) -> None:
+def _fill_tensors(modules: Mapping[str, nn.Module], data: GraphData, tensors: Mapping[str, Tensor]) -> None:
     """Parameters and buffers where they were; what is one tensor stays one."""
-    made: dict[str, Tensor] = {}
+    built: dict[str, Tensor] = {}
     for path, kind in data.tensors.items():
-        parent, _, name = _path(path).rpartition(".")
+        parent, _, name = _check_path(path).rpartition(".")
         owner, original = modules[parent], data.tied.get(path)
         if original is not None:
-            value = made[original]
+            value = built[original]
         elif path not in tensors:
             raise StoreError(f"the graph needs {shown(path)}, which is not among the saved tensors")
         else:
             value = tensors[path].clone()
             is_float = value.is_floating_point() or value.is_complex()
             value = nn.Parameter(value, kind == "parameter" and is_float) if kind in ("parameter", "frozen") else value
-        made[path] = value
+        built[path] = value
         if isinstance(value, nn.Parameter):
             owner.register_parameter(name, value)
         else:
@@ -156,23 +158,23 @@ def _fill(modules: Mapping[str, nn.Module], data: Described, tensors: Mapping[st
 def _connect(module: nn.Module, each: ModuleData, modules: Mapping[str, nn.Module]) -> None:
     settings = each.settings
     if isinstance(module, Operation):
-        module.kind, module.function = str(settings["kind"]), function_of(settings["function"])
+        module.kind, module.function = str(settings["kind"]), get_function(settings["function"])
         module.arguments = {name: decode(value, {}, modules) for name, value in settings["arguments"].items()}
         module.in_train = {name: decode(value, {}, modules) for name, value in settings["in_train"].items()}
         module.positional = int(settings["positional"])
-    elif isinstance(module, Computed):
+    elif isinstance(module, ComputedTensor):
         for step in settings["steps"]:
             args = [decode(value, {}, modules) for value in step["args"]]
-            kwargs = {_name(name): decode(value, {}, modules) for name, value in step["kwargs"].items()}
-            module.steps.append(Step(function_of(step["function"]), args, kwargs))
+            kwargs = {_check_name(name): decode(value, {}, modules) for name, value in step["kwargs"].items()}
+            module.steps.append(Step(get_function(step["function"]), args, kwargs))
 
 
 def _add_node(
     graph: fx.Graph, each: NodeData, nodes: Mapping[str, fx.Node], modules: Mapping[str, nn.Module]
 ) -> fx.Node:
     args = tuple(decode(value, nodes, modules) for value in each.args)
-    kwargs = {_name(name): decode(value, nodes, modules) for name, value in each.kwargs.items()}
-    node = graph.create_node(each.op, _target(each, modules), args, kwargs, each.name)
+    kwargs = {_check_name(name): decode(value, nodes, modules) for name, value in each.kwargs.items()}
+    node = graph.create_node(each.op, _resolve_target(each, modules), args, kwargs, each.name)
     node.name = each.name
     sizes = None if each.sizes is None else tuple(each.sizes)
     set_info(node, kind=each.kind, path=each.place, sizes=sizes)
@@ -181,36 +183,36 @@ def _add_node(
     return node
 
 
-def _target(each: NodeData, modules: Mapping[str, nn.Module]) -> Any:
+def _resolve_target(each: NodeData, modules: Mapping[str, nn.Module]) -> Any:
     """What a node calls or reads."""
     if each.op == "call_function":
-        return function_of(each.target)
+        return get_function(each.target)
     if each.op == "placeholder":
-        return _name(each.target)
-    if each.op == "call_module" and modules[_path(each.target)] is modules[""]:
+        return _check_name(each.target)
+    if each.op == "call_module" and modules[_check_path(each.target)] is modules[""]:
         raise StoreError("the graph calls itself")
     if each.op not in ("call_module", "get_attr", "output"):
         raise StoreError(f"the graph has a node of {shown(each.op)}")
-    return _path(each.target)
+    return _check_path(each.target)
 
 
-def _note_shapes(model: fx.GraphModule, inputs: list[InputData]) -> None:
+def _record_shapes(model: fx.GraphModule, inputs: list[InputData]) -> None:
     """What torch.export left as values: shapes and types, from one run without data. Where an operator cannot run on
     sizes that may change, they are those of the example."""
     try:
-        _note(model, inputs)
+        _run_on_fake_tensors(model, inputs)
     except RuntimeError:
-        _note(model, [each.model_copy(update={"free": []}) for each in inputs])
+        _run_on_fake_tensors(model, [each.model_copy(update={"free": []}) for each in inputs])
 
 
-def _note(model: fx.GraphModule, inputs: list[InputData]) -> None:
+def _run_on_fake_tensors(model: fx.GraphModule, inputs: list[InputData]) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    values = [_example(mode, each, f"input_{index}") for index, each in enumerate(inputs)]
-    with mode, any_length():
-        _Noting(model).run(*values, enable_io_processing=False)
+    values = [_make_example(mode, each, f"input_{index}") for index, each in enumerate(inputs)]
+    with mode, shapes_of_any_length():
+        _ShapeRecorder(model).run(*values, enable_io_processing=False)
 
 
-def _example(mode: FakeTensorMode, each: InputData, name: str) -> Any:
+def _make_example(mode: FakeTensorMode, each: InputData, name: str) -> Any:
     from torch._dynamo.source import ConstantSource  # noqa: PLC0415  # slow to import
 
     if each.shape is None:
@@ -223,7 +225,7 @@ def _example(mode: FakeTensorMode, each: InputData, name: str) -> Any:
     return mode.from_tensor(torch.empty(each.shape, dtype=dtype), symbolic_context=context, source=ConstantSource(name))
 
 
-class _Noting(fx.Interpreter):
+class _ShapeRecorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.op != "output":

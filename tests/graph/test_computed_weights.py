@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.graph import Operation, capture
-from scalepoint.graph.modules import Computed
-from scalepoint.graph.nodes import constants, kind_of
+from scalepoint.graph.nodes import find_constant_nodes, get_kind
+from scalepoint.graph.operations import ComputedTensor
 
 
 class Function(nn.Module):
@@ -25,7 +25,7 @@ class Function(nn.Module):
 
 
 def products(graph_module):
-    nodes = [node for node in graph_module.graph.nodes if kind_of(node) in ("linear", "conv", "conv_transpose")]
+    nodes = [node for node in graph_module.graph.nodes if get_kind(node) in ("linear", "conv", "conv_transpose")]
     return [graph_module.get_submodule(node.target) for node in nodes]
 
 
@@ -88,7 +88,7 @@ class TestWhatIsMadeOfParameters:
     def test_belongs_to_the_copy_in_a_copy(self):
         graph_module = capture(Function(lambda x, w: F.linear(x, w * 2), (6, 8)), torch.randn(2, 8))
         twin = copy.deepcopy(graph_module)
-        (computed,) = [module for module in twin.modules() if isinstance(module, Computed)]
+        (computed,) = [module for module in twin.modules() if isinstance(module, ComputedTensor)]
         assert [id(tensor) for source in computed.sources() for tensor in source.tensors()] == [
             id(value) for value in twin.parameters()
         ]
@@ -100,12 +100,12 @@ class TestWhatIsMadeOfParameters:
     def test_is_not_what_random_numbers_make(self):
         model = Function(lambda x, w: F.linear(x, w + torch.randn(6, 8)), (6, 8))
         graph_module = capture(model, torch.randn(2, 8))
-        assert not any(isinstance(module, Computed) for module in graph_module.modules())
+        assert not any(isinstance(module, ComputedTensor) for module in graph_module.modules())
 
     def test_is_not_what_the_data_choose(self):
         model = Function(lambda x, w: F.linear(x, w[(x.sum() > 0).long()]), (2, 6, 8))
         graph_module = capture(model, torch.randn(2, 8))
-        assert not any(isinstance(module, Computed) for module in graph_module.modules())
+        assert not any(isinstance(module, ComputedTensor) for module in graph_module.modules())
 
     def test_a_buffer_that_is_written_is_no_constant(self):
         class Counts(nn.Module):
@@ -119,7 +119,7 @@ class TestWhatIsMadeOfParameters:
                 return F.linear(x, self.fc.weight, self.seen * 2)
 
         graph = capture(Counts(), torch.randn(2, 8)).graph
-        assert not [node for node in constants(graph) if "seen" in str(node.target)]
+        assert not [node for node in find_constant_nodes(graph) if "seen" in str(node.target)]
 
 
 class TestAProductOfABuffer:
@@ -155,7 +155,7 @@ class TestAProductOfABuffer:
 
         model, x = Function(attend, (2, 1, 3, 8)), torch.randn(2, 5, 8)
         graph_module = capture(model, x, dynamic=False)
-        (node,) = [node for node in graph_module.graph.nodes if kind_of(node) == "attention"]
+        (node,) = [node for node in graph_module.graph.nodes if get_kind(node) == "attention"]
         arguments = graph_module.get_submodule(node.target).arguments
         assert [node.args[arguments[name].index].name for name in ("query", "key", "value")] == [
             "held_0",

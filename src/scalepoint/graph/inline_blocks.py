@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from scalepoint.errors import CaptureError
-from scalepoint.graph.blame import is_users, recorded_line
+from scalepoint.graph.user_traceback import is_user_file, recorded_line
 
 _GRAPH = {"wrap_with_autocast": 4, "wrap_with_set_grad_enabled": 1}  # the place of the block's graph in the arguments
 
@@ -24,13 +24,13 @@ _GRAPH = {"wrap_with_autocast": 4, "wrap_with_set_grad_enabled": 1}  # the place
 @contextmanager
 def autocast_off() -> Iterator[set[str]]:
     """No block of autocast casts; gives the places of those that would have."""
-    found: set[str] = set()
+    places: set[str] = set()
     enter: Any = torch.autocast.__enter__
 
     def entered(self: Any) -> Any:
         wanted = self._enabled
         if wanted:
-            found.add(f"{_place()} to {str(self.fast_dtype).removeprefix('torch.')}")
+            places.add(f"{_current_module()} to {str(self.fast_dtype).removeprefix('torch.')}")
         self._enabled = False
         try:
             return enter(self)
@@ -39,19 +39,19 @@ def autocast_off() -> Iterator[set[str]]:
 
     torch.autocast.__enter__ = entered  # type: ignore[method-assign]
     try:
-        yield found
+        yield places
     finally:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
-def _place() -> str:
+def _current_module() -> str:
     frame = sys._getframe(2)
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+    while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def inline_blocks(graph_module: fx.GraphModule) -> None:
+def inline_wrapped_blocks(graph_module: fx.GraphModule) -> None:
     """In place: the operations of such blocks where the blocks were called."""
     while blocks := [node for node in graph_module.graph.nodes if _name(node) in _GRAPH]:
         for node in blocks:

@@ -26,42 +26,42 @@ SHAPE = "{'input': {2: 'height', 3: 'width'}} or {'input': [2, 3]}"
 _TEXT = re.compile(r"(\w+):(-?\d+(?:=\w+)?(?:,-?\d+(?:=\w+)?)*)")
 
 
-def axes_of(given: object) -> Axes:
+def parse_axes(given: object) -> Axes:
     """What was given for `dynamic_axes`, by input, axis and name; whether there are such axes is not looked at."""
     if given is None:
         return {}
     if isinstance(given, str):
         given = given.split()
     if isinstance(given, list | tuple):
-        return _parsed(given)
+        return _parse_texts(given)
     if not isinstance(given, Mapping):
         raise UsageError(f"dynamic_axes is {SHAPE}, not {shown(given)}")
-    return {_name(name, "an input"): _by_axis(name, own) for name, own in given.items()}
+    return {_check_name(name, "an input"): _parse_axes_of_input(name, own) for name, own in given.items()}
 
 
-def _parsed(texts: Iterable[object]) -> Axes:
-    found: dict[str, Mapping[int, str]] = {}
+def _parse_texts(texts: Iterable[object]) -> Axes:
+    axes: dict[str, Mapping[int, str]] = {}
     for text in texts:
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise UsageError(f"dynamic_axes is written as x:2=height,3=width or x:2,3, not {shown(text)}")
         parts = [part.partition("=") for part in match[2].split(",")]
-        own = {int(axis): name or _made(match[1], int(axis)) for axis, _, name in parts}
-        if len(own) != len(parts) or found.keys() & {match[1]}:
+        named_axes = {int(axis): name or _default_name(match[1], int(axis)) for axis, _, name in parts}
+        if len(named_axes) != len(parts) or axes.keys() & {match[1]}:
             raise UsageError(f"dynamic_axes names an axis or an input twice: {shown(text)}")
-        found[match[1]] = own
-    return found
+        axes[match[1]] = named_axes
+    return axes
 
 
-def _by_axis(name: str, own: object) -> Mapping[int, str]:
+def _parse_axes_of_input(name: str, own: object) -> Mapping[int, str]:
     if isinstance(own, Mapping):
-        return {_axis(name, axis): _name(each, f"axis {axis} of {name!r}") for axis, each in own.items()}
+        return {_parse_axis(name, axis): _check_name(each, f"axis {axis} of {name!r}") for axis, each in own.items()}
     if isinstance(own, list | tuple):
-        return {_axis(name, axis): _made(name, axis) for axis in own}
+        return {_parse_axis(name, axis): _default_name(name, axis) for axis in own}
     raise UsageError(f"dynamic_axes is {SHAPE}; {name!r} has {shown(own)}")
 
 
-def _axis(name: str, axis: object) -> int:
+def _parse_axis(name: str, axis: object) -> int:
     """A number, also as JSON has it for a key."""
     is_text = isinstance(axis, str) and axis.removeprefix("-").isdecimal()
     if not is_text and (not isinstance(axis, int) or isinstance(axis, bool)):
@@ -69,42 +69,42 @@ def _axis(name: str, axis: object) -> int:
     return int(axis)  # type: ignore[call-overload, no-any-return]  # one of the two
 
 
-def _name(name: object, what: str) -> str:
+def _check_name(name: object, what: str) -> str:
     if not isinstance(name, str) or not name.isidentifier():
         raise UsageError(f"dynamic_axes: the name of {what} is a word, such as 'height', not {shown(name)}")
     return name
 
 
-def _made(name: str, axis: int) -> str:
+def _default_name(name: str, axis: int) -> str:
     return f"{name}_{axis}" if axis >= 0 else f"{name}_last{-axis if axis < -1 else ''}"
 
 
-def checked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
+def check_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
     """The same for these inputs, axes counted from the first; a UsageError for an axis that none of them has, or a name
     that stands for two sizes."""
     sizes: dict[str, tuple[int, str]] = {}  # by name, and where it was met first
-    found: dict[str, dict[int, str]] = {}
+    checked: dict[str, dict[int, str]] = {}
     for name, own in axes.items():
         if name not in inputs:
             raise UsageError(f"dynamic_axes: the model has no input {name!r}: {nearest(name, inputs)}")
         value = inputs[name]
         if not isinstance(value, Tensor):
             raise UsageError(f"dynamic_axes: the input {name!r} is {shown(value)} in the example, no tensor with axes")
-        found[name] = {_within(name, axis, value): each for axis, each in own.items()}
-        if len(found[name]) != len(own):
+        checked[name] = {_check_axis_exists(name, axis, value): each for axis, each in own.items()}
+        if len(checked[name]) != len(own):
             raise UsageError(f"dynamic_axes names an axis of {name!r} twice: {dict(own)}")
     for name, value in inputs.items():
-        for axis, each in {**_by_themselves(value), **found.get(name, {})}.items():
+        for axis, each in {**_default_axes(value), **checked.get(name, {})}.items():
             size, where = sizes.setdefault(each, (value.shape[axis], f"axis {axis} of {name!r}"))
-            if size != value.shape[axis] and each in _all_names(found):
+            if size != value.shape[axis] and each in _all_names(checked):
                 raise UsageError(
                     f"dynamic_axes: {each!r} is {size} on {where} and {value.shape[axis]} on axis {axis} of {name!r} "
                     "in the example: one name is one size. Give them two names, or an example where they are the same"
                 )
-    return found
+    return checked
 
 
-def _within(name: str, axis: int, value: Tensor) -> int:
+def _check_axis_exists(name: str, axis: int, value: Tensor) -> int:
     if not -value.ndim <= axis < value.ndim:
         shape = "x".join(map(str, value.shape)) or "a single number"
         raise UsageError(f"dynamic_axes: {name!r} has no axis {axis}: it is {shape} in the example")
@@ -121,7 +121,7 @@ def _all_names(axes: Axes) -> set[str]:
     return {each for own in axes.values() for each in own.values()}
 
 
-def _by_themselves(value: Any) -> dict[int, str]:
+def _default_axes(value: Any) -> dict[int, str]:
     """The axes that are free without being asked for, with their names."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return {}
@@ -129,27 +129,27 @@ def _by_themselves(value: Any) -> dict[int, str]:
     return {0: BATCH, 1: SEQUENCE} if is_tokens else {0: BATCH}
 
 
-def free_in(axes: Axes, *, dynamic: bool) -> Free:
+def make_axis_chooser(axes: Axes, *, dynamic: bool) -> Free:
     """The batch and the length of token sequences, where `dynamic` asks for them, and what was named."""
-    return lambda name, value: {*(_by_themselves(value) if dynamic else ()), *axes.get(name, ())}
+    return lambda name, value: {*(_default_axes(value) if dynamic else ()), *axes.get(name, ())}
 
 
-def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def get_named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What is among the inputs by the names that graph and file give it: x, of a nested one x_0 or x_key."""
-    leaves, _ = pytree.tree_flatten_with_path(by_parameter(model, args, kwargs))
+    leaves, _ = pytree.tree_flatten_with_path(get_inputs_by_parameter(model, args, kwargs))
     return {input_name(path): value for path, value in leaves}
 
 
-def by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def get_inputs_by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs by the name of each parameter, as torch.export wants their shapes: *args as one, **kwargs each."""
     signature = inspect.signature(model.forward)
-    found = dict(signature.bind(*args, **kwargs).arguments)
-    for name in _rest(signature):
-        found |= found.pop(name, {})
-    return found
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    for name in _variadic_parameters(signature):
+        arguments |= arguments.pop(name, {})
+    return arguments
 
 
-def _rest(signature: inspect.Signature) -> list[str]:
+def _variadic_parameters(signature: inspect.Signature) -> list[str]:
     return [name for name, each in signature.parameters.items() if each.kind == each.VAR_KEYWORD]
 
 
@@ -159,12 +159,12 @@ def input_name(path: tuple[Any, ...]) -> str:
     return "_".join(re.sub(r"[^a-zA-Z0-9]", "_", str(key)) for key in keys).lower()
 
 
-def resized(
+def resize_inputs(
     model: nn.Module, inputs: tuple[tuple[Any, ...], Mapping[str, Any]], axes: Axes, sizes: Mapping[str, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs with these sizes on the axes of these names: what they hold is cut, or repeated from its beginning."""
     signature = inspect.signature(model.forward)
-    bound, rest = signature.bind(*inputs[0], **inputs[1]), _rest(signature)
+    bound, rest = signature.bind(*inputs[0], **inputs[1]), _variadic_parameters(signature)
 
     def cut(path: tuple[Any, ...], value: Any) -> Any:
         own = axes.get(input_name(path[1:] if path[0].key in rest else path), {})
@@ -178,6 +178,6 @@ def resized(
     return bound.args, bound.kwargs
 
 
-def is_free(size: Any) -> bool:
+def is_dynamic(size: Any) -> bool:
     """Whether the extent of an axis of a captured graph may change."""
     return isinstance(size, torch.SymInt) and not is_concrete_int(size)

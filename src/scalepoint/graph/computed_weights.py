@@ -7,8 +7,8 @@ weight that can be quantized and stored, and gradients reach the parameters.
 from torch import fx, nn
 
 from scalepoint.graph.kinds import kind_of_function
-from scalepoint.graph.modules import BIASES, WEIGHTS, Computed, Step
-from scalepoint.graph.nodes import arguments_of, bind, constants, module_path, tensor_of
+from scalepoint.graph.nodes import bind_argument, find_constant_nodes, get_arguments, get_fake_tensor, module_path
+from scalepoint.graph.operations import BIASES, WEIGHTS, ComputedTensor, Step
 from scalepoint.graph.tree import Tree
 
 _PRODUCTS = ("conv", "conv_transpose", "linear", "matmul", "addmm")
@@ -17,7 +17,7 @@ _PRODUCTS = ("conv", "conv_transpose", "linear", "matmul", "addmm")
 def hold_computed(tree: Tree) -> None:
     """Give every product whose weight or bias is made of parameters a reference to the computed tensor."""
     graph = tree.root.graph
-    fixed = constants(graph)
+    fixed = find_constant_nodes(graph)
     held: dict[fx.Node, str] = {}
     for node in [node for node in graph.nodes if node.op == "call_function"]:
         for name, value in _operands(node):
@@ -26,7 +26,9 @@ def hold_computed(tree: Tree) -> None:
             if value not in held:
                 path = module_path(node)
                 leaf = f"computed_{'weight' if name in WEIGHTS else 'bias'}"
-                held[value] = tree.add(f"{path}.{leaf}" if path else leaf, Computed(_steps(value, tree.root)))
+                held[value] = tree.add(
+                    f"{path}.{leaf}" if path else leaf, ComputedTensor(_collect_steps(value, tree.root))
+                )
             with graph.inserting_before(node):
                 made = graph.create_node("get_attr", f"{held[value]}.value")
             made.meta = dict(value.meta)
@@ -41,19 +43,19 @@ def _operands(node: fx.Node) -> list[tuple[str, fx.Node]]:
     kind = kind_of_function(node.target, {})  # type: ignore[arg-type]  # a callable
     if kind not in _PRODUCTS:
         return []
-    arguments = arguments_of(node)
+    arguments = get_arguments(node)
     names = (*WEIGHTS, *BIASES, *(["self"] if kind == "addmm" else []))
     return [(name, arguments[name]) for name in names if isinstance(arguments.get(name), fx.Node)]
 
 
 def _fits(node: fx.Node, name: str, value: fx.Node) -> bool:
     """A matrix product has a weight only if that has two axes, and is a layer only if its input is another."""
-    tensor, arguments = tensor_of(value), arguments_of(node)
+    tensor, arguments = get_fake_tensor(value), get_arguments(node)
     data = arguments.get("mat1", arguments.get("input", arguments.get("self")))
     return tensor is not None and data is not value and (tensor.ndim == 2 or name not in ("other", "mat2"))
 
 
-def _steps(node: fx.Node, root: nn.Module) -> list[Step]:
+def _collect_steps(node: fx.Node, root: nn.Module) -> list[Step]:
     """The functions that make a tensor, in order."""
     needed: set[fx.Node] = set()
     pending = [node]
@@ -66,8 +68,8 @@ def _steps(node: fx.Node, root: nn.Module) -> list[Step]:
     return [
         Step(
             each.target,
-            [bind(value, ordered, root) for value in each.args],
-            {name: bind(value, ordered, root) for name, value in each.kwargs.items()},
+            [bind_argument(value, ordered, root) for value in each.args],
+            {name: bind_argument(value, ordered, root) for name, value in each.kwargs.items()},
         )
         for each in ordered
     ]

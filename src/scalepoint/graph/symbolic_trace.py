@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 
 from scalepoint.errors import CaptureError
-from scalepoint.graph.blame import user_line
 from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, SPELLINGS, kind_of_function
-from scalepoint.graph.lift import bound_arguments
-from scalepoint.graph.modules import Operation, Reference, Slot
+from scalepoint.graph.lift import bind_arguments
 from scalepoint.graph.nodes import inherit_meta, set_info
+from scalepoint.graph.operations import Operation, Reference, Slot
 from scalepoint.graph.tree import Tree
+from scalepoint.graph.user_traceback import user_line
 
 # Names of the arguments that functions of these kinds take by place.
 _NAMES = {
@@ -99,7 +99,7 @@ def _replace(tree: Tree, node: fx.Node, kind: str, function: Any) -> None:
     names = _NAMES.get(kind, ())
     arguments = {names[i] if i < len(names) else f"argument_{i}": value for i, value in enumerate(node.args)}
     keyword = {name: False if name == "inplace" else value for name, value in node.kwargs.items()}
-    bound, inputs = bound_arguments({**arguments, **keyword}, kind, tree.root)
+    bound, inputs = bind_arguments({**arguments, **keyword}, kind, tree.root)
     if not inputs:
         return  # made of parameters alone
     path = _owner_path(node)

@@ -21,7 +21,7 @@ from scalepoint.graph.nodes import inherit_meta
 
 
 @dataclass(frozen=True)
-class Seen:
+class OpaqueModule:
     """A left module, and the outputs it gave: shapes with the batch marked, dtypes, whether it was a single tensor."""
 
     key: int
@@ -33,29 +33,31 @@ class Seen:
     macs: int = 0  # of one call
 
 
-_SEEN: WeakValueDictionary[int, Seen] = WeakValueDictionary()  # by key, as long as a capture holds them
+_OPAQUE_MODULES: WeakValueDictionary[int, OpaqueModule] = (
+    WeakValueDictionary()
+)  # by key, as long as a capture holds them
 _KEYS = count()
 
 
 @torch.library.custom_op("scalepoint::left", mutates_args=())
-def _left(inputs: list[Tensor], key: int) -> list[Tensor]:
-    outputs = _SEEN[key].module(*inputs)
-    return [output.clone() for output in ([outputs] if _SEEN[key].is_single else outputs)]
+def _call_opaque(inputs: list[Tensor], key: int) -> list[Tensor]:
+    outputs = _OPAQUE_MODULES[key].module(*inputs)
+    return [output.clone() for output in ([outputs] if _OPAQUE_MODULES[key].is_single else outputs)]
 
 
-@_left.register_fake
+@_call_opaque.register_fake
 def _(inputs: list[Tensor], key: int) -> list[Tensor]:
-    seen = _SEEN[key]
+    seen = _OPAQUE_MODULES[key]
     return [
         inputs[0].new_empty([inputs[0].shape[0] if size is None else size for size in shape], dtype=dtype)
         for shape, dtype in zip(seen.shapes, seen.dtypes, strict=True)
     ]
 
 
-class _Left(nn.Module):
+class _OpaqueStandIn(nn.Module):
     """Stands in for a left module while the model is exported."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: OpaqueModule) -> None:
         super().__init__()
         self.seen = seen
 
@@ -65,26 +67,26 @@ class _Left(nn.Module):
 
 
 @contextmanager
-def replaced(
+def opaque_modules_replaced(
     model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Seen, ...]]:
+) -> Iterator[tuple[OpaqueModule, ...]]:
     """The model with opaque stand-ins for these submodules; gives what was seen of each."""
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
             raise UsageError(f"leave={list(names)}: no submodule {name!r}: {nearest(name, filter(None, modules))}")
-    left = _record(model, {name: modules[name] for name in names}, args, kwargs)
-    _SEEN.update({seen.key: seen for seen in left})
+    left = _record_outputs(model, {name: modules[name] for name in names}, args, kwargs)
+    _OPAQUE_MODULES.update({seen.key: seen for seen in left})
     try:
         for seen in left:
-            _set(model, seen.name, _Left(seen))
+            _set_submodule(model, seen.name, _OpaqueStandIn(seen))
         yield left
     finally:
         for seen in left:
-            _set(model, seen.name, seen.module)
+            _set_submodule(model, seen.name, seen.module)
 
 
-def restore(graph_module: fx.GraphModule, left: Sequence[Seen]) -> None:
+def restore_opaque_modules(graph_module: fx.GraphModule, left: Sequence[OpaqueModule]) -> None:
     """Call the left modules themselves instead of the operator."""
     by_key = {seen.key: seen for seen in left}
     for node in list(graph_module.graph.nodes):
@@ -104,11 +106,11 @@ def restore(graph_module: fx.GraphModule, left: Sequence[Seen]) -> None:
         graph_module.graph.erase_node(node)
 
 
-def _record(
+def _record_outputs(
     model: nn.Module, left: dict[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Seen, ...]:
+) -> tuple[OpaqueModule, ...]:
     """Run the model once and keep what each left module gave, and the products that it took."""
-    found: dict[str, Seen] = {}
+    opaque: dict[str, OpaqueModule] = {}
     calls = dict.fromkeys(left, 0)
     hooks = []
 
@@ -117,9 +119,9 @@ def _record(
             given = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
             if not (inputs and all(isinstance(value, Tensor) for value in (*inputs, *given))):
                 raise CaptureError(f"leave={name!r}: a left module takes tensors by place and gives tensors")
-            shapes = tuple(_following(tuple(output.shape), inputs[0].shape[0]) for output in given)
+            shapes = tuple(_mark_batch_axis(tuple(output.shape), inputs[0].shape[0]) for output in given)
             dtypes = tuple(output.dtype for output in given)
-            found[name] = Seen(next(_KEYS), name, module, shapes, dtypes, isinstance(outputs, Tensor))
+            opaque[name] = OpaqueModule(next(_KEYS), name, module, shapes, dtypes, isinstance(outputs, Tensor))
             calls[name] += 1
 
         hooks.append(module.register_forward_hook(hook))
@@ -133,19 +135,19 @@ def _record(
     finally:
         for handle in hooks:
             handle.remove()
-    missing = set(left) - set(found)
+    missing = set(left) - set(opaque)
     if missing:
         raise CaptureError(f"leave={sorted(missing)}: never called by the model on these inputs")
     flops = {path.partition(".")[2]: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
-    return tuple(replace(seen, macs=flops.get(name, 0) // 2 // calls[name]) for name, seen in found.items())
+    return tuple(replace(seen, macs=flops.get(name, 0) // 2 // calls[name]) for name, seen in opaque.items())
 
 
-def _following(shape: tuple[int, ...], batch: int) -> tuple[int | None, ...]:
+def _mark_batch_axis(shape: tuple[int, ...], batch: int) -> tuple[int | None, ...]:
     """The shape with its first axis that is as long as the batch marked by None."""
     place = shape.index(batch) if batch in shape else len(shape)
     return (*shape[:place], None, *shape[place + 1 :])[: len(shape)]
 
 
-def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     model.get_submodule(parent).add_module(leaf, module)

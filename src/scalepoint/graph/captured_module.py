@@ -27,7 +27,7 @@ class Captured(fx.GraphModule):
 
 
 @contextmanager
-def without_code() -> Iterator[None]:
+def code_generation_paused() -> Iterator[None]:
     """Inside, graphs are copied and changed without writing their code anew; `recompile` does it afterwards."""
     before, Captured.writes_code = Captured.writes_code, False
     try:
@@ -36,25 +36,25 @@ def without_code() -> Iterator[None]:
         Captured.writes_code = before
 
 
-def adopt(graph_module: fx.GraphModule, owner: nn.Module) -> None:
+def adopt_modules(graph_module: fx.GraphModule, owner: nn.Module) -> None:
     """Give the graph the modules, parameters and buffers of `owner`, in their order."""
     added = {name: child for name, child in graph_module._modules.items() if name not in owner._modules}
     constants = {name: value for name, value in graph_module._buffers.items() if name.startswith("constant_")}
-    own = vars(graph_module)
-    own["_modules"] = {**owner._modules, **added}
-    own["_parameters"] = dict(owner._parameters)
-    own["_buffers"] = {**owner._buffers, **constants}
-    own["_non_persistent_buffers_set"] = owner._non_persistent_buffers_set | set(constants)
+    attributes = vars(graph_module)
+    attributes["_modules"] = {**owner._modules, **added}
+    attributes["_parameters"] = dict(owner._parameters)
+    attributes["_buffers"] = {**owner._buffers, **constants}
+    attributes["_non_persistent_buffers_set"] = owner._non_persistent_buffers_set | set(constants)
 
 
 @cache
-def taken_names() -> frozenset[str]:
+def get_reserved_names() -> frozenset[str]:
     """What torch keeps on a graph of its own, where a module of the model with that name would stand."""
     empty = fx.GraphModule(nn.Module(), fx.Graph())
     return frozenset(dir(empty)) - frozenset(dir(nn.Module()))
 
 
-def can_be_code(name: str) -> bool:
+def is_valid_name(name: str) -> bool:
     """Whether torch.fx, which writes `.name` or `getattr(_, "name")`, gets the same name back when the code runs."""
     if name.isidentifier():
         return not iskeyword(name) and normalize("NFKC", name) == name

@@ -35,7 +35,7 @@ class Reference:
 
     def tensors(self) -> list[Tensor]:
         """What is stored: the value, or what a computed one is made of."""
-        if not isinstance(self.owner, Computed):
+        if not isinstance(self.owner, ComputedTensor):
             return [self.value]
         return [tensor for source in self.owner.sources() for tensor in source.tensors()]
 
@@ -49,7 +49,7 @@ class Step:
     kwargs: dict[str, Any]
 
 
-class Computed(nn.Module):
+class ComputedTensor(nn.Module):
     """A tensor made of parameters alone."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
@@ -60,14 +60,16 @@ class Computed(nn.Module):
     def value(self) -> Tensor:
         values: list[Any] = []
         for step in self.steps:
-            kwargs = {name: filled(value, values) for name, value in step.kwargs.items()}
-            values.append(step.function(*(filled(value, values) for value in step.args), **kwargs))
+            kwargs = {name: fill_slots(value, values) for name, value in step.kwargs.items()}
+            values.append(step.function(*(fill_slots(value, values) for value in step.args), **kwargs))
         result: Tensor = values[-1]
         return result
 
     def sources(self) -> list[Reference]:
         """What it is made of."""
-        return [reference for step in self.steps for reference in references_in([*step.args, *step.kwargs.values()])]
+        return [
+            reference for step in self.steps for reference in collect_references([*step.args, *step.kwargs.values()])
+        ]
 
     def extra_repr(self) -> str:
         sources = dict.fromkeys(source.name for source in self.sources())
@@ -107,7 +109,7 @@ class Operation(nn.Module):
     @property
     def is_computed(self) -> bool:
         """Whether its weight or bias is made of other parameters."""
-        return any(isinstance(reference.owner, Computed) for reference in self.references().values())
+        return any(isinstance(reference.owner, ComputedTensor) for reference in self.references().values())
 
     @property
     def has_input_first(self) -> bool:
@@ -116,13 +118,13 @@ class Operation(nn.Module):
 
     def references(self) -> dict[str, Reference]:
         """The parameters by argument name; those of a list are numbered."""
-        found: dict[str, Reference] = {}
+        references: dict[str, Reference] = {}
         for name, value in self.arguments.items():
             if isinstance(value, Reference):
-                found[name] = value
+                references[name] = value
             elif isinstance(value, list | tuple):
-                found |= {f"{name}.{i}": item for i, item in enumerate(value) if isinstance(item, Reference)}
-        return found
+                references |= {f"{name}.{i}": item for i, item in enumerate(value) if isinstance(item, Reference)}
+        return references
 
     def tensors(self) -> list[Tensor]:
         """What is stored of all that it refers to."""
@@ -135,16 +137,18 @@ class Operation(nn.Module):
         """The operation with some of its arguments replaced."""
         arguments = {**self.arguments, **self.in_train} if self.training and self.in_train else self.arguments
         arguments = {**arguments, **instead} if instead else arguments
-        given = [(name, filled(value, inputs)) for name, value in arguments.items()]
-        return self.function(*(value for _, value in given[: self.positional]), **dict(given[self.positional :]))
+        filled_arguments = [(name, fill_slots(value, inputs)) for name, value in arguments.items()]
+        return self.function(
+            *(value for _, value in filled_arguments[: self.positional]), **dict(filled_arguments[self.positional :])
+        )
 
     def extra_repr(self) -> str:
         owned = [f"{name}={reference.name}" for name, reference in self.references().items()]
         return ", ".join([self.kind, *owned, *(f"{name}={value}" for name, value in self.settings.items())])
 
     def _parameter(self, *names: str) -> Tensor | None:
-        found = (self.arguments.get(name) for name in names)
-        return next((value.value for value in found if isinstance(value, Reference)), None)
+        candidates = (self.arguments.get(name) for name in names)
+        return next((value.value for value in candidates if isinstance(value, Reference)), None)
 
 
 def _has_tensors(value: Any) -> bool:
@@ -153,24 +157,24 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Slot | Reference)
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
+def get_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors that a module computes with: those that it refers to, else its own parameters."""
     refers = getattr(module, "tensors", None)
     return [*(refers() if callable(refers) else ()), *module.parameters()]
 
 
-def references_in(value: Any) -> list[Reference]:
+def collect_references(value: Any) -> list[Reference]:
     if isinstance(value, list | tuple):
-        return [reference for item in value for reference in references_in(item)]
+        return [reference for item in value for reference in collect_references(item)]
     return [value] if isinstance(value, Reference) else []
 
 
-def filled(value: Any, inputs: Sequence[Any]) -> Any:
+def fill_slots(value: Any, inputs: Sequence[Any]) -> Any:
     """An argument with inputs in its slots and the tensors that are referred to."""
     if isinstance(value, Slot):
         return inputs[value.index]
     if isinstance(value, Reference):
         return value.value
     if isinstance(value, list | tuple):
-        return type(value)(filled(item, inputs) for item in value)
+        return type(value)(fill_slots(item, inputs) for item in value)
     return value

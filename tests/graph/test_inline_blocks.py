@@ -9,8 +9,8 @@ from torch import nn
 from scalepoint import transform
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph import capture
-from scalepoint.graph.nodes import kind_of
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.nodes import get_kind
+from scalepoint.graph.origin import get_origin
 
 X = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
 
@@ -45,14 +45,14 @@ def model_of(**options):
 
 
 def test_a_model_that_casts_is_captured_as_one_that_does_not():
-    with pytest.warns(ScalepointWarning, match=r"torch.autocast.*test_uncast.py:\d+.*bfloat16"):
+    with pytest.warns(ScalepointWarning, match=r"torch.autocast.*test_inline_blocks.py:\d+.*bfloat16"):
         found = capture(model_of(), X)
     plain = model_of(enabled=False)
     with torch.autocast("cpu", enabled=False), torch.no_grad():
         assert torch.allclose(found(X), plain(X), atol=1e-6)
-    kinds = [kind_of(node) for node in found.graph.nodes]
+    kinds = [get_kind(node) for node in found.graph.nodes]
     assert {"conv", "linear", "batch_norm"} <= set(kinds)
-    assert len(origin_of(found).uncast) == 2
+    assert len(get_origin(found).uncast) == 2
 
 
 def test_its_layers_are_matched():
