@@ -33,7 +33,7 @@ from scalepoint.patterns.fused import (
 from scalepoint.patterns.language import Element, Nodes, Pattern, Point, chain, join, op, optional
 
 
-def depth(node: fx.Node) -> int:
+def measure_depth(node: fx.Node) -> int:
     """How many operations the longest way from an input takes."""
     known: dict[fx.Node, int] = {}
     pending = [node]
@@ -48,13 +48,13 @@ def depth(node: fx.Node) -> int:
 
 def is_main_branch(add: fx.Node, nodes: Nodes) -> str | None:
     """Of two convolutions that meet in an add, the one at the end of the longer way takes the add into its kernel."""
-    own = list(nodes.values())[-1]
-    other = next(arg for arg in add.args if isinstance(arg, fx.Node) and arg is not own)
-    if other is own:
+    last = list(nodes.values())[-1]
+    other = next(arg for arg in add.args if isinstance(arg, fx.Node) and arg is not last)
+    if other is last:
         return "both operands of the add are this tensor"
     if get_kind(other) in ("conv", "batch_norm") and len(other.users) == 1:
-        first = add.args[0] is own
-        if (depth(own), first) < (depth(other), not first):
+        first = add.args[0] is last
+        if (measure_depth(last), first) < (measure_depth(other), not first):
             return f"the add belongs to the longer branch: {other.target}"
     return None
 
@@ -66,13 +66,13 @@ def is_first(conv: fx.Node, nodes: Nodes) -> str | None:
 
 def feeds_attention(linear: fx.Node, nodes: Nodes) -> str | None:
     """All readers, through reshapes, are attention cores."""
-    open_nodes, found = [linear], False
+    open_nodes, has_reader = [linear], False
     seen = set()
     while open_nodes:
         node = open_nodes.pop()
         for user in node.users:
             if get_kind(user) == "attention" or is_scores(user) or reads_probabilities(user):
-                found = True
+                has_reader = True
             elif get_kind(user) == "type_as" and user.args[0] is not node:
                 continue  # reads its type alone
             elif get_kind(user) in VALUE_PRESERVING or (
@@ -83,7 +83,7 @@ def feeds_attention(linear: fx.Node, nodes: Nodes) -> str | None:
                     open_nodes.append(user)
             else:
                 return f"also read by {user.target}"
-    return None if found else "feeds no attention"
+    return None if has_reader else "feeds no attention"
 
 
 def _sole_reader(node: fx.Node, *kinds: str) -> fx.Node | None:

@@ -55,7 +55,7 @@ def head_to_convolution(model: fx.GraphModule) -> int:
         if pool is None or linear is None or linear.op != "call_module" or get_kind(linear) != "linear":
             continue
         if _pools_to_one(model, pool) and _joins_channels(model, node) and _is_plain_linear(model, linear):
-            _swap(model, node, linear)
+            _swap_flatten_and_linear(model, node, linear)
             changed += 1
     return changed
 
@@ -66,8 +66,8 @@ def _joins_channels(model: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module" or (value is not None and value.ndim != 4):
         return False
     module = model.get_submodule(str(node.target))
-    given = module.settings if isinstance(module, Operation) else vars(module)
-    return given.get("start_dim", 0) in (1, -3) and given.get("end_dim", -1) in (3, -1)
+    settings = module.settings if isinstance(module, Operation) else vars(module)
+    return settings.get("start_dim", 0) in (1, -3) and settings.get("end_dim", -1) in (3, -1)
 
 
 def _is_plain_linear(model: fx.GraphModule, node: fx.Node) -> bool:
@@ -76,7 +76,7 @@ def _is_plain_linear(model: fx.GraphModule, node: fx.Node) -> bool:
     return is_own and len(node.all_input_nodes) == 1
 
 
-def _swap(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
+def _swap_flatten_and_linear(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
     head = HeadConvolution(model.get_submodule(str(linear.target)))
     name = Tree(model).add(f"{linear.target}_conv", head)
     with model.graph.inserting_before(linear):
@@ -95,9 +95,9 @@ def _pools_to_one(model: fx.GraphModule, node: fx.Node) -> bool:
     if get_kind(node) != "adaptive_avg_pool" or node.op != "call_module":
         return False
     module = model.get_submodule(str(node.target))
-    given = module.settings.values() if isinstance(module, Operation) else [getattr(module, "output_size", None)]
+    settings = module.settings.values() if isinstance(module, Operation) else [getattr(module, "output_size", None)]
     is_planar = isinstance(module, nn.AdaptiveAvgPool2d) or "2d" in str(getattr(module, "function", ""))
-    return is_planar and any(size in (1, (1, 1), [1, 1]) for size in given)
+    return is_planar and any(size in (1, (1, 1), [1, 1]) for size in settings)
 
 
 class HeadConvolution(nn.Module):
@@ -129,17 +129,17 @@ def loosen_casts(model: fx.GraphModule) -> int:
         if get_kind(node) != "type_as" or len(node.all_input_nodes) != 2:
             continue
         source = like = node.all_input_nodes[1]
-        while get_kind(source) in ("matmul", "mul", "div", "add") and _dtype(source) == _dtype(
+        while get_kind(source) in ("matmul", "mul", "div", "add") and _get_dtype(source) == _get_dtype(
             source.all_input_nodes[0]
         ):
             source = source.all_input_nodes[0]
-        if source is not like and _dtype(source) is not None:
+        if source is not like and _get_dtype(source) is not None:
             node.replace_input_with(like, source)
             changed += 1
     return changed
 
 
-def _dtype(node: fx.Node) -> torch.dtype | None:
+def _get_dtype(node: fx.Node) -> torch.dtype | None:
     value = get_fake_tensor(node)
     return None if value is None else value.dtype
 
@@ -199,12 +199,12 @@ def _is_idle(model: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module" or len(node.all_input_nodes) != 1:
         return False
     module = model.get_submodule(str(node.target))
-    given = module.settings if isinstance(module, Operation) else vars(module)
+    settings = module.settings if isinstance(module, Operation) else vars(module)
     if get_kind(node).startswith("adaptive"):
-        return _all_are(given.get("output_size", 0), None) and not given.get("return_indices")
-    windows = [given.get("kernel_size", 0), given.get("stride") or 1]
-    others = given.get("padding") or 0, given.get("divisor_override") or 1
-    is_plain = _all_are(others[0], 0) and others[1] == 1 and not given.get("return_indices")
+        return _all_are(settings.get("output_size", 0), None) and not settings.get("return_indices")
+    windows = [settings.get("kernel_size", 0), settings.get("stride") or 1]
+    neutral = settings.get("padding") or 0, settings.get("divisor_override") or 1
+    is_plain = _all_are(neutral[0], 0) and neutral[1] == 1 and not settings.get("return_indices")
     return is_plain and all(_all_are(value, 1) for value in windows)
 
 

@@ -143,18 +143,18 @@ def match_at(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None
     if reason:
         return Refusal(pattern.name, place_of(anchor), reason)
     nodes: Nodes = {pattern.anchor.role: anchor}
-    last, told = anchor, ""
+    last, refusal = anchor, ""
     for element in pattern.match[1:]:
-        following, reason = _next(last, element, nodes)
-        told = reason or told
+        following, reason = _find_next(last, element, nodes)
+        refusal = reason or refusal
         if following is not None:
             nodes[element.role] = last = following
         elif not element.is_optional:
-            return Refusal(pattern.name, place_of(anchor), told) if told else None
+            return Refusal(pattern.name, place_of(anchor), refusal) if refusal else None
     return PatternMatch(pattern, nodes)
 
 
-def _next(last: fx.Node, element: Element, nodes: Nodes) -> tuple[fx.Node | None, str]:
+def _find_next(last: fx.Node, element: Element, nodes: Nodes) -> tuple[fx.Node | None, str]:
     """The reader of `last` that the element takes, or why there is none."""
     fitting = [user for user in last.users if get_kind(user) in element.kinds]
     if not fitting:
