@@ -37,8 +37,8 @@ from library_models import FURTHER, MORE
 from scalepoint.errors import ScalepointError
 from scalepoint.formats import Writing, export, find_format
 from scalepoint.graph.capture import as_inputs
-from scalepoint.graph.origin import origin_of
-from scalepoint.graph.uncast import autocast_off
+from scalepoint.graph.inline_blocks import autocast_off
+from scalepoint.graph.origin import get_origin
 from scalepoint.quantize import calibrate, coverage, freeze, insert_qdq
 from scalepoint.support.cpu import amx
 from scalepoint.targets import Target, find_target
@@ -123,7 +123,7 @@ def travel(journey: Journey, architecture: Architecture, target: Target, folder:
 def parity(model: nn.Module, graph: nn.Module, inputs: Inputs) -> float:
     """Of the float graph with the model: the worst max |difference| / max |output| of batch 1 and batch 3, or of the
     one that it is fixed at."""
-    is_fixed = bool(origin_of(graph).fixed_batch)
+    is_fixed = bool(get_origin(graph).fixed_batch)
     batches = [inputs] if is_fixed else [batch(inputs, samples) for samples in ([0], [0, 1, 0])]
     with torch.no_grad(), autocast_off():  # as it was captured
         return max(relative_difference(run(fresh(model), each), run(fresh(graph).eval(), each)) for each in batches)

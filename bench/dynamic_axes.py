@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own
 from architectures import ARCHITECTURES, ENCODER, PATCHES, WAVES, WHISPER, Architecture, transformer
 from scalepoint.errors import CaptureError, ScalepointError, UsageError
 from scalepoint.formats import export
-from scalepoint.graph.free import resized
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.dynamic_axes import resize_inputs
+from scalepoint.graph.origin import get_origin
 from scalepoint.quantize import quantize
 from scalepoint.verification import Status, verify
 from weighted import batch
@@ -271,7 +271,7 @@ def subject(name: str) -> tuple[nn.Module, Any, Axes]:
 
 def sizes_beyond(model: nn.Module, example: Mapping[str, int]) -> list[dict[str, int]]:
     """Two further sizes: each axis a step or more larger, and the first much larger."""
-    origin = origin_of(model)
+    origin = get_origin(model)
     steps = {name: max(1, origin.steps[name]) for name in example}
     next_one = {name: size + 3 * steps[name] for name, size in example.items()}
     first = next(iter(example))
@@ -285,7 +285,7 @@ def travel(name: str, runtime: str) -> dict[str, Any]:
     named = {"kwargs": inputs} if isinstance(inputs, dict) else {"args": inputs}
     row: dict[str, Any] = {"outcome": "refused", "free": axes}
     quantized = quantize(model, forward_loop=data, target=runtime, dynamic_axes=axes, progress=False, **named)
-    origin = origin_of(quantized)
+    origin = get_origin(quantized)
     row |= {"outcome": "fails", "steps": dict(origin.steps), "tried": dict(origin.tried)}
     given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     sizes = {label: given[1].get(each, given[0][0] if given[0] else None).shape[axis]
@@ -299,7 +299,7 @@ def travel(name: str, runtime: str) -> dict[str, Any]:
         row |= {"sqnr": found.sqnr, "low": found.low_precision, "resized": None if others is None else str(others)}
         agreed = [found.sqnr, -1.0 if others is None else others.sqnr]
         for other in sizes_beyond(quantized, sizes):
-            args, kwargs = resized(quantized, given, origin.axes, other)
+            args, kwargs = resize_inputs(quantized, given, origin.axes, other)
             try:
                 model(*args, **kwargs)
             except Exception:  # the model itself does not take it  # noqa: S112

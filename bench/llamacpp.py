@@ -28,7 +28,7 @@ import smollm
 from scalepoint import deploy_checkpoint
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
 from scalepoint.formats.gguf import GGUF, snapped
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.llamacpp.child import File, Llama
 from scalepoint.runtimes.serving import Served
@@ -78,7 +78,7 @@ def nearest(source: Source, dtype: str, block: int) -> QuantizedCheckpoint:
     """Every layer to the nearest codes, the largest one of a block on the highest; embedding and head in float16."""
     granularity = {"type": "per_block", "block_size": block, "axis": 1}
     spec = ExtendedQuantizationSpec(dtype=dtype, granularity=granularity, qscheme="symmetric")
-    row = format_of(spec.dtype)
+    row = get_format(spec.dtype)
     packed = {}
     for name, stored in source.tensors.items():
         if len(stored.shape) == 2 and "embed" not in name:

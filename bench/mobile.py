@@ -43,7 +43,7 @@ from measure import run_part
 from networks import SUBJECTS, Subject
 from plain_models import Sizes, llama
 from scalepoint.formats import export, find_format
-from scalepoint.graph.export import quiet
+from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.pipeline.accuracy import PRESETS
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import Runtime, find_runtime
@@ -100,7 +100,7 @@ def called(model: Any, inputs: Any) -> Tensor:
 
 def xnnpack_quantizer_file(subject: Subject, path: Path, *, dynamic: bool) -> Tensor:
     """XNNPACKQuantizer through PT2E, as ExecuTorch documents it; what the converted model gives for the inputs."""
-    with quiet():
+    with export_logs_silenced():
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: PLC0415
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (  # noqa: PLC0415
             XNNPACKQuantizer,
@@ -174,7 +174,7 @@ def measure_executorch(
     folder = Path(tempfile.mkdtemp(prefix="xnnpack-"))
     ours, plain = folder / "ours.pte", folder / "float.pte"
     data = [subject.inputs] if config is not None else subject.calibration
-    with quiet():
+    with export_logs_silenced():
         model = quantize(subject.model, subject.inputs, config, forward_loop=data, target="executorch")
         feeds = feeds_of(
             model,
@@ -338,7 +338,7 @@ def judged_by_more(subject: Subject) -> Subject:
 def measure_litert(subject: Subject, folder: Path) -> list[LitertResult]:
     ours, tuned, plain = (folder / f"{name}.tflite" for name in ("ours", "tuned", "float"))
     inputs = subject.inputs
-    with quiet():
+    with export_logs_silenced():
         model = quantize(subject.model, inputs, None, forward_loop=subject.calibration, target="litert")
         given = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
         feeds = feeds_of(model, given)
@@ -348,7 +348,7 @@ def measure_litert(subject: Subject, folder: Path) -> list[LitertResult]:
         path = folder / f"{algorithm}.tflite"
         if ai_edge_quantizer_file(subject, plain, path, list(feeds), algorithm):
             files.append((how, path, None))
-    with quiet():
+    with export_logs_silenced():
         tune(model, subject.calibration, PRESETS["balanced"])
     export(model, tuned, inputs)
     files.insert(1, ("scalepoint, balanced", tuned, called(model, inputs)))

@@ -6,7 +6,7 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper
 
-from scalepoint.numerics import Grid, QParams, QuantizationScheme, format_of, quantize
+from scalepoint.numerics import Grid, QParams, QuantizationScheme, get_format, quantize
 
 ONNX_TYPES = {
     "int8": TensorProto.INT8,
@@ -46,7 +46,7 @@ def runtime_codes(name: str, x: np.ndarray, scale: np.ndarray, zero_point: np.nd
 
 def differing_codes(name: str, values: int, generator: np.random.Generator) -> int:
     """How many of `values` random numbers get another code from us, over a few scales, ties included."""
-    fmt = format_of(getattr(torch, name))
+    fmt = get_format(getattr(torch, name))
     differing = 0
     for scale in np.array([0.0173, 0.05, 1 / 3, 2.0**-5], np.float32):
         zero = int(generator.integers(fmt.low, fmt.high + 1))

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import torch
 
-from scalepoint.numerics import Grid, QuantizationFormulation, QuantizationScheme, format_of
+from scalepoint.numerics import Grid, QuantizationFormulation, QuantizationScheme, get_format
 from scalepoint.spec.spec import to_code_type
 
 F32 = np.float32
@@ -63,7 +63,7 @@ def case_id(case):
 def grid_of(name, scheme="symmetric", formulation="zp", scale_dtype=None, **options):
     """The package's Grid of a case, with the limits of this file."""
     return Grid(
-        format_of(to_code_type(name)),
+        get_format(to_code_type(name)),
         *limits(name, scheme),
         QuantizationScheme(scheme),
         QuantizationFormulation(formulation),

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalepoint.graph import Operation
-from scalepoint.patterns import kind_of
+from scalepoint.patterns import get_kind
 from scalepoint.patterns.language import place_of
 from scalepoint.transformation import TransformationResult
 
@@ -91,7 +91,7 @@ def executed(model: nn.Module, inputs: Any) -> dict[str, int]:
 
 def covered(result: TransformationResult) -> dict[str, int]:
     """How many operations with weights the applied matches hold, by kind."""
-    kinds = Counter(_group(kind_of(node)) for match in result.matches for node in match.nodes.values())
+    kinds = Counter(_group(get_kind(node)) for match in result.matches for node in match.nodes.values())
     return {kind: kinds[kind] for kind in KINDS}
 
 
@@ -106,7 +106,7 @@ def _group(kind: str) -> str:
 def told(result: TransformationResult) -> dict[str, int]:
     """How many operations with weights are left and named in the report, by kind."""
     names = {refusal.name for refusal in result.report.refusals if not refusal.pattern}
-    kinds = Counter(_group(kind_of(node)) for node in result.model.graph.nodes if place_of(node) in names)
+    kinds = Counter(_group(get_kind(node)) for node in result.model.graph.nodes if place_of(node) in names)
     return {kind: kinds[kind] for kind in KINDS}
 
 
@@ -120,7 +120,7 @@ def left(result: TransformationResult) -> list[str]:
 def _is_left(model: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
-        return _group(kind_of(node)) in KINDS or (isinstance(module, Operation) and _multiplies_parameter(module))
+        return _group(get_kind(node)) in KINDS or (isinstance(module, Operation) and _multiplies_parameter(module))
     if node.op != "call_function":
         return False
     name = _base_name(node.target)

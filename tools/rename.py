@@ -19,6 +19,7 @@ Entries that are already applied change nothing, so the table can be applied aga
 """
 
 import argparse
+import ast
 import builtins
 import re
 import subprocess
@@ -256,11 +257,11 @@ class Project:
         functions = {module for module, _ in self.table.locals}
         keywords = {old for names in self.table.locals.values() for old in names}
         pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(words)))})\b") if words else None
-        keyword = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(keywords)))})\s*=[^=]") if keywords else None
+        keyword = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(keywords)))})=[^=]") if keywords else None
         self._check_defined()
         for path, text in self.texts.items():
             if path.endswith(".py") and (
-                (pattern and pattern.search(text))
+                (pattern and pattern.search(text) and words & _identifiers(text))
                 or self.module_of(path) in functions
                 or (keyword and keyword.search(text))
             ):
@@ -367,7 +368,7 @@ class Project:
                 path = self.origin[path]
                 continue
             parent, _, name = path.rpartition(".")
-            if parent in self.origin:
+            if parent in self.origin and name not in self.defined.get(parent, ()):  # a module named like a function
                 path = f"{self.origin[parent]}.{name}"
         return path
 
@@ -767,6 +768,18 @@ def _library_attributes() -> set[str]:
     except ImportError:
         pass
     return {name for each in types for name in dir(each)}
+
+
+def _identifiers(text: str) -> set[str]:
+    """All names in a piece of code, and strings that could be one. Much faster than libcst's metadata."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        for value in (getattr(node, key, None) for key in ("id", "attr", "arg", "name", "asname", "value")):
+            if isinstance(value, str) and value.isidentifier():
+                names.add(value)
+        if isinstance(node, ast.alias):
+            names |= set(node.name.split("."))
+    return names
 
 
 def _called(call: cst.Call) -> str:

@@ -114,10 +114,10 @@ def _check_choices(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _parse_axes(value: Any) -> Any:
-    from scalepoint.graph.free import axes_of  # noqa: PLC0415  # loads torch
+    from scalepoint.graph.dynamic_axes import parse_axes  # noqa: PLC0415  # loads torch
 
     try:
-        return axes_of(value) or None
+        return parse_axes(value) or None
     except UsageError as error:
         raise ValueError(error.args[0].removeprefix("dynamic_axes: ")) from error
 

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import GraphError, PatternError
 from scalepoint.graph import capture, check_graph
-from scalepoint.graph.capture import Model, as_inputs, opened
-from scalepoint.graph.described import keep_description
+from scalepoint.graph.capture import Model, as_inputs, load_if_path
 from scalepoint.graph.lift import as_operation
-from scalepoint.graph.modes import evaluating
-from scalepoint.graph.nodes import inherit_meta, keep_state, state_of
+from scalepoint.graph.module_state import eval_mode
+from scalepoint.graph.nodes import get_state, inherit_meta, set_state
+from scalepoint.graph.serialization import store_description
 from scalepoint.patterns.base import BASE_PATTERNS
 from scalepoint.patterns.conversions import convert
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, place_of
@@ -36,7 +36,7 @@ class Transformed:
 
 
 def transformed_of(model: nn.Module) -> Transformed:
-    return state_of(model, Transformed) or Transformed()
+    return get_state(model, Transformed) or Transformed()
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def transform(
     `dynamic_axes`, such as {"x": {2: "height", 3: "width"}}, names axes that stay free beside the batch. check=True
     also runs both models on the inputs and compares.
     """
-    model = opened(model, trust)
+    model = load_if_path(model, trust)
     plan = get_transformation_plan(
         model, args, patterns, target, kwargs=kwargs, copy=copy, dynamic=dynamic, dynamic_axes=dynamic_axes, leave=leave
     )
@@ -119,7 +119,7 @@ def get_transformation_plan(
     graph_module = capture(
         model, args, kwargs, copy=copy, dynamic=dynamic, dynamic_axes=dynamic_axes, leave=leave, trust=trust
     )
-    keep_description(graph_module)
+    store_description(graph_module)
     return plan_of(graph_module, patterns, chosen)
 
 
@@ -133,7 +133,7 @@ def plan_of(
         patterns = BASE_PATTERNS if chosen is None else chosen.patterns
     plan = make_plan(graph_module, tuple(patterns))
     plan.converted = converted
-    keep_state(graph_module, Transformed(chosen))
+    set_state(graph_module, Transformed(chosen))
     return plan
 
 
@@ -158,7 +158,7 @@ def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
     plan.model.recompile()
     check_graph(plan.model)
     report = TransformationReport(tuple(applied), tuple(skipped), tuple(plan.refusals))
-    keep_state(plan.model, replace(transformed_of(plan.model), refusals=report.refusals))
+    set_state(plan.model, replace(transformed_of(plan.model), refusals=report.refusals))
     return TransformationResult(plan.model, applied, report)
 
 
@@ -210,7 +210,7 @@ def _compare(model: nn.Module, graph_module: fx.GraphModule, args: Any, kwargs: 
         raise PatternError("check=True needs example inputs")
     inputs = as_inputs(args, kwargs)
     outputs = []
-    with evaluating(model), evaluating(graph_module), torch.no_grad():
+    with eval_mode(model), eval_mode(graph_module), torch.no_grad():
         for run in (model, graph_module):
             positional, keyword = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs)
             outputs.append(pytree.tree_leaves(run(*positional, **keyword)))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from scalepoint.errors import CaptureError
 from scalepoint.graph import capture
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.origin import get_origin
 from tests.errors import raises
 
 
@@ -97,6 +97,6 @@ class Rest(nn.Module):
 def test_the_batch_of_variadic_inputs_is_free():
     model, x = Rest().eval(), torch.randn(4, 8)
     graph = capture(model, (x, x + 1, x + 2))
-    assert origin_of(graph).fixed_batch == {}
+    assert get_origin(graph).fixed_batch == {}
     y = torch.randn(3, 8)
     assert torch.equal(graph.eval()(y, y, y), model(y, y, y))

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, ScalepointError, ScalepointWarning, UsageError
 from scalepoint.graph import capture, check_graph
-from scalepoint.graph.nodes import info_of, kind_of
-from scalepoint.graph.origin import note_origin, origin_of
+from scalepoint.graph.nodes import get_info, get_kind
+from scalepoint.graph.origin import get_origin, set_origin
 from tests.errors import raises
 from tests.models import Decoder, ResNet, SilentSkip, UNet, resnet50, settled, vit_b16
 
@@ -56,11 +56,11 @@ class Layer(nn.Module):
 
 
 def kinds(graph_module):
-    return [info_of(node).kind for node in graph_module.graph.nodes if info_of(node).kind is not None]
+    return [get_info(node).kind for node in graph_module.graph.nodes if get_info(node).kind is not None]
 
 
 def lifted(graph_module):
-    return [kind_of(node) for node in graph_module.graph.nodes if node.op == "call_module"]
+    return [get_kind(node) for node in graph_module.graph.nodes if node.op == "call_module"]
 
 
 def close(found, expected):
@@ -588,17 +588,17 @@ class TestInputsAndOutputs:
         with pytest.warns(ScalepointWarning, match=f"'x' is fixed at {batch}") as caught:
             graph_module = capture(model, X[:batch])
         assert [warning.filename for warning in caught] == [__file__]
-        assert origin_of(graph_module).fixed_batch == {"x": batch}
+        assert get_origin(graph_module).fixed_batch == {"x": batch}
         close(graph_module(X[:batch]), model(X[:batch]))
 
     def test_a_batch_that_is_fixed_on_purpose_is_not_warned_of(self):
         graph_module = capture(Layer(nn.Linear(4, 3)), X, dynamic=False)
-        assert origin_of(graph_module).fixed_batch == {"x": 2}
+        assert get_origin(graph_module).fixed_batch == {"x": 2}
 
     def test_a_batch_that_only_the_first_rung_fixes_stays_free(self):
         model = Function(lambda x: x / len(x))  # len() of a tensor is a number to torch.export, not to its strict form
         graph_module = capture(model, X)
-        assert origin_of(graph_module).fixed_batch == {}
+        assert get_origin(graph_module).fixed_batch == {}
         x = torch.randn(5, 4)
         close(graph_module(x), model(x))
 
@@ -952,7 +952,7 @@ class TestHardModules:
     def test_the_same_module_called_twice_is_two_nodes_of_one_module(self):
         graph_module = captured(CalledTwice(), X)
         assert lifted(graph_module) == ["linear", "relu", "linear", "relu"]
-        targets = [node.target for node in graph_module.graph.nodes if kind_of(node) == "linear"]
+        targets = [node.target for node in graph_module.graph.nodes if get_kind(node) == "linear"]
         assert len({id(graph_module.get_submodule(target)) for target in targets}) == 1
         assert len(list(graph_module.parameters())) == 2
 
@@ -1227,7 +1227,7 @@ class TestWithoutInputs:
         graph_module = capture(Function(F.linear, W, B), None)
         close(graph_module(X), F.linear(X, W, B))
         assert kinds(graph_module) == ["linear"]
-        assert origin_of(graph_module).fixed_batch == {}
+        assert get_origin(graph_module).fixed_batch == {}
 
     def test_dropout_and_batch_norm_are_live_in_train(self):
         graph_module = capture(Stateful().eval(), None).train()
@@ -1350,9 +1350,9 @@ def test_what_a_forward_stores_in_attributes_is_not_of_the_trace():
 
 def test_a_copy_of_a_graph_keeps_what_is_known_of_it_and_changes_alone():
     graph_module = capture(nn.Linear(4, 4).eval(), torch.randn(2, 4))
-    before = origin_of(graph_module)
+    before = get_origin(graph_module)
     copied = copy.deepcopy(graph_module)
-    note_origin(copied, steps={"width": 8})
+    set_origin(copied, steps={"width": 8})
     assert kinds(copied) == kinds(graph_module)
-    assert origin_of(copied) == replace(before, steps={"width": 8})
-    assert origin_of(graph_module) == before
+    assert get_origin(copied) == replace(before, steps={"width": 8})
+    assert get_origin(graph_module) == before

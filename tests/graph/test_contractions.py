@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from scalepoint.graph import capture
-from scalepoint.graph.nodes import kind_of
+from scalepoint.graph.nodes import get_kind
 
 
 class Product(nn.Module):
@@ -43,7 +43,7 @@ X = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(1))
 def test_it_is_a_linear_layer_with_the_same_result(function, shape):
     model = Product(function, *shape).eval()
     found = capture(model, X)
-    assert [kind_of(node) for node in found.graph.nodes].count("linear") == 1
+    assert [get_kind(node) for node in found.graph.nodes].count("linear") == 1
     for x in (X, X[:1], torch.cat([X, X[:1]])):
         torch.testing.assert_close(found(x), model(x))
 
@@ -60,5 +60,5 @@ def test_it_is_a_linear_layer_with_the_same_result(function, shape):
 def test_what_no_linear_layer_computes_stays(function, shape):
     model = Product(function, *shape).eval()
     found = capture(model, X)
-    assert "linear" not in [kind_of(node) for node in found.graph.nodes]
+    assert "linear" not in [get_kind(node) for node in found.graph.nodes]
     torch.testing.assert_close(found(X), model(X))

@@ -8,10 +8,10 @@ from torch._subclasses import FakeTensorMode
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats.export import export
 from scalepoint.graph import capture
-from scalepoint.graph import export as ladder
-from scalepoint.graph.export import export_graph, fixed_batch
-from scalepoint.graph.nodes import info_of
+from scalepoint.graph import torch_export as ladder
+from scalepoint.graph.nodes import get_info
 from scalepoint.graph.program import Known, Program, program_of
+from scalepoint.graph.torch_export import export_graph, find_fixed_batches
 from scalepoint.quantize import quantize
 from tests.models import settled
 
@@ -100,7 +100,7 @@ class Fixed(nn.Module):
 def test_an_axis_that_the_graph_has_as_a_number_is_fixed_and_the_others_stay_free():
     graph = capture(Fixed(), torch.randn(2, 4), dynamic=False)
     program = program_of(graph, (torch.randn(2, 4),), {}, lambda name, value: range(value.ndim))
-    assert fixed_batch(program) == {"x": 2}
+    assert find_fixed_batches(program) == {"x": 2}
     shape = program.graph.find_nodes(op="placeholder")[0].meta["val"].shape
     assert isinstance(shape[1], torch.SymInt)
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_noted_goes_through_torch_export_and_is_told():
 def test_an_operation_is_taken_apart_where_it_stands_and_keeps_its_name(graph):
     program = program_of(graph, (inputs()[0],), inputs()[1], batch_of)
     taken = program.run_decompositions({aten.hardswish.default: lambda x: x * (x + 3).clamp(0, 6) / 6})
-    parts = [node for node in taken.graph.nodes if info_of(node).written is aten.hardswish.default]
+    parts = [node for node in taken.graph.nodes if get_info(node).written is aten.hardswish.default]
     found = [str(node.target) for node in parts]
     assert found == ["aten.add.Tensor", "aten.clamp.default", "aten.mul.Tensor", "aten.div.Tensor"]
     assert not taken.graph.find_nodes(op="call_function", target=aten.hardswish.default)
@@ -228,7 +228,7 @@ def test_a_pool_of_channels_last_is_taken_apart_alone():
 def test_a_batch_that_the_graph_fixes_is_noted_as_it_was_given(monkeypatch):
     graph = capture(Fixed(), torch.randn(2, 4), dynamic=False)
     monkeypatch.setattr(torch.export, "export", None)
-    assert fixed_batch(export_graph(graph, (torch.randn(1, 4),), {}, dynamic=True)) == {"x": 1}
+    assert find_fixed_batches(export_graph(graph, (torch.randn(1, 4),), {}, dynamic=True)) == {"x": 1}
 
 
 class Windows(nn.Module):

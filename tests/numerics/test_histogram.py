@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scalepoint.numerics import choose_qparams, fake_quantize
-from scalepoint.numerics.histogram import bin_centres, bin_width, histogram_of, merge
-from scalepoint.numerics.search import (
+from scalepoint.numerics.histogram import bin_centres, bin_width, compute_histogram, merge_histograms
+from scalepoint.numerics.range_search import (
     least_divergence,
     least_squares,
     least_squares_of_histogram,
@@ -29,9 +29,9 @@ def same(first, second):
 
 
 def merged(parts, bins=BINS):
-    total = histogram_of(parts[0], bins)
+    total = compute_histogram(parts[0], bins)
     for part in parts[1:]:
-        total = merge(total, histogram_of(part, bins))
+        total = merge_histograms(total, compute_histogram(part, bins))
     return total
 
 
@@ -43,7 +43,7 @@ def spread_rows(seed=0):
 @pytest.mark.parametrize("parts", [2, 7, 400])
 def test_parts_merged_are_the_whole_bit_for_bit(parts):
     rows = spread_rows()
-    assert same(merged(rows.chunk(parts, dim=1)), histogram_of(rows, BINS))
+    assert same(merged(rows.chunk(parts, dim=1)), compute_histogram(rows, BINS))
 
 
 @pytest.mark.parametrize("order", ["reversed", "shuffled", "pairwise"])
@@ -52,9 +52,10 @@ def test_the_order_of_the_parts_does_not_matter(order):
     forward = merged(parts)
     if order == "pairwise":
         pairs = [
-            merge(histogram_of(a, BINS), histogram_of(b, BINS)) for a, b in zip(parts[::2], parts[1::2], strict=True)
+            merge_histograms(compute_histogram(a, BINS), compute_histogram(b, BINS))
+            for a, b in zip(parts[::2], parts[1::2], strict=True)
         ]
-        other = merge(merge(pairs[3], pairs[1]), merge(pairs[0], pairs[2]))
+        other = merge_histograms(merge_histograms(pairs[3], pairs[1]), merge_histograms(pairs[0], pairs[2]))
     else:
         other = merged(parts[::-1] if order == "reversed" else [parts[i] for i in (3, 7, 0, 5, 1, 6, 2, 4)])
     assert same(other, forward)
@@ -70,12 +71,12 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @example([0.0, -0.0], [3.4e38])
 def test_any_two_sets_of_finite_values_merge_to_the_histogram_of_both(first, second):
     first, second = torch.tensor([first]), torch.tensor([second])
-    assert same(merged([first, second], 64), histogram_of(torch.cat([first, second], 1), 64))
+    assert same(merged([first, second], 64), compute_histogram(torch.cat([first, second], 1), 64))
 
 
 def test_every_value_falls_into_the_bin_that_holds_it():
     rows = spread_rows()
-    histogram = histogram_of(rows, BINS)
+    histogram = compute_histogram(rows, BINS)
     for row, counts, width in zip(rows, histogram.counts, bin_width(histogram), strict=True):
         edges = (np.arange(BINS + 1) - BINS // 2) * width.double().item()
         np.testing.assert_array_equal(counts.numpy(), np.histogram(row.double().numpy(), edges)[0])
@@ -87,12 +88,12 @@ def test_every_value_falls_into_the_bin_that_holds_it():
 def test_counting_in_pieces_gives_the_counts_of_all_at_once(shape, size, bins):
     rows = randn(*shape).clamp(-3, 3) * size
     with torch.autograd.forward_ad.dual_level():  # somebody transforms: the operations run whole
-        whole = histogram_of(rows, bins)
-    assert same(histogram_of(rows, bins), whole)
+        whole = compute_histogram(rows, bins)
+    assert same(compute_histogram(rows, bins), whole)
 
 
 def test_centres_lie_in_the_middle_of_equal_bins_around_zero():
-    histogram = histogram_of(torch.tensor([[3.0, -1.0]]), 8)
+    histogram = compute_histogram(torch.tensor([[3.0, -1.0]]), 8)
     assert histogram.power.tolist() == [2]
     assert bin_width(histogram).tolist() == [[1.0]]
     assert bin_centres(histogram).tolist() == [[-3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5]]
@@ -100,9 +101,9 @@ def test_centres_lie_in_the_middle_of_equal_bins_around_zero():
 
 
 def test_memory_is_fixed_and_the_count_is_kept_however_much_is_added():
-    total = histogram_of(randn(2, 100), BINS)
+    total = compute_histogram(randn(2, 100), BINS)
     for seed in range(20):
-        total = merge(total, histogram_of(randn(2, 100, seed=seed) * 10.0**seed, BINS))
+        total = merge_histograms(total, compute_histogram(randn(2, 100, seed=seed) * 10.0**seed, BINS))
     assert total.counts.shape == (2, BINS)
     assert total.counts.dtype == torch.int64
     assert total.counts.sum(1).tolist() == [2100, 2100]
@@ -118,20 +119,23 @@ def test_a_larger_value_doubles_the_range_until_it_fits():
 
 
 def test_each_row_has_a_range_of_its_own():
-    assert histogram_of(torch.tensor([[0.9], [100.0], [1e-3]]), BINS).power.tolist() == [0, 7, -9]
+    assert compute_histogram(torch.tensor([[0.9], [100.0], [1e-3]]), BINS).power.tolist() == [0, 7, -9]
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 3.4e38, -3.4e38, -(2.0**127)], ids=str)
 def test_the_ends_of_float32_are_counted(value):
-    histogram = histogram_of(torch.tensor([[value]]), BINS)
+    histogram = compute_histogram(torch.tensor([[value]]), BINS)
     assert histogram.counts.sum() == 1
     assert (histogram.counts[0].nonzero() >= BINS // 2).item() is (value >= 0)
 
 
 def test_rows_without_values_count_nothing():
-    histogram = histogram_of(torch.empty(2, 0), BINS)
+    histogram = compute_histogram(torch.empty(2, 0), BINS)
     assert histogram.counts.sum() == 0
-    assert same(merge(histogram, histogram_of(spread_rows()[:2], BINS)), histogram_of(spread_rows()[:2], BINS))
+    assert same(
+        merge_histograms(histogram, compute_histogram(spread_rows()[:2], BINS)),
+        compute_histogram(spread_rows()[:2], BINS),
+    )
 
 
 PERCENTILES = pytest.mark.parametrize("percentile", [90.0, 99.0, 99.9, 100.0], ids=str)
@@ -148,7 +152,7 @@ def test_the_percentile_of_rows_is_numpys(percentile):
 @PERCENTILES
 def test_the_percentile_of_a_histogram_is_numpys_within_a_bin(percentile):
     rows = randn(4, 30_000) * torch.tensor([[1.0], [0.1], [50.0], [1e-6]])
-    histogram = histogram_of(rows, 2048)
+    histogram = compute_histogram(rows, 2048)
     width = bin_width(histogram).squeeze(1).numpy()
     for ours, share in zip(percentile_of_histogram(histogram, percentile), (100 - percentile, percentile), strict=True):
         lower, higher = (np.percentile(rows.numpy(), share, axis=1, method=method) for method in ("lower", "higher"))
@@ -204,7 +208,7 @@ def test_least_squares_of_a_histogram_finds_nearly_what_the_values_give(data):
     grid = grid_of("int4", "asymmetric")
     low, high = rows.amin(1), rows.amax(1)
     exact = squared_error(rows, *least_squares(rows, None, low, high, grid), grid)
-    binned = squared_error(rows, *least_squares_of_histogram(histogram_of(rows, 4096), low, high, grid), grid)
+    binned = squared_error(rows, *least_squares_of_histogram(compute_histogram(rows, 4096), low, high, grid), grid)
     assert (binned <= 1.05 * exact).all()
 
 
@@ -221,14 +225,14 @@ def test_weights_count_as_repetitions():
 def test_least_divergence_clips_a_heavy_tail():
     rows = randn(1, 100_000)
     rows[0, :5] = torch.tensor([40.0, -45.0, 50.0, -48.0, 42.0])
-    low, high = least_divergence(histogram_of(rows, 4096), rows.amin(1), rows.amax(1), 256)
+    low, high = least_divergence(compute_histogram(rows, 4096), rows.amin(1), rows.amax(1), 256)
     assert 2 < high.item() < 25
     assert -25 < low.item() < -2
 
 
 def test_least_divergence_keeps_a_uniform_distribution_nearly_whole():
     rows = torch.rand(1, 100_000, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    low, high = least_divergence(histogram_of(rows, 4096), rows.amin(1), rows.amax(1), 256)
+    low, high = least_divergence(compute_histogram(rows, 4096), rows.amin(1), rows.amax(1), 256)
     assert high.item() > 0.95
     assert low.item() < -0.95
 
@@ -236,6 +240,6 @@ def test_least_divergence_keeps_a_uniform_distribution_nearly_whole():
 def test_least_divergence_stays_within_what_was_observed():
     rows = torch.cat([randn(3, 2000).abs(), torch.zeros(1, 2000)])
     low, high = rows.amin(1), rows.amax(1)
-    found_low, found_high = least_divergence(histogram_of(rows, 1024), low, high, 256)
+    found_low, found_high = least_divergence(compute_histogram(rows, 1024), low, high, 256)
     assert (found_low >= low).all()
     assert (found_high <= high).all()

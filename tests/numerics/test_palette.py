@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalepoint.numerics.palette import by_group, from_groups, make_tables, nearest_entries
+from scalepoint.numerics.palette import from_groups, make_tables, nearest_entries, to_groups
 
 
 def error(rows: torch.Tensor, tables: torch.Tensor) -> float:
@@ -42,6 +42,6 @@ def test_a_normal_row_comes_near_the_best_known_quantizer() -> None:
 
 def test_groups_are_neighbours_along_the_axis_and_come_back() -> None:
     tensor = torch.arange(24.0).view(4, 2, 3)
-    assert by_group(tensor, 0, 2)[1].tolist() == tensor[2:].reshape(-1).tolist()
+    assert to_groups(tensor, 0, 2)[1].tolist() == tensor[2:].reshape(-1).tolist()
     for axis, groups in ((0, 2), (1, 2), (2, 3)):
-        assert torch.equal(from_groups(by_group(tensor, axis, groups), tensor.shape, axis), tensor)
+        assert torch.equal(from_groups(to_groups(tensor, axis, groups), tensor.shape, axis), tensor)

@@ -18,7 +18,7 @@ from scalepoint.numerics import (
     choose_qparams,
     dtype_name,
     fake_quantize,
-    format_of,
+    get_format,
     min_max,
     power_of_two_scale,
     tensor_scale,
@@ -114,14 +114,14 @@ def test_every_integer_has_a_finite_positive_scale_in_every_scheme(name, scheme)
 def test_a_format_has_the_limits_of_the_contract(dtype, scheme):
     if (dtype_name(dtype), scheme) == ONE_CODE:
         with pytest.raises(SpecError, match="one code only"):
-            format_of(dtype).limits(scheme)
+            get_format(dtype).limits(scheme)
     else:
-        assert format_of(dtype).limits(scheme) == reference.limits(dtype_name(dtype), scheme)
+        assert get_format(dtype).limits(scheme) == reference.limits(dtype_name(dtype), scheme)
 
 
 def test_a_dtype_without_a_format_is_refused_with_the_known_ones():
     with pytest.raises(SpecError, match=r"no arithmetic for complex64.*int8"):
-        format_of(torch.complex64)
+        get_format(torch.complex64)
 
 
 UNIFORM_SCALES = (*reference.INTEGER_CASES, ("float8_e4m3fn", "symmetric", "zp", None))
@@ -188,14 +188,14 @@ ROUNDINGS = {
 @pytest.mark.parametrize("row", ROUNDINGS.values(), ids=ROUNDINGS.keys())
 def test_a_power_of_two_scale_is_the_one_computed_by_hand(row, rounding):
     dtype, max_abs, scales = row
-    assert power_of_two_scale(torch.tensor([max_abs]), format_of(dtype), rounding).tolist() == [scales[rounding]]
+    assert power_of_two_scale(torch.tensor([max_abs]), get_format(dtype), rounding).tolist() == [scales[rounding]]
 
 
 @pytest.mark.parametrize("rounding", ScaleRounding)
 @pytest.mark.parametrize("dtype", [FP4, *Float6, E4M3, E5M2], ids=dtype_name)
 def test_a_power_of_two_scale_is_a_normal_number_of_e8m0_for_any_range(dtype, rounding):
     max_abs = torch.tensor([0.0, 1e-45, 1e-40, TINY, 1e-30, 1.0, 1e38, torch.finfo(torch.float32).max])
-    scale = power_of_two_scale(max_abs, format_of(dtype), rounding)
+    scale = power_of_two_scale(max_abs, get_format(dtype), rounding)
     assert torch.equal(scale.to(E8M0).to(torch.float32), scale)
     assert (scale >= TINY).all()
     assert scale[:4].tolist() == [TINY] * 4
@@ -203,7 +203,7 @@ def test_a_power_of_two_scale_is_a_normal_number_of_e8m0_for_any_range(dtype, ro
 
 @pytest.mark.parametrize("dtype", [FP4, *Float6, E4M3, E5M2], ids=dtype_name)
 def test_rceil_is_the_smallest_scale_that_never_saturates(dtype):
-    fmt = format_of(dtype)
+    fmt = get_format(dtype)
     edges = fmt.high * 2.0 ** torch.arange(-20, 20)
     max_abs = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), torch.rand(2000) * 1000 + 1e-3])
     scale = power_of_two_scale(max_abs, fmt, ScaleRounding.RCEIL)
@@ -213,8 +213,8 @@ def test_rceil_is_the_smallest_scale_that_never_saturates(dtype):
 
 def test_two_level_scales_are_an_e4m3_number_times_the_scale_of_the_tensor():
     max_abs = torch.tensor([[6.0, 3.0], [5.3, 1e-9]])
-    outer = tensor_scale(max_abs, format_of(FP4))
-    inner = block_scale(max_abs, outer, format_of(FP4))
+    outer = tensor_scale(max_abs, get_format(FP4))
+    inner = block_scale(max_abs, outer, get_format(FP4))
     assert outer.item() == pytest.approx(6 / (448 * 6), rel=1e-7)
     assert inner.tolist() == [[448.0, 224.0], [384.0, 2.0**-9]]
     scale = choose_qparams(-max_abs, max_abs / 2, grid_of("float4_e2m1fn_x2", scale_dtype="float8_e4m3fn")).scale
@@ -222,7 +222,7 @@ def test_two_level_scales_are_an_e4m3_number_times_the_scale_of_the_tensor():
 
 
 def test_two_level_scales_take_the_whole_tensor_into_the_outer_one():
-    fmt = format_of(FP4)
+    fmt = get_format(FP4)
     alone = tensor_scale(torch.tensor([[1.0]]), fmt)
     assert torch.equal(tensor_scale(torch.tensor([[1.0], [0.25]]), fmt), alone)
     assert torch.equal(tensor_scale(torch.tensor([[1.0], [4.0]]), fmt), alone * 4)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from scalepoint.numerics import E4M3, E5M2, FP4, Float6, dtype_name, format_of, round_to_float
-from scalepoint.numerics.rounding import exponent, power_of_two
+from scalepoint.numerics import E4M3, E5M2, FP4, Float6, dtype_name, get_format, round_to_float
+from scalepoint.numerics.rounding import floor_log2, power_of_two
 from tests import reference
 
 FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=dtype_name)
@@ -51,7 +51,7 @@ SOURCES = {
 @FP8
 @pytest.mark.parametrize("source", SOURCES)
 def test_rounding_to_fp8_is_torchs_cast_bit_for_bit(dtype, source):
-    fmt = format_of(dtype)
+    fmt = get_format(dtype)
     x = within(SOURCES[source](dtype_name(dtype)), fmt)
     assert x.numel() > 5
     assert torch.equal(bits(round_to_float(x, fmt)), bits(x.to(dtype).to(torch.float32)))
@@ -61,10 +61,10 @@ def test_rounding_to_fp8_is_torchs_cast_bit_for_bit(dtype, source):
 @pytest.mark.parametrize("source", SOURCES)
 def test_rounding_to_fp4_and_fp6_is_the_nearest_of_their_values(dtype, source):
     name = dtype_name(dtype)
-    x = within(SOURCES[source](name), format_of(dtype))
+    x = within(SOURCES[source](name), get_format(dtype))
     x = x if x.numel() < 20_000 else x[:: x.numel() // 20_000]
     expected = torch.from_numpy(np.array([reference.nearest(value, name) for value in x.numpy()]))
-    assert torch.equal(bits(round_to_float(x, format_of(dtype))), bits(expected))
+    assert torch.equal(bits(round_to_float(x, get_format(dtype))), bits(expected))
 
 
 # Every code of OCP MX v1.0, 5.3.2: the subnormal ones, then a row an exponent.
@@ -92,7 +92,7 @@ FP6 = pytest.mark.parametrize(
 @FP6
 def test_the_values_of_fp6_are_those_of_the_standard_and_their_storage_holds_them(dtype, table):
     values = torch.tensor([*table, *(-value for value in table)])
-    fmt = format_of(dtype)
+    fmt = get_format(dtype)
     assert reference.positive_values(dtype_name(dtype)) == table
     assert (fmt.bits, fmt.low, fmt.high, fmt.max_exponent) == (6, -table[-1], table[-1], int(np.log2(table[-1])))
     assert torch.equal(round_to_float(values, fmt), values)
@@ -105,10 +105,10 @@ def test_all_that_lies_between_two_values_of_fp6_goes_to_the_nearer_and_the_midd
         middle = torch.tensor((below + above) / 2)
         x = torch.stack([middle.nextafter(torch.tensor(-torch.inf)), middle, middle.nextafter(torch.tensor(torch.inf))])
         wanted = [below, above if code % 2 else below, above]
-        assert round_to_float(x, format_of(dtype)).tolist() == wanted
-        assert round_to_float(-x, format_of(dtype)).tolist() == [-value for value in wanted]
+        assert round_to_float(x, get_format(dtype)).tolist() == wanted
+        assert round_to_float(-x, get_format(dtype)).tolist() == [-value for value in wanted]
         inner = torch.linspace(below, above, 101)[1:-1]
-        rounded = round_to_float(inner, format_of(dtype))
+        rounded = round_to_float(inner, get_format(dtype))
         assert torch.equal((rounded - inner).abs(), torch.minimum(inner - below, above - inner))
 
 
@@ -116,7 +116,7 @@ def test_all_that_lies_between_two_values_of_fp6_goes_to_the_nearer_and_the_midd
     ("tie", "even"), [(0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5.0, 4)], ids=str
 )
 def test_a_tie_of_fp4_goes_to_the_even_code(tie, even):
-    assert round_to_float(torch.tensor([tie, -tie]), format_of(FP4)).tolist() == [even, -even]
+    assert round_to_float(torch.tensor([tie, -tie]), get_format(FP4)).tolist() == [even, -even]
 
 
 @ALL
@@ -124,17 +124,17 @@ def test_every_value_of_a_format_rounds_to_itself(dtype):
     values = torch.tensor(reference.positive_values(dtype_name(dtype)))
     values = torch.cat([values, -values])
     assert values.numel() == {E4M3: 254, E5M2: 248, Float6.E2M3: 64, Float6.E3M2: 64, FP4: 16}[dtype]
-    assert torch.equal(bits(round_to_float(values, format_of(dtype))), bits(values))
+    assert torch.equal(bits(round_to_float(values, get_format(dtype))), bits(values))
 
 
 @ALL
 def test_nan_stays_nan(dtype):
-    assert round_to_float(torch.tensor([torch.nan, -torch.nan]), format_of(dtype)).isnan().all()
+    assert round_to_float(torch.tensor([torch.nan, -torch.nan]), get_format(dtype)).isnan().all()
 
 
 @ALL
 def test_rounding_in_place_with_a_scratch_gives_the_same(dtype):
-    fmt = format_of(dtype)
+    fmt = get_format(dtype)
     x = within(random_float32()[:20_000], fmt)
     expected = round_to_float(x, fmt)
     work = x.clone()
@@ -145,7 +145,7 @@ def test_rounding_in_place_with_a_scratch_gives_the_same(dtype):
 
 def test_without_out_the_input_is_left_alone():
     x = torch.tensor([0.3, 5.1])
-    round_to_float(x, format_of(FP4))
+    round_to_float(x, get_format(FP4))
     assert x.tolist() == torch.tensor([0.3, 5.1]).tolist()
 
 
@@ -153,6 +153,6 @@ def test_exponent_and_power_of_two_are_inverse_for_every_normal_power():
     powers = torch.arange(-126, 128, dtype=torch.int32)
     values = power_of_two(powers)
     assert values.tolist() == [2.0**power for power in range(-126, 128)]
-    assert torch.equal(exponent(bits(values)), powers)
-    assert torch.equal(exponent(bits(values * 1.999)), powers)
-    assert exponent(bits(torch.tensor([0.0, 1e-40]))).tolist() == [-127, -127]
+    assert torch.equal(floor_log2(bits(values)), powers)
+    assert torch.equal(floor_log2(bits(values * 1.999)), powers)
+    assert floor_log2(bits(torch.tensor([0.0, 1e-40]))).tolist() == [-127, -127]

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalepoint.numerics.sparsity import keep_of, keep_share
+from scalepoint.numerics.sparsity import mask_by_share, mask_n_of_m
 
 
 @settings(max_examples=30, deadline=None)
@@ -17,7 +17,7 @@ from scalepoint.numerics.sparsity import keep_of, keep_share
 )
 def test_a_share_takes_the_smallest_and_exactly_so_many(out, inner, share, block, seed) -> None:
     weight = torch.randn(out * block, inner, 3, generator=torch.Generator().manual_seed(seed))
-    mask = keep_share(weight, share, block)
+    mask = mask_by_share(weight, share, block)
     assert mask.shape == weight.shape
     blocks, kept = weight.square().view(out, block, -1).sum(1), mask.view(out, block, -1)
     assert bool((kept == kept[:, :1]).all())  # channels of a block go together
@@ -31,7 +31,7 @@ def test_a_share_takes_the_smallest_and_exactly_so_many(out, inner, share, block
 def test_of_every_m_along_the_inputs_the_n_largest_stay(out, groups, ratio, seed) -> None:
     keep, of = ratio
     weight = torch.randn(out, groups * of, 3, 3, generator=torch.Generator().manual_seed(seed))
-    mask = keep_of(weight, keep, of)
+    mask = mask_n_of_m(weight, keep, of)
     kept = mask.view(out, groups, of, 9)
     assert bool((kept.sum(2) == keep).all())
     size = weight.abs().view(out, groups, of, 9)
@@ -40,5 +40,5 @@ def test_of_every_m_along_the_inputs_the_n_largest_stay(out, groups, ratio, seed
 
 
 def test_equal_weights_go_by_place() -> None:
-    assert keep_of(torch.ones(1, 4), 2, 4).tolist() == [[True, True, False, False]]
-    assert keep_share(torch.ones(1, 4), 0.5).tolist() == [[False, False, True, True]]
+    assert mask_n_of_m(torch.ones(1, 4), 2, 4).tolist() == [[True, True, False, False]]
+    assert mask_by_share(torch.ones(1, 4), 0.5).tolist() == [[False, False, True, True]]

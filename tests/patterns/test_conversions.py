@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scalepoint.patterns.base import depth
+from scalepoint.patterns.base import measure_depth
 from scalepoint.transformation import transform
 
 
@@ -71,5 +71,5 @@ def test_the_depth_of_a_node_is_the_longest_way_and_leaves_nothing_on_the_graph(
 
     graph = transform(Ways(), torch.randn(2, 3), patterns=()).model.graph
     before = set(vars(graph))
-    assert [depth(node) for node in graph.nodes] == [1, 2, 3, 4, 5]
+    assert [measure_depth(node) for node in graph.nodes] == [1, 2, 3, 4, 5]
     assert set(vars(graph)) == before

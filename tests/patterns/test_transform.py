@@ -17,7 +17,7 @@ from torch import nn
 from scalepoint import patterns as named
 from scalepoint.errors import GraphError, PatternError, ScalepointError
 from scalepoint.graph import check_graph
-from scalepoint.graph.nodes import kind_of
+from scalepoint.graph.nodes import get_kind
 from scalepoint.patterns import (
     BASE_PATTERNS,
     Fused,
@@ -91,7 +91,7 @@ class TestResNet50:
         assert {name.rpartition(".")[2] for name in places(result, "ConvBNAddReLUPattern")} == {"conv3"}
 
     def test_nothing_is_left_over(self, resnet):
-        left = [node.target for node in resnet[1].model.graph.nodes if kind_of(node) in ("conv", "batch_norm")]
+        left = [node.target for node in resnet[1].model.graph.nodes if get_kind(node) in ("conv", "batch_norm")]
         assert left == []
         assert not resnet[1].report.skipped
 
@@ -164,7 +164,7 @@ class TestOtherModels:
         result = transform(model, torch.randint(0, 50, (1, 6)))
         counts = result.report.counts()
         assert (counts["ScaledDotProductAttentionPattern"], counts["RMSNormPattern"]) == (2, 5)
-        linear = [match for match in result.matches if "linear" in {kind_of(node) for node in match.nodes.values()}]
+        linear = [match for match in result.matches if "linear" in {get_kind(node) for node in match.nodes.values()}]
         assert len(linear) == 15
         parity(model, result, torch.randint(0, 50, (3, 9)))
 
@@ -299,7 +299,7 @@ class TestWeightsThatAreReadInAnotherWay:
 
 
 def places_of_kind(plan, kind):
-    return sum(kind in {kind_of(node) for node in match.nodes.values()} for match in plan.matches)
+    return sum(kind in {get_kind(node) for node in match.nodes.values()} for match in plan.matches)
 
 
 class TestPoolsThatChangeNothing:

@@ -10,7 +10,7 @@ import scalepoint
 from scalepoint.cli.settings import settings_of
 from scalepoint.errors import ConfigError, ScalepointWarning, TargetError, UsageError, VerificationError
 from scalepoint.formats import export
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.origin import get_origin
 from scalepoint.options import DeployConfig
 from scalepoint.quantize import QuantConfig, coverage, quantize
 from scalepoint.runtimes import find_runtime
@@ -114,7 +114,7 @@ def test_what_is_kept_keeps_the_free_axes(done, segments, pictures):
     assert config.dynamic_axes == PICTURE
     x = torch.randn(1, 3, 20, 28)
     for again in (scalepoint.load(folder / "quantized"), scalepoint.load(folder / "quantized", segments, pictures[0])):
-        assert origin_of(again) == origin_of(done.model)
+        assert get_origin(again) == get_origin(done.model)
         assert torch.equal(again(x), done.model(x))
         path = export(again, folder / "again" / "model.onnx", torch.randn(1, 3, 8, 8))
         assert axes(path, "x") == ["batch", 3, "height", "width"]

@@ -7,7 +7,7 @@ from torch import nn
 from scalepoint import deploy
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.graph import capture
-from scalepoint.graph.modes import without_cache
+from scalepoint.graph.module_state import cache_disabled
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -133,7 +133,7 @@ def test_a_model_with_a_cache_is_captured_without_it(set_by_user):
     graph = capture(model, {"input_ids": ids, "decoder_input_ids": ids})
     after = {name: module.config.use_cache for name, module in model.named_modules() if hasattr(module, "config")}
     assert before == after
-    with torch.no_grad(), without_cache(model):
+    with torch.no_grad(), cache_disabled(model):
         expected = model(input_ids=ids, decoder_input_ids=ids).last_hidden_state
         found = graph(input_ids=ids, decoder_input_ids=ids)
     torch.testing.assert_close(found["last_hidden_state"], expected, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from scalepoint.errors import ConfigError, CoverageError, TargetError
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.quantize import (
     CalibrationMethod,
     Override,
@@ -126,7 +126,7 @@ class TestTensorQuantConfig:
         tensor = TensorQuantConfig(n_bits=bits)
         model = inserted(net, activation=tensor, weight=tensor, target="reference")
         assert set(weight_bits(model).values()) == {bits}
-        assert {format_of(dtype).bits for dtype in input_specs(model).values()} == {bits}
+        assert {get_format(dtype).bits for dtype in input_specs(model).values()} == {bits}
         x = torch.randn(4, 3, 8, 8)
         calibrate(model, [x], freeze_weights=True)
         with torch.no_grad():

@@ -245,12 +245,12 @@ class TestWhatEvalKeeps:
         layer = layers(model)[0]
         with torch.inference_mode():
             first = model(x)
-            kept = layer._kept
+            kept = layer._weight_cache
             assert torch.equal(model(x), first)
-            assert layer._kept is kept
+            assert layer._weight_cache is kept
         assert kept is not None
         assert torch.equal(run(model, x), first)
-        assert layer._kept is kept
+        assert layer._weight_cache is kept
         with torch.no_grad():
             layer.operation.weight.mul_(2)
         with torch.inference_mode():

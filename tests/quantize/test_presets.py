@@ -8,7 +8,7 @@ from torch import nn
 
 from scalepoint import export, tensorrt
 from scalepoint.errors import ExportError, TargetError
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, load, presets, quantize, save
 from scalepoint.quantize.weighted import QuantizedWeighted
 from tests.errors import raises
@@ -55,7 +55,7 @@ def test_mx_weights_are_values_of_their_format_times_a_power_of_two_a_block(mode
         assert torch.equal(scale.log2() % 1, torch.zeros_like(scale))
         with torch.no_grad():
             codes = layer.quantized(layer.weight).unflatten(1, (-1, 32)) / scale[:, :, None]
-        fmt = format_of(layer.weight_quant.spec.dtype)
+        fmt = get_format(layer.weight_quant.spec.dtype)
         assert codes.abs().max() <= MX[name] == fmt.high
         assert torch.equal(codes.to(fmt.storage).to(torch.float32), codes)
         assert codes.unique().numel() <= 2**fmt.bits

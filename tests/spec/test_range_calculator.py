@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from scalepoint.numerics import Grid, QuantizationScheme, choose_qparams, fake_quantize, format_of
+from scalepoint.numerics import Grid, QuantizationScheme, choose_qparams, fake_quantize, get_format
 from scalepoint.spec import (
     EntropyRangeCalculator,
     MinMaxRangeCalculator,
@@ -132,7 +132,7 @@ def test_an_outlier_pays_for_itself_only_in_the_searched_range():
     x = torch.randn(4096)
     x[0] = 100.0
     low, high = MseRangeCalculator(PerTensorGranularity(), dtype=torch.int4)(x)
-    fmt = format_of(torch.int4)
+    fmt = get_format(torch.int4)
     grid = Grid(fmt, fmt.low, fmt.high)
     bulk = x[1:]
     narrow = fake_quantize(bulk, choose_qparams(low, high, grid), grid)

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.spec import ExtendedQuantizationSpec, FakeQuantizeImplBase, QuantizationComponentFactory
 
 CALCULATORS = ["static", "moving_average", "global_minmax"]
@@ -102,7 +102,7 @@ def test_a_scale_that_is_rounded_to_a_power_of_two_has_the_gradient_of_the_exact
     scale.sum().backward()
     exact = x.detach().clone().requires_grad_()
     create(key, granularity=granularity, dtype="float8_e4m3fn")(exact).scale.sum().backward()
-    largest = format_of(ExtendedQuantizationSpec(**fields).dtype).high
+    largest = get_format(ExtendedQuantizationSpec(**fields).dtype).high
     torch.testing.assert_close(x.grad, exact.grad * 448 / largest)
 
 
@@ -152,7 +152,7 @@ def test_a_dynamic_scale_keeps_the_gradient_when_it_is_asked_for_directly_and_no
     calculator(x).scale.sum().backward()
     assert torch.equal((x.grad != 0).sum(1), torch.ones(3, dtype=torch.int64))
     assert not calculator.get_qparams().scale.requires_grad
-    assert not calculator.anew(x).scale.requires_grad
+    assert not calculator.compute_for(x).scale.requires_grad
 
 
 @each_calculator

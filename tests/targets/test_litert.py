@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from scalepoint.errors import TargetError
-from scalepoint.graph.nodes import kind_of
+from scalepoint.graph.nodes import get_kind
 from scalepoint.quantize import QuantConfig, QuantStub, insert_qdq, quantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
@@ -33,7 +33,7 @@ class Branches(nn.Module):
 
 
 def calls(model, name):
-    return [str(node.target) for node in model.graph.nodes if kind_of(node) == "quant"].count(name)
+    return [str(node.target) for node in model.graph.nodes if get_kind(node) == "quant"].count(name)
 
 
 def test_a_concat_has_one_scale_with_what_only_it_reads_and_an_average_pool_that_of_its_input():

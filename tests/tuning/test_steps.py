@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.tuning.moments import Sums
 from scalepoint.tuning.problem import Codes, Problem, Solution
 from scalepoint.tuning.steps import find_step
@@ -144,7 +144,7 @@ def test_codes_obey_the_rule_of_pairs(name, channels):
 
 def test_codes_of_a_float_format_are_values_of_it():
     problem, start = made()
-    grid = Codes(torch.tensor(-448.0), torch.tensor(448.0), format_of(torch.float8_e4m3fn))
+    grid = Codes(torch.tensor(-448.0), torch.tensor(448.0), get_format(torch.float8_e4m3fn))
     scale = start.scale / 64
     problem = replace(problem, codes=grid)
     start = Solution(problem.weight, problem.nearest(problem.weight, scale), scale)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from scalepoint.errors import ScalepointError, TargetError, UsageError, nearest
-from scalepoint.numerics import dtype_name, format_of
+from scalepoint.numerics import dtype_name, get_format
 from scalepoint.patterns import Point
 from scalepoint.quantize.config import FLOAT, Override, QuantConfig
 from scalepoint.quantize.insert import weight_address
@@ -82,7 +82,7 @@ def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
     for name in choices:
         if name != FLOAT:
             try:
-                format_of(to_code_type(name))
+                get_format(to_code_type(name))
             except (ScalepointError, KeyError, AttributeError) as error:
                 known = ("int2", "int4", "int8", "uint4", "uint8", FLOAT)
                 raise UsageError(f"choices: {name!r} is no format of a weight: {nearest(str(name), known)}") from error
@@ -124,7 +124,7 @@ def add_upwards(layer: Layer, config: QuantConfig, target: Target) -> None:
     """As it is, and everything that is more."""
     layer.ways.append(way_of(layer, AS_IT_IS, {}, config, target))
     now = layer.ways[0]
-    weights = [name for name in WIDER if now.weight is not None and format_of(to_code_type(name)).bits > now.bits]
+    weights = [name for name in WIDER if now.weight is not None and get_format(to_code_type(name)).bits > now.bits]
     inputs = min((each.n_bits for each in now.inputs), default=8)
     for weight in (None, *weights):
         said: dict[str, Any] = {}

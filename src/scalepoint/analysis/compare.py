@@ -24,8 +24,8 @@ from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of
 from scalepoint.analysis.lockstep import Lockstep
 from scalepoint.analysis.sums import ErrorSums, RangeUse, decibels, energy, merge_over_ranks
 from scalepoint.errors import UsageError, shown
-from scalepoint.graph.modes import evaluating
-from scalepoint.patterns import kind_of
+from scalepoint.graph.module_state import eval_mode
+from scalepoint.patterns import get_kind
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.twins import driven
@@ -119,7 +119,7 @@ def compare(
     watch.prepare(steps.live)
     run = driven(quantized, steps)
     run.register_forward_hook(outputs, with_kwargs=True)
-    with evaluating(float_model):
+    with eval_mode(float_model):
         fed = feed(run, data, "comparing", max_batches=max_batches, progress=progress, merge=watch.merge)
     rows = tuple(watch.row(layer, steps.live) for layer in watch.layers)
     return Comparison(rows, outputs.rows(), outputs.graph.sqnr_db, fed.calls)
@@ -146,7 +146,7 @@ class _Watch:
     def __call__(self, node: fx.Node, steps: Lockstep) -> None:
         if node.op == "output":
             self.outputs.take(steps.exact[node])
-        elif kind_of(node) == "quant" and str(node.target) in self.uses:
+        elif get_kind(node) == "quant" and str(node.target) in self.uses:
             self.uses[str(node.target)].add(steps.noisy[node.args[0]])  # type: ignore[index]  # a stub has one input
         elif node in self.by_node:
             self.running[node].add(steps.exact[node], steps.noisy[node])
@@ -183,7 +183,7 @@ def _alone(node: fx.Node, steps: Lockstep) -> Any:
 
     def fed(source: fx.Node) -> Any:
         stubs, value = [], steps.exact[source]
-        while kind_of(source) == "quant":
+        while get_kind(source) == "quant":
             stubs.append(steps.live.get_submodule(str(source.target)))
             source = source.all_input_nodes[0]
         for stub in reversed(stubs):

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from scalepoint import distributed
 from scalepoint.analysis.layers import Layer, check_running, choose, layers_of, range_of, weighted_of
 from scalepoint.errors import UsageError, shown
-from scalepoint.numerics.histogram import Histogram, bin_width, histogram_of, merge
+from scalepoint.numerics.histogram import Histogram, bin_width, compute_histogram, merge_histograms
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.quantize.twins import twin
@@ -57,7 +57,7 @@ def histograms(
 def _watch(seen: dict[str, Histogram], target: str) -> Any:
     def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
         new = _of(inputs[0])
-        seen[target] = merge(seen[target], new) if target in seen else new
+        seen[target] = merge_histograms(seen[target], new) if target in seen else new
 
     return hook
 
@@ -70,12 +70,12 @@ def _merge(seen: dict[str, Histogram]) -> None:
     for part in parts:
         for name in [key.removeprefix("counts ") for key in part if key.startswith("counts ")]:
             new = Histogram(part[f"counts {name}"], part[f"power {name}"])
-            seen[name] = merge(seen[name], new) if name in seen else new
+            seen[name] = merge_histograms(seen[name], new) if name in seen else new
 
 
 def _of(tensor: Tensor) -> Histogram:
     values = tensor.detach().to(torch.float32).reshape(1, -1)
-    return histogram_of(values[values.isfinite()][None], FINE)
+    return compute_histogram(values[values.isfinite()][None], FINE)
 
 
 def _weight(layer: Layer, model: fx.GraphModule, bins: int) -> list[TensorHistogram]:

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from scalepoint.covered import Coverage, CoverageRow
 from scalepoint.errors import UsageError, nearest
-from scalepoint.patterns import Fused, kind_of
+from scalepoint.patterns import Fused, get_kind
 from scalepoint.quantize.parts import kind_of_part
 from scalepoint.quantize.record import coverage, record_of
 from scalepoint.quantize.stubs import Quantizing, QuantStub
@@ -29,7 +29,7 @@ class Layer:
     @property
     def stub_nodes(self) -> list[fx.Node]:
         """The stubs that it reads."""
-        return [each for each in self.node.all_input_nodes if kind_of(each) == "quant"]
+        return [each for each in self.node.all_input_nodes if get_kind(each) == "quant"]
 
 
 def layers_of(model: fx.GraphModule) -> list[Layer]:
@@ -47,7 +47,7 @@ def _counted(node: fx.Node, row: CoverageRow) -> Layer:
 
 def _layer(model: fx.GraphModule, node: fx.Node, name: str) -> Layer:
     module = model.get_submodule(str(node.target))
-    kind = kind_of_part(module.weighted) if isinstance(module, Fused) else kind_of(node)
+    kind = kind_of_part(module.weighted) if isinstance(module, Fused) else get_kind(node)
     stubs = [each for each in model.modules() if isinstance(each, QuantStub) and name in each.consumers]
     words = sorted({str(stub.spec.to_dict()["dtype"]) for stub in stubs if stub.enabled})
     return Layer(name, kind, f"x {' / '.join(words)}" if words else "float", 0, 0, node)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scalepoint.checkpoints.source import Source
 from scalepoint.errors import ExportError
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationSpec
 
 E4M3_HIGH = 448.0
@@ -52,11 +52,11 @@ class Packed:
 
     @property
     def bits(self) -> int:
-        return format_of(self.spec.dtype).bits
+        return get_format(self.spec.dtype).bits
 
     @property
     def is_float(self) -> bool:
-        return format_of(self.spec.dtype).is_float
+        return get_format(self.spec.dtype).is_float
 
     @property
     def block(self) -> int:
@@ -69,7 +69,7 @@ class Packed:
 
     def unsigned(self) -> tuple[Tensor, Tensor]:
         """Codes from 0 and zero points that fit them, as int32: what most packed layouts store."""
-        low = int(format_of(self.spec.dtype).low)
+        low = int(get_format(self.spec.dtype).low)
         zero = torch.zeros_like(self.scale, dtype=torch.int32) if self.zero_point is None else self.zero_point
         return self.codes.to(torch.int32) - low, zero.to(torch.int32) - low
 
@@ -77,7 +77,7 @@ class Packed:
         """What the codes stand for."""
         wide = self.codes.to(torch.float32).reshape(*self.scale.shape, self.block)
         if self.minval is not None:
-            above = wide - format_of(self.spec.dtype).low
+            above = wide - get_format(self.spec.dtype).low
             return (above * self.scale[..., None] + self.minval[..., None]).reshape(self.codes.shape).to(dtype)
         if self.zero_point is not None:
             wide = wide - self.zero_point.to(torch.float32)[..., None]

@@ -18,7 +18,7 @@ from scalepoint.checkpoints.experts import take_apart
 from scalepoint.checkpoints.hollow import Hollows, trim
 from scalepoint.checkpoints.source import CONFIG, TIE, Source
 from scalepoint.errors import CaptureError, ScalepointError, StoreError, UsageError, install_hint
-from scalepoint.graph.export import quiet
+from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.numerics import dtype_name
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -74,7 +74,7 @@ class Weights:
 
 def skeleton(source: Source) -> tuple[nn.Module, Weights]:
     """The model in eval mode, its weights hollow; an error names what the checkpoint lacks."""
-    with quiet():  # what transformers imports talks of itself
+    with export_logs_silenced():  # what transformers imports talks of itself
         model = _tree(source)
         weights, names = Weights(source), _stored_names(model, source)
     made: dict[int, nn.Parameter] = {}

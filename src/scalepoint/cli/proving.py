@@ -198,11 +198,11 @@ def _has_graph(saved: Path) -> bool:
 def _alone(saved: Path, settings: Any, reading: Any) -> tuple[Any, Any, Any, Batches | None]:
     """What the folder itself holds: no float model is needed; without data, inputs of the shapes it was captured
     for."""
-    from scalepoint.graph.described import example_of_graph
+    from scalepoint.graph.serialization import make_example
 
     quantized = public("load")(saved)
     batches = load_data(settings.data, reading) if settings.data else None
-    inputs = example_of_graph(quantized) if batches is None else example_of(quantized, batches.first())
+    inputs = make_example(quantized) if batches is None else example_of(quantized, batches.first())
     return None, quantized, inputs, batches
 
 

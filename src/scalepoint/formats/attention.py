@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph import Operation
-from scalepoint.graph.modules import Slot
-from scalepoint.graph.nodes import inherit_meta, tensor_of
+from scalepoint.graph.nodes import get_fake_tensor, inherit_meta
+from scalepoint.graph.operations import Slot
 from scalepoint.patterns import Fused
 from scalepoint.quantize.stubs import QuantStub
 
@@ -90,7 +90,7 @@ def _factor(model: fx.GraphModule, node: fx.Node) -> float | None:
         return None
     if others.get("attn_mask") is not None:
         return None
-    scale, query = others.get("scale"), tensor_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    scale, query = others.get("scale"), get_fake_tensor(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if isinstance(scale, int | float):
         return float(scale)
     return None if query is None or not isinstance(query.shape[-1], int) else 1 / sqrt(query.shape[-1])

@@ -13,8 +13,8 @@ from scalepoint.formats.format import FileFormat, Writing
 from scalepoint.formats.metadata import metadata_of
 from scalepoint.formats.otherwise import otherwise
 from scalepoint.formats.registry import find_format
-from scalepoint.graph.blame import user_level
 from scalepoint.graph.capture import as_inputs
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.support.output_folder import check_path

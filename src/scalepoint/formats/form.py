@@ -11,7 +11,7 @@ from torch import fx, nn
 from scalepoint.errors import ExportError
 from scalepoint.formats.attention import lay_out, scale_before_quantizing
 from scalepoint.formats.single import needs_single, use_single
-from scalepoint.graph.captured import without_code
+from scalepoint.graph.captured_module import code_generation_paused
 from scalepoint.graph.kinds import MODULE_KINDS
 from scalepoint.numerics import QParams
 from scalepoint.patterns import Fused
@@ -107,7 +107,7 @@ def _twin(model: fx.GraphModule, has_own_scales: bool = False) -> fx.GraphModule
     shared = [] if is_elsewhere or needs_single(model) else _shared(model, has_own_scales)
     shared += model.meta.values()  # what is known of the model
     try:
-        with without_code():  # the forms change the graph
+        with code_generation_paused():  # the forms change the graph
             twin: fx.GraphModule = copy.deepcopy(model, {id(each): each for each in shared})
     except RuntimeError as error:
         if "data pointer" not in str(error):

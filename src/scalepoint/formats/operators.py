@@ -12,8 +12,8 @@ along it; `fmt` is the name of the format of the codes, which may be narrower th
 import torch
 from torch import Tensor
 
-from scalepoint.numerics import format_of
-from scalepoint.numerics.palette import by_group, from_groups
+from scalepoint.numerics import get_format
+from scalepoint.numerics.palette import from_groups, to_groups
 from scalepoint.spec.spec import to_dtype
 
 
@@ -22,14 +22,14 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: float
     """The codes in their storage type; of a float format the zero point is 0."""
     scale, zero = _along(scale, zero_point, x.ndim, axis)
     steps = x.to(torch.float32) / scale
-    storage = format_of(to_dtype(fmt)).storage
+    storage = get_format(to_dtype(fmt)).storage
     codes = steps if storage.is_floating_point else steps.round() + zero
     return codes.clamp(low, high).to(storage)
 
 
 @quantize.register_fake
 def _(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: float, high: float, fmt: str) -> Tensor:
-    return torch.empty_like(x, dtype=format_of(to_dtype(fmt)).storage)
+    return torch.empty_like(x, dtype=get_format(to_dtype(fmt)).storage)
 
 
 @torch.library.custom_op("scalepoint::dequantize", mutates_args=())
@@ -51,7 +51,7 @@ def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block:
 @torch.library.custom_op("scalepoint::look_up", mutates_args=())
 def look_up(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
     """The entries of tables (groups, entries) that indices stand for; neighbouring channels of an axis are a group."""
-    values = tables.gather(-1, by_group(codes, axis, tables.shape[0]).long())
+    values = tables.gather(-1, to_groups(codes, axis, tables.shape[0]).long())
     return from_groups(values, codes.shape, axis).contiguous()
 
 

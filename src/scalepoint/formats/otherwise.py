@@ -7,8 +7,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from scalepoint.formats.single import OTHERS, needs_single
-from scalepoint.graph.nodes import written_attributes
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.nodes import find_written_buffers
+from scalepoint.graph.origin import get_origin
 
 FEW = 3
 
@@ -33,7 +33,7 @@ def _types(model: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _state(model: fx.GraphModule) -> tuple[str, ...]:
-    written = written_attributes(model.graph)
+    written = find_written_buffers(model.graph)
     if not written:
         return ()
     said = (
@@ -45,7 +45,7 @@ def _state(model: fx.GraphModule) -> tuple[str, ...]:
 
 def uncast(model: fx.GraphModule) -> tuple[str, ...]:
     """What it does not cast, of which capture has warned."""
-    places = origin_of(model).uncast
+    places = get_origin(model).uncast
     return (f"torch.autocast at {_few(list(places))} is left out: the file casts nothing",) if places else ()
 
 

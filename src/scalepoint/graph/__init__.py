@@ -3,6 +3,6 @@
 from scalepoint.graph.capture import capture
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.kinds import ACTIVATIONS, WEIGHTED
-from scalepoint.graph.modules import Operation, Reference
+from scalepoint.graph.operations import Operation, Reference
 
 __all__ = ["ACTIVATIONS", "WEIGHTED", "Operation", "Reference", "capture", "check_graph"]

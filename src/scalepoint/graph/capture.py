@@ -20,25 +20,25 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
-from scalepoint.graph.blame import user_level, user_line
-from scalepoint.graph.captured import Captured, adopt, can_be_code, taken_names
+from scalepoint.graph.captured_module import Captured, adopt_modules, get_reserved_names, is_valid_name
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.dry_run import dry_run
-from scalepoint.graph.example import check_dense
-from scalepoint.graph.export import fixed_batch, load, quiet, widened
+from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
+from scalepoint.graph.example_inputs import check_dense
 from scalepoint.graph.first_run import export_after_first_run
-from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
-from scalepoint.graph.left import Seen, replaced, restore
+from scalepoint.graph.flattened_tokens import remove_token_flattening
+from scalepoint.graph.functionalize import functionalize_writes, join_batch_norms
+from scalepoint.graph.inline_blocks import autocast_off, inline_wrapped_blocks
 from scalepoint.graph.lift import lift
-from scalepoint.graph.modes import plain_attention, without_cache
-from scalepoint.graph.nodes import name_dtypes, tensor_of
-from scalepoint.graph.origin import note_origin, origin_of
-from scalepoint.graph.resizing import allowed, tried
-from scalepoint.graph.sizes import note_sizes
-from scalepoint.graph.symbolic import trace
-from scalepoint.graph.tokens import unflatten
-from scalepoint.graph.uncast import autocast_off, inline_blocks
-from scalepoint.graph.writes import follow_writes, join_batch_norms
+from scalepoint.graph.module_state import cache_disabled, fused_attention_disabled
+from scalepoint.graph.nodes import get_fake_tensor, name_dtypes
+from scalepoint.graph.opaque_modules import OpaqueModule, opaque_modules_replaced, restore_opaque_modules
+from scalepoint.graph.origin import get_origin, set_origin
+from scalepoint.graph.resizing import check_at_other_sizes, find_allowed_sizes
+from scalepoint.graph.symbolic_trace import trace
+from scalepoint.graph.torch_export import export_logs_silenced, find_fixed_batches, load, widen_batch
+from scalepoint.graph.user_traceback import user_level, user_line
+from scalepoint.graph.value_dependent_sizes import record_sizes
 from scalepoint.support.torch_state import caller_dtype, serialized
 
 Inputs = Any
@@ -64,32 +64,34 @@ def capture(
 
     `args` is a tensor, a tuple of positional inputs, or a dict of keyword inputs; without any, torch.fx records what
     it can. The batch (axis 0) and, for integer inputs, the sequence (axis 1) stay dynamic where the model allows; where
-    it does not, `origin_of(graph).fixed_batch` says so, and a warning. `dynamic_axes`, such as {"x": {2: "height"}},
+    it does not, `get_origin(graph).fixed_batch` says so, and a warning. `dynamic_axes`, such as {"x": {2: "height"}},
     names further axes that stay free: one that the model fixes is an error, and the graph is compared with the model at
     other sizes. copy=False shares the parameters. `leave` names submodules that are not looked into: they are called as
     they are. trust=True lets a .pt2 file be loaded.
     """
-    model, axes = opened(model, trust), axes_of(dynamic_axes)
+    model, axes = load_if_path(model, trust), parse_axes(dynamic_axes)
     if isinstance(model, ExportedProgram):
         if axes:
             raise UsageError("dynamic_axes: a program has its free axes: give dynamic_shapes= to torch.export.export")
-        with quiet():
-            graph_module = _finish(model, _with_state(model)).eval()
+        with export_logs_silenced():
+            graph_module = _finish(model, _module_with_state(model)).eval()
             return copying.deepcopy(graph_module) if copy else graph_module
-    model = unwrapped(model)
+    model = unwrap_model(model)
     check_model(model)
-    working = _copied(model) if copy else shadow(model)
+    working = _copy_model(model) if copy else copy_module_tree(model)
     modes = {name: module.training for name, module in working.named_modules()}
     working.eval()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_cache(working), plain_attention():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), cache_disabled(working), fused_attention_disabled():
         if args is None and not kwargs:
             if leave:
                 raise CaptureError("leave= needs example inputs: the outputs of a left module are seen in a run")
             if axes:
                 raise CaptureError("dynamic_axes= needs example inputs: their axes are meant")
-            graph_module = _checked(trace(working))
+            graph_module = _check_and_describe(trace(working))
         else:
-            graph_module = _captured(working, _distinct(as_inputs(args, kwargs)), dynamic, axes, tuple(leave))
+            graph_module = _capture_in_eval(
+                working, _make_inputs_distinct(as_inputs(args, kwargs)), dynamic, axes, tuple(leave)
+            )
     for name, module in graph_module.named_modules():
         place = name
         while place not in modes:  # a new operation takes the mode of the module it stands in
@@ -98,7 +100,7 @@ def capture(
     return graph_module
 
 
-def _captured(
+def _capture_in_eval(
     model: nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     dynamic: bool,
@@ -106,26 +108,26 @@ def _captured(
     leave: tuple[str, ...],
 ) -> fx.GraphModule:
     """The graph for these inputs, of a model in eval that is ours."""
-    axes = checked_axes(axes, named_inputs(model, *given)) if axes else axes
+    axes = check_axes(axes, get_named_inputs(model, *given)) if axes else axes
     _check_types(model, given)
-    inputs = widened(*given) if dynamic else given
+    inputs = widen_batch(*given) if dynamic else given
     with ExitStack() as stack:
-        left = stack.enter_context(replaced(model, leave, *inputs)) if leave else ()
+        opaque = stack.enter_context(opaque_modules_replaced(model, leave, *inputs)) if leave else ()
         uncast = stack.enter_context(autocast_off())
         stack.enter_context(caller_dtype())
         program = export_after_first_run(model, given, inputs, dynamic=dynamic, axes=axes)
-    graph_module = _finish(program, model, left)
+    graph_module = _finish(program, model, opaque)
     _check_output(graph_module, type(model).__name__)
     is_wide = _is_widened(graph_module, given)
-    note_origin(graph_module, is_widened=is_wide, leave=leave, uncast=tuple(sorted(uncast)))
-    note_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
-    _tell_of_autocast(graph_module)
+    set_origin(graph_module, is_widened=is_wide, leave=leave, uncast=tuple(sorted(uncast)))
+    record_sizes(graph_module, pytree.tree_leaves(inputs if is_wide else given))
+    _warn_about_autocast(graph_module)
     if axes:
-        sizes = allowed(program, axes)
-        found = tried(model, graph_module.eval(), given, axes, sizes)  # in eval, as the model is
-        note_origin(graph_module, axes=axes, steps=sizes.steps, tried=found)
+        sizes = find_allowed_sizes(program, axes)
+        tried_sizes = check_at_other_sizes(model, graph_module.eval(), given, axes, sizes)  # in eval, as the model is
+        set_origin(graph_module, axes=axes, steps=sizes.steps, tried=tried_sizes)
     if dynamic:
-        _tell_of_fixed_batch(graph_module)
+        _warn_about_fixed_batch(graph_module)
     return graph_module
 
 
@@ -134,17 +136,17 @@ def _check_output(graph_module: fx.GraphModule, name: str) -> None:
     result = next(node for node in graph_module.graph.nodes if node.op == "output")
     if not result.all_input_nodes:
         is_none = all(leaf is None for leaf in pytree.tree_leaves(result.args[0]))
-        given = "None" if is_none else shown(result.args[0])
-        raise CaptureError(f"{name}.forward returns {given}, no tensor: return what the model computes")
+        got = "None" if is_none else shown(result.args[0])
+        raise CaptureError(f"{name}.forward returns {got}, no tensor: return what the model computes")
 
 
 def as_module(program: ExportedProgram) -> nn.Module:
     """A program as a model that can be run and captured again."""
-    with quiet():
-        return _with_state(program)
+    with export_logs_silenced():
+        return _module_with_state(program)
 
 
-def _with_state(program: ExportedProgram) -> nn.Module:
+def _module_with_state(program: ExportedProgram) -> nn.Module:
     """The modules of a program with all of its state, also what its graph does not read."""
     owner = program.module(check_guards=False)
     for name, value in program.state_dict.items():
@@ -155,38 +157,43 @@ def _with_state(program: ExportedProgram) -> nn.Module:
     return owner
 
 
-def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[Seen] = ()) -> fx.GraphModule:
+def _finish(program: ExportedProgram, owner: nn.Module, left: Sequence[OpaqueModule] = ()) -> fx.GraphModule:
     """The exported graph over the modules of `owner`, lifted and checked."""
-    with quiet():
+    with export_logs_silenced():
         unlifted = program.module(check_guards=False)
-        inline_blocks(unlifted)
-        if not follow_writes(unlifted.graph):
+        inline_wrapped_blocks(unlifted)
+        if not functionalize_writes(unlifted.graph):
             program = program.run_decompositions({})
             unlifted = program.module(check_guards=False)
-            inline_blocks(unlifted)
-            follow_writes(unlifted.graph)
+            inline_wrapped_blocks(unlifted)
+            functionalize_writes(unlifted.graph)
             join_batch_norms(unlifted.graph)
     name_dtypes(unlifted.graph)
     graph_module = Captured(unlifted, unlifted.graph, class_name=type(owner).__name__)
     _keep_constants(graph_module, unlifted, owner)
-    adopt(graph_module, owner)
-    restore(graph_module, left)
-    note_origin(graph_module, fixed_batch=fixed_batch(program))
-    unflatten(lift(graph_module, owner))
-    return _checked(graph_module)
+    adopt_modules(graph_module, owner)
+    restore_opaque_modules(graph_module, left)
+    set_origin(graph_module, fixed_batch=find_fixed_batches(program))
+    remove_token_flattening(lift(graph_module, owner))
+    return _check_and_describe(graph_module)
 
 
 def _check_types(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
     """Floats of a type that no parameter has may be meant; a trace does not mind where the model itself does."""
-    given = {leaf.dtype for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    own = {each.dtype for each in model.parameters() if each.is_floating_point()}
-    if not given or not own or given & own:
+    input_dtypes = {
+        leaf.dtype for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    }
+    parameter_dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    if not input_dtypes or not parameter_dtypes or input_dtypes & parameter_dtypes:
         return
     try:
-        with quiet():
+        with export_logs_silenced():
             dry_run(model, *inputs)
     except Exception as error:  # the user's code raises what it likes
-        kinds = [" and ".join(sorted(str(each).removeprefix("torch.") for each in some)) for some in (given, own)]
+        kinds = [
+            " and ".join(sorted(str(each).removeprefix("torch.") for each in some))
+            for some in (input_dtypes, parameter_dtypes)
+        ]
         raise CaptureError(
             f"{type(model).__name__} itself fails on these example inputs{user_line(error)}. {type(error).__name__}: "
             f"{error}. The inputs are {kinds[0]}, the parameters {kinds[1]}: give inputs of the model's type, in the "
@@ -194,7 +201,7 @@ def _check_types(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]
         ) from error
 
 
-def _distinct(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _make_inputs_distinct(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs that are one tensor object become two: torch.export takes them for the same input otherwise."""
     seen: set[int] = set()
 
@@ -210,7 +217,7 @@ def _distinct(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any
 
 def _is_widened(graph_module: fx.GraphModule, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
     """Whether the sizes that the graph records are those of a batch of two though one was given."""
-    recorded = [tensor_of(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
+    recorded = [get_fake_tensor(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
     leaves = pytree.tree_leaves(given)
     pairs = zip(leaves, recorded, strict=False)
     return any(
@@ -219,8 +226,8 @@ def _is_widened(graph_module: fx.GraphModule, given: tuple[tuple[Any, ...], dict
     )
 
 
-def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:
-    sizes = [f"{name!r} is fixed at {size}" for name, size in origin_of(graph_module).fixed_batch.items()]
+def _warn_about_fixed_batch(graph_module: fx.GraphModule) -> None:
+    sizes = [f"{name!r} is fixed at {size}" for name, size in get_origin(graph_module).fixed_batch.items()]
     if sizes:
         message = (
             f"the first axis of {', '.join(sizes)}: the model computes with that number, so its graph takes inputs of "
@@ -229,8 +236,8 @@ def _tell_of_fixed_batch(graph_module: fx.GraphModule) -> None:
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
-def _tell_of_autocast(graph_module: fx.GraphModule) -> None:
-    places = origin_of(graph_module).uncast
+def _warn_about_autocast(graph_module: fx.GraphModule) -> None:
+    places = get_origin(graph_module).uncast
     if places:
         message = (
             f"torch.autocast at {', '.join(places)} is left out: the graph computes in the types of the model's "
@@ -239,7 +246,7 @@ def _tell_of_autocast(graph_module: fx.GraphModule) -> None:
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
-def _checked(graph_module: fx.GraphModule) -> fx.GraphModule:
+def _check_and_describe(graph_module: fx.GraphModule) -> fx.GraphModule:
     for module in graph_module.modules():
         if "inplace" in vars(module):
             vars(module)["inplace"] = False  # the graph says what is written where; the modules are copies
@@ -259,7 +266,7 @@ def _keep_constants(graph_module: fx.GraphModule, unlifted: nn.Module, owner: nn
                 graph_module.register_buffer(node.target, value, persistent=False)
 
 
-def opened(model: Model, trust: bool) -> nn.Module | ExportedProgram:
+def load_if_path(model: Model, trust: bool) -> nn.Module | ExportedProgram:
     """The model, or the program at a path that is trusted."""
     if not isinstance(model, str | Path):
         return model
@@ -271,12 +278,12 @@ def opened(model: Model, trust: bool) -> nn.Module | ExportedProgram:
     return load(Path(model))
 
 
-def unwrapped(model: object) -> nn.Module:
+def unwrap_model(model: object) -> nn.Module:
     """The model itself, without what torch.compile or DataParallel put around it; an error for what is no nn.Module,
     with the way to one."""
     kind = type(model)
     if kind.__module__.startswith("torch.") and kind.__name__ in WRAPPERS:
-        return unwrapped(getattr(model, WRAPPERS[kind.__name__]))
+        return unwrap_model(getattr(model, WRAPPERS[kind.__name__]))
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError("this is a ScriptModule, whose code cannot be captured: give the nn.Module it was made from")
     if isinstance(model, nn.Module):
@@ -295,15 +302,15 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise CaptureError(f"{name or type(model).__name__} is a lazy module without shapes: run one batch first")
-    taken = sorted({*model._modules, *model._parameters, *model._buffers} & taken_names())
-    if taken:
+    reserved = sorted({*model._modules, *model._parameters, *model._buffers} & get_reserved_names())
+    if reserved:
         raise CaptureError(
-            f"{type(model).__name__}.{taken[0]} has a name that torch.export needs for itself: rename it, or put the "
-            f"model into another one, nn.Sequential(model), where it is 0.{taken[0]}"
+            f"{type(model).__name__}.{reserved[0]} has a name that torch.export needs for itself: rename it, or put "
+            f"the model into another one, nn.Sequential(model), where it is 0.{reserved[0]}"
         )
     for table in (model.named_modules(), model.named_parameters(), model.named_buffers()):
         for name, _ in table:
-            if not all(map(can_be_code, name.split("."))):
+            if not all(map(is_valid_name, name.split("."))):
                 raise CaptureError(
                     f"{name!r} cannot be a name in the code of a graph: rename it without quotes, backslashes, line "
                     "breaks and Python's own words"
@@ -313,7 +320,7 @@ def check_model(model: nn.Module) -> None:
 def as_inputs(args: Inputs, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword inputs, however they were given; arrays of numpy, and what inference mode made, as plain
     tensors."""
-    args, keyword = _tensors(args), _tensors(dict(kwargs or {}))
+    args, keyword = _as_tensors(args), _as_tensors(dict(kwargs or {}))
     if args is None and keyword:
         return (), keyword
     if isinstance(args, Mapping):
@@ -337,17 +344,17 @@ def as_tensor(value: np.ndarray | Tensor) -> Tensor:
     return value.clone() if value.is_inference() else value
 
 
-def _tensors(value: Any) -> Any:
+def _as_tensors(value: Any) -> Any:
     if isinstance(value, np.ndarray | Tensor):
         return as_tensor(value)
     if type(value) in (list, tuple):
-        return type(value)(map(_tensors, value))
-    return {key: _tensors(each) for key, each in value.items()} if type(value) is dict else value
+        return type(value)(map(_as_tensors, value))
+    return {key: _as_tensors(each) for key, each in value.items()} if type(value) is dict else value
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     try:
-        return copying.deepcopy(model, _without_history(model))
+        return copying.deepcopy(model, _detach_computed_tensors(model))
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Keep that out of the model, "
@@ -355,14 +362,14 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _without_history(model: nn.Module) -> dict[int, Any]:
+def _detach_computed_tensors(model: nn.Module) -> dict[int, Any]:
     """What stands for tensors that were computed and kept on a module, as torch.nn.utils.weight_norm keeps the weight:
     torch copies no tensor that knows how it was computed."""
-    kept = (value for module in model.modules() for value in vars(module).values())
-    return {id(each): each.detach().clone() for each in kept if isinstance(each, Tensor) and each.grad_fn is not None}
+    values = (value for module in model.modules() for value in vars(module).values())
+    return {id(each): each.detach().clone() for each in values if isinstance(each, Tensor) and each.grad_fn is not None}
 
 
-def shadow(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
+def copy_module_tree(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
     """The same tree of modules over the same tensors: modes, children and hooks of the twin are its own."""
     seen = {} if seen is None else seen
     if id(module) in seen:
@@ -373,5 +380,7 @@ def shadow(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Mo
     for name, table in list(own.items()):
         if name.startswith("_") and isinstance(table, dict | set):
             own[name] = copying.copy(table)
-    own["_modules"] = {name: None if child is None else shadow(child, seen) for name, child in module._modules.items()}
+    own["_modules"] = {
+        name: None if child is None else copy_module_tree(child, seen) for name, child in module._modules.items()
+    }
     return twin

@@ -3,7 +3,7 @@
 from torch import fx, nn
 
 from scalepoint.errors import GraphError
-from scalepoint.graph.modules import Operation
+from scalepoint.graph.operations import Operation
 
 
 def check_graph(graph_module: fx.GraphModule) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.nodes import get_fake_tensor
 
 _aten = torch.ops.aten
 
@@ -35,34 +35,34 @@ class Contraction:
         return "".join(each for each in self.weight if each not in self.summed)
 
 
-def spell_contraction(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
+def rewrite_contraction(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
     """In place, a product of the data and a weight that a linear layer computes."""
     operands = _operands(node)
-    if len(operands) != 2 or sum(each in fixed for each in operands) != 1 or None in map(tensor_of, operands):
+    if len(operands) != 2 or sum(each in fixed for each in operands) != 1 or None in map(get_fake_tensor, operands):
         return
     x, weight = operands if operands[1] in fixed else operands[::-1]
-    letters, result = _letters(node, operands)
-    found = _contraction(letters[x], letters[weight], result)
-    if found is None:
+    letters, result = _assign_letters(node, operands)
+    contraction = _find_contraction(letters[x], letters[weight], result)
+    if contraction is None:
         return
     with graph.inserting_before(node):
-        made = _spelled(found, x, weight, node)
-    node.replace_all_uses_with(made)
+        linear = _build_linear(contraction, x, weight, node)
+    node.replace_all_uses_with(linear)
     graph.erase_node(node)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    given: Any = ()
+    arguments: Any = ()
     if node.target is _aten.einsum.default:
-        given = node.args[1]
+        arguments = node.args[1]
     elif node.target is _aten.tensordot.default:
-        given = node.args[:2]
-    return [each for each in given if isinstance(each, fx.Node)]
+        arguments = node.args[:2]
+    return [each for each in arguments if isinstance(each, fx.Node)]
 
 
-def _letters(node: fx.Node, operands: list[fx.Node]) -> tuple[dict[fx.Node, str], str]:
+def _assign_letters(node: fx.Node, operands: list[fx.Node]) -> tuple[dict[fx.Node, str], str]:
     """One for each axis of the operands, and of the result."""
-    ranks = [value.ndim for each in operands if (value := tensor_of(each)) is not None]
+    ranks = [value.ndim for each in operands if (value := get_fake_tensor(each)) is not None]
     if node.target is _aten.tensordot.default:
         one, other = ascii_lowercase[: ranks[0]], list(ascii_uppercase[: ranks[1]])
         pairs: Any = node.args[2:4]
@@ -72,38 +72,38 @@ def _letters(node: fx.Node, operands: list[fx.Node]) -> tuple[dict[fx.Node, str]
         result = "".join(each for each in (*one, *other) if each not in shared)
         return dict(zip(operands, (one, "".join(other)), strict=True)), result
     terms, _, result = str(node.args[0]).replace(" ", "").partition("->")
-    own = terms.split(",")
+    operand_terms = terms.split(",")
     more = "".join(each for each in ascii_lowercase + ascii_uppercase if each not in terms)
-    extra = max(rank - len(term.replace("...", "")) for rank, term in zip(ranks, own, strict=True))
+    extra = max(rank - len(term.replace("...", "")) for rank, term in zip(ranks, operand_terms, strict=True))
     dots = more[:extra]  # the axes that "..." stands for
-    whole = [term.replace("...", dots) for term in own]
+    whole = [term.replace("...", dots) for term in operand_terms]
     return dict(zip(operands, whole, strict=True)), result.replace("...", dots)
 
 
-def _contraction(x: str, weight: str, result: str) -> Contraction | None:
+def _find_contraction(x: str, weight: str, result: str) -> Contraction | None:
     is_plain = all(term.isalpha() and len(set(term)) == len(term) for term in (x, weight, result))
     summed = "".join(each for each in x if each in weight)
     if not is_plain or not summed or set(summed) & set(result):
         return None
-    found = Contraction(x, weight, result, summed)
-    has_all = bool(found.outputs) and set(found.tokens + found.outputs) == set(result)
-    return found if has_all else None
+    contraction = Contraction(x, weight, result, summed)
+    has_all = bool(contraction.outputs) and set(contraction.tokens + contraction.outputs) == set(result)
+    return contraction if has_all else None
 
 
-def _spelled(found: Contraction, x: fx.Node, weight: fx.Node, like: fx.Node) -> fx.Node:
-    value: Any = tensor_of(weight)
-    sizes = dict(zip(found.weight, value.shape, strict=True))
-    rows = _ordered(x, found.x, found.tokens + found.summed, like)
-    if len(found.summed) > 1:
-        rows = _call(_aten.flatten.using_ints, (rows, len(found.tokens), -1), like)
-    matrix = _ordered(weight, found.weight, found.outputs + found.summed, weight)
+def _build_linear(contraction: Contraction, x: fx.Node, weight: fx.Node, like: fx.Node) -> fx.Node:
+    value: Any = get_fake_tensor(weight)
+    sizes = dict(zip(contraction.weight, value.shape, strict=True))
+    rows = _permute(x, contraction.x, contraction.tokens + contraction.summed, like)
+    if len(contraction.summed) > 1:
+        rows = _call(_aten.flatten.using_ints, (rows, len(contraction.tokens), -1), like)
+    matrix = _permute(weight, contraction.weight, contraction.outputs + contraction.summed, weight)
     if value.ndim != 2:
-        whole = [_product(sizes, found.outputs), _product(sizes, found.summed)]
+        whole = [_product(sizes, contraction.outputs), _product(sizes, contraction.summed)]
         matrix = _call(_aten.reshape.default, (matrix, whole), weight)
-    made = _call(_aten.linear.default, (rows, matrix), like)
-    if len(found.outputs) > 1:
-        made = _call(_aten.unflatten.int, (made, -1, [int(sizes[each]) for each in found.outputs]), like)
-    return _ordered(made, found.tokens + found.outputs, found.result, like)
+    result = _call(_aten.linear.default, (rows, matrix), like)
+    if len(contraction.outputs) > 1:
+        result = _call(_aten.unflatten.int, (result, -1, [int(sizes[each]) for each in contraction.outputs]), like)
+    return _permute(result, contraction.tokens + contraction.outputs, contraction.result, like)
 
 
 def _product(sizes: dict[str, Any], letters: str) -> int:
@@ -113,12 +113,12 @@ def _product(sizes: dict[str, Any], letters: str) -> int:
     return total
 
 
-def _ordered(node: fx.Node, has: str, wants: str, like: fx.Node) -> fx.Node:
+def _permute(node: fx.Node, has: str, wants: str, like: fx.Node) -> fx.Node:
     return node if has == wants else _call(_aten.permute.default, (node, [has.index(each) for each in wants]), like)
 
 
 def _call(function: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    made = like.graph.call_function(function, args)
-    values = fx.node.map_aggregate(args, lambda each: tensor_of(each) if isinstance(each, fx.Node) else each)
-    made.meta = {**like.meta, "val": function(*values)}
-    return made
+    node = like.graph.call_function(function, args)
+    values = fx.node.map_aggregate(args, lambda each: get_fake_tensor(each) if isinstance(each, fx.Node) else each)
+    node.meta = {**like.meta, "val": function(*values)}
+    return node

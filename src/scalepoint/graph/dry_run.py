@@ -13,12 +13,12 @@ from scalepoint.support.torch_state import caller_dtype
 def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the model gives for these inputs."""
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, kwargs))
-    with spared(model), caller_dtype():
+    with buffers_restored(model), caller_dtype():
         return model(*args, **kwargs)
 
 
 @contextmanager
-def spared(model: nn.Module) -> Iterator[None]:
+def buffers_restored(model: nn.Module) -> Iterator[None]:
     """What a run writes into buffers is gone afterwards."""
     buffers = [(module, module._buffers) for module in model.modules()]
     for module, own in buffers:

@@ -13,9 +13,9 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError
-from scalepoint.graph.export import export, quiet
-from scalepoint.graph.free import Axes
-from scalepoint.graph.modes import keeping_attributes
+from scalepoint.graph.dynamic_axes import Axes
+from scalepoint.graph.module_state import restore_attributes
+from scalepoint.graph.torch_export import export, export_logs_silenced
 from scalepoint.support.torch_state import caller_dtype
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -29,7 +29,7 @@ def export_after_first_run(
     failed: CaptureError | None = None
     try:
         names = dict(model.named_buffers()).keys()
-        with keeping_attributes(model):
+        with restore_attributes(model):
             program = export(model, *given, dynamic, axes)
             is_late = dict(model.named_buffers()).keys() != names  # torch.export takes such a buffer for a write
         if not is_late and not _lacks_values(program):
@@ -38,7 +38,7 @@ def export_after_first_run(
         failed = error
     if not _makes_tensors(model, wide) and failed is not None:
         raise failed
-    with keeping_attributes(model):
+    with restore_attributes(model):
         return export(model, *given, dynamic, axes)
 
 
@@ -54,7 +54,7 @@ def _makes_tensors(model: nn.Module, inputs: Inputs) -> bool:
     for module, own in buffers:
         module._buffers.update({name: None if value is None else value.clone() for name, value in own.items()})
     try:
-        with quiet(), caller_dtype(), torch.no_grad():
+        with export_logs_silenced(), caller_dtype(), torch.no_grad():
             model(*args, **kwargs)
     except Exception:  # the user's code raises what it likes; the error of the export says more
         return False
@@ -66,10 +66,10 @@ def _makes_tensors(model: nn.Module, inputs: Inputs) -> bool:
 
 def _tensors(model: nn.Module) -> set[tuple[str, str, int]]:
     """The places of tensors in attributes and buffers, by their identity."""
-    found: set[tuple[str, str, int]] = set()
+    places: set[tuple[str, str, int]] = set()
     for path, module in model.named_modules():
         held = {**{name: value for name, value in vars(module).items() if not name.startswith("_")}, **module._buffers}
         for name, value in held.items():
             leaves = pytree.tree_leaves(value) if isinstance(value, dict | list | tuple) else (value,)
-            found |= {(path, name, id(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
-    return found
+            places |= {(path, name, id(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
+    return places

@@ -138,7 +138,7 @@ ACTIVATIONS = frozenset((*RECTIFIERS, *SMOOTH))
 PRODUCTS = ("conv", "conv_transpose", "linear", "grouped_linear", "embedding", "embedding_bag")
 # Matrix products between any two tensors, also those that only have a name of their own.
 SUMMED = ("addmm", "baddbmm", "addbmm", "addmv")
-FREE_PRODUCTS = ("matmul", *SUMMED, "mv", "dot", "inner", "tensordot", "einsum", "bilinear")
+WEIGHTLESS_PRODUCTS = ("matmul", *SUMMED, "mv", "dot", "inner", "tensordot", "einsum", "bilinear")
 WEIGHTED = frozenset((*PRODUCTS, "prelu", *NORMS, *RECURRENT))
 # What the lift makes a module of; shape operations stay functions.
 LIFTED = frozenset((*WEIGHTED, *ACTIVATIONS, *POOLS, *ARITHMETIC, "dropout", "flatten"))
@@ -167,7 +167,7 @@ def is_in_place(function: Callable[..., Any]) -> bool:
     return alias is not None and alias.is_write
 
 
-def functional(function: Any) -> Any:
+def get_functional_overload(function: Any) -> Any:
     """The overload that returns a new tensor instead of writing into its first argument."""
     if not is_in_place(function):
         return function

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from scalepoint.graph.computed import hold_computed
+from scalepoint.graph.computed_weights import hold_computed
 from scalepoint.graph.kinds import LIFTED, MODULE_KINDS, WEIGHTED, kind_of_function
-from scalepoint.graph.modules import Operation, Reference
 from scalepoint.graph.nodes import (
-    arguments_of,
-    bind,
-    info_of,
+    bind_argument,
+    get_arguments,
+    get_fake_tensor,
+    get_info,
     inherit_meta,
     is_matrix,
+    iterate_nodes,
     module_path,
-    nodes_in,
     set_info,
-    tensor_of,
 )
-from scalepoint.graph.products import affine, spell_alike
+from scalepoint.graph.operations import Operation, Reference
+from scalepoint.graph.products import affine, normalize_products
 from scalepoint.graph.tree import Tree
 
 _DATA = ("input", "self", "mat1", "query", "key", "value", "indices")  # what a product takes beside its weight
@@ -35,7 +35,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
     """Rewrite the aten graph in place; its attributes are already those of the model, which is `owner`."""
     graph = graph_module.graph
-    spell_alike(graph)
+    normalize_products(graph)
     tree = Tree(graph_module)
     hold_computed(tree)
     for node in list(graph.nodes):
@@ -50,8 +50,8 @@ def lift(graph_module: fx.GraphModule, owner: nn.Module) -> fx.GraphModule:
 
 def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
     function: Any = node.target
-    arguments = arguments_of(node)
-    settings = {name: value for name, value in arguments.items() if not list(nodes_in(value))}
+    arguments = get_arguments(node)
+    settings = {name: value for name, value in arguments.items() if not list(iterate_nodes(value))}
     kind = kind_of_function(function, settings)
     if kind in ("matmul", "addmm") and is_matrix(arguments.get("other", arguments.get("mat2"))):
         kind = "linear"
@@ -61,15 +61,15 @@ def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
     if kind == "linear" and function is torch.ops.aten.addmm.default:
         function = affine
         arguments = {"input": arguments["mat1"], "mat2": arguments["mat2"], "bias": arguments["self"]}
-    bound, inputs = bound_arguments(arguments, kind, tree.root)
+    bound, inputs = bind_arguments(arguments, kind, tree.root)
     if not inputs:
         return
-    path = _own_module(tree, module_path(node), kind, bound, inputs) if tensor_of(node) is not None else None
+    path = _find_own_module(tree, module_path(node), kind, bound, inputs) if get_fake_tensor(node) is not None else None
     if path is None:
         path = module_path(node)
         leaf = _leaf_name(kind, bound)
         operation = Operation(kind, function, bound)
-        operation.in_train = _in_train(tree.modules.get(path) if path else owner, kind, bound)
+        operation.in_train = _train_settings(tree.modules.get(path) if path else owner, kind, bound)
         target = tree.add(f"{path}.{leaf}" if path else leaf, operation)
     else:
         target, inputs = path, inputs[:1]
@@ -80,12 +80,12 @@ def _lift_node(tree: Tree, node: fx.Node, owner: nn.Module) -> None:
     node.graph.erase_node(node)
 
 
-def _in_train(module: nn.Module | None, kind: str, bound: dict[str, Any]) -> dict[str, Any]:
+def _train_settings(module: nn.Module | None, kind: str, bound: dict[str, Any]) -> dict[str, Any]:
     """What capture in eval switched off, and train() switches on again: dropout, batch statistics."""
     live: dict[str, Any] = {name: True for name in ("train", "training") if bound.get(name) is False}
     if kind == "attention" and not bound.get("dropout_p"):
-        found = (getattr(module, name, None) for name in ("dropout", "attention_dropout", "attn_dropout", "dropout_p"))
-        share = next((value for value in found if isinstance(value, float)), 0.0)
+        rates = (getattr(module, name, None) for name in ("dropout", "attention_dropout", "attn_dropout", "dropout_p"))
+        share = next((value for value in rates if isinstance(value, float)), 0.0)
         live |= {"dropout_p": share} if share else {}
     return live
 
@@ -99,24 +99,24 @@ def _leaf_name(kind: str, bound: dict[str, Any]) -> str:
 
 def as_operation(node: fx.Node, root: nn.Module) -> tuple[Operation, list[fx.Node]]:
     """A function node as a module of its own, and the nodes it takes."""
-    kind = info_of(node).kind or node.name
-    bound, inputs = bound_arguments(arguments_of(node), kind, root)
+    kind = get_info(node).kind or node.name
+    bound, inputs = bind_arguments(get_arguments(node), kind, root)
     if not inputs:  # made of parameters alone: they are its inputs
-        bound = {name: bind(value, inputs, root, holds=False) for name, value in arguments_of(node).items()}
+        bound = {name: bind_argument(value, inputs, root, holds=False) for name, value in get_arguments(node).items()}
     by_place = 0 if isinstance(node.target, torch._ops.OpOverload) else len(node.args)
     return Operation(kind, node.target, bound, by_place), inputs  # type: ignore[arg-type]
 
 
-def bound_arguments(arguments: dict[str, Any], kind: str, root: nn.Module) -> tuple[dict[str, Any], list[fx.Node]]:
+def bind_arguments(arguments: dict[str, Any], kind: str, root: nn.Module) -> tuple[dict[str, Any], list[fx.Node]]:
     """Arguments as an Operation holds them, and its inputs. What a product multiplies its weight with is an input, be
     it a buffer."""
     data = _DATA if kind in WEIGHTED or kind in ("attention", "matmul") else ()
     data = (*data, "other", "mat2") if kind == "matmul" else data
     inputs: list[fx.Node] = []
-    return {name: bind(value, inputs, root, name not in data) for name, value in arguments.items()}, inputs
+    return {name: bind_argument(value, inputs, root, name not in data) for name, value in arguments.items()}, inputs
 
 
-def _own_module(tree: Tree, path: str, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> str | None:
+def _find_own_module(tree: Tree, path: str, kind: str, bound: dict[str, Any], inputs: list[fx.Node]) -> str | None:
     """The path of the user's plain torch.nn module that does exactly this: where it ran, or where its weight lives."""
     weight = bound.get("weight")
     paths = [path, tree.paths.get(id(weight.owner), "")] if isinstance(weight, Reference) else [path]
@@ -131,7 +131,7 @@ def _does_this(module: nn.Module | None, kind: str, bound: dict[str, Any], input
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return False  # the padding is an operation of its own in the graph
     references = [value for value in bound.values() if isinstance(value, Reference)]
-    own = {id(tensor) for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]}
+    own_tensors = {id(tensor) for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]}
     held = {id(reference.value) for reference in references}
-    needed = own - {id(getattr(module, "num_batches_tracked", None))}
+    needed = own_tensors - {id(getattr(module, "num_batches_tracked", None))}
     return held == needed and all(reference.owner is module for reference in references)

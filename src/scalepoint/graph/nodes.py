@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph.kinds import is_in_place
-from scalepoint.graph.modules import Reference, Slot
+from scalepoint.graph.operations import Reference, Slot
 
 KEY = "scalepoint"
 Value = TypeVar("Value")
@@ -30,14 +30,14 @@ class NodeInfo:
     macs: int | None = None  # of a module that was not captured
 
 
-def info_of(node: fx.Node) -> NodeInfo:
+def get_info(node: fx.Node) -> NodeInfo:
     info = node.meta.get(KEY)
     return info if isinstance(info, NodeInfo) else NodeInfo()
 
 
 def set_info(node: fx.Node, **changes: Any) -> None:
     """Change fields of the NodeInfo of a node."""
-    node.meta[KEY] = replace(info_of(node), **changes)
+    node.meta[KEY] = replace(get_info(node), **changes)
 
 
 def inherit_meta(node: fx.Node, source: fx.Node, **changes: Any) -> None:
@@ -46,23 +46,23 @@ def inherit_meta(node: fx.Node, source: fx.Node, **changes: Any) -> None:
     set_info(node, **changes)
 
 
-def kind_of(node: fx.Node) -> str:
-    return info_of(node).kind or node.op
+def get_kind(node: fx.Node) -> str:
+    return get_info(node).kind or node.op
 
 
-def state_of(model: nn.Module, kind: type[Value]) -> Value | None:
+def get_state(model: nn.Module, kind: type[Value]) -> Value | None:
     """The value of this class that a graph carries."""
     values: Mapping[type, Any] = getattr(model, "meta", {}).get(KEY, {})
     return values.get(kind)
 
 
-def keep_state(model: fx.GraphModule, value: object) -> None:
+def set_state(model: fx.GraphModule, value: object) -> None:
     """Store a frozen value on a graph, in the place of an earlier one of its class."""
     # a new mapping each time: copies of a graph may share the old one
     model.meta[KEY] = {**model.meta.get(KEY, {}), type(value): value}
 
 
-def arguments_of(node: fx.Node) -> dict[str, Any]:
+def get_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a node by the names of its schema; defaults left out are left out."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
@@ -70,15 +70,15 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-def nodes_in(value: Any) -> Iterator[fx.Node]:
+def iterate_nodes(value: Any) -> Iterator[fx.Node]:
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from nodes_in(item)
+            yield from iterate_nodes(item)
 
 
-def bind(value: Any, inputs: list[fx.Node], root: nn.Module, holds: bool = True) -> Any:
+def bind_argument(value: Any, inputs: list[fx.Node], root: nn.Module, holds: bool = True) -> Any:
     """An argument as the Operation holds it: parameters as references, other nodes as slots."""
     if isinstance(value, fx.Node):
         if holds and value.op == "get_attr" and isinstance(value.target, str):
@@ -88,7 +88,7 @@ def bind(value: Any, inputs: list[fx.Node], root: nn.Module, holds: bool = True)
             inputs.append(value)
         return Slot(inputs.index(value))
     if isinstance(value, list | tuple):
-        return [bind(item, inputs, root, holds) for item in value]
+        return [bind_argument(item, inputs, root, holds) for item in value]
     return value
 
 
@@ -99,7 +99,7 @@ def module_path(node: fx.Node) -> str:
     return paths[-1].split("@")[0] if paths else ""
 
 
-def tensor_of(node: fx.Node) -> Tensor | None:
+def get_fake_tensor(node: fx.Node) -> Tensor | None:
     """The fake tensor that export left as the value of a node: its shape and dtype."""
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
@@ -109,40 +109,42 @@ def is_matrix(value: object) -> bool:
     """Whether a value is a parameter with two axes, as a linear layer has it."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return False
-    tensor = tensor_of(value)
+    tensor = get_fake_tensor(value)
     return tensor is not None and tensor.ndim == 2
 
 
 def name_dtypes(graph: fx.Graph) -> None:
     """Tensors that a forward makes have the type that was torch's default then, whatever it is when the graph runs."""
     for node in graph.nodes:
-        value = tensor_of(node)
+        value = get_fake_tensor(node)
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or value is None:
             continue
         takes = {argument.name for argument in node.target._schema.arguments}
         is_made = {"dtype", "device", "layout"} <= takes and all(
-            tensor_of(each) is None for each in node.all_input_nodes
+            get_fake_tensor(each) is None for each in node.all_input_nodes
         )
         if is_made and value.dtype not in (torch.float32, node.kwargs.get("dtype")):
             node.kwargs = {**node.kwargs, "dtype": value.dtype}
 
 
-def constants(graph: fx.Graph) -> set[fx.Node]:
+def find_constant_nodes(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose values are the same at every call: made of parameters, buffers and numbers alone."""
-    written = written_attributes(graph)
-    found: set[fx.Node] = set()
+    written = find_written_buffers(graph)
+    constant_nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
             is_constant = node.target not in written
         else:
             is_known = node.op == "call_function" or (node.op == "call_module" and bool(node.all_input_nodes))
-            is_constant = is_known and not _varies(node) and all(source in found for source in node.all_input_nodes)
+            is_constant = (
+                is_known and not _is_varying(node) and all(source in constant_nodes for source in node.all_input_nodes)
+            )
         if is_constant:
-            found.add(node)
-    return found
+            constant_nodes.add(node)
+    return constant_nodes
 
 
-def written_attributes(graph: fx.Graph) -> list[str]:
+def find_written_buffers(graph: fx.Graph) -> list[str]:
     """The buffers that a call changes."""
     return sorted({str(node.args[0].target) for node in graph.nodes if _writes_attribute(node)})
 
@@ -153,24 +155,24 @@ def _writes_attribute(node: fx.Node) -> bool:
     return bool(node.args) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
 
 
-def drawing(graph: fx.GraphModule) -> list[str]:
+def find_random_nodes(graph: fx.GraphModule) -> list[str]:
     """The nodes that draw random numbers at every call; dropout, which does nothing in eval, is none of them."""
-    return [node.name for node in graph.graph.nodes if _draws(_function_of(graph, node))]
+    return [node.name for node in graph.graph.nodes if _is_random(_get_function(graph, node))]
 
 
-def _function_of(graph: fx.GraphModule, node: fx.Node) -> Any:
+def _get_function(graph: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(graph.get_submodule(str(node.target)), "function", None) if node.op == "call_module" else node.target
 
 
-def _draws(function: Any) -> bool:
+def _is_random(function: Any) -> bool:
     if not isinstance(function, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     return not any(word in str(function) for word in ("dropout", "attention", "rrelu"))
 
 
-def _varies(node: fx.Node) -> bool:
+def _is_varying(node: fx.Node) -> bool:
     """Whether an operation draws numbers, writes, or is one that we do not look into."""
-    if kind_of(node) == "left" or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
+    if get_kind(node) == "left" or (node.op == "call_function" and is_in_place(node.target)):  # type: ignore[arg-type]
         return True
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
     return torch.Tag.nondeterministic_seeded in tags

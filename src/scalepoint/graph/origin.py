@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from scalepoint.graph.free import Axes
-from scalepoint.graph.nodes import keep_state, state_of
+from scalepoint.graph.dynamic_axes import Axes
+from scalepoint.graph.nodes import get_state, set_state
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Origin:
     uncast: tuple[str, ...] = ()
 
 
-def origin_of(model: nn.Module) -> Origin:
+def get_origin(model: nn.Module) -> Origin:
     """Of a captured graph, and of what was made from it."""
-    return state_of(model, Origin) or Origin()
+    return get_state(model, Origin) or Origin()
 
 
-def note_origin(model: fx.GraphModule, **known: Any) -> None:
-    keep_state(model, replace(origin_of(model), **known))
+def set_origin(model: fx.GraphModule, **known: Any) -> None:
+    set_state(model, replace(get_origin(model), **known))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from scalepoint.graph.contractions import spell_contraction
+from scalepoint.graph.contractions import rewrite_contraction
 from scalepoint.graph.kinds import base_name
-from scalepoint.graph.nodes import arguments_of, constants, tensor_of
+from scalepoint.graph.nodes import find_constant_nodes, get_arguments, get_fake_tensor
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -24,17 +24,17 @@ def affine(input: Tensor, mat2: Tensor, bias: Tensor | None = None) -> Tensor:  
     return product if bias is None else product + bias
 
 
-def spell_alike(graph: fx.Graph) -> None:
-    for rewrite in (spell_contraction, _part_bias, _turn, _untranspose, _absorb_bias):
-        fixed = constants(graph)
+def normalize_products(graph: fx.Graph) -> None:
+    for rewrite in (rewrite_contraction, _split_bias, _transpose_product, _untranspose, _absorb_bias):
+        fixed = find_constant_nodes(graph)
         for node in list(graph.nodes):
             if node.op == "call_function":
                 rewrite(graph, node, fixed)
 
 
-def _part_bias(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
+def _split_bias(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
     """A bias that is no vector of parameters is added after the product; so is that of addmm with factors."""
-    arguments = arguments_of(node)
+    arguments = get_arguments(node)
     if node.target is _aten.addmm.default:
         bias, name = arguments["self"], "self"
         weight = arguments["mat2"]
@@ -43,14 +43,14 @@ def _part_bias(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
         bias, name, is_plain = arguments.get("bias"), "bias", True
     else:
         return
-    value = tensor_of(bias) if isinstance(bias, fx.Node) else None
+    value = get_fake_tensor(bias) if isinstance(bias, fx.Node) else None
     if value is None or (is_plain and bias in fixed and value.ndim == 1 and value.shape[0] == _channels(node)):
         return
     with graph.inserting_before(node):
         if name == "self":
             product = _call(_aten.mm.default, (arguments["mat1"], arguments["mat2"]), node)
-            product = _times(product, arguments.get("alpha", 1), node)
-            bias = _times(bias, arguments.get("beta", 1), bias)
+            product = _multiply(product, arguments.get("alpha", 1), node)
+            bias = _multiply(bias, arguments.get("beta", 1), bias)
         else:
             product = graph.call_function(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
             product.meta = dict(node.meta)
@@ -63,7 +63,7 @@ def _part_bias(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
 
 def _channels(node: fx.Node) -> Any:
     """How many output channels a product gives, as its own value tells."""
-    value = tensor_of(node)
+    value = get_fake_tensor(node)
     is_spatial = base_name(node.target) in _CONVOLUTIONS  # type: ignore[arg-type]
     dims = int(base_name(node.target)[-2]) if is_spatial else 0  # type: ignore[arg-type]
     return None if value is None else value.shape[-1 - dims]
@@ -71,7 +71,7 @@ def _channels(node: fx.Node) -> Any:
 
 def _along_channels(node: fx.Node, bias: fx.Node) -> fx.Node:
     """A bias as it broadcasts against the product."""
-    name, value = base_name(node.target), tensor_of(bias)  # type: ignore[arg-type]
+    name, value = base_name(node.target), get_fake_tensor(bias)  # type: ignore[arg-type]
     if name not in _CONVOLUTIONS or value is None:
         return bias
     sizes = [-1, *(1 for _ in range(int(name[-2])))]
@@ -80,14 +80,14 @@ def _along_channels(node: fx.Node, bias: fx.Node) -> fx.Node:
     return shaped
 
 
-def _times(node: fx.Node, factor: Any, like: fx.Node) -> fx.Node:
+def _multiply(node: fx.Node, factor: Any, like: fx.Node) -> fx.Node:
     return node if factor == 1 else _call(_aten.mul.Tensor, (node, factor), like)
 
 
 def _call(function: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    made = like.graph.call_function(function, args)
-    made.meta = dict(like.meta)
-    return made
+    node = like.graph.call_function(function, args)
+    node.meta = dict(like.meta)
+    return node
 
 
 def _untranspose(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
@@ -105,12 +105,12 @@ def _untranspose(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
         graph.erase_node(other)
 
 
-def _turn(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
+def _transpose_product(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
     """w @ x, w a matrix and x tokens in columns, as a linear layer on tokens in rows."""
     if node.target not in (_aten.matmul.default, _aten.mm.default):
         return
     weight, x = node.args
-    value, taken = (tensor_of(arg) if isinstance(arg, fx.Node) else None for arg in (weight, x))
+    value, taken = (get_fake_tensor(arg) if isinstance(arg, fx.Node) else None for arg in (weight, x))
     if weight not in fixed or x in fixed or value is None or taken is None:
         return
     if value.ndim != 2 or taken.ndim < 2:
@@ -119,7 +119,7 @@ def _turn(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> None:
         rows = graph.call_function(_aten.transpose.int, (x, -2, -1))
         linear = graph.call_function(_aten.linear.default, (rows, weight))
         columns = graph.call_function(_aten.transpose.int, (linear, -2, -1))
-    for made, like in ((rows, taken), (linear, tensor_of(node)), (columns, tensor_of(node))):
+    for made, like in ((rows, taken), (linear, get_fake_tensor(node)), (columns, get_fake_tensor(node))):
         turned = like if made is columns or like is None else like.transpose(-2, -1)
         made.meta = dict(node.meta) | {"val": turned}
     node.replace_all_uses_with(columns)
@@ -134,7 +134,7 @@ def _absorb_bias(graph: fx.Graph, linear: fx.Node, fixed: set[fx.Node]) -> None:
     if add is None or add.target not in (_aten.add.Tensor, operator.add) or add.kwargs or len(add.args) != 2:
         return
     bias = next((arg for arg in add.args if arg is not linear), None)
-    value, weight = (tensor_of(node) if isinstance(node, fx.Node) else None for node in (bias, linear.args[1]))
+    value, weight = (get_fake_tensor(node) if isinstance(node, fx.Node) else None for node in (bias, linear.args[1]))
     if not isinstance(bias, fx.Node) or bias.op != "get_attr" or value is None or weight is None:
         return
     if value.shape != weight.shape[:1]:
@@ -150,7 +150,7 @@ def _transposes_parameter(node: fx.Node) -> bool:
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node) or source.op != "get_attr":
         return False
-    value = tensor_of(node)
+    value = get_fake_tensor(node)
     name = base_name(node.target)  # type: ignore[arg-type]  # call_function targets are callables
     swaps = name in ("t", "numpy_T", "mT", "matrix_H") or (
         name in ("transpose", "permute") and sorted(_flat(node.args[1:])) in ([0, 1], [-2, -1], [-1, 0])

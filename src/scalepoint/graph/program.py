@@ -37,11 +37,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalepoint.errors import ScalepointWarning
-from scalepoint.graph.blame import user_level
-from scalepoint.graph.free import Free
-from scalepoint.graph.nodes import KEY, NodeInfo, info_of
-from scalepoint.graph.recurrent import any_length
+from scalepoint.graph.dynamic_axes import Free
+from scalepoint.graph.nodes import KEY, NodeInfo, get_info
+from scalepoint.graph.recurrent import shapes_of_any_length
 from scalepoint.graph.shapes import Shapes
+from scalepoint.graph.user_traceback import user_level
 
 Table = Mapping[Any, Callable[..., Any]]
 _KEPT = ("stack_trace", "nn_module_stack")  # of a node, for those that it becomes
@@ -230,7 +230,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _kept(node: fx.Node, written: Any = None) -> dict[str, Any]:
     """The meta of a node for those that it becomes; `written` unless it was itself part of another operation."""
-    written = info_of(node).written or written
+    written = get_info(node).written or written
     kept = {key: node.meta[key] for key in _KEPT if key in node.meta}
     return kept if written is None else {**kept, KEY: NodeInfo(written=written)}
 
@@ -382,7 +382,7 @@ class _Made:
             node.meta["val"] = value
             notes.take(node, value)
         info = getattr(model.graph._codegen, "pytree_info", None)
-        with torch.inference_mode(), notes, any_length():
+        with torch.inference_mode(), notes, shapes_of_any_length():
             given = _Run(model, notes).run(*self.values, enable_io_processing=False)
         leaves, structure = pytree.tree_flatten(given)
         self.structure = structure if info is None else info.out_spec

@@ -17,19 +17,21 @@ OPERATIONS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_rel
 
 
 @contextmanager
-def any_length() -> Iterator[None]:
+def shapes_of_any_length() -> Iterator[None]:
     """Meanwhile a recurrent layer over fake tensors gives its shapes, and does not count the steps."""
     before = [(each, dict(each.py_kernels), decomposition_table.get(each)) for each in OPERATIONS]
     for each, kernels, parts in before:
-        _put(each, {key: _by_shape(own) for key, own in kernels.items()}, parts and _by_shape(parts))
+        _install_kernel(
+            each, {key: _make_shape_kernel(own) for key, own in kernels.items()}, parts and _make_shape_kernel(parts)
+        )
     try:
         yield
     finally:
         for each, kernels, parts in before:
-            _put(each, kernels, parts)
+            _install_kernel(each, kernels, parts)
 
 
-def _put(operation: Any, kernels: Mapping[Any, Any], parts: Any) -> None:
+def _install_kernel(operation: Any, kernels: Mapping[Any, Any], parts: Any) -> None:
     """In both places that torch takes a kernel from, and out of where it keeps what it found."""
     operation.py_kernels.update(kernels)
     operation._dispatch_cache.clear()
@@ -37,7 +39,7 @@ def _put(operation: Any, kernels: Mapping[Any, Any], parts: Any) -> None:
         decomposition_table[operation] = parts
 
 
-def _by_shape(own: Callable[..., Any]) -> Callable[..., Any]:
+def _make_shape_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
     def shapes(x: Tensor, hidden: Any, *rest: Any) -> Any:
         if not isinstance(x, FakeTensor):
             return own(x, hidden, *rest)

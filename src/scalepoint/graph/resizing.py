@@ -14,15 +14,15 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import CaptureError
-from scalepoint.graph.blame import user_line
 from scalepoint.graph.dry_run import dry_run
-from scalepoint.graph.free import Axes, is_free, named_inputs, resized
-from scalepoint.graph.nodes import drawing
+from scalepoint.graph.dynamic_axes import Axes, get_named_inputs, is_dynamic, resize_inputs
+from scalepoint.graph.nodes import find_random_nodes
+from scalepoint.graph.user_traceback import user_line
 from scalepoint.support.formatting import one_line
 
 LARGEST_STEP, STEPS = 256, 8  # 64 + 29 and 64 + 58 may do for a model of multiples of 32, 64 + 87 does not
 NEAR = 1e-4  # of the largest value: what two ways to compute the same may differ by
-_OTHER_WAY = (
+_OTHER_FIX = (
     ". Or compute with x.shape[axis] in whole numbers (//, not int() of a fraction); or, where the model goes another "
     "way at these sizes alone (a table of positions that fits as it is), give an example of others"
 )
@@ -30,7 +30,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowedSizes:
     """The sizes of named axes that torch.export saw nothing against, by their symbols in a program."""
 
     example: Mapping[str, int]  # size by name
@@ -42,11 +42,11 @@ class Allowed:
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Whether nothing speaks against these; names that are not among them have the example's."""
         changed = {symbol: size for name, size in sizes.items() for symbol in self.symbols.get(name, ())}
-        given = {**self.values, **changed}
-        given |= {symbol: each.xreplace(given) for symbol, each in self.same.items()}
-        moved = {symbol for symbol, value in given.items() if value != self.values.get(symbol)}
+        values = {**self.values, **changed}
+        values |= {symbol: each.xreplace(values) for symbol, each in self.same.items()}
+        moved = {symbol for symbol, value in values.items() if value != self.values.get(symbol)}
         concerned = (each for each in self.guards if not each.free_symbols.isdisjoint(moved))
-        return not any(each.xreplace(given) == False for each in concerned)  # noqa: E712  # sympy's own false
+        return not any(each.xreplace(values) == False for each in concerned)  # noqa: E712  # sympy's own false
 
     def against(self, name: str) -> str:
         """What speaks against twice the size, in names of the axes."""
@@ -71,8 +71,8 @@ class Allowed:
 
     def others(self) -> Iterator[dict[str, int]]:
         """Other sizes, all names at once: half as large again and a quarter smaller in turns, then what is simpler."""
-        up = {name: size + _rounded(size / 2, self.steps[name]) for name, size in self.example.items()}
-        down = {name: size - _rounded(size / 4, self.steps[name]) for name, size in self.example.items()}
+        up = {name: size + _round_to_step(size / 2, self.steps[name]) for name, size in self.example.items()}
+        down = {name: size - _round_to_step(size / 4, self.steps[name]) for name, size in self.example.items()}
         down = {name: size if size > 1 else up[name] for name, size in down.items()}
         mixed = [{name: (up, down)[at % 2][name] for at, name in enumerate(self.example)}]
         next_one = {name: size + self.steps[name] for name, size in self.example.items()}
@@ -85,28 +85,28 @@ class Allowed:
                 yield sizes
 
 
-def _rounded(size: float, step: int) -> int:
+def _round_to_step(size: float, step: int) -> int:
     """To steps, at least one."""
     return max(1, round(size / step)) * step if step else 0
 
 
-def allowed(program: ExportedProgram, axes: Axes) -> Allowed:
+def find_allowed_sizes(program: ExportedProgram, axes: Axes) -> AllowedSizes:
     """What the guards of a program say of the named axes."""
     example: dict[str, int] = {}
     symbols: dict[str, tuple[Any, ...]] = {}
     own: Any = None
-    for _, _, label, size in _extents(program, axes):
+    for _, _, label, size in _iterate_extents(program, axes):
         example[label] = int(size.node.hint)
         expression, own = size.node.expr, size.node.shape_env
         symbols[label] = (*symbols.get(label, ()), *((expression,) if expression.is_Symbol else ()))
     guards = dict.fromkeys(guard.expr for guard in own.guards)
-    return Allowed(example, symbols, tuple(guards), dict(own.backed_var_to_val), dict(own.replacements))
+    return AllowedSizes(example, symbols, tuple(guards), dict(own.backed_var_to_val), dict(own.replacements))
 
 
-def why_fixed(program: ExportedProgram, axes: Axes) -> str:
+def explain_fixed_axis(program: ExportedProgram, axes: Axes) -> str:
     """The first named axis that is a number in a program, in words."""
-    for name, axis, label, size in _extents(program, axes):
-        if not is_free(size):
+    for name, axis, label, size in _iterate_extents(program, axes):
+        if not is_dynamic(size):
             return f"the model computes with axis {axis} of {name!r} ({label}) as a number, {size}"
     return ""
 
@@ -114,8 +114,8 @@ def why_fixed(program: ExportedProgram, axes: Axes) -> str:
 def check_names(program: ExportedProgram, axes: Axes) -> None:
     """A CaptureError where two names stand for one size."""
     seen: dict[Any, str] = {}
-    for _, _, label, size in _extents(program, axes):
-        if is_free(size) and seen.setdefault(size.node.expr, label) != label:
+    for _, _, label, size in _iterate_extents(program, axes):
+        if is_dynamic(size) and seen.setdefault(size.node.expr, label) != label:
             first = seen[size.node.expr]
             raise CaptureError(
                 f"dynamic_axes: for this example the model takes {first!r} and {label!r} for one size: give it one "
@@ -123,75 +123,79 @@ def check_names(program: ExportedProgram, axes: Axes) -> None:
             )
 
 
-def _extents(program: ExportedProgram, axes: Axes) -> Iterator[tuple[str, int, str, Any]]:
+def _iterate_extents(program: ExportedProgram, axes: Axes) -> Iterator[tuple[str, int, str, Any]]:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     return ((name, axis, label, values[name].shape[axis]) for name, own in axes.items() for axis, label in own.items())
 
 
-def at_double(model: nn.Module, inputs: Inputs, axes: Axes) -> str:
+def run_at_double_size(model: nn.Module, inputs: Inputs, axes: Axes) -> str:
     """What the model itself says of the first named axis that is made twice as long, if it fails then."""
-    example = dict(_sizes(model, inputs, axes))
+    example = dict(_iterate_double_sizes(model, inputs, axes))
     for label, size in example.items():
         try:
-            dry_run(model, *resized(model, inputs, axes, {label: 2 * size}))
+            dry_run(model, *resize_inputs(model, inputs, axes, {label: 2 * size}))
         except Exception as error:  # the user's code raises what it likes
-            return f" With {label} {2 * size} it fails{user_line(error)}: {_said(error)}."
+            return f" With {label} {2 * size} it fails{user_line(error)}: {_format_error(error)}."
     return ""
 
 
-def _sizes(model: nn.Module, inputs: Inputs, axes: Axes) -> Iterator[tuple[str, int]]:
-    values = named_inputs(model, *inputs)
+def _iterate_double_sizes(model: nn.Module, inputs: Inputs, axes: Axes) -> Iterator[tuple[str, int]]:
+    values = get_named_inputs(model, *inputs)
     return ((label, values[name].shape[axis]) for name, own in axes.items() for axis, label in own.items())
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(str(error).strip().partition(chr(10))[0]).rstrip(' .')}"
 
 
-def tried(model: nn.Module, graph: fx.GraphModule, inputs: Inputs, axes: Axes, sizes: Allowed) -> dict[str, int]:
+def check_at_other_sizes(
+    model: nn.Module, graph: fx.GraphModule, inputs: Inputs, axes: Axes, sizes: AllowedSizes
+) -> dict[str, int]:
     """Other sizes at which the graph gives what the model gives; a CaptureError where it gives something else, or the
     model runs at none."""
     name, first = type(model).__name__, None
     fixed = [each for each, step in sizes.steps.items() if not step]
     for other in sizes.others() if not fixed else ():
-        given = resized(model, inputs, axes, other)
+        resized_inputs = resize_inputs(model, inputs, axes, other)
         try:
-            expected = dry_run(model, *given)
+            expected = dry_run(model, *resized_inputs)
         except Exception as error:  # the user's code raises what it likes
             first = first or (other, error)
             continue
-        _check_same(name, graph, given, expected, other)
+        _check_same(name, graph, resized_inputs, expected, other)
         return other
     if first is None:
-        own = at_double(model, inputs, axes)
-        way_out = "" if own else _OTHER_WAY
+        double_size_error = run_at_double_size(model, inputs, axes)
+        way_out = "" if double_size_error else _OTHER_FIX
         raise CaptureError(
             f"dynamic_axes: torch.export finds no other {' or '.join(fixed or sizes.example)} that {name} could take "
-            f"than the example's{sizes.against((fixed or list(sizes.example))[0])}.{own} Leave that axis out{way_out}"
+            f"than the example's{sizes.against((fixed or list(sizes.example))[0])}.{double_size_error} "
+            f"Leave that axis out{way_out}"
         )
     other, why = first
     raise CaptureError(
-        f"dynamic_axes: {name} itself fails at every other size that was tried; at {told(other)}{user_line(why)}: "
-        f"{_said(why)}. Leave out the axes that cannot change, or give an example of sizes between others that it takes"
+        f"dynamic_axes: {name} itself fails at every other size that was tried; at {format_sizes(other)}"
+        f"{user_line(why)}: {_format_error(why)}. Leave out the axes that cannot change, or give an example of sizes "
+        "between others that it takes"
     )
 
 
-def told(sizes: Mapping[str, int]) -> str:
+def format_sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _check_same(name: str, graph: fx.GraphModule, inputs: Inputs, expected: Any, sizes: Mapping[str, int]) -> None:
-    where = f"dynamic_axes: at {told(sizes)} the captured graph"
+    where = f"dynamic_axes: at {format_sizes(sizes)} the captured graph"
     way_out = (
         "It holds what the model computed with the example's sizes: leave that axis out, or the submodule as it is"
     )
     try:
-        found = dry_run(graph, *inputs)
+        outputs = dry_run(graph, *inputs)
     except Exception as error:  # a size that was written into the graph
-        raise CaptureError(f"{where} fails, {name} does not. {_said(error)}. {way_out}") from error
-    if drawing(graph):
+        raise CaptureError(f"{where} fails, {name} does not. {_format_error(error)}. {way_out}") from error
+    if find_random_nodes(graph):
         return
-    for one, other in zip(pytree.tree_leaves(expected), pytree.tree_leaves(found), strict=True):
+    for one, other in zip(pytree.tree_leaves(expected), pytree.tree_leaves(outputs), strict=True):
         if isinstance(one, Tensor) and isinstance(other, Tensor) and not _is_near(one, other):
             raise CaptureError(f"{where} gives other values than {name}. {way_out}, leave=['path']")
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from scalepoint.errors import StoreError, shown
-from scalepoint.graph.modules import Reference, Slot
+from scalepoint.graph.operations import Reference, Slot
 from scalepoint.graph.products import affine
 
 NAMESPACES = ("aten",)
@@ -45,10 +45,10 @@ class NotDescribedError(Exception):
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name that `function_of` finds it by."""
+    """The name that `get_function` finds it by."""
     if isinstance(function, torch._ops.OpOverload):
         name = f"{function._schema.name}.{function._overloadname}"
-        reason = _refused(function)
+        reason = _explain_refusal(function)
         if reason:
             raise NotDescribedError(f"the operator {name}: {reason}")
         return name
@@ -58,7 +58,7 @@ def function_name(function: Callable[..., Any]) -> str:
     return _NAMES[function]
 
 
-def function_of(name: str) -> Callable[..., Any]:
+def get_function(name: str) -> Callable[..., Any]:
     """What a name stands for; only what `function_name` gives has one."""
     if name in FUNCTIONS:
         return FUNCTIONS[name]
@@ -67,18 +67,18 @@ def function_of(name: str) -> Callable[..., Any]:
     if space not in NAMESPACES or not base.isidentifier() or not overload.isidentifier():
         raise StoreError(f"the graph names {shown(name)}, which is no operator of {', '.join(NAMESPACES)}")
     try:
-        found = getattr(getattr(getattr(torch.ops, space), base), overload)
+        function = getattr(getattr(getattr(torch.ops, space), base), overload)
     except (AttributeError, RuntimeError):
-        found = None
-    if not isinstance(found, torch._ops.OpOverload):
+        function = None
+    if not isinstance(function, torch._ops.OpOverload):
         raise StoreError(f"the graph names the operator {shown(name)}, which torch {torch.__version__} has not")
-    reason = _refused(found)
+    reason = _explain_refusal(function)
     if reason:
         raise StoreError(f"the graph names the operator {shown(name)}: {reason}")
-    return found
+    return function
 
 
-def _refused(function: Any) -> str:
+def _explain_refusal(function: Any) -> str:
     """Why an operator may not stand in a saved graph."""
     schema = function._schema
     if schema.name.partition("::")[0] not in NAMESPACES:
@@ -140,7 +140,7 @@ def _reference(held: Any, modules: Mapping[str, nn.Module]) -> Reference:
     return Reference(owner, name)
 
 
-def _of_torch(kind: str) -> Callable[[Any, Any, Any], Any]:
+def _torch_constant_decoder(kind: str) -> Callable[[Any, Any, Any], Any]:
     def found(held: Any, _: Any, __: Any) -> Any:
         value = getattr(torch, held)
         if not isinstance(value, _KINDS[kind]):
@@ -158,5 +158,5 @@ _DECODED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "tuple": lambda held, nodes, modules: tuple(decode(item, nodes, modules) for item in held),
     "slice": lambda held, nodes, modules: slice(*(decode(item, nodes, modules) for item in held)),
     "device": lambda held, _, __: torch.device(held),
-    **{kind: _of_torch(kind) for kind in _KINDS},
+    **{kind: _torch_constant_decoder(kind) for kind in _KINDS},
 }

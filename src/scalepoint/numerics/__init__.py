@@ -1,10 +1,10 @@
 """Pure functions on tensors: the one implementation of the arithmetic that everything else calls."""
 
-from scalepoint.numerics.affine import Steps, steps_of
+from scalepoint.numerics.affine import Steps, make_steps
 from scalepoint.numerics.blocks import as_blocks, block_counts, block_view, check_divides
-from scalepoint.numerics.fake import fake_quantize, straight_through
-from scalepoint.numerics.folded import Lines, can_fold, fold_and_back, round_trip_folded
-from scalepoint.numerics.format import (
+from scalepoint.numerics.bn_folding import LineExtremes, can_fold, fake_quantize_folded, round_trip_folded
+from scalepoint.numerics.fake_quantize import fake_quantize, fake_quantize_by_steps
+from scalepoint.numerics.formats import (
     ALIASES,
     E4M3,
     E5M2,
@@ -19,9 +19,8 @@ from scalepoint.numerics.format import (
     QuantizationScheme,
     ScaleRounding,
     dtype_name,
-    format_of,
+    get_format,
 )
-from scalepoint.numerics.kept import keeping
 from scalepoint.numerics.qparams import (
     EPS,
     QParams,
@@ -33,7 +32,8 @@ from scalepoint.numerics.qparams import (
 )
 from scalepoint.numerics.quantize import dequantize, quantize
 from scalepoint.numerics.rounding import round_to_float
-from scalepoint.numerics.traced import is_traced
+from scalepoint.numerics.saved_codes import save_codes_for_backward
+from scalepoint.numerics.tracing import is_traced
 
 __all__ = [
     "ALIASES",
@@ -47,7 +47,7 @@ __all__ = [
     "Float6",
     "Format",
     "Grid",
-    "Lines",
+    "LineExtremes",
     "QParams",
     "QuantizationFormulation",
     "QuantizationScheme",
@@ -63,16 +63,16 @@ __all__ = [
     "dequantize",
     "dtype_name",
     "fake_quantize",
-    "fold_and_back",
-    "format_of",
+    "fake_quantize_by_steps",
+    "fake_quantize_folded",
+    "get_format",
     "is_traced",
-    "keeping",
+    "make_steps",
     "min_max",
     "power_of_two_scale",
     "quantize",
     "round_to_float",
     "round_trip_folded",
-    "steps_of",
-    "straight_through",
+    "save_codes_for_backward",
     "tensor_scale",
 ]

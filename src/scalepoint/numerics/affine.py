@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.format import Format, Grid, QuantizationFormulation
+from scalepoint.numerics.formats import Format, Grid, QuantizationFormulation
 from scalepoint.numerics.qparams import QParams
 from scalepoint.numerics.rounding import round_to_float
 
@@ -47,7 +47,7 @@ class Steps(NamedTuple):
         return all(value.numel() == 1 for value in self if isinstance(value, Tensor))
 
 
-class Scratch:
+class ScratchBuffers:
     """Memory that pieces share: what one has used, the next finds in cache.
 
     A piece on a CPU has it from its thread, which keeps it: new memory is slow where the system must clear it first. So
@@ -55,29 +55,29 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
 
     def __call__(self, piece: Tensor, number: int = 0) -> Tensor:
         """A float32 tensor of the shape of a piece; each number has memory of its own."""
         is_usual = piece.device.type == "cpu" and piece.numel() <= PIECE
-        kept = _OF_THREAD.kept if is_usual else self._kept
-        found = kept.get(number)
-        if found is None or found.numel() < piece.numel():
+        buffers = _THREAD_LOCAL.scratch if is_usual else self._buffers
+        buffer = buffers.get(number)
+        if buffer is None or buffer.numel() < piece.numel():
             with torch.inference_mode(False):
                 size = PIECE if is_usual else piece.numel()
-                found = kept[number] = torch.empty(size, dtype=torch.float32, device=piece.device)
-        return found[: piece.numel()].view(piece.shape)
+                buffer = buffers[number] = torch.empty(size, dtype=torch.float32, device=piece.device)
+        return buffer[: piece.numel()].view(piece.shape)
 
 
-class _OfThread(threading.local):
+class _ThreadLocal(threading.local):
     def __init__(self) -> None:
-        self.kept: dict[int, Tensor] = {}
+        self.scratch: dict[int, Tensor] = {}
 
 
-_OF_THREAD = _OfThread()
+_THREAD_LOCAL = _ThreadLocal()
 
 
-def steps_of(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps:
+def make_steps(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps:
     """The steps for these parameters; with `fixed_zero` a symmetric grid's zero point is taken as its middle."""
     scale, zero_point, minval = qparams
     if grid.format.is_float:
@@ -89,7 +89,7 @@ def steps_of(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps
     return Steps(scale, None, grid.low - zero_point.to(scale.dtype), grid.high - zero_point.to(scale.dtype))
 
 
-def code_base(qparams: QParams, grid: Grid) -> Tensor | float:
+def code_offset(qparams: QParams, grid: Grid) -> Tensor | float:
     """What is added to a centred code to make it a code."""
     if grid.format.is_float:
         return 0.0
@@ -127,14 +127,14 @@ def restore(c: Tensor, steps: Steps, *, in_place: bool = False) -> Tensor:
     return y
 
 
-def narrow(y: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_to_input_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
     """y in the input's dtype; rounding to a code near the end of float16 must not become infinity."""
     if y.dtype == dtype:
         return y
     return y.clamp(-HALF_MAX, HALF_MAX).to(dtype) if dtype == torch.float16 else y.to(dtype)
 
 
-def centred_code(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
+def compute_centred_code(x: Tensor, steps: Steps, fmt: Format) -> Tensor:
     """c of the steps as float32."""
     c = clamp(divide(x, steps, fmt, in_place=False), steps)
     return round_to_float(c, fmt) if fmt.is_float else c
@@ -150,7 +150,7 @@ def round_trip_traced(x: Tensor, steps: Steps, fmt: Format) -> tuple[Tensor, Ten
     return restore(c, steps), inside
 
 
-class Clamped:
+class ClampRecorder:
     """Which values were clamped (or are NaN), as the pieces of a tensor pass: nothing where there is none, their places
     where they are few, else a mask of the others."""
 
@@ -160,13 +160,13 @@ class Clamped:
         self._places: list[Tensor] = []
         self.inside: Tensor | None = None
 
-    def look(self, t: Tensor, steps: Steps) -> None:
+    def add_piece(self, t: Tensor, steps: Steps) -> None:
         """At the next piece, with t of the steps as it is before the clamp."""
         start, self._seen = self._seen, self._seen + t.numel()
         has_limits = not isinstance(steps.low, Tensor) or steps.is_uniform
-        found = _outside(t.view(-1), float(steps.low), float(steps.high)) if has_limits else None
-        if found is not None and 64 * found.numel() <= max(t.numel(), MANY):
-            self._places.append(found.add_(start))
+        outside = _find_outside(t.view(-1), float(steps.low), float(steps.high)) if has_limits else None
+        if outside is not None and 64 * outside.numel() <= max(t.numel(), MANY):
+            self._places.append(outside.add_(start))
             return
         if self.inside is None:
             self.inside = torch.ones(self._shape, dtype=torch.bool, device=self._device)
@@ -175,7 +175,7 @@ class Clamped:
     @property
     def places(self) -> Tensor | None:
         """Of the flat tensor; None where the mask tells, or nothing was clamped."""
-        places = [found for found in self._places if found.numel()]
+        places = [positions for positions in self._places if positions.numel()]
         if not places:
             return None
         together = torch.cat(places)
@@ -185,27 +185,31 @@ class Clamped:
         return None
 
 
-def _outside(t: Tensor, low: float, high: float) -> Tensor | None:
+def _find_outside(t: Tensor, low: float, high: float) -> Tensor | None:
     """Places in a piece, None for too many. The extremes say where to look; a mask of all takes far longer."""
     if float(t.amin()) >= low and float(t.amax()) <= high:
         return t.new_empty(0, dtype=torch.int64)
     end = len(t) - len(t) % LINE if len(t) >= MANY else 0
     lines = t[:end].view(LINE, -1)
-    columns = outside(lines.amin(0), low, high).logical_or_(outside(lines.amax(0), low, high)).nonzero().view(-1)
+    columns = is_outside(lines.amin(0), low, high).logical_or_(is_outside(lines.amax(0), low, high)).nonzero().view(-1)
     if 4 * len(columns) > lines.shape[1]:
         return None
-    row, column = outside(lines[:, columns], low, high).nonzero().unbind(1)
-    found = row.mul_(lines.shape[1]).add_(columns[column])
-    return found if end == len(t) else torch.cat((found, outside(t[end:], low, high).nonzero().view(-1).add_(end)))
+    row, column = is_outside(lines[:, columns], low, high).nonzero().unbind(1)
+    positions = row.mul_(lines.shape[1]).add_(columns[column])
+    return (
+        positions
+        if end == len(t)
+        else torch.cat((positions, is_outside(t[end:], low, high).nonzero().view(-1).add_(end)))
+    )
 
 
-def outside(t: Tensor, low: float, high: float) -> Tensor:
+def is_outside(t: Tensor, low: float, high: float) -> Tensor:
     """Where t is not within these limits."""
     return t.clamp(low, high).ne(t)
 
 
 def round_trip(
-    x: Tensor, steps: Steps, fmt: Format, *, out: Tensor | None = None, clamped: Clamped | None = None
+    x: Tensor, steps: Steps, fmt: Format, *, out: Tensor | None = None, clamped: ClampRecorder | None = None
 ) -> Tensor:
     """y in the dtype of x; `clamped` is told what was.
 
@@ -213,12 +217,14 @@ def round_trip(
     """
     if x.numel() >= 2 * PIECE and x.device.type == "cpu" and x.is_contiguous():
         out = torch.empty_like(x) if out is None else out
-        _in_pieces(x, steps, fmt, out, clamped)
+        _round_trip_in_pieces(x, steps, fmt, out, clamped)
         return out
-    return narrow(_whole(x, steps, fmt, out, clamped), x.dtype)
+    return cast_to_input_dtype(_round_trip_whole(x, steps, fmt, out, clamped), x.dtype)
 
 
-def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, clamped: Clamped | None) -> Tensor:
+def _round_trip_whole(
+    x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, clamped: ClampRecorder | None
+) -> Tensor:
     """All at once; the first step makes the output, in the memory format of x, and the others reuse it."""
     if out is None and not x.is_contiguous():
         out = torch.empty_like(x, dtype=torch.float32)
@@ -227,41 +233,41 @@ def _whole(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None, clamped: Cl
     if clamped is not None and (x.numel() < MANY or x.device.type != "cpu" or not t.is_contiguous()):
         clamped.inside = torch.eq(t, clamp(t, steps))
     elif clamped is not None:
-        clamped.look(t, steps)
+        clamped.add_piece(t, steps)
     c = clamp(t, steps, t)
     if fmt.is_float:
         # For a few elements the cast's one slow kernel is still quicker than six fast ones; the values are the same.
         c = c.to(fmt.cast).to(torch.float32) if fmt.cast and c.numel() <= SMALL else round_to_float(c, fmt, out=c)
     y = restore(c, steps, in_place=True)
-    return y if out is None or y is out else out.copy_(narrow(y, out.dtype))
+    return y if out is None or y is out else out.copy_(cast_to_input_dtype(y, out.dtype))
 
 
-def _in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, clamped: Clamped | None) -> None:
+def _round_trip_in_pieces(x: Tensor, steps: Steps, fmt: Format, out: Tensor, clamped: ClampRecorder | None) -> None:
     """The same into `out`, piece by piece."""
-    like = Scratch()
-    for part, target, own in _pieces(x, out, steps):
+    like = ScratchBuffers()
+    for part, target, piece_steps in _pieces(x, out, steps):
         work = target if target.dtype == torch.float32 else like(part, 1)
-        t = divide(_as_float32(part), own, fmt, work)
+        t = divide(_as_float32(part), piece_steps, fmt, work)
         if clamped is not None:
-            clamped.look(t, own)
-        c = clamp(t, own, work)
+            clamped.add_piece(t, piece_steps)
+        c = clamp(t, piece_steps, work)
         if fmt.is_float:
             round_to_float(c, fmt, out=c, scratch=like(part))
-        restore(c, own, in_place=True)
+        restore(c, piece_steps, in_place=True)
         if c is not target:
-            target.copy_(narrow(c, target.dtype))
+            target.copy_(cast_to_input_dtype(c, target.dtype))
 
 
-def codes_in_pieces(x: Tensor, qparams: QParams, grid: Grid, dtype: torch.dtype) -> Tensor:
+def quantize_in_pieces(x: Tensor, qparams: QParams, grid: Grid, dtype: torch.dtype) -> Tensor:
     """The codes of integers with one zero point for all, in `dtype`, piece by piece."""
     zero = None if qparams.zero_point is None else qparams.zero_point.reshape(-1)[:1]
     single = qparams._replace(zero_point=zero)
-    steps, base = steps_of(single, grid), float(code_base(single, grid))
+    steps, base = make_steps(single, grid), float(code_offset(single, grid))
     steps = steps._replace(low=float(steps.low), high=float(steps.high))
-    out, like = torch.empty(x.shape, dtype=dtype, device=x.device), Scratch()
-    for part, target, own in _pieces(x, out, steps):
-        c = divide(_as_float32(part), own, grid.format, like(part))
-        clamp(c, own, c).add_(base)
+    out, like = torch.empty(x.shape, dtype=dtype, device=x.device), ScratchBuffers()
+    for part, target, piece_steps in _pieces(x, out, steps):
+        c = divide(_as_float32(part), piece_steps, grid.format, like(part))
+        clamp(c, piece_steps, c).add_(base)
         target.copy_(torch.nan_to_num(c, nan=grid.low, out=c))
     return out
 

@@ -66,7 +66,7 @@ def check_divides(shape: Sequence[int], block: Sequence[int]) -> None:
 Slices = tuple[slice, ...]
 
 
-def segments(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[Slices, Slices, tuple[int, ...]]]:
+def split_ragged(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[Slices, Slices, tuple[int, ...]]]:
     """The parts of a ragged tensor in which blocks divide: (slices of it, slices of its parameters, block)."""
     axes: list[list[tuple[slice, slice, int]]] = []
     for size, extent in zip(shape, block, strict=True):
@@ -85,14 +85,14 @@ def as_blocks(tensor: Tensor, block: Sequence[int]) -> Tensor:
     if tensor.ndim == 0:
         return tensor.reshape(1, 1)
     view = block_view(tensor.shape, block)
-    kept = [axis for axis in range(len(view.tensor)) if axis not in view.spans]
+    block_axes = [axis for axis in range(len(view.tensor)) if axis not in view.spans]
     rows = 1
     for count in view.counts:
         rows *= count
-    return tensor.view(view.tensor).permute(*kept, *view.spans).reshape(rows, -1)
+    return tensor.view(view.tensor).permute(*block_axes, *view.spans).reshape(rows, -1)
 
 
-def as_stored(tensor: Tensor) -> Tensor:
+def as_memory_order(tensor: Tensor) -> Tensor:
     """All values in the order of memory, where that needs no copy (channels last), else as they are read."""
     if tensor.is_contiguous() or tensor.ndim < 2:
         return tensor.reshape(-1)

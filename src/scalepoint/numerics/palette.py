@@ -40,11 +40,11 @@ def _first_tables(rows: Tensor, entries: int) -> Tensor:
     places = ((rows - low) / width * bins).long().clamp(0, bins - 1)
     density = torch.zeros(len(rows), bins, dtype=torch.float32).scatter_add_(-1, places, torch.ones_like(rows))
     mass = (density / rows.shape[-1] + 1e-9).pow(1 / 3).cumsum(-1)
-    wanted = (torch.arange(entries, dtype=torch.float32) + 0.5) / entries * mass[:, -1:]
-    found = torch.searchsorted(mass, wanted.contiguous()).clamp(max=bins - 1)
-    before = torch.where(found > 0, mass.gather(-1, (found - 1).clamp(min=0)), 0.0)
-    inside = (wanted - before) / (mass.gather(-1, found) - before)
-    return low + (found + inside) / bins * width
+    quantiles = (torch.arange(entries, dtype=torch.float32) + 0.5) / entries * mass[:, -1:]
+    bin_indices = torch.searchsorted(mass, quantiles.contiguous()).clamp(max=bins - 1)
+    before = torch.where(bin_indices > 0, mass.gather(-1, (bin_indices - 1).clamp(min=0)), 0.0)
+    inside = (quantiles - before) / (mass.gather(-1, bin_indices) - before)
+    return low + (bin_indices + inside) / bins * width
 
 
 def _midpoints(tables: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def nearest_entries(rows: Tensor, tables: Tensor) -> Tensor:
     return torch.searchsorted(_midpoints(tables), rows.detach().to(torch.float32).contiguous())
 
 
-def by_group(tensor: Tensor, axis: int, groups: int) -> Tensor:
+def to_groups(tensor: Tensor, axis: int, groups: int) -> Tensor:
     """(groups, values): so many neighbouring channels of an axis are a group."""
     return tensor.movedim(axis, 0).reshape(groups, -1)
 

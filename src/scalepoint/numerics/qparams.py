@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.blocks import as_stored, block_counts, block_view, is_ragged, segments
-from scalepoint.numerics.format import (
+from scalepoint.numerics.blocks import as_memory_order, block_counts, block_view, is_ragged, split_ragged
+from scalepoint.numerics.formats import (
     E4M3,
     E8M0,
     FORMATS,
@@ -21,7 +21,7 @@ from scalepoint.numerics.format import (
     QuantizationFormulation,
     ScaleRounding,
 )
-from scalepoint.numerics.rounding import exponent, power_of_two, round_to_float
+from scalepoint.numerics.rounding import floor_log2, power_of_two, round_to_float
 
 EPS = torch.finfo(torch.float32).eps
 TINY = torch.finfo(torch.float32).tiny
@@ -47,12 +47,12 @@ def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     if is_ragged(tensor.shape, block):
         low = tensor.new_empty(block_counts(tensor.shape, block), dtype=torch.float32)
         high = torch.empty_like(low)
-        for where, params, extents in segments(tensor.shape, block):
+        for where, params, extents in split_ragged(tensor.shape, block):
             low[params], high[params] = min_max(tensor[where], extents)
         return low, high
     view = block_view(tensor.shape, block)
     if len(view.spans) == len(view.tensor):
-        pair = torch.aminmax(tensor if torch.compiler.is_compiling() else as_stored(tensor))
+        pair = torch.aminmax(tensor if torch.compiler.is_compiling() else as_memory_order(tensor))
         low, high = pair.min, pair.max
     elif not view.spans:
         low, high = tensor.clone(), tensor.clone()
@@ -69,14 +69,14 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid, outer: Tensor | None =
     if grid.format.is_float:
         return QParams(float_scale(max_abs, grid, outer))
     if grid.is_symmetric:
-        scale = (max_abs / (grid.span / 2)).clamp(min=_least(grid, grid.span / 2))
+        scale = (max_abs / (grid.span / 2)).clamp(min=_smallest_scale(grid, grid.span / 2))
         zero_point = torch.full_like(scale, grid.middle, dtype=torch.int32)
         minval = -max_abs
     else:
         width = high - low
         # A range wider than float32 itself: divide first, so that the scale stays finite.
         scale = torch.where(width.isinf(), high / grid.span - low / grid.span, width / grid.span)
-        scale = scale.clamp(min=_least(grid, grid.span))
+        scale = scale.clamp(min=_smallest_scale(grid, grid.span))
         zero_point = (grid.low - (low / scale).round()).clamp(grid.low, grid.high).to(torch.int32)
         minval = low
     # A range at the very end of float32: no code may stand for infinity.
@@ -89,7 +89,7 @@ def choose_qparams(low: Tensor, high: Tensor, grid: Grid, outer: Tensor | None =
     return QParams(scale, zero_point, minval)
 
 
-def _least(grid: Grid, steps: float) -> float:
+def _smallest_scale(grid: Grid, steps: float) -> float:
     """The smallest scale of a grid."""
     return EPS if grid.least_range is None else grid.least_range / steps
 
@@ -98,14 +98,14 @@ def float_scale(max_abs: Tensor, grid: Grid, outer: Tensor | None = None) -> Ten
     """The scale of a float format, by the type that the scale itself is stored in."""
     if grid.scale_dtype == E8M0:
         rounded = power_of_two_scale(max_abs, grid.format, grid.scale_rounding)
-        return _as_if_exact(rounded, max_abs / grid.format.high) if max_abs.requires_grad else rounded
+        return _with_exact_gradient(rounded, max_abs / grid.format.high) if max_abs.requires_grad else rounded
     if grid.scale_dtype == E4M3:
         outer = tensor_scale(max_abs, grid.format) if outer is None else outer
         return block_scale(max_abs, outer, grid.format) * outer
     return (max_abs / grid.format.high).clamp(min=EPS)
 
 
-def _as_if_exact(rounded: Tensor, exact: Tensor) -> Tensor:
+def _with_exact_gradient(rounded: Tensor, exact: Tensor) -> Tensor:
     """The rounded value with the gradient of the exact one: straight through the rounding of a scale."""
     return rounded.detach() + (exact - exact.detach())
 
@@ -121,7 +121,7 @@ def power_of_two_scale(max_abs: Tensor, fmt: Format, rounding: ScaleRounding) ->
     """
     if rounding in (ScaleRounding.RNE, ScaleRounding.RCEIL):
         bits = (max_abs / fmt.high).view(torch.int32)
-        power, rest = exponent(bits), bits & MANTISSA
+        power, rest = floor_log2(bits), bits & MANTISSA
         if rounding == ScaleRounding.RCEIL:
             power = power + (rest > 0)
         else:
@@ -131,7 +131,7 @@ def power_of_two_scale(max_abs: Tensor, fmt: Format, rounding: ScaleRounding) ->
         bits = max_abs.view(torch.int32)
         if rounding == ScaleRounding.EVEN:
             bits = bits + (1 << (22 - (fmt.mantissa or 0)))
-        power = exponent(bits) - fmt.max_exponent
+        power = floor_log2(bits) - fmt.max_exponent
         if rounding == ScaleRounding.CEIL:
             power = power + ((bits & MANTISSA) > 0)
     return power_of_two(power.clamp(-126, 127))
@@ -148,4 +148,4 @@ def block_scale(max_abs: Tensor, outer: Tensor, fmt: Format) -> Tensor:
     smallest = 2.0 ** (inner.min_exponent - (inner.mantissa or 0))
     exact = (max_abs / fmt.high / outer).clamp(smallest, inner.high)
     rounded = round_to_float(exact, inner)
-    return _as_if_exact(rounded, exact) if exact.requires_grad else rounded
+    return _with_exact_gradient(rounded, exact) if exact.requires_grad else rounded

@@ -10,11 +10,11 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.affine import PIECE, centred_code, code_base, codes_in_pieces, restore, steps_of
-from scalepoint.numerics.blocks import block_view, is_ragged, segments
-from scalepoint.numerics.format import Grid
+from scalepoint.numerics.affine import PIECE, code_offset, compute_centred_code, make_steps, quantize_in_pieces, restore
+from scalepoint.numerics.blocks import block_view, is_ragged, split_ragged
+from scalepoint.numerics.formats import Grid
 from scalepoint.numerics.qparams import QParams
-from scalepoint.numerics.traced import is_traced
+from scalepoint.numerics.tracing import is_traced
 
 Block = tuple[int, ...] | None
 
@@ -28,16 +28,16 @@ def quantize(
     """
 
     def codes(part: Tensor, params: QParams) -> Tensor:
-        if _goes_in_pieces(part, params, grid):
-            return codes_in_pieces(part, params, grid, dtype)
-        c = centred_code(part.to(torch.float32), steps_of(params, grid), grid.format)
-        whole = c if grid.format.is_float else torch.nan_to_num(c + code_base(params, grid), nan=grid.low)
+        if _can_quantize_in_pieces(part, params, grid):
+            return quantize_in_pieces(part, params, grid, dtype)
+        c = compute_centred_code(part.to(torch.float32), make_steps(params, grid), grid.format)
+        whole = c if grid.format.is_float else torch.nan_to_num(c + code_offset(params, grid), nan=grid.low)
         return whole.to(dtype)
 
-    return by_block(codes, x, qparams, block)
+    return apply_by_block(codes, x, qparams, block)
 
 
-def _goes_in_pieces(x: Tensor, qparams: QParams, grid: Grid) -> bool:
+def _can_quantize_in_pieces(x: Tensor, qparams: QParams, grid: Grid) -> bool:
     """Large and plain, integers, and one whole zero point for all: then the limits are two numbers."""
     if grid.format.is_float or x.numel() < 2 * PIECE or x.device.type != "cpu" or not x.is_contiguous():
         return False
@@ -53,19 +53,19 @@ def dequantize(codes: Tensor, qparams: QParams, grid: Grid, block: Block = None)
     """(code - zero_point) * scale, or (code - low) * scale + minval, as float32."""
 
     def values(part: Tensor, params: QParams) -> Tensor:
-        return restore(part.to(torch.float32) - code_base(params, grid), steps_of(params, grid))
+        return restore(part.to(torch.float32) - code_offset(params, grid), make_steps(params, grid))
 
-    return by_block(values, codes, qparams, block)
+    return apply_by_block(values, codes, qparams, block)
 
 
-def by_block(run: Callable[[Tensor, QParams], Tensor], x: Tensor, qparams: QParams, block: Block) -> Tensor:
+def apply_by_block(run: Callable[[Tensor, QParams], Tensor], x: Tensor, qparams: QParams, block: Block) -> Tensor:
     """Run an elementwise function on the view in which the parameters broadcast; segment by segment if ragged."""
     if block is None:
         return run(x, qparams)
     if is_ragged(x.shape, block):
         results = [
-            (at, by_block(run, x[at], qparams.map(itemgetter(cut)), extents))
-            for at, cut, extents in segments(x.shape, block)
+            (at, apply_by_block(run, x[at], qparams.map(itemgetter(cut)), extents))
+            for at, cut, extents in split_ragged(x.shape, block)
         ]
         y = torch.empty_like(x, dtype=results[0][1].dtype)
         for at, result in results:

@@ -7,7 +7,7 @@ round(x / step) * step is the nearest value of the format, ties to even, subnorm
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.format import Format
+from scalepoint.numerics.formats import Format
 
 EXPONENT = 0x7F800000
 
@@ -24,7 +24,7 @@ def round_to_float(x: Tensor, fmt: Format, *, out: Tensor | None = None, scratch
     return torch.mul(x, step, out=out)
 
 
-def exponent(bits: Tensor) -> Tensor:
+def floor_log2(bits: Tensor) -> Tensor:
     """floor(log2 x) from the bits of a positive float32; -127 for zero and subnormals."""
     return (bits >> 23) - 127
 

@@ -1,6 +1,6 @@
 """Patterns: the public, stable path for writing your own."""
 
-from scalepoint.graph.nodes import kind_of
+from scalepoint.graph.nodes import get_kind
 from scalepoint.patterns.base import (
     BASE_PATTERNS,
     AdaptiveAvgPoolPattern,
@@ -55,8 +55,8 @@ __all__ = [
     "StemConvBNReLUMaxPoolPattern",
     "TransformationPlan",
     "chain",
+    "get_kind",
     "join",
-    "kind_of",
     "op",
     "optional",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from scalepoint.graph.kinds import ACTIVATIONS, CASTS, VALUE_PRESERVING
-from scalepoint.graph.nodes import kind_of
+from scalepoint.graph.nodes import get_kind
 from scalepoint.patterns.fused import (
     Fused,
     FusedAttention,
@@ -33,7 +33,7 @@ from scalepoint.patterns.fused import (
 from scalepoint.patterns.language import Element, Nodes, Pattern, Point, chain, join, op, optional
 
 
-def depth(node: fx.Node) -> int:
+def measure_depth(node: fx.Node) -> int:
     """How many operations the longest way from an input takes."""
     known: dict[fx.Node, int] = {}
     pending = [node]
@@ -48,13 +48,13 @@ def depth(node: fx.Node) -> int:
 
 def is_main_branch(add: fx.Node, nodes: Nodes) -> str | None:
     """Of two convolutions that meet in an add, the one at the end of the longer way takes the add into its kernel."""
-    own = list(nodes.values())[-1]
-    other = next(arg for arg in add.args if isinstance(arg, fx.Node) and arg is not own)
-    if other is own:
+    last = list(nodes.values())[-1]
+    other = next(arg for arg in add.args if isinstance(arg, fx.Node) and arg is not last)
+    if other is last:
         return "both operands of the add are this tensor"
-    if kind_of(other) in ("conv", "batch_norm") and len(other.users) == 1:
-        first = add.args[0] is own
-        if (depth(own), first) < (depth(other), not first):
+    if get_kind(other) in ("conv", "batch_norm") and len(other.users) == 1:
+        first = add.args[0] is last
+        if (measure_depth(last), first) < (measure_depth(other), not first):
             return f"the add belongs to the longer branch: {other.target}"
     return None
 
@@ -66,47 +66,47 @@ def is_first(conv: fx.Node, nodes: Nodes) -> str | None:
 
 def feeds_attention(linear: fx.Node, nodes: Nodes) -> str | None:
     """All readers, through reshapes, are attention cores."""
-    open_nodes, found = [linear], False
+    open_nodes, has_reader = [linear], False
     seen = set()
     while open_nodes:
         node = open_nodes.pop()
         for user in node.users:
-            if kind_of(user) == "attention" or is_scores(user) or reads_probabilities(user):
-                found = True
-            elif kind_of(user) == "type_as" and user.args[0] is not node:
+            if get_kind(user) == "attention" or is_scores(user) or reads_probabilities(user):
+                has_reader = True
+            elif get_kind(user) == "type_as" and user.args[0] is not node:
                 continue  # reads its type alone
-            elif kind_of(user) in VALUE_PRESERVING or (
-                kind_of(user) in ("mul", "div") and len(user.all_input_nodes) == 1
+            elif get_kind(user) in VALUE_PRESERVING or (
+                get_kind(user) in ("mul", "div") and len(user.all_input_nodes) == 1
             ):
                 if user not in seen:
                     seen.add(user)
                     open_nodes.append(user)
             else:
                 return f"also read by {user.target}"
-    return None if found else "feeds no attention"
+    return None if has_reader else "feeds no attention"
 
 
 def _sole_reader(node: fx.Node, *kinds: str) -> fx.Node | None:
     readers = list(node.users)
-    return readers[0] if len(readers) == 1 and kind_of(readers[0]) in kinds else None
+    return readers[0] if len(readers) == 1 and get_kind(readers[0]) in kinds else None
 
 
 def is_scores(node: fx.Node) -> bool:
     """Whether a matrix product is followed, through scaling and a mask, by a softmax."""
-    following: fx.Node | None = node if kind_of(node) == "matmul" else None
-    while following is not None and kind_of(following) != "softmax":
+    following: fx.Node | None = node if get_kind(node) == "matmul" else None
+    while following is not None and get_kind(following) != "softmax":
         following = _sole_reader(following, "mul", "div", "add", "masked_fill", "reshape", "softmax", *CASTS)
     return following is not None
 
 
 def reads_probabilities(node: fx.Node) -> bool:
     """Whether a matrix product takes a softmax, through dropout, as its first operand."""
-    if kind_of(node) != "matmul" or not node.all_input_nodes:
+    if get_kind(node) != "matmul" or not node.all_input_nodes:
         return False
     source = node.all_input_nodes[0]
-    while kind_of(source) in ("dropout", *CASTS):
+    while get_kind(source) in ("dropout", *CASTS):
         source = source.all_input_nodes[0]
-    return kind_of(source) == "softmax"
+    return get_kind(source) == "softmax"
 
 
 def takes_probabilities(matmul: fx.Node, nodes: Nodes) -> str | None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph.kinds import base_name
-from scalepoint.graph.modules import Operation, Reference, tensors_of
-from scalepoint.graph.nodes import kind_of, set_info, tensor_of
+from scalepoint.graph.nodes import get_fake_tensor, get_kind, set_info
+from scalepoint.graph.operations import Operation, Reference, get_tensors
 from scalepoint.graph.tree import Tree
 from scalepoint.patterns.gelu import join_gelu
 
@@ -32,7 +32,7 @@ def remove_asserts(model: fx.GraphModule) -> int:
 
 def remove_identities(model: fx.GraphModule) -> int:
     """nn.Identity, alias, detach."""
-    nodes = [node for node in model.graph.nodes if kind_of(node) == "identity" and len(node.all_input_nodes) == 1]
+    nodes = [node for node in model.graph.nodes if get_kind(node) == "identity" and len(node.all_input_nodes) == 1]
     for node in nodes:
         _bypass(model, node)
     return len(nodes)
@@ -40,7 +40,7 @@ def remove_identities(model: fx.GraphModule) -> int:
 
 def remove_idle_pools(model: fx.GraphModule) -> int:
     """Pools that change no input of any size: windows of one value, or adaptive to the size that comes."""
-    nodes = [node for node in model.graph.nodes if kind_of(node) in POOLS and _is_idle(model, node)]
+    nodes = [node for node in model.graph.nodes if get_kind(node) in POOLS and _is_idle(model, node)]
     for node in nodes:
         _bypass(model, node)
     return len(nodes)
@@ -50,24 +50,24 @@ def head_to_convolution(model: fx.GraphModule) -> int:
     """linear(flatten(global pool)) becomes flatten(1x1 convolution): the classifier stays in the layout of the rest."""
     changed = 0
     for node in list(model.graph.nodes):
-        pool = node.all_input_nodes[0] if kind_of(node) == "flatten" and node.all_input_nodes else None
+        pool = node.all_input_nodes[0] if get_kind(node) == "flatten" and node.all_input_nodes else None
         linear = next(iter(node.users)) if len(node.users) == 1 else None
-        if pool is None or linear is None or linear.op != "call_module" or kind_of(linear) != "linear":
+        if pool is None or linear is None or linear.op != "call_module" or get_kind(linear) != "linear":
             continue
         if _pools_to_one(model, pool) and _joins_channels(model, node) and _is_plain_linear(model, linear):
-            _swap(model, node, linear)
+            _swap_flatten_and_linear(model, node, linear)
             changed += 1
     return changed
 
 
 def _joins_channels(model: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a flatten leaves (batch, channels) of (batch, channels, 1, 1)."""
-    value = tensor_of(node.all_input_nodes[0])
+    value = get_fake_tensor(node.all_input_nodes[0])
     if node.op != "call_module" or (value is not None and value.ndim != 4):
         return False
     module = model.get_submodule(str(node.target))
-    given = module.settings if isinstance(module, Operation) else vars(module)
-    return given.get("start_dim", 0) in (1, -3) and given.get("end_dim", -1) in (3, -1)
+    settings = module.settings if isinstance(module, Operation) else vars(module)
+    return settings.get("start_dim", 0) in (1, -3) and settings.get("end_dim", -1) in (3, -1)
 
 
 def _is_plain_linear(model: fx.GraphModule, node: fx.Node) -> bool:
@@ -76,7 +76,7 @@ def _is_plain_linear(model: fx.GraphModule, node: fx.Node) -> bool:
     return is_own and len(node.all_input_nodes) == 1
 
 
-def _swap(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
+def _swap_flatten_and_linear(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
     head = HeadConvolution(model.get_submodule(str(linear.target)))
     name = Tree(model).add(f"{linear.target}_conv", head)
     with model.graph.inserting_before(linear):
@@ -92,12 +92,12 @@ def _swap(model: fx.GraphModule, flatten: fx.Node, linear: fx.Node) -> None:
 
 def _pools_to_one(model: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is an adaptive 2-d average pool to one value a channel."""
-    if kind_of(node) != "adaptive_avg_pool" or node.op != "call_module":
+    if get_kind(node) != "adaptive_avg_pool" or node.op != "call_module":
         return False
     module = model.get_submodule(str(node.target))
-    given = module.settings.values() if isinstance(module, Operation) else [getattr(module, "output_size", None)]
+    settings = module.settings.values() if isinstance(module, Operation) else [getattr(module, "output_size", None)]
     is_planar = isinstance(module, nn.AdaptiveAvgPool2d) or "2d" in str(getattr(module, "function", ""))
-    return is_planar and any(size in (1, (1, 1), [1, 1]) for size in given)
+    return is_planar and any(size in (1, (1, 1), [1, 1]) for size in settings)
 
 
 class HeadConvolution(nn.Module):
@@ -116,7 +116,7 @@ class HeadConvolution(nn.Module):
         return getattr(self.linear.owner, "bias", None)
 
     def tensors(self) -> list[Tensor]:
-        return tensors_of(self.linear.owner)
+        return get_tensors(self.linear.owner)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.conv2d(x, self.weight, self.bias)
@@ -126,21 +126,21 @@ def loosen_casts(model: fx.GraphModule) -> int:
     """softmax(scores.float()).type_as(scores) takes its type from the product's operand: scores have one reader."""
     changed = 0
     for node in model.graph.nodes:
-        if kind_of(node) != "type_as" or len(node.all_input_nodes) != 2:
+        if get_kind(node) != "type_as" or len(node.all_input_nodes) != 2:
             continue
         source = like = node.all_input_nodes[1]
-        while kind_of(source) in ("matmul", "mul", "div", "add") and _dtype(source) == _dtype(
+        while get_kind(source) in ("matmul", "mul", "div", "add") and _get_dtype(source) == _get_dtype(
             source.all_input_nodes[0]
         ):
             source = source.all_input_nodes[0]
-        if source is not like and _dtype(source) is not None:
+        if source is not like and _get_dtype(source) is not None:
             node.replace_input_with(like, source)
             changed += 1
     return changed
 
 
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = tensor_of(node)
+def _get_dtype(node: fx.Node) -> torch.dtype | None:
+    value = get_fake_tensor(node)
     return None if value is None else value.dtype
 
 
@@ -148,7 +148,7 @@ def infer_one_extent(model: fx.GraphModule) -> int:
     """view(x, [a, n, b]) with one extent that depends on the input becomes view(x, [a, -1, b]): n is not computed."""
     changed = 0
     for node in model.graph.nodes:
-        sizes = node.args[1] if kind_of(node) == "reshape" and len(node.args) == 2 else None
+        sizes = node.args[1] if get_kind(node) == "reshape" and len(node.args) == 2 else None
         if not isinstance(sizes, list | tuple) or -1 in sizes:
             continue
         if sum(isinstance(size, fx.Node) for size in sizes) == 1 and 0 not in sizes:
@@ -199,12 +199,12 @@ def _is_idle(model: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module" or len(node.all_input_nodes) != 1:
         return False
     module = model.get_submodule(str(node.target))
-    given = module.settings if isinstance(module, Operation) else vars(module)
-    if kind_of(node).startswith("adaptive"):
-        return _all_are(given.get("output_size", 0), None) and not given.get("return_indices")
-    windows = [given.get("kernel_size", 0), given.get("stride") or 1]
-    others = given.get("padding") or 0, given.get("divisor_override") or 1
-    is_plain = _all_are(others[0], 0) and others[1] == 1 and not given.get("return_indices")
+    settings = module.settings if isinstance(module, Operation) else vars(module)
+    if get_kind(node).startswith("adaptive"):
+        return _all_are(settings.get("output_size", 0), None) and not settings.get("return_indices")
+    windows = [settings.get("kernel_size", 0), settings.get("stride") or 1]
+    neutral = settings.get("padding") or 0, settings.get("divisor_override") or 1
+    is_plain = _all_are(neutral[0], 0) and neutral[1] == 1 and not settings.get("return_indices")
     return is_plain and all(_all_are(value, 1) for value in windows)
 
 
@@ -213,5 +213,5 @@ def _all_are(value: object, expected: int | None) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    is_ours = node.op in ("call_function", "get_attr") or (node.op == "call_module" and kind_of(node) != "left")
+    is_ours = node.op in ("call_function", "get_attr") or (node.op == "call_module" and get_kind(node) != "left")
     return is_ours and not node.is_impure()

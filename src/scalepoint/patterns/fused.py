@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
-from scalepoint.graph.modules import Operation, Slot, tensors_of
+from scalepoint.graph.operations import Operation, Slot, get_tensors
 
 
 class Fused(nn.Module):
@@ -35,7 +35,7 @@ class Fused(nn.Module):
 
     def tensors(self) -> list[Tensor]:
         """What its parts compute with."""
-        return [tensor for part in self.parts.values() for tensor in tensors_of(part)]
+        return [tensor for part in self.parts.values() for tensor in get_tensors(part)]
 
     def part(self, role: str) -> nn.Module | None:
         return self.parts.get(role)

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import fx
 
-from scalepoint.graph.modules import Operation, Slot
-from scalepoint.graph.nodes import info_of, inherit_meta, kind_of
+from scalepoint.graph.nodes import get_info, get_kind, inherit_meta
+from scalepoint.graph.operations import Operation, Slot
 from scalepoint.graph.tree import Tree
 
 
@@ -18,60 +18,60 @@ def join_gelu(model: fx.GraphModule) -> int:
     """Replace every written-out GELU; how many there were."""
     changed = 0
     for node in list(model.graph.nodes):
-        if kind_of(node) in ("erf", "tanh") and len(node.users) == 1:
-            x = _inside(model, node)
-            outer = _outer(model, node, x) if x is not None else None
+        if get_kind(node) in ("erf", "tanh") and len(node.users) == 1:
+            x = _find_input(model, node)
+            outer = _find_last_product(model, node, x) if x is not None else None
             if x is not None and outer is not None:
-                _replace(model, outer, x, "tanh" if kind_of(node) == "tanh" else "none")
+                _replace(model, outer, x, "tanh" if get_kind(node) == "tanh" else "none")
                 changed += 1
     if changed:
         model.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.is_impure())
     return changed
 
 
-def _inside(model: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+def _find_input(model: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The x of erf(x / sqrt 2) or of tanh(c (x + 0.044715 x^3))."""
     scaled = node.all_input_nodes[0]
-    if kind_of(node) == "erf":
-        factor = _constant(model, scaled, "mul") or 1 / (_constant(model, scaled, "div") or math.inf)
+    if get_kind(node) == "erf":
+        factor = _get_constant(model, scaled, "mul") or 1 / (_get_constant(model, scaled, "div") or math.inf)
         return scaled.all_input_nodes[0] if math.isclose(factor, math.sqrt(0.5), rel_tol=1e-4) else None
-    if not _is(model, scaled, "mul", math.sqrt(2 / math.pi)):
+    if not _is_operation(model, scaled, "mul", math.sqrt(2 / math.pi)):
         return None
     both = scaled.all_input_nodes[0]
-    if kind_of(both) != "add" or len(both.all_input_nodes) != 2:
+    if get_kind(both) != "add" or len(both.all_input_nodes) != 2:
         return None
     for x, cubic in (both.all_input_nodes, reversed(both.all_input_nodes)):
-        if _is(model, cubic, "mul", 0.044715):
+        if _is_operation(model, cubic, "mul", 0.044715):
             power = cubic.all_input_nodes[0]
-            if kind_of(power) == "pow" and 3 in power.args and power.all_input_nodes == [x]:
+            if get_kind(power) == "pow" and 3 in power.args and power.all_input_nodes == [x]:
                 return x
     return None
 
 
-def _outer(model: fx.GraphModule, node: fx.Node, x: fx.Node) -> fx.Node | None:
+def _find_last_product(model: fx.GraphModule, node: fx.Node, x: fx.Node) -> fx.Node | None:
     """The last multiplication: (1 + f) times half of x, or times x and then a half."""
     plus = next(iter(node.users))
-    if not _is(model, plus, "add", 1.0) or len(plus.users) != 1:
+    if not _is_operation(model, plus, "add", 1.0) or len(plus.users) != 1:
         return None
     product = next(iter(plus.users))
     others = [source for source in product.all_input_nodes if source is not plus]
-    if kind_of(product) != "mul" or len(others) != 1:
+    if get_kind(product) != "mul" or len(others) != 1:
         return None
     if others[0] is x and len(product.users) == 1:
         last = next(iter(product.users))
-        return last if _is(model, last, "mul", 0.5) else None
+        return last if _is_operation(model, last, "mul", 0.5) else None
     halved = others[0]
-    return product if _is(model, halved, "mul", 0.5) and halved.all_input_nodes == [x] else None
+    return product if _is_operation(model, halved, "mul", 0.5) and halved.all_input_nodes == [x] else None
 
 
-def _is(model: fx.GraphModule, node: fx.Node, kind: str, value: float) -> bool:
-    constant = _constant(model, node, kind)
+def _is_operation(model: fx.GraphModule, node: fx.Node, kind: str, value: float) -> bool:
+    constant = _get_constant(model, node, kind)
     return constant is not None and math.isclose(constant, value, rel_tol=1e-4)
 
 
-def _constant(model: fx.GraphModule, node: fx.Node, kind: str) -> float | None:
+def _get_constant(model: fx.GraphModule, node: fx.Node, kind: str) -> float | None:
     """The number that an operation of this kind combines with its one input."""
-    if kind_of(node) != kind or node.op != "call_module" or len(node.all_input_nodes) != 1:
+    if get_kind(node) != kind or node.op != "call_module" or len(node.all_input_nodes) != 1:
         return None
     module = model.get_submodule(str(node.target))
     numbers = (
@@ -84,7 +84,7 @@ def _constant(model: fx.GraphModule, node: fx.Node, kind: str) -> float | None:
 
 def _replace(model: fx.GraphModule, last: fx.Node, x: fx.Node, approximate: str) -> None:
     arguments = {"self": Slot(0), "approximate": approximate}
-    path = info_of(last).path or ""
+    path = get_info(last).path or ""
     name = Tree(model).add(
         f"{path}.gelu" if path else "gelu", Operation("gelu", torch.ops.aten.gelu.default, arguments)
     )

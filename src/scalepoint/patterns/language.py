@@ -14,7 +14,7 @@ from enum import StrEnum
 from torch import fx
 
 from scalepoint.errors import PatternError
-from scalepoint.graph.nodes import info_of, kind_of, module_path
+from scalepoint.graph.nodes import get_info, get_kind, module_path
 from scalepoint.patterns.fused import Fused
 
 
@@ -130,33 +130,33 @@ class Refusal:
 def place_of(node: fx.Node) -> str:
     """Where a node stands in the model: its module, or the module that ran it and its kind."""
     if node.op == "call_module":
-        return info_of(node).place or str(node.target)  # what a conversion made stands where its origin stood
+        return get_info(node).place or str(node.target)  # what a conversion made stands where its origin stood
     path = module_path(node)
-    return f"{path}.{kind_of(node)}" if path else kind_of(node)
+    return f"{path}.{get_kind(node)}" if path else get_kind(node)
 
 
 def match_at(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None:
     """The longest chain of the pattern that starts here; a Refusal when a condition or a second reader forbids it."""
-    if kind_of(anchor) not in pattern.anchor.kinds:
+    if get_kind(anchor) not in pattern.anchor.kinds:
         return None
     reason = pattern.anchor.where(anchor, {}) if pattern.anchor.where else None
     if reason:
         return Refusal(pattern.name, place_of(anchor), reason)
     nodes: Nodes = {pattern.anchor.role: anchor}
-    last, told = anchor, ""
+    last, refusal = anchor, ""
     for element in pattern.match[1:]:
-        following, reason = _next(last, element, nodes)
-        told = reason or told
+        following, reason = _find_next(last, element, nodes)
+        refusal = reason or refusal
         if following is not None:
             nodes[element.role] = last = following
         elif not element.is_optional:
-            return Refusal(pattern.name, place_of(anchor), told) if told else None
+            return Refusal(pattern.name, place_of(anchor), refusal) if refusal else None
     return PatternMatch(pattern, nodes)
 
 
-def _next(last: fx.Node, element: Element, nodes: Nodes) -> tuple[fx.Node | None, str]:
+def _find_next(last: fx.Node, element: Element, nodes: Nodes) -> tuple[fx.Node | None, str]:
     """The reader of `last` that the element takes, or why there is none."""
-    fitting = [user for user in last.users if kind_of(user) in element.kinds]
+    fitting = [user for user in last.users if get_kind(user) in element.kinds]
     if not fitting:
         return None, ""
     if len(last.users) > 1:

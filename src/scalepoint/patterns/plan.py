@@ -12,8 +12,8 @@ from torch import fx
 
 from scalepoint.errors import PatternError, shown
 from scalepoint.graph.kinds import WEIGHTED
-from scalepoint.graph.nodes import kind_of
-from scalepoint.graph.weights import unknown_readers
+from scalepoint.graph.nodes import get_kind
+from scalepoint.graph.weight_readers import find_unknown_readers
 from scalepoint.patterns.language import Pattern, PatternMatch, Refusal, match_at, place_of
 from scalepoint.support.documents import parse_json
 from scalepoint.support.formatting import one_line
@@ -61,18 +61,18 @@ class TransformationPlan:
         data = parse_json(text)
         if not isinstance(data, dict) or data.get("version") != VERSION or not isinstance(data.get("matches"), list):
             raise PatternError(f"not a plan of version {VERSION}")
-        own: dict[tuple[str, str], list[PatternMatch]] = {}
+        matches_by_key: dict[tuple[str, str], list[PatternMatch]] = {}
         for match in self.matches:
-            own.setdefault((match.name, match.pattern.name), []).append(match)
+            matches_by_key.setdefault((match.name, match.pattern.name), []).append(match)
         saved: list[tuple[PatternMatch, dict[str, Any]]] = []
         for row in data["matches"]:
             if not isinstance(row, dict) or not isinstance(row.get("apply"), bool):
                 raise PatternError(f"a row of a plan has 'where', 'pattern' and 'apply', not {shown(row)}")
-            there = own.get((str(row.get("where", "")), str(row.get("pattern", ""))))
+            there = matches_by_key.get((str(row.get("where", "")), str(row.get("pattern", ""))))
             if not there:
                 raise PatternError(f"a plan of another model: {row.get('pattern')} at {row.get('where')} is not here")
             saved.append((there.pop(0), row))
-        missing = [f"{match.pattern.name} at {match.name}" for matches in own.values() for match in matches]
+        missing = [f"{match.pattern.name} at {match.name}" for matches in matches_by_key.values() for match in matches]
         if missing:
             raise PatternError(
                 f"the saved plan does not speak of {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}"
@@ -88,23 +88,23 @@ def make_plan(model: fx.GraphModule, patterns: tuple[Pattern, ...]) -> Transform
     order = {}
     for index, node in enumerate(model.graph.nodes):
         order[node] = index
-        by_kind.setdefault(kind_of(node), []).append(node)
-    taken: set[fx.Node] = set()
+        by_kind.setdefault(get_kind(node), []).append(node)
+    matched: set[fx.Node] = set()
     matches: list[PatternMatch] = []
     refusals: list[Refusal] = []
     for pattern in sorted(patterns, key=lambda pattern: -len(pattern.match)):
         anchors = [node for kind in pattern.anchor.kinds for node in by_kind.get(kind, ())]
         for anchor in sorted(anchors, key=order.__getitem__):
-            if anchor in taken:
+            if anchor in matched:
                 continue
-            found = _attempt(pattern, anchor)
-            if isinstance(found, PatternMatch) and taken.isdisjoint(found.nodes.values()):
-                matches.append(found)
-                taken.update(found.nodes.values())
-            elif isinstance(found, Refusal):
-                refusals.append(found)
+            attempt = _try_match(pattern, anchor)
+            if isinstance(attempt, PatternMatch) and matched.isdisjoint(attempt.nodes.values()):
+                matches.append(attempt)
+                matched.update(attempt.nodes.values())
+            elif isinstance(attempt, Refusal):
+                refusals.append(attempt)
     matches.sort(key=lambda match: order[match.nodes[match.pattern.anchor.role]])
-    return TransformationPlan(model, matches, [*refusals, *_unmatched(model, taken, refusals)])
+    return TransformationPlan(model, matches, [*refusals, *_find_unmatched(model, matched, refusals)])
 
 
 def _check_patterns(patterns: tuple[Pattern, ...]) -> None:
@@ -119,30 +119,30 @@ def _check_patterns(patterns: tuple[Pattern, ...]) -> None:
         raise PatternError(f"two patterns are called {twice[0]!r}: plans and reports tell patterns by their names")
 
 
-def _unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[Refusal]) -> list[Refusal]:
+def _find_unmatched(model: fx.GraphModule, taken: set[fx.Node], refusals: list[Refusal]) -> list[Refusal]:
     """The operations with weights that no pattern took and nobody spoke of yet."""
-    told = {refusal.name for refusal in refusals}
-    weighted = [node for node in model.graph.nodes if kind_of(node) in (*WEIGHTED, "attention", "left")]
-    reasons = {node: f"no pattern takes a {kind_of(node)}: it stays as it is" for node in weighted}
-    unknown = list(unknown_readers(model))
+    refused = {refusal.name for refusal in refusals}
+    weighted = [node for node in model.graph.nodes if get_kind(node) in (*WEIGHTED, "attention", "left")]
+    reasons = {node: f"no pattern takes a {get_kind(node)}: it stays as it is" for node in weighted}
+    unknown = list(find_unknown_readers(model))
     for node, _ in unknown:
         alike = dict.fromkeys(weight for other, weight in unknown if place_of(other) == place_of(node))
-        reasons[node] = _why_unknown(node, list(alike))
+        reasons[node] = _explain_unknown(node, list(alike))
     return [
         Refusal("", place_of(node), reason)
         for node, reason in reasons.items()
-        if node not in taken and place_of(node) not in told
+        if node not in taken and place_of(node) not in refused
     ]
 
 
-def _why_unknown(node: fx.Node, weights: list[str]) -> str:
+def _explain_unknown(node: fx.Node, weights: list[str]) -> str:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return f"stands in a branch of torch.{node.target.__name__}, which is not looked into: it stays float"
     named = f"weight {weights[0]}" if len(weights) == 1 else f"weights {', '.join(weights)}"
     return f"reads the {named} in a way that is not known: it stays float"
 
 
-def _attempt(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None:
+def _try_match(pattern: Pattern, anchor: fx.Node) -> PatternMatch | Refusal | None:
     """A match, or a refusal, also when a condition of the pattern fails."""
     try:
         return match_at(pattern, anchor)

@@ -12,7 +12,7 @@ from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import ConfigError, ScalepointError, StoreError, UsageError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.registry import find_checkpoint_format
-from scalepoint.numerics import QuantizationFormulation, QuantizationScheme, format_of
+from scalepoint.numerics import QuantizationFormulation, QuantizationScheme, get_format
 from scalepoint.options import Accuracy
 from scalepoint.pipeline.accuracy import CLOSED_FORM, check_accuracy
 from scalepoint.pipeline.kv_cache import with_cached
@@ -179,7 +179,7 @@ def _can_be_signed(spec: QuantizationSpec) -> bool:
     is_plain = spec.range_calculator_cls is MinMaxRangeCalculator and spec.float_range == (None, None)
     is_nearest = spec.qparam_calculator_cls in (StaticQParamsCalculator, DefaultQParamsCalculator)
     is_symmetric = spec.qscheme == QuantizationScheme.SYMMETRIC and spec.qformulation == QuantizationFormulation.ZP
-    is_narrow = not format_of(spec.dtype).is_float and format_of(spec.dtype).is_signed and spec.n_bits in (4, 5)
+    is_narrow = not get_format(spec.dtype).is_float and get_format(spec.dtype).is_signed and spec.n_bits in (4, 5)
     granularity = spec.granularity
     is_blocked = isinstance(granularity, PerBlockGranularity) and not granularity.pad
     return is_plain and is_nearest and is_symmetric and is_narrow and is_blocked

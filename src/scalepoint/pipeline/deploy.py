@@ -25,7 +25,7 @@ from scalepoint import distributed
 from scalepoint.budget import Budget
 from scalepoint.errors import ScalepointWarning
 from scalepoint.formats import find_format
-from scalepoint.graph.blame import user_level
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DEFAULT_CHOICES, Accuracy, DeployOptions
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.build_report import build_report, config_file

@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 
 from scalepoint import distributed
 from scalepoint.errors import ScalepointWarning
-from scalepoint.graph.blame import user_level
-from scalepoint.graph.free import is_free
-from scalepoint.graph.nodes import tensor_of
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.dynamic_axes import is_dynamic
+from scalepoint.graph.nodes import get_fake_tensor
+from scalepoint.graph.origin import get_origin
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.pipeline.fingerprints import fingerprint, fingerprint_code, fingerprint_tensors
 from scalepoint.quantize.feeding import Data, batches_of, input_names, length_of
 
@@ -248,16 +248,16 @@ def warned_about_sizes(model: fx.GraphModule) -> Iterator[None]:
 
 def _dynamic_axes_hint(model: fx.GraphModule, others: Iterable[Axis]) -> str:
     """The option that would make these axes dynamic, in addition to those that are."""
-    axes: dict[str, dict[int, str]] = {name: dict(own) for name, own in origin_of(model).axes.items()}
+    axes: dict[str, dict[int, str]] = {name: dict(own) for name, own in get_origin(model).axes.items()}
     for name, axis in sorted(others):
         axes.setdefault(name, {})[axis] = f"{name}_{axis}"
     return f"dynamic_axes={axes}"
 
 
 def _fixed_sizes(model: fx.GraphModule) -> dict[Axis, int]:
-    inputs = [(str(node.target), tensor_of(node)) for node in model.graph.find_nodes(op="placeholder")]
+    inputs = [(str(node.target), get_fake_tensor(node)) for node in model.graph.find_nodes(op="placeholder")]
     sizes = [(name, axis, size) for name, value in inputs if value is not None for axis, size in enumerate(value.shape)]
-    return {(name, axis): int(size) for name, axis, size in sizes if axis and not is_free(size)}
+    return {(name, axis): int(size) for name, axis, size in sizes if axis and not is_dynamic(size)}
 
 
 def _tensors_by_input(model: fx.GraphModule, args: Any, kwargs: Any) -> dict[str, Tensor]:

@@ -12,10 +12,10 @@ from scalepoint import distributed
 from scalepoint.budget import Budget
 from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
 from scalepoint.formats import check_metadata, find_format
-from scalepoint.graph.blame import user_level
-from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrapped
-from scalepoint.graph.example import check_example
-from scalepoint.graph.free import Axes, axes_of, checked_axes, named_inputs
+from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrap_model
+from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
+from scalepoint.graph.example_inputs import check_example
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.options import DeployOptions
 from scalepoint.pipeline.accuracy import check_accuracy
 from scalepoint.pipeline.inputs import DataSource, Example
@@ -176,7 +176,7 @@ def check_runtime_installed(target: Target, *, allow_departure: bool) -> None:
 
 def _check_model(model: nn.Module | ExportedProgram) -> nn.Module:
     """The module itself; it must have shapes and values."""
-    model = as_module(model) if isinstance(model, ExportedProgram) else unwrapped(model)
+    model = as_module(model) if isinstance(model, ExportedProgram) else unwrap_model(model)
     check_model(model)
     on_meta = [name for name, value in model.named_parameters() if value.is_meta]
     if on_meta:
@@ -188,10 +188,10 @@ def _check_example(
     target: Target, model: nn.Module, inputs: tuple[Any, Any], dynamic_axes: object
 ) -> tuple[Example, Axes]:
     """The example as the model takes it, and its dynamic axes."""
-    example, axes = Example(*own_inputs(model, *inputs)), axes_of(dynamic_axes)
+    example, axes = Example(*own_inputs(model, *inputs)), parse_axes(dynamic_axes)
     check_example(model, example)
     target.check_free_sizes(axes)
-    return example, checked_axes(axes, named_inputs(model, *example)) if axes else axes
+    return example, check_axes(axes, get_named_inputs(model, *example)) if axes else axes
 
 
 def _check_data_and_metric(data: Any, evaluate: Any, max_drop: float | None) -> None:

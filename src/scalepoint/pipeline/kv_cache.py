@@ -17,7 +17,7 @@ from scalepoint.checkpoints import Cache, Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.formats.packed import attention_layers
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.config import Override
@@ -49,7 +49,7 @@ def check_cached(model: fx.GraphModule, source: Source, spec: QuantizationSpec) 
             f"cache=: the attention of {blocks - found} of {blocks} blocks is written in a way that hides its keys and "
             "values: leave cache= out"
         )
-    if format_of(spec.dtype).is_float and len(attention_layers(source)) != blocks:
+    if get_format(spec.dtype).is_float and len(attention_layers(source)) != blocks:
         raise UsageError(
             f"cache=: loaders read scales of keys and values at layers.N.self_attn, which {source.folder} has not: "
             "leave cache= out"
@@ -93,7 +93,7 @@ def stored_cache(model: fx.GraphModule, kept: Checkpoint, groups: int) -> Cache 
     files = {place: file for file, places in kept.places().items() for place in places}
     scales = tuple(tuple(_scale(files, place, groups) for place, _ in pair) for pair in pairs)
     spec = pairs[0][0][1].spec
-    return Cache(spec.n_bits, scales, format_of(spec.dtype).is_float)  # type: ignore[arg-type]  # pairs
+    return Cache(spec.n_bits, scales, get_format(spec.dtype).is_float)  # type: ignore[arg-type]  # pairs
 
 
 def _scale(files: Mapping[str, Path], place: str, groups: int) -> Tensor:

@@ -9,8 +9,8 @@ from collections import Counter
 from torch import fx
 
 from scalepoint.graph.kinds import VALUE_PRESERVING
-from scalepoint.graph.nodes import tensor_of
-from scalepoint.patterns import kind_of
+from scalepoint.graph.nodes import get_fake_tensor
+from scalepoint.patterns import get_kind
 from scalepoint.patterns.fused import Fused
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.coverage import describe
@@ -56,16 +56,16 @@ def _names(model: fx.GraphModule) -> dict[fx.Node, str]:
 
 def _is_shown(node: fx.Node, layers: dict[str, str]) -> bool:
     if node.op == "placeholder" or node.name in layers:
-        return node.op != "placeholder" or tensor_of(node) is not None
-    value = tensor_of(node)
+        return node.op != "placeholder" or get_fake_tensor(node) is not None
+    value = get_fake_tensor(node)
     is_float = value is not None and value.is_floating_point()
-    return node.op in ("call_module", "call_function", "call_method") and kind_of(node) not in MOVES and is_float
+    return node.op in ("call_module", "call_function", "call_method") and get_kind(node) not in MOVES and is_float
 
 
 def _origins(model: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, QuantStub | None]]:
     """What gave a tensor, through all that only moves it, and the stub that it passed."""
     stub: QuantStub | None = None
-    while kind_of(node) in MOVES and node.op != "placeholder" and node.all_input_nodes:
+    while get_kind(node) in MOVES and node.op != "placeholder" and node.all_input_nodes:
         if node.op == "call_module" and isinstance(module := model.get_submodule(str(node.target)), QuantStub):
             stub = stub or (module if module.enabled else None)
         node = node.all_input_nodes[0]
@@ -78,7 +78,7 @@ def _kind(model: fx.GraphModule, node: fx.Node) -> str:
         return "input"
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     if not isinstance(module, Fused):
-        return kind_of(node)
+        return get_kind(node)
     parts = module.parts.values()
     kinds = [part.kind if isinstance(part, QuantizedWeighted) else kind_of_part(part) for part in parts]
     more = f" + {len(kinds) - MOST_PARTS} more" if len(kinds) > MOST_PARTS else ""

@@ -23,7 +23,7 @@ from torch import fx, nn
 from scalepoint import distributed
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, shown
 from scalepoint.formats import FileFormat, Writing, export, find_format
-from scalepoint.graph.modes import evaluating
+from scalepoint.graph.module_state import eval_mode
 from scalepoint.options import stage_values
 from scalepoint.pipeline.accuracy import tuning_for
 from scalepoint.pipeline.cache import Inputs, Stage
@@ -379,7 +379,7 @@ def evaluate_file(context: StageContext, path: Path, model: fx.GraphModule, *, i
 
 def _evaluate(context: StageContext, model: Any, *, is_float: bool) -> float:
     assert context.job.evaluate is not None  # noqa: S101  # the callers return early
-    with evaluating(model) if isinstance(model, nn.Module) else nullcontext(), torch.no_grad(), caller_dtype():
+    with eval_mode(model) if isinstance(model, nn.Module) else nullcontext(), torch.no_grad(), caller_dtype():
         return as_score(context.job.evaluate(model), is_float=is_float)
 
 

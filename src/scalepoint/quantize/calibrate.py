@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from scalepoint import distributed
 from scalepoint.errors import CalibrationError, ScalepointWarning, UsageError
-from scalepoint.graph.blame import user_level
-from scalepoint.graph.modes import evaluating
+from scalepoint.graph.module_state import eval_mode
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.quantize.constant_data import ConstantData
 from scalepoint.quantize.feeding import Data, Fed, check_data, feed, is_of_inference, is_split, length_of
 from scalepoint.quantize.means import Means, take_back
@@ -75,7 +75,7 @@ def calibrate(
         )
     run = partial(feed, model, forward_loop, max_batches=max_batches, skip_nan=on_nan == "skip", progress=progress)
     factors = _factors(model, forward_loop)
-    with evaluating(model), _quantizers_off(stubs, weights):
+    with eval_mode(model), _quantizers_off(stubs, weights):
         if names or smoothing or factors:
             _rewrite(model, run, max_batches, names, smoothing, factors, on_nan)
             for weight in weights:

@@ -36,7 +36,7 @@ from scalepoint.spec import (
     QuantizationSpec,
     palette_spec,
 )
-from scalepoint.spec.extended import sparsity_of, spec_class, spec_from_dict
+from scalepoint.spec.extended import choose_spec_class, get_sparsity, spec_from_dict
 from scalepoint.spec.sparsity import SparsityField
 from scalepoint.spec.spec import SchemaGenerator
 from scalepoint.support.documents import dump_yaml, parse_json, parse_yaml
@@ -119,12 +119,12 @@ class TensorQuantConfig(Config):
         if self.sparsity is not None:
             raise ConfigError(f"sparsity={str(self.sparsity)!r} is for weights: activations are not pruned")
         memory, _ = _COMPONENTS[self.calibration_method]
-        return spec_class(self.dtype)(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
+        return choose_spec_class(self.dtype)(dtype=self.dtype, qscheme=self._scheme, qparam_calculator_cls=memory)
 
     def weight_spec(self) -> QuantizationSpec:
         _, search = _COMPONENTS[self.calibration_method]
         pruned = {} if self.sparsity is None else {"sparsity": self.sparsity}
-        return spec_class(self.dtype, pruned)(
+        return choose_spec_class(self.dtype, pruned)(
             dtype=self.dtype,
             qscheme=self._scheme,
             granularity=self._granularity,
@@ -149,7 +149,7 @@ def short_form(spec: QuantizationSpec, target: CompressionTargetTensor) -> Tenso
     is_weight, granularity = target == CompressionTargetTensor.WEIGHT, spec.granularity
     per_channel = isinstance(granularity, PerChannelGranularity)
     block = granularity.block_size if isinstance(granularity, PerBlockGranularity) else None
-    sparsity = sparsity_of(spec)
+    sparsity = get_sparsity(spec)
     has_width = isinstance(spec.dtype, torch.dtype) and spec.n_bits in TensorQuantConfig.WIDTHS
     if not has_width or not isinstance(block, int | None) or (not is_weight and (per_channel or block or sparsity)):
         return spec

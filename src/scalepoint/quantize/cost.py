@@ -7,10 +7,10 @@ from typing import Any
 from torch import fx, nn
 
 from scalepoint.graph import Operation
-from scalepoint.graph.kinds import FREE_PRODUCTS, SUMMED
-from scalepoint.graph.modules import Slot, tensors_of
-from scalepoint.graph.nodes import info_of, tensor_of
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.kinds import SUMMED, WEIGHTLESS_PRODUCTS
+from scalepoint.graph.nodes import get_fake_tensor, get_info
+from scalepoint.graph.operations import Slot, get_tensors
+from scalepoint.graph.origin import get_origin
 from scalepoint.quantize.parts import MULTIPLIES, weight_shape
 
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -19,12 +19,12 @@ Shape = tuple[int, ...]
 
 def shape_of(node: fx.Node) -> Shape | None:
     """The sizes of a tensor for the example inputs; those that depend on values were seen in a run."""
-    value = tensor_of(node)
+    value = get_fake_tensor(node)
     extents = () if value is None else tuple(map(_extent, value.shape))
     known = tuple(extent for extent in extents if extent is not None)
     if value is not None and len(known) == len(extents):
         return known
-    return info_of(node).sizes
+    return get_info(node).sizes
 
 
 def _extent(value: Any) -> int | None:
@@ -40,13 +40,13 @@ def macs_of(kind: str, part: nn.Module | None, node: fx.Node, operands: Sequence
     shapes = [shape_of(operand) for operand in operands]
     if kind in MULTIPLIES and part is not None:
         return _weighted(kind, part, shapes)
-    if kind == "grouped_linear" or kind in FREE_PRODUCTS:
+    if kind == "grouped_linear" or kind in WEIGHTLESS_PRODUCTS:
         return _free(kind, node, shape_of(node), shapes)
     if kind == "attention":
         return _attention(part, shapes)
     if kind in _GATES:
         return _recurrent(part, operands)
-    return (info_of(node).macs or 0) if kind == "left" else 0
+    return (get_info(node).macs or 0) if kind == "left" else 0
 
 
 def _weighted(kind: str, part: nn.Module, shapes: Sequence[Shape | None]) -> int | None:
@@ -138,9 +138,9 @@ def _recurrent(part: nn.Module | None, operands: Sequence[fx.Node]) -> int | Non
     source = shape_of(operands[0]) if operands else None
     if source is None or part is None:
         return None
-    return prod(source[:-1]) * sum(weight.numel() for weight in tensors_of(part) if weight.ndim == 2)
+    return prod(source[:-1]) * sum(weight.numel() for weight in get_tensors(part) if weight.ndim == 2)
 
 
 def batch_share(model: fx.GraphModule) -> float:
     """The share of the recorded work that the example stands for: an example of one is captured as two."""
-    return 0.5 if origin_of(model).is_widened else 1.0
+    return 0.5 if get_origin(model).is_widened else 1.0

@@ -7,14 +7,14 @@ from typing import Any
 from torch import fx
 
 from scalepoint.covered import CoverageRow, State
-from scalepoint.graph.nodes import kind_of
-from scalepoint.graph.weights import readers, weights_of
+from scalepoint.graph.nodes import get_kind
+from scalepoint.graph.weight_readers import get_weights, iterate_weight_readers
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
 from scalepoint.quantize.placement import CONSTANT, COUNTED, Decision, Site, UnmatchedOperation
 from scalepoint.spec import QuantizationGranularity, QuantizationSpec
-from scalepoint.spec.extended import sparsity_of
+from scalepoint.spec.extended import get_sparsity
 from scalepoint.spec.palette import is_palette
 
 
@@ -86,10 +86,10 @@ def _unmatched_row(each: UnmatchedOperation, config: QuantConfig, why: dict[str,
 
 def _with_parameters(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) -> dict[fx.Node, CoverageRow]:
     """The rows with the weights that each reads; `shared` are those that an earlier row in the same precision has."""
-    known = weights_of(model)
+    known = get_weights(model)
     counted: set[tuple[int, str]] = set()
     found = dict(rows)
-    for node, keys in readers(model, rows.__contains__):
+    for node, keys in iterate_weight_readers(model, rows.__contains__):
         if node not in rows:
             continue
         again = [key for key in keys if (key, rows[node].precision) in counted]
@@ -102,8 +102,8 @@ def _with_parameters(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) ->
 def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterable[Any]) -> list[CoverageRow]:
     """A row for every parameter that the graph reads and no row has: a position, a token, a scale."""
     why = {refusal.name: refusal.reason for refusal in refusals if refusal.reason}
-    known = weights_of(model)
-    found = list(readers(model, rows.__contains__))
+    known = get_weights(model)
+    found = list(iterate_weight_readers(model, rows.__contains__))
     told = {key for node, keys in found if node in rows for key in keys}
     made = {}
     for node, keys in found:
@@ -111,14 +111,14 @@ def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterab
             told.add(key)
             name, size = known[key]
             reason = why.get(place_of(node))
-            words = reason or f"no product: read by {kind_of(node)}"
+            words = reason or f"no product: read by {get_kind(node)}"
             made[name] = CoverageRow(name, "parameter", State.FLOAT, "", words, size, 0, is_meant=not reason)
     return list(made.values())
 
 
 def describe(spec: QuantizationSpec) -> str:
     """int8 per_channel"""
-    sparsity = sparsity_of(spec)
+    sparsity = get_sparsity(spec)
     pruned = "" if sparsity is None else f" {sparsity}"
     if is_palette(spec):
         return f"palette{spec.n_bits}{pruned}"

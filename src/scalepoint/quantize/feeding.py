@@ -37,8 +37,8 @@ from scalepoint.errors import (
     shown,
 )
 from scalepoint.graph.capture import as_tensor
-from scalepoint.graph.example import check_values, ids_out_of_range
-from scalepoint.graph.nodes import tensor_of
+from scalepoint.graph.example_inputs import check_values, describe_ids_out_of_range
+from scalepoint.graph.nodes import get_fake_tensor
 from scalepoint.support.progress import Phase, phase
 from scalepoint.support.torch_state import caller_dtype, library_dtype, serialized
 
@@ -143,7 +143,7 @@ def _feed(
         raise
     except Exception as error:
         step.position = inside.batch
-        if message := ids_out_of_range(error, model, inside.given):
+        if message := describe_ids_out_of_range(error, model, inside.given):
             raise CalibrationError(f"batch {inside.batch} of the data: {message}") from error
         error.add_note(BatchNote(f"{what}: batch {inside.batch}"))
         raise
@@ -427,7 +427,7 @@ def _tensor(value: Any) -> Any:
 def _wanted(model: nn.Module) -> str:
     """What a captured model takes; * is an axis that is free."""
     places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
-    found = [(node.name, tensor_of(node)) for node in places]
+    found = [(node.name, get_fake_tensor(node)) for node in places]
     told = [f"{name} {_sizes(value)} {value.dtype}" for name, value in found if value is not None]
     return f"; the model was captured with {', '.join(told)}" if told else ""
 
@@ -435,7 +435,7 @@ def _wanted(model: nn.Module) -> str:
 def _is_unlike(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a tensor has another type, number of axes or fixed extent than that which the model was captured with."""
     places = model.graph.find_nodes(op="placeholder") if isinstance(model, fx.GraphModule) else []
-    wanted = {str(node.target): value for node in places if (value := tensor_of(node)) is not None}
+    wanted = {str(node.target): value for node in places if (value := get_fake_tensor(node)) is not None}
     named = {**dict(zip(wanted, args, strict=False)), **kwargs}
     pairs = [(named[name], value) for name, value in wanted.items() if isinstance(named.get(name), Tensor)]
     return any(

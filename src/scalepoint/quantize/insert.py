@@ -9,9 +9,9 @@ from torch import Tensor, fx
 from scalepoint.covered import Coverage, CoverageRow
 from scalepoint.errors import CoverageError
 from scalepoint.graph import Operation, check_graph
-from scalepoint.graph.modules import WEIGHTS
-from scalepoint.graph.nodes import inherit_meta, keep_state, kind_of
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.nodes import get_kind, inherit_meta, set_state
+from scalepoint.graph.operations import WEIGHTS
+from scalepoint.graph.origin import get_origin
 from scalepoint.graph.tree import Tree
 from scalepoint.patterns import Fused, PatternMatch, Point
 from scalepoint.patterns.language import place_of
@@ -99,8 +99,8 @@ def insert_qdq(
     check_graph(quantized)
     plan = tuple((match.name, match.pattern.name) for match in matches)
     sites = _sites(quantized, decisions, rows)
-    origin = origin_of(quantized)
-    keep_state(quantized, Record(origin, chosen, config, plan, sites, coverage, marks, unsmoothed))
+    origin = get_origin(quantized)
+    set_state(quantized, Record(origin, chosen, config, plan, sites, coverage, marks, unsmoothed))
     return quantized
 
 
@@ -165,7 +165,7 @@ def _read(node: fx.Node, tensor: fx.Node, stub: fx.Node) -> None:
     """Let a node read the stub in the place of the tensor, or of another stub on it."""
     for source in list(node.all_input_nodes):
         origin = source
-        while kind_of(origin) == "quant" and isinstance(origin.args[0], fx.Node):
+        while get_kind(origin) == "quant" and isinstance(origin.args[0], fx.Node):
             origin = origin.args[0]
         if origin is tensor and source is not stub:
             node.replace_input_with(source, stub)
@@ -179,9 +179,9 @@ def _reader(model: fx.GraphModule, stub: fx.Node) -> QuantStub:
 
 def _shared(stubs: Stubs, tensor: fx.Node, spec: QuantizationSpec, shares: frozenset[str]) -> str | None:
     """The stub before an operation that only moves values: the same one stands after it, with the same parameters."""
-    while kind_of(tensor) in shares and tensor.all_input_nodes:
+    while get_kind(tensor) in shares and tensor.all_input_nodes:
         tensor = tensor.all_input_nodes[0]
-        if kind_of(tensor) == "quant":
+        if get_kind(tensor) == "quant":
             tensor = tensor.all_input_nodes[0]
         if (tensor, spec) in stubs:
             return str(stubs[tensor, spec].target)
@@ -280,7 +280,7 @@ def _round_biases(model: fx.GraphModule, decisions: Sequence[Decision]) -> None:
         weighted, source = decision.site.part, next(iter(decision.site.node.args), None)
         if not isinstance(weighted, QuantizedWeighted) or weighted.is_unpacked:
             continue
-        if not isinstance(source, fx.Node) or kind_of(source) != "quant":
+        if not isinstance(source, fx.Node) or get_kind(source) != "quant":
             continue
         stub = _reader(model, source)
         if stub.is_learned or not stub.calculator.always_called:  # else no scale is known before the call

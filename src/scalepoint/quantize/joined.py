@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from scalepoint.patterns import Point, kind_of
+from scalepoint.patterns import Point, get_kind
 from scalepoint.quantize.placement import Decision
 from scalepoint.spec import QuantizationSpec
 
@@ -36,7 +36,7 @@ def _only_for(tensor: fx.Node, reader: fx.Node, shares: frozenset[str]) -> list[
     chain = []
     while set(tensor.users) == {reader}:
         chain.append(tensor)
-        if kind_of(tensor) not in shares or not tensor.all_input_nodes:
+        if get_kind(tensor) not in shares or not tensor.all_input_nodes:
             return chain
         reader, tensor = tensor, tensor.all_input_nodes[0]
     return []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.covered import State
-from scalepoint.graph.nodes import inherit_meta, kind_of, tensor_of
+from scalepoint.graph.nodes import get_fake_tensor, get_kind, inherit_meta
 from scalepoint.graph.tree import Tree
 from scalepoint.migrated import MigrationReport, MigrationRow
 from scalepoint.quantize.placement import Decision, Site
@@ -75,12 +75,12 @@ def add_factors(model: fx.GraphModule, tree: Tree, decisions: Sequence[Decision]
     """Before each stub that quantized linear layers alone read, whose columns can take the inverse."""
     by_node = {decision.site.node: decision for decision in decisions}
     shared = shared_parameters([decision.site for decision in decisions])
-    calls = [node for node in model.graph.nodes if kind_of(node) == "quant"]
+    calls = [node for node in model.graph.nodes if get_kind(node) == "quant"]
     targets = [str(node.target) for node in calls]
     for stub in calls:
         module = model.get_submodule(str(stub.target))
         readers = _readers(stub, by_node, shared)
-        value = tensor_of(stub)
+        value = get_fake_tensor(stub)
         if not readers or targets.count(str(stub.target)) > 1 or not _is_free(module):
             continue
         if value is None or value.ndim != AXES:
@@ -122,12 +122,12 @@ def _is_free(module: nn.Module) -> bool:
 def _comes_from_integers(stub: fx.Node, by_node: Mapping[fx.Node, Decision]) -> bool:
     """Whether an integer kernel gives the tensor, as it is or moved: then it takes the quantizer itself."""
     source = stub.all_input_nodes[0]
-    while source.all_input_nodes and source not in by_node and kind_of(source) not in FROM_INTEGERS:
+    while source.all_input_nodes and source not in by_node and get_kind(source) not in FROM_INTEGERS:
         if len(source.all_input_nodes) > 1:
             return False
         source = source.all_input_nodes[0]
     decision = by_node.get(source)
-    return kind_of(source) in FROM_INTEGERS or (decision is not None and decision.site.kind in FROM_INTEGERS)
+    return get_kind(source) in FROM_INTEGERS or (decision is not None and decision.site.kind in FROM_INTEGERS)
 
 
 def open_factors(model: nn.Module) -> list[Factors]:

@@ -9,7 +9,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from scalepoint.graph import Operation, Reference
 from scalepoint.graph.kinds import MODULE_KINDS
-from scalepoint.graph.modules import BIASES, WEIGHTS, Slot
+from scalepoint.graph.operations import BIASES, WEIGHTS, Slot
 from scalepoint.numerics import is_traced
 from scalepoint.patterns.conversions import HeadConvolution
 

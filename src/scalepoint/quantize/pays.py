@@ -18,7 +18,7 @@ from torch import fx
 
 from scalepoint.covered import State
 from scalepoint.graph import Operation
-from scalepoint.patterns import Point, kind_of
+from scalepoint.patterns import Point, get_kind
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, output_pixels, shape_of
 from scalepoint.quantize.parts import kind_of_part, weight_shape
@@ -237,7 +237,7 @@ def _priced(
             price_of_float = prod(weight_shape(decision.site.part)) * DEQUANTIZED
             fused += [(decision.site.node, user, price_of_float) for user in decision.site.node.users]
     for node in model.graph.nodes:
-        if kind_of(node) in target.shares and node not in takes and node.op != "placeholder":
+        if get_kind(node) in target.shares and node not in takes and node.op != "placeholder":
             gives[node] = takes[node] = cut.node()
     for tensor, user, cost in fused:
         cut.edge(takes[tensor], takes.get(user, FLOAT), cost)

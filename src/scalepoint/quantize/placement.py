@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from scalepoint.covered import State
 from scalepoint.errors import ConfigError, NonFiniteError, PatternError, nearest
 from scalepoint.graph import WEIGHTED, Operation
-from scalepoint.graph.kinds import FREE_PRODUCTS, VALUE_PRESERVING
-from scalepoint.graph.modules import Slot, tensors_of
-from scalepoint.graph.nodes import constants, module_path, tensor_of
-from scalepoint.patterns import Fused, PatternMatch, Point, kind_of
+from scalepoint.graph.kinds import VALUE_PRESERVING, WEIGHTLESS_PRODUCTS
+from scalepoint.graph.nodes import find_constant_nodes, get_fake_tensor, module_path
+from scalepoint.graph.operations import Slot, get_tensors
+from scalepoint.patterns import Fused, PatternMatch, Point, get_kind
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import FLOAT, QuantConfig
@@ -32,10 +32,10 @@ from scalepoint.spec import (
     default_weight_quantization_spec,
 )
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
-from scalepoint.spec.extended import sparsity_of
+from scalepoint.spec.extended import get_sparsity
 from scalepoint.targets import Facts, Target
 
-COUNTED = (*WEIGHTED, *FREE_PRODUCTS, "attention", "left")
+COUNTED = (*WEIGHTED, *WEIGHTLESS_PRODUCTS, "attention", "left")
 CONSTANT = "made of constants alone: a runtime computes it once, when it loads the file"
 
 
@@ -110,7 +110,7 @@ def sites_of(model: fx.GraphModule, matches: Sequence[PatternMatch]) -> list[Sit
         if node.op == "call_module":
             by_target.setdefault(str(node.target), []).append(node)
     sites = []
-    fixed = constants(model.graph)
+    fixed = find_constant_nodes(model.graph)
     for match in matches:
         nodes = by_target.get(match.fused)
         if not nodes:
@@ -201,7 +201,7 @@ def _ordered_inputs(part: nn.Module, sources: Sequence[int | None]) -> list[int]
 
 
 def _is_float(node: fx.Node) -> bool:
-    value = tensor_of(node)
+    value = get_fake_tensor(node)
     return value is None or value.is_floating_point()
 
 
@@ -229,7 +229,9 @@ def _attention_facts(site: Site) -> dict[str, Any]:
     others = [each for each in site.node.args if isinstance(each, fx.Node) and each not in operands]
     first = next(iter(site.fused.parts.values()))
     is_causal = isinstance(first, Operation) and bool(first.arguments.get("is_causal"))
-    sizes = [value.shape[-2] for operand in operands if (value := tensor_of(operand)) is not None and value.ndim > 1]
+    sizes = [
+        value.shape[-2] for operand in operands if (value := get_fake_tensor(operand)) is not None and value.ndim > 1
+    ]
     return {
         "is_masked": is_causal or any(map(_depends_on_inputs, others)),
         "tokens": max((size for size in sizes if isinstance(size, int)), default=0),
@@ -270,23 +272,23 @@ class UnmatchedOperation:
 def unmatched_operations(model: fx.GraphModule, sites: Sequence[Site]) -> list[UnmatchedOperation]:
     """Operations that appear in the coverage and are in no group, in graph order."""
     taken = {site.node for site in sites}
-    fixed = constants(model.graph)
+    fixed = find_constant_nodes(model.graph)
     return [
         UnmatchedOperation(
             node,
             model.get_submodule(str(node.target)) if node.op == "call_module" else None,
-            kind_of(node),
+            get_kind(node),
             place_of(node),
             node in fixed,
         )
         for node in model.graph.nodes
-        if node not in taken and kind_of(node) in (*COUNTED, "fused") and not _only_moves(node)
+        if node not in taken and get_kind(node) in (*COUNTED, "fused") and not _only_moves(node)
     ]
 
 
 def _only_moves(node: fx.Node) -> bool:
     """An einsum of one tensor transposes or adds up."""
-    return kind_of(node) == "einsum" and len(node.all_input_nodes) < 2
+    return get_kind(node) == "einsum" and len(node.all_input_nodes) < 2
 
 
 def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
@@ -350,7 +352,7 @@ def _follow(decision: Decision, readers: Sequence[Decision]) -> Decision:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    while kind_of(node) in VALUE_PRESERVING and node.all_input_nodes:
+    while get_kind(node) in VALUE_PRESERVING and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
@@ -392,13 +394,13 @@ def unpacked(site: Site, config: QuantConfig, target: Target) -> QuantizationSpe
     spec = spec.replace(granularity=spec.granularity.resolve(_layer(site)))
     is_plain = isinstance(spec.granularity, PerTensorGranularity | PerChannelGranularity) and spec.qformulation == "zp"
     is_symmetric = spec.qscheme != QuantizationScheme.ASYMMETRIC
-    fits = spec.dtype == torch.int8 and is_plain and is_symmetric and sparsity_of(spec) is None
+    fits = spec.dtype == torch.int8 and is_plain and is_symmetric and get_sparsity(spec) is None
     return spec if fits else None
 
 
 def why_dense(site: Site, spec: QuantizationSpec | None) -> str:
     """Why a weight that is to be sparse cannot be; "" where it can, or need not."""
-    sparsity = None if spec is None else sparsity_of(spec)
+    sparsity = None if spec is None else get_sparsity(spec)
     if sparsity is None or site.part is None:
         return ""
     shape = weight_shape(site.part)
@@ -422,7 +424,7 @@ def _layer(site: Site) -> type[nn.Module]:
 def check_finite(site: Site) -> None:
     """Refuse weights that hold NaN or infinity."""
     for role, part in site.fused.parts.items():
-        tensors = (*tensors_of(part), *part.buffers(), getattr(part, "weight", None))
+        tensors = (*get_tensors(part), *part.buffers(), getattr(part, "weight", None))
         for tensor in {id(each): each for each in tensors if isinstance(each, Tensor)}.values():
             if tensor.is_floating_point() and not tensor.is_meta and not _is_finite(tensor):
                 where = place_of(site.match.nodes[role]) if role in site.match.nodes else site.name

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from scalepoint.covered import Coverage, CoverageRow, State
 from scalepoint.errors import UsageError
-from scalepoint.graph.nodes import keep_state, state_of
+from scalepoint.graph.nodes import get_state, set_state
 from scalepoint.graph.origin import Origin
 from scalepoint.migrated import MigrationReport
 from scalepoint.quantize.config import QuantConfig
@@ -52,12 +52,12 @@ class Record:
 
 def has_record(model: nn.Module) -> bool:
     """Whether insert_qdq made the model."""
-    return state_of(model, Record) is not None
+    return get_state(model, Record) is not None
 
 
 def record_of(model: nn.Module) -> Record:
     """The record of a model that insert_qdq made."""
-    record = state_of(model, Record)
+    record = get_state(model, Record)
     if record is None:
         raise UsageError("this model has no record of its quantizers: it was not made by insert_qdq")
     return record
@@ -66,7 +66,7 @@ def record_of(model: nn.Module) -> Record:
 def amend_record(model: nn.Module, **changes: Any) -> None:
     """Another record with some fields changed, where there is one."""
     if isinstance(model, fx.GraphModule) and has_record(model):
-        keep_state(model, replace(record_of(model), **changes))
+        set_state(model, replace(record_of(model), **changes))
 
 
 def coverage(model: nn.Module) -> Coverage:

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from scalepoint.errors import ConfigError, NonFiniteError, NotObservedError, nearest
 from scalepoint.graph import Operation, Reference
-from scalepoint.graph.modules import tensors_of
-from scalepoint.graph.nodes import kind_of, tensor_of
+from scalepoint.graph.nodes import get_fake_tensor, get_kind
+from scalepoint.graph.operations import get_tensors
 from scalepoint.quantize.config import SmoothQuantConfig
 from scalepoint.quantize.placement import Site
 from scalepoint.quantize.stubs import Consumers, as_consumers, reader_names
@@ -291,12 +291,12 @@ def _input_of(site: Site) -> Any:
 
 def _keeps_channels(node: fx.Node) -> bool:
     """A stub, a dropout, or a move of the other axes, such as attention makes with batch_first."""
-    kind = kind_of(node)
+    kind = get_kind(node)
     if kind in ("quant", "dropout", "contiguous", "clone"):
         return True
     if kind not in ("transpose", "permute", "reshape", "unsqueeze") or not isinstance(node.args[0], fx.Node):
         return False
-    before, after = tensor_of(node.args[0]), tensor_of(node)
+    before, after = get_fake_tensor(node.args[0]), get_fake_tensor(node)
     if before is None or after is None or not isinstance(after.shape[-1], int) or after.shape[-1] != before.shape[-1]:
         return False
     axes = [int(axis) % before.ndim for argument in node.args[1:] for axis in _ints(argument)]
@@ -325,7 +325,7 @@ def shared_parameters(sites: Sequence[Site]) -> set[int]:
 def _addresses(part: nn.Module) -> set[int]:
     """Where the weights of a part lie."""
     part = part.operation if isinstance(part, QuantizedWeighted) else part
-    return {tensor.data_ptr() for tensor in tensors_of(part)}
+    return {tensor.data_ptr() for tensor in get_tensors(part)}
 
 
 def is_computed(part: nn.Module) -> bool:

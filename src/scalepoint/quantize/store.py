@@ -23,8 +23,8 @@ from torch import Tensor, fx, nn
 
 from scalepoint import distributed
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.graph.described import Described, Description, description_of
-from scalepoint.graph.rebuilt import rebuild
+from scalepoint.graph.deserialization import rebuild
+from scalepoint.graph.serialization import GraphData, GraphDescription, get_description
 from scalepoint.migrated import MigrationReport
 from scalepoint.patterns import Pattern
 from scalepoint.quantize.config import QuantConfig
@@ -116,7 +116,7 @@ def files_in(folder: Path) -> list[Path]:
 
 def _graph(model: fx.GraphModule, wanted: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The captured graph for the manifest, and the tensors that it needs beside the model's own."""
-    found = description_of(model) if wanted is not False else Description(None)
+    found = get_description(model) if wanted is not False else GraphDescription(None)
     if found.data is None:
         if wanted:
             raise UsageError(f"with_graph=True: the graph of this model cannot be written as data: {found.why_not}")
@@ -206,7 +206,7 @@ def _captured(folder: Path, manifest: dict[str, Any], tensors: dict[str, Tensor]
             "or save it with with_graph=True"
         )
     try:
-        data = Described.model_validate(manifest["graph"])
+        data = GraphData.model_validate(manifest["graph"])
     except ValueError as error:
         raise StoreError(f"the graph in {folder} is none that scalepoint wrote: {error}") from error
     return rebuild(data, {name.removeprefix(CONSTANT): value for name, value in tensors.items()})

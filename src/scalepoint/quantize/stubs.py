@@ -23,7 +23,7 @@ from scalepoint.errors import (
     UsageError,
     shown,
 )
-from scalepoint.graph.blame import user_level
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.numerics import QParams
 from scalepoint.quantize.config import CalibrationMethod, TensorQuantConfig, short_form
 from scalepoint.spec import (
@@ -39,7 +39,7 @@ from scalepoint.spec import (
     QuantizationScheme,
     QuantizationSpec,
 )
-from scalepoint.spec.extended import sparsity_of
+from scalepoint.spec.extended import get_sparsity
 from scalepoint.spec.onnx_export import quantize_linear
 from scalepoint.spec.state import Stateful
 
@@ -174,7 +174,7 @@ class Quantizing(Stateful):
         """The same as `qparams_for`, made anew where they are learned or belong to each tensor."""
         if not self.calculator.always_called:
             return self.qparams_for(tensor)
-        qparams = self.calculator.anew(tensor)
+        qparams = self.calculator.compute_for(tensor)
         if self.is_learned and not torch.compiler.is_compiling():
             self.take(qparams)
         return qparams
@@ -327,7 +327,7 @@ class QuantStub(Quantizing):
         try:
             return self.simulate(tensor)
         except BlockSizeMismatchError as error:
-            return self.quantizer.give_up(tensor, error)
+            return self.quantizer.disable(tensor, error)
 
     def compute_parameters(self) -> None:
         """Derive scale and zero point from what was observed; an error names the stub if that was nothing."""
@@ -338,7 +338,7 @@ class QuantStub(Quantizing):
                 f"{self.name or 'a QuantStub'} (read by {reader_names(self.consumers)}) has observed nothing: run data "
                 "through the model while it is calibrating"
             )
-        self.take(self.calculator.settle())
+        self.take(self.calculator.finalize())
         self._has_news = False
 
     def catch_up(self) -> None:
@@ -382,7 +382,7 @@ class WeightFakeQuantize(Quantizing):
         self.calculator.grid = replace(self.calculator.grid, least_range=LEAST_WEIGHT_RANGE)
         self.register_buffer("chosen", None)
         self.register_buffer("mask", None)
-        self.sparsity = sparsity_of(spec)
+        self.sparsity = get_sparsity(spec)
         self.pruning = 1.0  # how far it has come in a training, from 0 to 1
         self.channel_axis = channel_axis
         self.add_switch("is_frozen", False)

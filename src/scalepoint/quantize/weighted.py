@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from scalepoint.errors import UsageError
 from scalepoint.graph import Operation
-from scalepoint.graph.modules import Computed, tensors_of
+from scalepoint.graph.operations import ComputedTensor, get_tensors
 from scalepoint.numerics import (
-    Lines,
+    LineExtremes,
     QParams,
     Steps,
     can_fold,
-    fold_and_back,
+    fake_quantize_folded,
     is_traced,
-    keeping,
+    make_steps,
     round_trip_folded,
-    steps_of,
+    save_codes_for_backward,
 )
 from scalepoint.quantize.parts import kind_of_part, norm_settings, owners_of, run_with
 from scalepoint.quantize.real_tensors import RealTensors
@@ -75,7 +75,7 @@ class QuantizedWeighted(Stateful):
         self.is_unpacked = False  # stored as codes, multiplied as floats: what stays float for speed
         self.register_buffer("bias_shift", None)
         self.add_switch("is_norm_frozen", False)
-        self._kept: _Kept | None = None
+        self._weight_cache: _Kept | None = None
         self._real: RealTensors | None = None  # for a plain ONNX export
 
     refers: dict[str, nn.Module | None]
@@ -121,18 +121,18 @@ class QuantizedWeighted(Stateful):
     def forward(self, x: Tensor) -> Tensor:
         if self.uses_batch_statistics:
             weight, make = self._trained(_not_zero(self.factor().detach()))
-            with keeping(x, weight, make):
+            with save_codes_for_backward(x, weight, make):
                 y = run_with(self.operation, x, weight, self.bias)
             result: Tensor = self.norm(y)
             return result
         if not self._may_keep(x):
             weight, bias = self._exported() if self._is_constant_here() else self._live()
-            with keeping(x):
+            with save_codes_for_backward(x):
                 return run_with(self.operation, x, weight, bias)
-        kept = self._kept
+        kept = self._weight_cache
         if kept is None or kept.marks is None or kept.marks != self._marks():
             with torch.inference_mode(False), torch.no_grad():
-                kept = self._kept = self._evaluated()
+                kept = self._weight_cache = self._evaluated()
         stub = self.input_stub
         if kept.scale is None or stub is None:
             return run_with(self.operation, x, kept.weight, kept.bias)
@@ -145,10 +145,10 @@ class QuantizedWeighted(Stateful):
         if found is not None:
             steps, places = found
             fmt, held = self.weight_quant.quantizer.grid.format, steps.map(Tensor.detach)
-            made = fold_and_back(self.weight, s, steps, fmt, places=places, owns_grad=True)
+            made = fake_quantize_folded(self.weight, s, steps, fmt, places=places, owns_grad=True)
             return made, self._maker(lambda weight: round_trip_folded(weight, s, held, fmt))
         wide = self._times(self.weight, s)
-        with keeping(None, wide, self._maker(lambda weight: self._times(weight, s))):
+        with save_codes_for_backward(None, wide, self._maker(lambda weight: self._times(weight, s))):
             weight = self.quantized(wide)
         del wide
         return self._times(weight, 1 / s), self._quantized_maker(s)
@@ -161,17 +161,17 @@ class QuantizedWeighted(Stateful):
             return None
         if not self._is_quantizing or quant.chosen is not None or not quant.goes_by_rows:
             return None
-        steps = steps_of(quant.qparams_for(self.weight), quant.quantizer.grid, fixed_zero=True)
+        steps = make_steps(quant.qparams_for(self.weight), quant.quantizer.grid, fixed_zero=True)
         if not self.weight.numel() or not can_fold(self.weight, steps._replace(scale=s)):
             return None
         if quant.is_learned and not quant.frozen:
             return steps._replace(scale=quant.qparams_of(self.weight).scale), None
         if quant.frozen:
             return steps._replace(scale=quant.scale.detach().clone()), None
-        lines = Lines.of(self.weight.detach(), s)
+        lines = LineExtremes.compute(self.weight.detach(), s)
         quant.follow(lines.extremes())
         steps = steps._replace(scale=quant.scale.detach().clone())
-        return steps, lines.clamped(steps)
+        return steps, lines.find_clamped(steps)
 
     def _maker(self, made: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
         """Makes a value of the weight again, for backward."""
@@ -257,7 +257,7 @@ class QuantizedWeighted(Stateful):
     def forget(self) -> None:
         """Let go of chosen codes, and of what is kept between calls."""
         self.weight_quant.unfreeze()
-        self._kept = self._real = None
+        self._weight_cache = self._real = None
 
     @property
     def channels(self) -> int:
@@ -289,7 +289,7 @@ class QuantizedWeighted(Stateful):
         parts = [self.operation, *(each for each in (self.norm, self.input_stub) if each is not None)]
         owners = [owner for part in parts for owner in owners_of(part)]
         whole = [self] if self.input_stub is None else [self, self.input_stub]
-        return None if any(isinstance(owner, Computed) for owner in owners) else RealTensors.of(whole, owners)
+        return None if any(isinstance(owner, ComputedTensor) for owner in owners) else RealTensors.of(whole, owners)
 
     def _is_constant_here(self) -> bool:
         """Whether torch.onnx.export records, and weight and bias can be constants of its file."""
@@ -380,7 +380,7 @@ class QuantizedWeighted(Stateful):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self._kept = self._real = None
+        self._weight_cache = self._real = None
         is_whole = not self.weight.is_meta and not hasattr(self.weight, "full_tensor")  # one in parts is, in a forward
         if not mode and self.weight_quant.enabled and not self.weight_quant.frozen and is_whole:
             self.freeze()  # eval mode has the scales of the weight as it is now, for an export that may follow
@@ -430,7 +430,7 @@ class QuantizedWeighted(Stateful):
         """A number for every write to what counts; None where writes leave no trace."""
         quant = self.weight_quant
         stub = self.input_stub
-        values: list[Tensor | None] = [*tensors_of(self.operation), self.bias_shift]
+        values: list[Tensor | None] = [*get_tensors(self.operation), self.bias_shift]
         values += [quant.scale, quant.zero_point, quant.minval, quant.chosen, quant.mask]
         values += [] if stub is None else [stub.scale, stub._buffers["is_enabled"]]
         values += [quant._buffers[name] for name in ("is_enabled", "is_frozen")]
@@ -450,7 +450,7 @@ class QuantizedWeighted(Stateful):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None, "_real": None}
+        return {**self.__dict__, "_weight_cache": None, "_real": None}
 
     def extra_repr(self) -> str:
         norm = "" if self.norm is None else f", {type(self.norm).__name__} folded in"

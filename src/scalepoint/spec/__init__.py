@@ -2,10 +2,10 @@
 
 from scalepoint.errors import BlockSizeMismatchError
 from scalepoint.numerics import QParams, QuantizationFormulation, QuantizationScheme, ScaleRounding
+from scalepoint.spec.components import QuantizationComponentFactory
 from scalepoint.spec.default_fake_quantize import DefaultFakeQuantize
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.extended import ExtendedQuantizationSpec
-from scalepoint.spec.factory import QuantizationComponentFactory
 from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase
 from scalepoint.spec.granularity import (
     PerBlockGranularity,
@@ -46,7 +46,7 @@ from scalepoint.spec.running import (
     MovingAverageQParamsCalculator,
     RunningRangeMixin,
 )
-from scalepoint.spec.signed import SignedScaleQParamsCalculator
+from scalepoint.spec.signed_scale import SignedScaleQParamsCalculator
 from scalepoint.spec.sparsity import Sparsity
 from scalepoint.spec.spec import (
     QuantizationSpec,

@@ -11,17 +11,17 @@ from scalepoint.numerics import (
     Steps,
     dequantize,
     fake_quantize,
+    fake_quantize_by_steps,
     is_traced,
+    make_steps,
     quantize,
-    steps_of,
-    straight_through,
 )
 from scalepoint.numerics.affine import SMALL
 from scalepoint.numerics.blocks import block_view, is_ragged
 from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase
 
 
-class _Kept(NamedTuple):
+class _StepsCache(NamedTuple):
     """The steps made from parameters, and what tells that they changed; a frozen quantizer makes them once."""
 
     scale: Tensor
@@ -33,19 +33,19 @@ class _Kept(NamedTuple):
     view: tuple[int, ...] | None
 
     @staticmethod
-    def make(tensor: Tensor, qparams: QParams, grid: Grid, block: tuple[int, ...] | None) -> "_Kept":
+    def make(tensor: Tensor, qparams: QParams, grid: Grid, block: tuple[int, ...] | None) -> "_StepsCache":
         shape = view = None
-        at_hand = qparams
+        viewed = qparams
         if block is not None:
             blocks = block_view(tensor.shape, block)
             shape, view = tensor.shape, blocks.tensor
-            at_hand = qparams.map(lambda value: value.view(blocks.params))
+            viewed = qparams.map(lambda value: value.view(blocks.params))
             if tensor.numel() <= SMALL:  # one value an element costs nothing here, and saves two views a call
                 view = None
-                at_hand = at_hand.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
-        return _Kept(*qparams, _versions(*qparams), shape, steps_of(at_hand, grid, fixed_zero=True), view)
+                viewed = viewed.map(lambda value: value.expand(blocks.tensor).reshape(tensor.shape))
+        return _StepsCache(*qparams, _versions(*qparams), shape, make_steps(viewed, grid, fixed_zero=True), view)
 
-    def fits(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> bool:
+    def is_valid_for(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> bool:
         return (
             scale is self.scale
             and zero_point is self.zero_point
@@ -55,7 +55,7 @@ class _Kept(NamedTuple):
         )
 
 
-def _can_keep(tensor: Tensor, qparams: QParams, block: tuple[int, ...] | None) -> bool:
+def _can_cache_steps(tensor: Tensor, qparams: QParams, block: tuple[int, ...] | None) -> bool:
     """Whether steps can be told to be still right: not inside a graph, a training scale, or ragged blocks."""
     if is_traced(tensor) or qparams.scale.requires_grad or (block is not None and is_ragged(tensor.shape, block)):
         return False
@@ -71,16 +71,16 @@ def _versions(scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -
     )
 
 
-class _Cached(NamedTuple):
+class _WeightCache(NamedTuple):
     """A weight's fake-quantized form, and what it was made from."""
 
     weight: Tensor
-    marks: tuple[int, ...]
+    versions: tuple[int, ...]
     result: Tensor
     version: int
 
     @property
-    def is_untouched(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nobody has written to what was handed out."""
         return self.result._version == self.version
 
@@ -97,8 +97,8 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
     def __init__(self, *args: Any, cache_weights: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.cache_weights = cache_weights
-        self._cache: _Cached | None = None
-        self._kept: _Kept | None = None
+        self._cache: _WeightCache | None = None
+        self._steps_cache: _StepsCache | None = None
 
     def quantize(
         self,
@@ -122,16 +122,16 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         return dequantize(tensor, QParams(scale, zero_point, minval), self.grid, self._block(tensor)).to(output_dtype)
 
     def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
-        kept = None if torch.compiler.is_compiling() else self._kept
-        if kept is None or not kept.fits(tensor, scale, zero_point, minval):
+        cache = None if torch.compiler.is_compiling() else self._steps_cache
+        if cache is None or not cache.is_valid_for(tensor, scale, zero_point, minval):
             qparams = QParams(scale, zero_point, minval)
             block = self._block(tensor)
-            if not _can_keep(tensor, qparams, block):
+            if not _can_cache_steps(tensor, qparams, block):
                 return fake_quantize(tensor, qparams, self.grid, block, fixed_zero=True)
-            kept = self._kept = _Kept.make(tensor, qparams, self.grid, block)
-        if kept.view is None:
-            return straight_through(tensor, kept.steps, self.grid.format)
-        return straight_through(tensor.view(kept.view), kept.steps, self.grid.format).reshape(tensor.shape)
+            cache = self._steps_cache = _StepsCache.make(tensor, qparams, self.grid, block)
+        if cache.view is None:
+            return fake_quantize_by_steps(tensor, cache.steps, self.grid.format)
+        return fake_quantize_by_steps(tensor.view(cache.view), cache.steps, self.grid.format).reshape(tensor.shape)
 
     def _block(self, tensor: Tensor) -> tuple[int, ...] | None:
         granularity = self.granularity
@@ -140,12 +140,12 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
         if not self._may_cache(tensor) or qparams.scale.is_inference():
             return super().simulate(tensor, qparams)
-        marks = _marks(tensor, qparams)
+        versions = _versions_and_pointers(tensor, qparams)
         cache = self._cache
-        if cache is not None and cache.weight is tensor and cache.marks == marks and cache.is_untouched:
+        if cache is not None and cache.weight is tensor and cache.versions == versions and cache.is_unchanged:
             return cache.result
         result = super().simulate(tensor, qparams)
-        self._cache = _Cached(tensor, marks, result, result._version)
+        self._cache = _WeightCache(tensor, versions, result, result._version)
         return result
 
     def _may_cache(self, tensor: Tensor) -> bool:
@@ -172,9 +172,9 @@ class DefaultFakeQuantize(FakeQuantizeImplBase):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": None, "_kept": None}
+        return {**self.__dict__, "_cache": None, "_steps_cache": None}
 
 
-def _marks(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:
+def _versions_and_pointers(tensor: Tensor, qparams: QParams) -> tuple[int, ...]:
     values = (tensor, *(value for value in qparams if value is not None))
     return tuple(mark for value in values for mark in (value._version, value.data_ptr()))

@@ -29,15 +29,17 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
         if self.observes and not self.is_on("export_mode"):
             low, high = self._range(tensor.detach())
             outer = tensor_scale(torch.maximum(-low, high), self.grid.format)
-            seen = self.tensor_scale
-            self.keep("tensor_scale", outer if seen is None or not seen.numel() else torch.maximum(outer, seen))
-        return self._made(tensor)
+            largest = self.tensor_scale
+            self.keep(
+                "tensor_scale", outer if largest is None or not largest.numel() else torch.maximum(outer, largest)
+            )
+        return self._compute(tensor)
 
-    def anew(self, tensor: Tensor) -> QParams:
+    def compute_for(self, tensor: Tensor) -> QParams:
         with torch.no_grad():
-            return self._made(tensor)
+            return self._compute(tensor)
 
-    def _made(self, tensor: Tensor) -> QParams:
+    def _compute(self, tensor: Tensor) -> QParams:
         outer = None if self.tensor_scale is None or not self.tensor_scale.numel() else self.tensor_scale
         qparams = choose_qparams(*self._range(tensor), self.grid, outer)
         if not torch.compiler.is_compiling():
@@ -47,7 +49,7 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
     def _range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """That of the tensor, but for ends that are fixed."""
         fixed = self.float_range
-        observed = self._no_range(tensor) if None not in fixed else self.range_calculator(tensor)
+        observed = self._zero_range(tensor) if None not in fixed else self.range_calculator(tensor)
         low, high = (
             value if end is None else torch.full_like(value, end) for value, end in zip(observed, fixed, strict=True)
         )
@@ -65,16 +67,19 @@ class DynamicQParamsCalculator(QParamsCalculatorBase):
     def stored(self) -> QParams:
         return super().stored if self._last is None else self._last
 
-    def settle(self) -> QParams:
+    def finalize(self) -> QParams:
         """What is constant: the scale of the tensor."""
         return self.stored if self.tensor_scale is None else QParams(self.tensor_scale)
 
     def merge(self, other: QParamsCalculatorBase) -> None:
         """The scale of the tensor is the largest of both; all else is made anew."""
         check_same_kind(self, other)
-        seen, own = other.tensor_scale, self.tensor_scale
-        if seen is not None and seen.numel():
-            self.keep("tensor_scale", seen if own is None or not own.numel() else torch.maximum(own, seen))
+        other_scale, own_scale = other.tensor_scale, self.tensor_scale
+        if other_scale is not None and other_scale.numel():
+            self.keep(
+                "tensor_scale",
+                other_scale if own_scale is None or not own_scale.numel() else torch.maximum(own_scale, other_scale),
+            )
 
     def reset(self) -> None:
         super().reset()

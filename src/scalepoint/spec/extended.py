@@ -37,15 +37,15 @@ class ExtendedQuantizationSpec(QuantizationSpec):
     sparsity: SparsityField = None  # of a weight: the stub that stands on it takes it
 
     @model_validator(mode="after")
-    def _takes_effect(self) -> Self:
+    def _check_fields_take_effect(self) -> Self:
         calculator = self.qparam_calculator_cls
         if calculator is DefaultQParamsCalculator:
             calculator = MovingAverageQParamsCalculator
-        taken = set().union(
+        used = set().union(
             *(constructor_parameters(part) for part in (self.fake_quantize_cls, calculator, self.range_calculator_cls))
         )
         for name in self.model_fields_set & (set(type(self).model_fields) - set(QuantizationSpec.model_fields)):
-            unused = name in ExtendedQuantizationSpec.model_fields and name not in (*taken, "sparsity")
+            unused = name in ExtendedQuantizationSpec.model_fields and name not in (*used, "sparsity")
             if unused and getattr(self, name) != type(self).model_fields[name].default:
                 raise SpecError(f"{name}={getattr(self, name)!r} has no effect: none of the chosen components takes it")
         if self.scale_rounding != ScaleRounding.FLOOR and self.scale_dtype != E8M0:
@@ -57,14 +57,14 @@ class ExtendedQuantizationSpec(QuantizationSpec):
         return self
 
 
-def spec_class(dtype: CodeType, names: Iterable[str] = ()) -> type[QuantizationSpec]:
+def choose_spec_class(dtype: CodeType, names: Iterable[str] = ()) -> type[QuantizationSpec]:
     """QuantizationSpec, unless the dtype or a field with one of these names is only in the extended one."""
-    own = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
+    extra_fields = set(ExtendedQuantizationSpec.model_fields) - set(QuantizationSpec.model_fields)
     is_base = dtype in QuantizationSpec.SUPPORTED_DTYPES or dtype not in ExtendedQuantizationSpec.SUPPORTED_DTYPES
-    return QuantizationSpec if is_base and not own & set(names) else ExtendedQuantizationSpec
+    return QuantizationSpec if is_base and not extra_fields & set(names) else ExtendedQuantizationSpec
 
 
-def sparsity_of(spec: QuantizationSpec) -> Sparsity | None:
+def get_sparsity(spec: QuantizationSpec) -> Sparsity | None:
     """What is asked of a weight beside its quantization."""
     return spec.sparsity if isinstance(spec, ExtendedQuantizationSpec) else None
 
@@ -72,4 +72,4 @@ def sparsity_of(spec: QuantizationSpec) -> Sparsity | None:
 def spec_from_dict(fields: dict[str, Any]) -> QuantizationSpec:
     """The spec that a dump or a file describes, of the class that has its dtype and fields."""
     dtype = to_code_type(fields.get("dtype", QuantizationSpec.model_fields["dtype"].default))
-    return spec_class(dtype, fields).from_dict(fields)
+    return choose_spec_class(dtype, fields).from_dict(fields)

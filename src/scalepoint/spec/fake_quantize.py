@@ -22,13 +22,13 @@ from scalepoint.numerics import (
     QuantizationFormulation,
     QuantizationScheme,
     dtype_name,
-    format_of,
+    get_format,
 )
 from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.granularity import QuantizationGranularity
 from scalepoint.spec.onnx_export import in_onnx_export, quantize_linear
-from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, as_qparams
-from scalepoint.spec.registry import Registry, member, scheme_of
+from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, to_qparams
+from scalepoint.spec.registry import Registry, parse_enum, to_scheme
 from scalepoint.spec.state import Stateful
 
 _SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
@@ -68,12 +68,12 @@ class FakeQuantizeImplBase(Registry, Stateful):
         **extra: Any,
     ) -> None:
         super().__init__()
-        _join_torchao()
-        fmt = format_of(dtype)
+        _register_with_torchao()
+        fmt = get_format(dtype)
         self.dtype, self.target_dtype = dtype, target_dtype
         self.n_bits = fmt.bits if n_bits is None else n_bits
-        self.quantization_target = member(CompressionTargetTensor, quantization_target)
-        scheme, formulation = scheme_of(qscheme), member(QuantizationFormulation, qformulation)
+        self.quantization_target = parse_enum(CompressionTargetTensor, quantization_target)
+        scheme, formulation = to_scheme(qscheme), parse_enum(QuantizationFormulation, qformulation)
         self.grid = Grid(fmt, quant_min, quant_max, scheme, formulation)
         self.strict = strict
         self.reason = ""
@@ -117,18 +117,18 @@ class FakeQuantizeImplBase(Registry, Stateful):
             if observing:
                 qparams = self._observe(tensor, calculator)
             elif calculator.always_called:
-                qparams = calculator.anew(tensor)
+                qparams = calculator.compute_for(tensor)
             else:
                 qparams = calculator.stored
                 if not qparams.scale.numel():
-                    raise NotObservedError(self._without_parameters())
+                    raise NotObservedError(self._missing_parameters_error())
                 if qparams.scale.numel() > 1 and tensor.shape != self._fitting_shape:
                     self._check_shape(tensor, qparams.scale)
             return tensor if qparams is None or not quantizing else self.simulate(tensor, qparams)
         except BlockSizeMismatchError as error:
-            return self.give_up(tensor, error)
+            return self.disable(tensor, error)
 
-    def _without_parameters(self) -> str:
+    def _missing_parameters_error(self) -> str:
         return (
             f"{self._where()} has no parameters: nothing was observed, and now it is frozen. "
             "Run calibration data through the model with the observer on, or load a calibrated state"
@@ -139,7 +139,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
         if in_onnx_export():
             return quantize_linear(tensor, qparams, self.grid, self.granularity, self._where())
         if qparams.scale.ndim != tensor.ndim or qparams.scale.device != tensor.device:
-            qparams = self._fitted(tensor, qparams)
+            qparams = self._fit_rank(tensor, qparams)
         return self.fake_quantize(tensor, *qparams)
 
     def fake_quantize(self, tensor: Tensor, scale: Tensor, zero_point: Tensor | None, minval: Tensor | None) -> Tensor:
@@ -190,7 +190,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call fn on this module, as nn.Module does. torchao's `disable_observer` and the like take effect here."""
-        _join_torchao()
+        _register_with_torchao()
         return super().apply(fn)
 
     def is_disabled(self) -> bool:
@@ -254,14 +254,14 @@ class FakeQuantizeImplBase(Registry, Stateful):
     def _observe(self, tensor: Tensor, calculator: QParamsCalculatorBase) -> QParams | None:
         """New parameters, or None when this tensor is left alone."""
         if calculator.scale.device != tensor.device and calculator.is_initialized:
-            self._fitted(tensor, calculator.stored)
+            self._fit_rank(tensor, calculator.stored)
         if not calculator.is_initialized and calculator.is_on("export_mode"):
-            raise NotObservedError(self._without_parameters())
+            raise NotObservedError(self._missing_parameters_error())
         with torch.set_grad_enabled(calculator.learns and torch.is_grad_enabled()):
-            qparams = as_qparams(calculator(tensor), type(calculator).__name__)
+            qparams = to_qparams(calculator(tensor), type(calculator).__name__)
         return qparams if qparams.scale.numel() else None
 
-    def give_up(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
+    def disable(self, tensor: Tensor, error: BlockSizeMismatchError) -> Tensor:
         """Pass the tensor through from now on, and say so once."""
         if self.strict:
             raise BlockSizeMismatchError(f"{self._where()}: {Exception.__str__(error)}") from error
@@ -271,7 +271,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
             warnings.warn(f"{self._where()} is disabled and passes its tensor through: {self.reason}", stacklevel=4)
         return tensor
 
-    def _fitted(self, tensor: Tensor, qparams: QParams) -> QParams:
+    def _fit_rank(self, tensor: Tensor, qparams: QParams) -> QParams:
         """The parameters in the tensor's rank; one scale for all fits every rank."""
         scale = qparams.scale
         if scale.device != tensor.device:
@@ -295,7 +295,7 @@ class FakeQuantizeImplBase(Registry, Stateful):
             self._fitting_shape = tensor.shape
 
 
-def _join_torchao() -> None:
+def _register_with_torchao() -> None:
     """Make our quantizers instances of torchao's and torch's FakeQuantizeBase, once one of them is imported.
 
     Their functions `enable_observer`, `disable_observer`, `enable_fake_quant` and `disable_fake_quant` skip every other

@@ -82,7 +82,7 @@ class PerChannelGranularity(QuantizationGranularity):
     axis: StrictInt | None = None
 
     def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
-        axis = _axis(self, self.axis, shape)
+        axis = _normalize_axis(self, self.axis, shape)
         return (*shape[:axis], 1, *shape[axis + 1 :])
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
@@ -182,7 +182,7 @@ class PerBlockGranularity(QuantizationGranularity):
         return tuple(size if extent == -1 else extent for extent, size in zip(self.block_size, shape, strict=True))
 
     def _along_axis(self, block_size: int, shape: Sequence[int]) -> tuple[int, ...]:
-        axis = _axis(self, self.axis, shape)
+        axis = _normalize_axis(self, self.axis, shape)
         return tuple(block_size if i == axis else 1 if i < 2 else size for i, size in enumerate(shape))
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
@@ -191,7 +191,7 @@ class PerBlockGranularity(QuantizationGranularity):
         return self.model_copy(update={"axis": 0 if _is_transposed(layer) else 1})
 
 
-def _axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:
+def _normalize_axis(granularity: QuantizationGranularity, axis: int | None, shape: Sequence[int]) -> int:
     """The axis counted from the front."""
     if axis is None:
         raise SpecError(

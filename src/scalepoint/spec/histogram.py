@@ -11,11 +11,11 @@ from torch import Tensor
 
 from scalepoint.errors import SpecError
 from scalepoint.numerics import QParams
-from scalepoint.numerics.histogram import Histogram, histogram_of_blocks, merge
-from scalepoint.numerics.search import least_divergence, least_squares_of_histogram, percentile_of_histogram
+from scalepoint.numerics.histogram import Histogram, compute_block_histograms, merge_histograms
+from scalepoint.numerics.range_search import least_divergence, least_squares_of_histogram, percentile_of_histogram
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
-from scalepoint.spec.range_calculator import check_bins, check_percentile, levels_of
-from scalepoint.spec.running import Range, add_range, extremes, follow_range, merge_range, seed_range
+from scalepoint.spec.range_calculator import check_bins, check_percentile, count_levels
+from scalepoint.spec.running import Range, add_range, merge_extremes, merge_range, seed_range, update_range
 
 LARGEST_BIN = 2.0**127
 
@@ -49,24 +49,26 @@ class HistogramQParamsCalculator(QParamsCalculatorBase):
         self.check_shape(min_val.shape)
         if torch.compiler.is_compiling():
             tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0)  # a graph cannot raise; the running range counts the batch
-        self._take(histogram_of_blocks(tensor.detach(), self.granularity.get_block_size(tensor.shape), self.bins))
-        seen = follow_range(self, (min_val, max_val), extremes)
+        self._add_histogram(
+            compute_block_histograms(tensor.detach(), self.granularity.get_block_size(tensor.shape), self.bins)
+        )
+        seen = update_range(self, (min_val, max_val), merge_extremes)
         return self.choose(*seen) if self.is_deferred else self._from_histogram()
 
-    def _take(self, seen: Histogram) -> None:
+    def _add_histogram(self, histogram: Histogram) -> None:
         if self.counts.numel():
-            seen = merge(Histogram(self.counts, self.power), seen)
-        self.keep("counts", seen.counts)
-        self.keep("power", seen.power)
+            histogram = merge_histograms(Histogram(self.counts, self.power), histogram)
+        self.keep("counts", histogram.counts)
+        self.keep("power", histogram.power)
 
     def seed(self, qparams: QParams) -> None:
         super().seed(qparams)
         seed_range(self, qparams)
 
-    def settle(self) -> QParams:
+    def finalize(self) -> QParams:
         if self.counts.numel():
             self.store(self._from_histogram())
-        return super().settle()
+        return super().finalize()
 
     def _from_histogram(self) -> QParams:
         histogram = Histogram(self.counts, self.power)
@@ -80,8 +82,8 @@ class HistogramQParamsCalculator(QParamsCalculatorBase):
         check_same_kind(self, other)
         assert isinstance(other, HistogramQParamsCalculator)  # noqa: S101  # same kind
         if other.counts.numel():
-            self._take(Histogram(other.counts.to(self.counts.device), other.power.to(self.counts.device)))
-            merge_range(self, other, extremes)
+            self._add_histogram(Histogram(other.counts.to(self.counts.device), other.power.to(self.counts.device)))
+            merge_range(self, other, merge_extremes)
             self.store(self._from_histogram())
 
     def extra_repr(self) -> str:
@@ -114,4 +116,4 @@ class HistogramEntropyQParamsCalculator(HistogramQParamsCalculator):
     """The clipping with the least KL divergence over all batches."""
 
     def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> Range:
-        return least_divergence(histogram, low, high, levels_of(self.grid), steps=self.search_steps)
+        return least_divergence(histogram, low, high, count_levels(self.grid), steps=self.search_steps)

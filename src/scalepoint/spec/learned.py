@@ -15,7 +15,7 @@ from scalepoint.numerics.blocks import block_counts
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same_kind
 
 
-class _Positive(torch.autograd.Function):
+class _PositiveScale(torch.autograd.Function):
     """A scale, at least the smallest one, and its gradient times a factor.
 
     One that a step took below zero counts as the smallest, and its gradient still reaches it.
@@ -54,7 +54,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
     def forward(self, tensor: Tensor) -> QParams:
         if not self.is_initialized:
             super().forward(tensor.detach())
-        return self._learning(tensor) if self.is_initialized else self.stored
+        return self._with_scaled_gradient(tensor) if self.is_initialized else self.stored
 
     def keep(self, name: str, value: Tensor) -> None:
         if name == "scale":
@@ -62,7 +62,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         else:
             super().keep(name, value)
 
-    def _learning(self, tensor: Tensor) -> QParams:
+    def _with_scaled_gradient(self, tensor: Tensor) -> QParams:
         """The scale, kept positive, with its gradient made small as the paper says."""
         self.check_shape(torch.Size(block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))))
         _, zero_point, minval = self.stored
@@ -73,7 +73,7 @@ class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
         if is_traced(tensor):
             wide = self.scale + (self.scale.clamp(min=EPS) - self.scale).detach()
             return QParams((wide - wide * factor).detach() + wide * factor, zero_point, minval)
-        scale: Tensor = _Positive.apply(self.scale, factor)  # type: ignore[no-untyped-call]
+        scale: Tensor = _PositiveScale.apply(self.scale, factor)  # type: ignore[no-untyped-call]
         return QParams(scale, zero_point, minval)
 
     @property

@@ -42,19 +42,19 @@ def quantize_linear(
     if least is not None:  # x' = (codes - lowest code) * scale + minval
         least = least.detach().reshape(()) if is_single else least.detach()
         zero = torch.full_like(scale, grid.low)
-        return _quantized((tensor - least).clamp(min=0), scale, zero, axis, grid, where) + least
+        return _quantize_dequantize((tensor - least).clamp(min=0), scale, zero, axis, grid, where) + least
     if grid.scheme == QuantizationScheme.SYMMETRIC_WITH_CLIPPING and not grid.format.is_float:
-        tensor = _clipped(tensor, scale if is_single else qparams.scale, grid)
-    return _quantized(tensor, scale, zero, axis, grid, where)
+        tensor = _clip(tensor, scale if is_single else qparams.scale, grid)
+    return _quantize_dequantize(tensor, scale, zero, axis, grid, where)
 
 
-def _quantized(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, grid: Grid, where: str) -> Tensor:
+def _quantize_dequantize(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, grid: Grid, where: str) -> Tensor:
     dtype = grid.format.storage
     if torch.compiler.is_exporting() or not in_onnx_export():
-        return _by_dynamo(tensor, scale, zero.to(dtype), axis, dtype)
+        return _quantize_in_dynamo(tensor, scale, zero.to(dtype), axis, dtype)
     if grid.format.is_float:
         raise SpecError(f"{where}: torch's older exporter has no {grid.format.name}: use dynamo=True")
-    result: Tensor = _ByTorchScript.apply(tensor, scale, zero.to(dtype), axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _QuantizeInTorchScript.apply(tensor, scale, zero.to(dtype), axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -70,13 +70,13 @@ def check_expressible(grid: Grid, granularity: QuantizationGranularity, where: s
         raise SpecError(f"{where}: torch.onnx.export writes one scale per tensor or per channel, not {granularity!r}")
 
 
-def _clipped(tensor: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+def _clip(tensor: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     """Clip to the codes in use: the scheme leaves out the lowest code of the dtype, QuantizeLinear does not."""
     middle = grid.middle
     return torch.maximum(torch.minimum(tensor, scale * (grid.high - middle)), scale * (grid.low - middle))
 
 
-def _by_dynamo(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
+def _quantize_in_dynamo(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
     def node(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         attributes: dict[str, Any] = {"axis": axis} if scale.ndim else {}
         result: Tensor = torch.onnx.ops.symbolic(
@@ -87,7 +87,7 @@ def _by_dynamo(tensor: Tensor, scale: Tensor, zero: Tensor, axis: int, dtype: to
     return node("DequantizeLinear", node("QuantizeLinear", tensor, dtype), tensor.dtype)
 
 
-class _ByTorchScript(torch.autograd.Function):
+class _QuantizeInTorchScript(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: Tensor, zero: Tensor, axis: int) -> Tensor:
         return tensor.clone()

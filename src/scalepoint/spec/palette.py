@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from scalepoint.errors import ExportError, SpecError
 from scalepoint.numerics import QParams, check_divides
-from scalepoint.numerics.palette import by_group, from_groups, make_tables, nearest_entries
-from scalepoint.spec.extended import spec_class
+from scalepoint.numerics.palette import from_groups, make_tables, nearest_entries, to_groups
+from scalepoint.spec.extended import choose_spec_class
 from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
-from scalepoint.spec.granularity import QuantizationGranularity, _axis, _is_transposed
+from scalepoint.spec.granularity import QuantizationGranularity, _is_transposed, _normalize_axis
 from scalepoint.spec.onnx_export import in_onnx_export
 from scalepoint.spec.qparams_calculator import QParamsCalculatorBase
 from scalepoint.spec.spec import QuantizationSpec
@@ -37,14 +37,14 @@ class PerGroupedChannelGranularity(QuantizationGranularity):
         return False
 
     def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
-        axis = _axis(self, self.axis, shape)
+        axis = _normalize_axis(self, self.axis, shape)
         block = (*shape[:axis], self.group_size or shape[axis], *shape[axis + 1 :])
         check_divides(shape, block)
         return block
 
     def groups(self, shape: Sequence[int]) -> tuple[int, int]:
         """The axis, and how many groups a tensor has along it."""
-        axis = _axis(self, self.axis, shape)
+        axis = _normalize_axis(self, self.axis, shape)
         return axis, shape[axis] // self.get_block_size(shape)[axis]
 
     def resolve(self, layer: nn.Module | type[nn.Module]) -> "QuantizationGranularity":
@@ -58,7 +58,7 @@ class PaletteQParamsCalculator(QParamsCalculatorBase):
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         granularity = self.granularity
         assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the quantizer has asked
-        rows = by_group(tensor, *granularity.groups(tensor.shape))
+        rows = to_groups(tensor, *granularity.groups(tensor.shape))
         tables = make_tables(rows, 2**self.grid.format.bits)
         return QParams(tables, torch.zeros((), dtype=torch.int32, device=tensor.device))
 
@@ -84,8 +84,8 @@ class PaletteFakeQuantize(FakeQuantizeImplBase):
         minval: Tensor | None,
         cast_to_target_dtype: bool = True,
     ) -> Tensor:
-        axis, groups = self._grouped(tensor)
-        codes = from_groups(nearest_entries(by_group(tensor, axis, groups), scale), tensor.shape, axis)
+        axis, groups = self._count_groups(tensor)
+        codes = from_groups(nearest_entries(to_groups(tensor, axis, groups), scale), tensor.shape, axis)
         return codes.to(self.target_dtype if cast_to_target_dtype else torch.float32)
 
     def dequantize(
@@ -96,8 +96,8 @@ class PaletteFakeQuantize(FakeQuantizeImplBase):
         minval: Tensor | None,
         output_dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        axis, groups = self._grouped(tensor)
-        values = scale.gather(-1, by_group(tensor, axis, groups).long())
+        axis, groups = self._count_groups(tensor)
+        values = scale.gather(-1, to_groups(tensor, axis, groups).long())
         return from_groups(values, tensor.shape, axis).to(output_dtype)
 
     def simulate(self, tensor: Tensor, qparams: QParams) -> Tensor:
@@ -105,16 +105,16 @@ class PaletteFakeQuantize(FakeQuantizeImplBase):
             raise ExportError(f"{self._where()}: ONNX has no palettes, Core ML has: target='coreml'")
         return self.fake_quantize(tensor, *qparams)
 
-    def _grouped(self, tensor: Tensor) -> tuple[int, int]:
+    def _count_groups(self, tensor: Tensor) -> tuple[int, int]:
         granularity = self.granularity
         assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # asked when it was made
         return granularity.groups(tensor.shape)
 
     def _check_shape(self, tensor: Tensor, scale: Tensor) -> None:
-        if self._grouped(tensor)[1] != scale.shape[0]:
+        if self._count_groups(tensor)[1] != scale.shape[0]:
             raise SpecError(
                 f"{self._where()} has {scale.shape[0]} tables, a tensor of shape {tuple(tensor.shape)} has "
-                f"{self._grouped(tensor)[1]} groups of channels"
+                f"{self._count_groups(tensor)[1]} groups of channels"
             )
 
 
@@ -123,7 +123,7 @@ def palette_spec(n_bits: int = 4, group_size: int | None = None) -> Quantization
     if n_bits not in WIDTHS:
         raise SpecError(f"n_bits={n_bits}: palettes have indices of {', '.join(map(str, WIDTHS))} bits")
     dtype = getattr(torch, f"uint{n_bits}")
-    return spec_class(dtype)(
+    return choose_spec_class(dtype)(
         dtype=dtype,
         qscheme="asymmetric",
         granularity=PerGroupedChannelGranularity(group_size=group_size),

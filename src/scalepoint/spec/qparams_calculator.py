@@ -21,14 +21,14 @@ from scalepoint.numerics import (
     QuantizationScheme,
     ScaleRounding,
     choose_qparams,
-    format_of,
+    get_format,
     is_traced,
     tensor_scale,
 )
-from scalepoint.numerics.blocks import as_stored, block_counts
+from scalepoint.numerics.blocks import as_memory_order, block_counts
 from scalepoint.spec.granularity import PerTensorGranularity, QuantizationGranularity
 from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
-from scalepoint.spec.registry import Registry, member, scheme_of
+from scalepoint.spec.registry import Registry, parse_enum, to_scheme
 from scalepoint.spec.state import Stateful
 
 OnNan = Literal["error", "skip"]
@@ -67,7 +67,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         **extra: Any,
     ) -> None:
         super().__init__()
-        fmt = format_of(dtype)
+        fmt = get_format(dtype)
         self.dtype, self.target_dtype = dtype, target_dtype
         self.float_range = tuple(float_range)
         self.on_nan = on_nan
@@ -79,10 +79,10 @@ class QParamsCalculatorBase(Registry, Stateful):
             fmt,
             quant_min,
             quant_max,
-            scheme_of(qscheme),
-            member(QuantizationFormulation, qformulation),
+            to_scheme(qscheme),
+            parse_enum(QuantizationFormulation, qformulation),
             scale_dtype,
-            member(ScaleRounding, scale_rounding),
+            parse_enum(ScaleRounding, scale_rounding),
             exact_zero,
         )
         self._granularity = QuantizationGranularity.build(granularity)
@@ -130,20 +130,20 @@ class QParamsCalculatorBase(Registry, Stateful):
             return self.get_qparams()
         if None not in self.float_range:
             if not self.is_initialized:
-                self.store(self.choose(*self._no_range(tensor)))
+                self.store(self.choose(*self._zero_range(tensor)))
             return self.stored
         self._check_observable(tensor)
-        seen = self._range_of(tensor)
-        if seen is None:
+        observed = self._range_of(tensor)
+        if observed is None:
             return self.stored
-        qparams = as_qparams(self.compute_qparams(tensor, *seen), type(self).__name__)
+        qparams = to_qparams(self.compute_qparams(tensor, *observed), type(self).__name__)
         self.store(qparams)
         self.observed_batches.add_(1)
         return qparams
 
-    def anew(self, tensor: Tensor) -> QParams:
+    def compute_for(self, tensor: Tensor) -> QParams:
         """The parameters of this very tensor, for calculators that are always called; nothing is observed."""
-        return as_qparams(self(tensor), type(self).__name__)
+        return to_qparams(self(tensor), type(self).__name__)
 
     @property
     def observes(self) -> bool:
@@ -175,10 +175,15 @@ class QParamsCalculatorBase(Registry, Stateful):
 
         The value alone is kept, never the graph behind it; that graph may need the old one, which is then not written.
         """
-        own = self._buffers[name]
-        fits = own is not None and own.shape == value.shape and own.device == value.device and not value.requires_grad
-        if own is not None and fits and (torch.compiler.is_compiling() or not own.is_inference()):
-            own.copy_(value)
+        buffer = self._buffers[name]
+        fits = (
+            buffer is not None
+            and buffer.shape == value.shape
+            and buffer.device == value.device
+            and not value.requires_grad
+        )
+        if buffer is not None and fits and (torch.compiler.is_compiling() or not buffer.is_inference()):
+            buffer.copy_(value)
             return
         with torch.inference_mode(False):  # a state that can be written and trained on later
             setattr(self, name, value.detach().clone())
@@ -198,7 +203,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         """Start from parameters that were found elsewhere, as if their range had been observed."""
         self.store(qparams)
 
-    def settle(self) -> QParams:
+    def finalize(self) -> QParams:
         """The parameters for all that was observed; what a calculator put off, it does now."""
         return self.get_qparams()
 
@@ -238,14 +243,14 @@ class QParamsCalculatorBase(Registry, Stateful):
         self.skipped_batches.fill_(sum(counted))
 
     def extra_repr(self) -> str:
-        values = [f"{name}={_short(getattr(self, name))}" for name in QParams._fields]
+        values = [f"{name}={_shorten(getattr(self, name))}" for name in QParams._fields]
         return ", ".join([*values, f"export_mode={self.is_on('export_mode')}"])
 
     @property
     def _export_mode(self) -> bool:
         return self.is_on("export_mode")
 
-    def _no_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def _zero_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Zeros in the place of observed ends: both are fixed."""
         counts = block_counts(tensor.shape, self.granularity.get_block_size(tensor.shape))
         zeros = torch.zeros(counts, dtype=torch.float32, device=tensor.device)
@@ -278,15 +283,15 @@ class QParamsCalculatorBase(Registry, Stateful):
             low, high = self.range_calculator(tensor)
             return low, high
         if type(self.range_calculator) is MinMaxRangeCalculator:
-            low, high = self._over_replicas(*self.range_calculator(tensor))
+            low, high = self._reduce_over_replicas(*self.range_calculator(tensor))
             return (low, high) if self._is_finite(tensor.detach(), low.detach(), high.detach()) else None
-        extremes = torch.aminmax(as_stored(tensor.detach()))
-        ends = self._over_replicas(extremes.min.to(torch.float32), extremes.max.to(torch.float32))
+        extremes = torch.aminmax(as_memory_order(tensor.detach()))
+        ends = self._reduce_over_replicas(extremes.min.to(torch.float32), extremes.max.to(torch.float32))
         if not self._is_finite(tensor.detach(), *ends):
             return None
-        return self._over_replicas(*self.range_calculator(tensor))
+        return self._reduce_over_replicas(*self.range_calculator(tensor))
 
-    def _over_replicas(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def _reduce_over_replicas(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the most of all ranks; what is no number on one is infinite on all, so that all do the same."""
         if self.replicas == 1:
             return low, high
@@ -302,13 +307,15 @@ class QParamsCalculatorBase(Registry, Stateful):
         elsewhere = "some, outside the range of float32," if self.replicas == 1 else "some on another rank, none here"
         bad = f"{nans} NaN and {infs} infinite" if nans + infs else elsewhere
         batch = int(self.observed_batches) + int(self.skipped_batches)
-        found = f"{self._where()}, batch {batch}: {bad} of {tensor.numel()} values of shape {tuple(tensor.shape)}"
+        message = f"{self._where()}, batch {batch}: {bad} of {tensor.numel()} values of shape {tuple(tensor.shape)}"
         if self.on_nan == "error":
             raise NonFiniteError(
-                f"{found}. Nothing was changed. Mend the data or the model, or leave such batches out: on_nan='skip'"
+                f"{message}. Nothing was changed. Mend the data or the model, or leave such batches out: on_nan='skip'"
             )
         if not int(self.skipped_batches):
-            warnings.warn(f"{found}. The batch is left out, as further ones will be: see skipped_batches", stacklevel=2)
+            warnings.warn(
+                f"{message}. The batch is left out, as further ones will be: see skipped_batches", stacklevel=2
+            )
         self.skipped_batches.add_(1)
         return False
 
@@ -316,7 +323,7 @@ class QParamsCalculatorBase(Registry, Stateful):
         return self.name or f"an unnamed {type(self).__name__}"
 
 
-def as_qparams(value: Any, source: str) -> QParams:
+def to_qparams(value: Any, source: str) -> QParams:
     """Make QParams of what a calculator gave: (scale, zero_point, minval), the last two may be None."""
     if isinstance(value, QParams):
         return value
@@ -325,7 +332,7 @@ def as_qparams(value: Any, source: str) -> QParams:
     return QParams(*value)
 
 
-def _short(value: Tensor | None) -> str:
+def _shorten(value: Tensor | None) -> str:
     return str(value) if value is None or value.numel() <= 8 else f"tensor of shape {tuple(value.shape)}"
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.errors import SpecError
-from scalepoint.numerics import CodeType, Grid, QuantizationScheme, as_blocks, format_of, min_max
-from scalepoint.numerics.blocks import block_counts, is_ragged, segments
-from scalepoint.numerics.histogram import histogram_of
-from scalepoint.numerics.search import least_divergence, least_squares, percentile_of_rows
+from scalepoint.numerics import CodeType, Grid, QuantizationScheme, as_blocks, get_format, min_max
+from scalepoint.numerics.blocks import block_counts, is_ragged, split_ragged
+from scalepoint.numerics.histogram import compute_histogram
+from scalepoint.numerics.range_search import least_divergence, least_squares, percentile_of_rows
 from scalepoint.spec.granularity import QuantizationGranularity
 from scalepoint.spec.registry import Registry
 
@@ -45,13 +45,13 @@ class RangeCalculatorBase(Registry, nn.Module):
         counts = block_counts(tensor.shape, block)
         if not is_ragged(tensor.shape, block):
             low, high = self._generate_min_max(tensor)
-            return self._shaped(low, counts), self._shaped(high, counts)
+            return self._reshape(low, counts), self._reshape(high, counts)
         low, high = (tensor.new_empty(counts, dtype=torch.float32) for _ in range(2))
-        for at, params, _ in segments(tensor.shape, block):
+        for at, params, _ in split_ragged(tensor.shape, block):
             low[params], high[params] = self(tensor[at])
         return low, high
 
-    def _shaped(self, value: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def _reshape(self, value: Tensor, counts: tuple[int, ...]) -> Tensor:
         try:
             return value.to(torch.float32).reshape(counts)
         except RuntimeError:
@@ -97,7 +97,7 @@ class _GridRangeCalculator(RangeCalculatorBase):
     ) -> None:
         super().__init__(granularity, **extra)
         self.search_steps = search_steps
-        fmt = format_of(dtype)
+        fmt = get_format(dtype)
         low, high = fmt.limits(qscheme)
         self.grid = Grid(
             fmt,
@@ -127,11 +127,11 @@ class EntropyRangeCalculator(_GridRangeCalculator):
 
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.blocks(tensor)
-        histogram, levels = histogram_of(rows.detach(), self.bins), levels_of(self.grid)
+        histogram, levels = compute_histogram(rows.detach(), self.bins), count_levels(self.grid)
         return least_divergence(histogram, rows.amin(1), rows.amax(1), levels, steps=self.search_steps)
 
 
-def levels_of(grid: Grid) -> int:
+def count_levels(grid: Grid) -> int:
     """How many cells the entropy method compares with."""
     return 2**grid.format.bits if grid.format.is_float else int(grid.span) + 1
 

@@ -65,7 +65,7 @@ class Registry:
         )
 
 
-def member(kind: type[E], value: object) -> E:
+def parse_enum(kind: type[E], value: object) -> E:
     """An enum's member by value, with the allowed ones in the error."""
     try:
         return kind(value)
@@ -82,11 +82,11 @@ _TORCH_SCHEMES = {
 }
 
 
-def scheme_of(value: object) -> QuantizationScheme:
+def to_scheme(value: object) -> QuantizationScheme:
     """Our scheme, from itself, its name, or the torch.qscheme that torchao uses."""
     if isinstance(value, torch.qscheme) and value in _TORCH_SCHEMES:
         return _TORCH_SCHEMES[value]
-    return member(QuantizationScheme, value)
+    return parse_enum(QuantizationScheme, value)
 
 
 @cache

@@ -24,25 +24,25 @@ def add_range(owner: QParamsCalculatorBase) -> None:
     owner.add_empty("running_max")
 
 
-def running_range(owner: QParamsCalculatorBase) -> Range:
+def get_range(owner: QParamsCalculatorBase) -> Range:
     low, high = owner._buffers["running_min"], owner._buffers["running_max"]
     assert low is not None and high is not None  # noqa: S101, PT018  # add_range made them
     return low, high
 
 
-def keep_range(owner: QParamsCalculatorBase, low: Tensor, high: Tensor) -> None:
+def set_range(owner: QParamsCalculatorBase, low: Tensor, high: Tensor) -> None:
     owner.keep("running_min", low)
     owner.keep("running_max", high)
 
 
-def extremes(old: Range, new: Range) -> Range:
+def merge_extremes(old: Range, new: Range) -> Range:
     return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
 
 
-def follow_range(owner: QParamsCalculatorBase, new: Range, update: Callable[[Range, Range], Range]) -> Range:
+def update_range(owner: QParamsCalculatorBase, new: Range, update: Callable[[Range, Range], Range]) -> Range:
     """The range after a batch with this one, which is kept; the first is taken as it is."""
     owner.check_shape(new[0].shape)
-    old = running_range(owner)
+    old = get_range(owner)
     is_first = not old[0].numel()
     if not is_first and isinstance(owner.granularity, PerTensorGranularity):
         new = new[0].view_as(old[0]), new[1].view_as(old[0])  # ranks may differ
@@ -53,7 +53,7 @@ def follow_range(owner: QParamsCalculatorBase, new: Range, update: Callable[[Ran
         low = torch.where(finite, low, torch.zeros_like(low) if is_first else old[0])
         high = torch.where(finite, high, torch.zeros_like(high) if is_first else old[1])
         owner.skipped_batches.add_(~finite)
-    keep_range(owner, low, high)
+    set_range(owner, low, high)
     return low, high
 
 
@@ -61,7 +61,7 @@ def seed_range(owner: QParamsCalculatorBase, qparams: QParams) -> None:
     """As if the whole range of these parameters had been observed."""
     zero_point = 0 if qparams.zero_point is None else qparams.zero_point
     grid = owner.grid
-    keep_range(owner, (grid.low - zero_point) * qparams.scale, (grid.high - zero_point) * qparams.scale)
+    set_range(owner, (grid.low - zero_point) * qparams.scale, (grid.high - zero_point) * qparams.scale)
 
 
 def merge_range(
@@ -69,15 +69,15 @@ def merge_range(
 ) -> None:
     """Take in the range that another observed, and its batches; one that saw nothing changes nothing."""
     check_same_kind(owner, other)
-    theirs = running_range(other)
+    theirs = get_range(other)
     if not theirs[0].numel():
         return
     low, high = (value.to(owner.scale.device) for value in theirs)
-    own = running_range(owner)
+    own = get_range(owner)
     if own[0].numel():
         owner.check_shape(low.shape)
         low, high = merged(own, (low, high))
-    keep_range(owner, low, high)
+    set_range(owner, low, high)
     owner.store(owner.choose(low, high))
     owner.observed_batches.add_(other.observed_batches.to(owner.observed_batches.device))
 
@@ -113,11 +113,11 @@ class RunningRangeMixin(QParamsCalculatorBase):
     def compute_qparams(self, tensor: Tensor, min_val: Tensor, max_val: Tensor) -> QParams:
         if self.history is not None:
             self.history.append(torch.stack((min_val.detach(), max_val.detach())))
-        return self.choose(*self._followed(min_val, max_val))
+        return self.choose(*self._update_range(min_val, max_val))
 
-    def _followed(self, min_val: Tensor, max_val: Tensor) -> Range:
+    def _update_range(self, min_val: Tensor, max_val: Tensor) -> Range:
         new = self._batch_range(min_val, max_val)
-        return follow_range(self, new, lambda _, batch: self.update_running_range(*batch))
+        return update_range(self, new, lambda _, batch: self.update_running_range(*batch))
 
     def _batch_range(self, min_val: Tensor, max_val: Tensor) -> Range:
         """Widen the range of a batch to include zero, before it is averaged.
@@ -127,8 +127,8 @@ class RunningRangeMixin(QParamsCalculatorBase):
         return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
 
     def statistics(self) -> dict[str, Tensor]:
-        kept = {} if not self.history else {"history": torch.stack([each.flatten(1) for each in self.history])}
-        return super().statistics() | kept
+        history = {} if not self.history else {"history": torch.stack([batch.flatten(1) for batch in self.history])}
+        return super().statistics() | history
 
     def merge_all(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
         """Where the order matters: batch after batch, the first of every part, then the second of every part, ..."""
@@ -142,7 +142,7 @@ class RunningRangeMixin(QParamsCalculatorBase):
         for index in range(max(map(len, histories), default=0)):
             for history in histories:
                 if index < len(history) and shape is not None:
-                    self.store(self.choose(*self._followed(*history[index].view(2, *shape))))
+                    self.store(self.choose(*self._update_range(*history[index].view(2, *shape))))
         self.observed_batches.fill_(counted[0])
         self.skipped_batches.fill_(counted[1])
 
@@ -156,7 +156,7 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
     def _merged(self, own: Range, theirs: Range, share: Tensor) -> Range:
         """The range of both; `share` is the other's of the batches."""
-        return extremes(own, theirs)
+        return merge_extremes(own, theirs)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, running_min={self.running_min}, running_max={self.running_max}"
@@ -192,4 +192,4 @@ class GlobalMinMaxQParamsCalculator(RunningRangeMixin):
         return min_val, max_val
 
     def update_running_range(self, min_val: Tensor, max_val: Tensor) -> Range:
-        return extremes((self.running_min, self.running_max), (min_val, max_val))
+        return merge_extremes((self.running_min, self.running_max), (min_val, max_val))

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, WithJsonSche
 from torch import Tensor
 
 from scalepoint.errors import SpecError, nearest, shown
-from scalepoint.numerics.sparsity import keep_of, keep_share
+from scalepoint.numerics.sparsity import mask_by_share, mask_n_of_m
 from scalepoint.support.validation_errors import CheckedModel
 
 _RATIO = re.compile(r"(\d+):(\d+)")
@@ -39,7 +39,7 @@ class Sparsity(CheckedModel):
         return data
 
     @model_validator(mode="after")
-    def _says_one_thing(self) -> Self:
+    def _check_fields(self) -> Self:
         if (self.share is None) == (self.keep is None) or (self.keep is None) != (self.of is None):
             raise SpecError(f"sparsity is a share, or keep and of: not {self!r}")
         if self.share is not None and not 0 <= self.share < 1:
@@ -81,10 +81,10 @@ class Sparsity(CheckedModel):
     def mask(self, weight: Tensor, progress: float = 1.0) -> Tensor:
         """Which weights stay; `progress` from 0 to 1 is how far pruning has come in a training."""
         if self.share is not None:
-            return keep_share(weight, self.share * progress, self.block)
+            return mask_by_share(weight, self.share * progress, self.block)
         assert self.keep is not None  # noqa: S101  # asked when it was made
         assert self.of is not None  # noqa: S101
-        return keep_of(weight, self.of - round((self.of - self.keep) * progress), self.of)
+        return mask_n_of_m(weight, self.of - round((self.of - self.keep) * progress), self.of)
 
 
 SparsityField = Annotated[

@@ -29,7 +29,7 @@ from scalepoint.numerics import (
     QuantizationFormulation,
     QuantizationScheme,
     dtype_name,
-    format_of,
+    get_format,
 )
 from scalepoint.numerics.qparams import HUGE
 from scalepoint.spec.fake_quantize import FakeQuantizeImplBase
@@ -38,7 +38,7 @@ from scalepoint.spec.qparams_calculator import (
     QParamsCalculatorBase,
 )
 from scalepoint.spec.range_calculator import RangeCalculatorBase
-from scalepoint.spec.registry import Registry, member
+from scalepoint.spec.registry import Registry, parse_enum
 from scalepoint.support.validation_errors import CheckedModel
 
 DERIVED = ("n_bits", "target_dtype", "quant_min", "quant_max")
@@ -61,22 +61,22 @@ class FloatRange(tuple[float | None, float | None]):
         return repr(list(self))
 
 
-def _float_range(value: Any) -> FloatRange:
-    given = f"float_range={shown(value)}"
+def _parse_float_range(value: Any) -> FloatRange:
+    got = f"float_range={shown(value)}"
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise SpecError(f"{given}: give [low, high], each a number or None")
+        raise SpecError(f"{got}: give [low, high], each a number or None")
     for end in value:
         if isinstance(end, bool) or not (end is None or isinstance(end, int | float)):
-            raise SpecError(f"{given}: {shown(end)} is not a number or None")
+            raise SpecError(f"{got}: {shown(end)} is not a number or None")
         if end is not None and not -HUGE <= end <= HUGE:
-            raise SpecError(f"{given}: both ends are finite float32 numbers")
+            raise SpecError(f"{got}: both ends are finite float32 numbers")
     low, high = (None if end is None else float(end) for end in value)
     if low is not None and low > 0:
-        raise SpecError(f"{given}: low is at most 0, so that zero is representable")
+        raise SpecError(f"{got}: low is at most 0, so that zero is representable")
     if high is not None and high < 0:
-        raise SpecError(f"{given}: high is at least 0, so that zero is representable")
+        raise SpecError(f"{got}: high is at least 0, so that zero is representable")
     if low is not None and high is not None and low >= high:
-        raise SpecError(f"{given}: low must be below high")
+        raise SpecError(f"{got}: low must be below high")
     return FloatRange((low, high))
 
 
@@ -84,8 +84,8 @@ def to_code_type(value: Any) -> CodeType:
     """What codes can be, from itself or from its name or alias."""
     if isinstance(value, torch.dtype | Float6):
         return value
-    name = _named(value) if isinstance(value, str) else ""
-    dtype = _OWN.get(name) or (getattr(torch, name, None) if name else None)
+    name = _to_dtype_name(value) if isinstance(value, str) else ""
+    dtype = _FLOAT6_BY_NAME.get(name) or (getattr(torch, name, None) if name else None)
     if not isinstance(dtype, torch.dtype | Float6):
         known = [*(row.name for row in FORMATS.values()), dtype_name(E8M0), *ALIASES]
         raise SpecError(f"Unsupported dtype: {shown(value)} is not a dtype that can be meant: {nearest(name, known)}")
@@ -100,13 +100,13 @@ def to_dtype(value: Any) -> torch.dtype:
     return dtype
 
 
-_OWN = {kind.value: kind for kind in Float6}
-_NAMED = (PlainSerializer(dtype_name), WithJsonSchema({"type": "string"}))
-Dtype = Annotated[torch.dtype, BeforeValidator(to_dtype), *_NAMED]
-CodeDtype = Annotated[CodeType, BeforeValidator(to_code_type), *_NAMED]
+_FLOAT6_BY_NAME = {kind.value: kind for kind in Float6}
+_AS_DTYPE_NAME = (PlainSerializer(dtype_name), WithJsonSchema({"type": "string"}))
+Dtype = Annotated[torch.dtype, BeforeValidator(to_dtype), *_AS_DTYPE_NAME]
+CodeDtype = Annotated[CodeType, BeforeValidator(to_code_type), *_AS_DTYPE_NAME]
 
 
-def _component(base: type[Registry]) -> Any:
+def _component_field(base: type[Registry]) -> Any:
     """A field that holds a registered class, given by key or as the class, and dumps to its key."""
 
     def resolve(value: Any) -> Any:
@@ -153,12 +153,12 @@ class QuantizationSpec(CheckedModel):
         BeforeValidator(QuantizationGranularity.build),
         WithJsonSchema({"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}),
     ] = PerTensorGranularity()
-    fake_quantize_cls: _component(FakeQuantizeImplBase) = "default"  # type: ignore[valid-type]
-    qparam_calculator_cls: _component(QParamsCalculatorBase) = "default"  # type: ignore[valid-type]
-    range_calculator_cls: _component(RangeCalculatorBase) = "minmax"  # type: ignore[valid-type]
+    fake_quantize_cls: _component_field(FakeQuantizeImplBase) = "default"  # type: ignore[valid-type]
+    qparam_calculator_cls: _component_field(QParamsCalculatorBase) = "default"  # type: ignore[valid-type]
+    range_calculator_cls: _component_field(RangeCalculatorBase) = "minmax"  # type: ignore[valid-type]
     float_range: Annotated[
         FloatRange,
-        BeforeValidator(_float_range),
+        BeforeValidator(_parse_float_range),
         PlainSerializer(list),
         WithJsonSchema({"type": "array", "items": {"type": ["number", "null"]}, "minItems": 2, "maxItems": 2}),
     ] = FloatRange((None, None))
@@ -179,15 +179,15 @@ class QuantizationSpec(CheckedModel):
         return spec
 
     def _check_derived(self, name: str, given: Any) -> None:
-        own = getattr(self, name)
-        agrees = _named(given) == dtype_name(own) if name == "target_dtype" else given == own
+        derived = getattr(self, name)
+        agrees = _to_dtype_name(given) == dtype_name(derived) if name == "target_dtype" else given == derived
         if agrees and not isinstance(given, bool):
             return
-        own = dtype_name(own) if name == "target_dtype" else own
+        derived = dtype_name(derived) if name == "target_dtype" else derived
         source = f"dtype={dtype_name(self.dtype)!r}"
         source += f" with qscheme={self.qscheme.value!r}" if name.startswith("quant_") else ""
         raise SpecError(
-            f"{name}={shown(given)} contradicts {source}, from which {name}={shown(own)} follows: leave {name} away"
+            f"{name}={shown(given)} contradicts {source}, from which {name}={shown(derived)} follows: leave {name} away"
             + (_dtype_of_width(self.dtype, given) if name == "n_bits" else "")
         )
 
@@ -197,12 +197,12 @@ class QuantizationSpec(CheckedModel):
         if dtype not in cls.SUPPORTED_DTYPES:
             allowed = ", ".join(sorted(dtype_name(known) for known in cls.SUPPORTED_DTYPES))
             raise SpecError(f"Unsupported dtype: {dtype_name(dtype)!r}. Allowed dtypes: {allowed}")
-        format_of(dtype)
+        get_format(dtype)
         return dtype
 
     @model_validator(mode="after")
     def _scheme_rules(self) -> Self:
-        fmt = format_of(self.dtype)
+        fmt = get_format(self.dtype)
         fmt.limits(self.qscheme)
         if not fmt.is_float:
             return self
@@ -220,11 +220,11 @@ class QuantizationSpec(CheckedModel):
 
     @model_validator(mode="after")
     def _scale_rules(self) -> Self:
-        allowed = _scale_dtypes(self.dtype)
+        allowed = _allowed_scale_dtypes(self.dtype)
         if self.scale_dtype not in allowed:
-            given = "None" if self.scale_dtype is None else dtype_name(self.scale_dtype)
+            got = "None" if self.scale_dtype is None else dtype_name(self.scale_dtype)
             names = " or ".join("None" if kind is None else dtype_name(kind) for kind in allowed)
-            raise SpecError(f"scale_dtype={given}: the scale of {dtype_name(self.dtype)} may be {names}")
+            raise SpecError(f"scale_dtype={got}: the scale of {dtype_name(self.dtype)} may be {names}")
         return self
 
     @model_validator(mode="before")
@@ -233,7 +233,7 @@ class QuantizationSpec(CheckedModel):
         """fp4 and fp6 without a scale type have e8m0 scales (MX)."""
         if isinstance(data, dict) and data.get("scale_dtype") is None:
             dtype = data.get("dtype", cls.model_fields["dtype"].default)
-            if _named(dtype) in (dtype_name(FP4), *_OWN):
+            if _to_dtype_name(dtype) in (dtype_name(FP4), *_FLOAT6_BY_NAME):
                 return {**data, "scale_dtype": E8M0}
         return data
 
@@ -241,13 +241,13 @@ class QuantizationSpec(CheckedModel):
     @property
     def n_bits(self) -> int:
         """Width of a code."""
-        return format_of(self.dtype).bits
+        return get_format(self.dtype).bits
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def target_dtype(self) -> Dtype:
         """Storage type of the codes."""
-        return format_of(self.dtype).storage
+        return get_format(self.dtype).storage
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -263,22 +263,22 @@ class QuantizationSpec(CheckedModel):
 
     @classmethod
     def get_n_bits_from_dtype(cls, dtype: CodeType | str) -> int:
-        return format_of(to_code_type(dtype)).bits
+        return get_format(to_code_type(dtype)).bits
 
     @classmethod
     def get_target_dtype(cls, dtype: CodeType | str) -> torch.dtype:
-        return format_of(to_code_type(dtype)).storage
+        return get_format(to_code_type(dtype)).storage
 
     @classmethod
     def get_quant_range(
         cls, dtype: CodeType | str, qscheme: QuantizationScheme | str = QuantizationScheme.SYMMETRIC
     ) -> tuple[float, float]:
-        return format_of(to_code_type(dtype)).limits(member(QuantizationScheme, qscheme))
+        return get_format(to_code_type(dtype)).limits(parse_enum(QuantizationScheme, qscheme))
 
     def get_extra_args(self) -> dict[str, Any]:
         """The fields a subclass adds; they reach every component's constructor."""
-        own = type(self).model_fields
-        return {name: getattr(self, name) for name in own if name not in QuantizationSpec.model_fields}
+        fields = type(self).model_fields
+        return {name: getattr(self, name) for name in fields if name not in QuantizationSpec.model_fields}
 
     def replace(self, **changes: Any) -> Self:
         """The same spec with some fields changed, checked anew."""
@@ -334,14 +334,14 @@ def _dtype_of_width(dtype: CodeType, bits: Any) -> str:
     return f", or give dtype={named!r}" if named else ""
 
 
-def _named(dtype: Any) -> str:
+def _to_dtype_name(dtype: Any) -> str:
     """The name of a dtype, given as itself, by name or by alias."""
     name = str(dtype).removeprefix("torch.")
     return ALIASES.get(name, name)
 
 
-def _scale_dtypes(dtype: CodeType) -> tuple[torch.dtype | None, ...]:
-    if not format_of(dtype).is_float:
+def _allowed_scale_dtypes(dtype: CodeType) -> tuple[torch.dtype | None, ...]:
+    if not get_format(dtype).is_float:
         return (None,)
     if isinstance(dtype, Float6):
         return (E8M0,)

@@ -52,16 +52,16 @@ class Stateful(nn.Module):
             buffers, mirrored = self._buffers, self._mirrored
             for name in names:
                 buffer = buffers[name]
-                seen, version = mirrored[name]
+                known, version = mirrored[name]
                 if buffer is None:
                     continue
                 is_blind = torch.is_inference_mode_enabled() and buffer.is_inference()  # without a version
-                if seen is not buffer or is_blind or version != buffer._version:
-                    self._look(name, buffer)
+                if known is not buffer or is_blind or version != buffer._version:
+                    self._read_switch(name, buffer)
         mirror = self._mirror
         return [mirror[name] for name in names]
 
-    def _look(self, name: str, buffer: Tensor) -> None:
+    def _read_switch(self, name: str, buffer: Tensor) -> None:
         """Read a switch that was written or replaced; a stand-in without a value keeps the last one."""
         if type(buffer) is Tensor and not buffer.is_meta:
             self._remember(name, bool(buffer.item()))
@@ -83,11 +83,11 @@ class Stateful(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Give a buffer that is still empty, here or in the checkpoint, the checkpoint's shape; then load."""
-        for name, own in [*self._buffers.items(), *self._parameters.items()]:
+        for name, buffer in [*self._buffers.items(), *self._parameters.items()]:
             saved = state_dict.get(prefix + name)
-            if own is None or not isinstance(saved, Tensor) or saved.shape == own.shape:
+            if buffer is None or not isinstance(saved, Tensor) or saved.shape == buffer.shape:
                 continue
-            if own.numel() == 0 or saved.numel() == 0:
-                own.data = torch.empty(saved.shape, dtype=own.dtype, device=own.device)
+            if buffer.numel() == 0 or saved.numel() == 0:
+                buffer.data = torch.empty(saved.shape, dtype=buffer.dtype, device=buffer.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.are_on(tuple(self._mirror))  # a graph captured next must see the loaded switches

@@ -21,7 +21,7 @@ from scalepoint.patterns import (
     Pattern,
     Point,
     chain,
-    kind_of,
+    get_kind,
     op,
     optional,
 )
@@ -66,15 +66,15 @@ GROUPS = (32, 64, 128, 256)
 def follows_convolution(linear: fx.Node, nodes: Nodes) -> str | None:
     """What it reads is int8 already: a convolution's, through pools and moves."""
     source = linear.all_input_nodes[0] if linear.all_input_nodes else linear
-    while kind_of(source) in ("adaptive_avg_pool", "mean", *COPIES) and source.all_input_nodes:
+    while get_kind(source) in ("adaptive_avg_pool", "mean", *COPIES) and source.all_input_nodes:
         source = source.all_input_nodes[0]
     return None if from_convolution(source) else "it does not read a convolution"
 
 
 def embeds_patches(conv: fx.Node, nodes: Nodes) -> str | None:
     """The one convolution of a network with layer norms: what it gives is read in float."""
-    others = (node for node in conv.graph.nodes if node is not conv and kind_of(node) == "conv")
-    is_alone = next(others, None) is None and any(kind_of(node) == "layer_norm" for node in conv.graph.nodes)
+    others = (node for node in conv.graph.nodes if node is not conv and get_kind(node) == "conv")
+    is_alone = next(others, None) is None and any(get_kind(node) == "layer_norm" for node in conv.graph.nodes)
     return None if is_alone else "it is not the one convolution of a transformer"
 
 

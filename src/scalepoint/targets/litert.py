@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from scalepoint.patterns import ConcatPattern, chain, kind_of, op
+from scalepoint.patterns import ConcatPattern, chain, get_kind, op
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.patterns.language import Nodes
 from scalepoint.targets.executorch import BOTH, EXECUTORCH
@@ -24,7 +24,7 @@ from scalepoint.targets.target import Facts
 
 def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
     """All that it joins comes from convolutions, or from such a concat."""
-    given = [each for each in cat.all_input_nodes if kind_of(each) != "cat" or joins_integers(each, nodes)]
+    given = [each for each in cat.all_input_nodes if get_kind(each) != "cat" or joins_integers(each, nodes)]
     return None if all(map(from_convolution, given)) else "not all of its inputs come from convolutions"
 
 

@@ -19,7 +19,7 @@ from scalepoint.patterns import (
     Pattern,
     Point,
     chain,
-    kind_of,
+    get_kind,
     op,
     optional,
 )
@@ -63,13 +63,13 @@ def joins_convolutions(add: fx.Node, nodes: Nodes) -> str | None:
 def from_convolution(node: fx.Node) -> bool:
     """Through norms, activations and moves a convolution, or an add that joins one."""
     origin = _origin(node)
-    if kind_of(origin) == "add":
-        return any(kind_of(_origin(each)) == "conv" for each in origin.all_input_nodes)
-    return kind_of(origin) == "conv"
+    if get_kind(origin) == "add":
+        return any(get_kind(_origin(each)) == "conv" for each in origin.all_input_nodes)
+    return get_kind(origin) == "conv"
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    while kind_of(node) in ("batch_norm", "relu", "relu6", *COPIES) and node.all_input_nodes:
+    while get_kind(node) in ("batch_norm", "relu", "relu6", *COPIES) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

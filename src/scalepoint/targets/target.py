@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from scalepoint.errors import SpecError, TargetError, shown
-from scalepoint.numerics import CodeType, dtype_name, format_of
+from scalepoint.numerics import CodeType, dtype_name, get_format
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
 from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationScheme, QuantizationSpec
@@ -74,7 +74,7 @@ class Accepted:
 
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
         """How unlike a dtype the row's own are: another one, of another kind, of another width."""
-        wanted, own = format_of(dtype), format_of(self.dtypes[0])
+        wanted, own = get_format(dtype), get_format(self.dtypes[0])
         return dtype not in self.dtypes, wanted.is_float != own.is_float, abs(wanted.bits - own.bits)
 
     def complaint(self, spec: QuantizationSpec, kind: str) -> str | None:

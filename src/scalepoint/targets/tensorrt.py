@@ -10,7 +10,7 @@ from torch import fx
 
 from scalepoint.graph.kinds import VALUE_PRESERVING
 from scalepoint.numerics import dtype_name
-from scalepoint.patterns import BASE_PATTERNS, Pattern, Point, chain, kind_of, op, optional
+from scalepoint.patterns import BASE_PATTERNS, Pattern, Point, chain, get_kind, op, optional
 from scalepoint.patterns.base import BATCH_NORM
 from scalepoint.patterns.fused import FusedConvBN, FusedPool
 from scalepoint.patterns.language import Nodes
@@ -25,9 +25,9 @@ def feeds_layer_norm(node: fx.Node, nodes: Nodes) -> str | None:
     pending = list(node.users)
     while pending:
         reader = pending.pop()
-        if kind_of(reader) in ("batch_norm", *VALUE_PRESERVING):
+        if get_kind(reader) in ("batch_norm", *VALUE_PRESERVING):
             pending += reader.users
-        elif kind_of(reader) != "layer_norm":
+        elif get_kind(reader) != "layer_norm":
             return f"also read by {reader.target}"
     return None if node.users else "read by nothing"
 

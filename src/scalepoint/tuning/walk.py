@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint import distributed
-from scalepoint.graph.modules import tensors_of
+from scalepoint.graph.operations import get_tensors
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.stubs import Quantizing, QuantStub
@@ -94,7 +94,7 @@ class Walk:
             return [found] if isinstance(found, Tensor) else []
         parts = [each for each in (self.module(node), *self.parts(node)) if each is not None]
         inner = [each for part in parts if isinstance(part, QuantizedWeighted) for each in part.refers.values()]
-        return [tensor for part in (*parts, *inner) if part is not None for tensor in tensors_of(part)]
+        return [tensor for part in (*parts, *inner) if part is not None for tensor in get_tensors(part)]
 
     def quantized(self, node: fx.Node) -> list[QuantizedWeighted]:
         """The layers and tables with codes at a node."""

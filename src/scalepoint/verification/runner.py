@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint.graph.modes import evaluating
+from scalepoint.graph.module_state import eval_mode
 from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.runtimes.serving import Served
 from scalepoint.support.torch_state import caller_dtype
@@ -77,5 +77,5 @@ def _is_written(leaf: Any) -> bool:
 def _structure(model: nn.Module, example: Any) -> tuple[list[Any], Any]:
     """What the model gives, and how it nests it; its modes stay as they are."""
     args, kwargs = example
-    with evaluating(model), torch.no_grad(), caller_dtype():
+    with eval_mode(model), torch.no_grad(), caller_dtype():
         return pytree.tree_flatten(model(*args, **kwargs))

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
 from scalepoint.formats import About, Writing
 from scalepoint.graph.capture import as_inputs
-from scalepoint.graph.free import resized
-from scalepoint.graph.nodes import drawing
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.dynamic_axes import resize_inputs
+from scalepoint.graph.nodes import find_random_nodes
+from scalepoint.graph.origin import get_origin
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Exchange, ask, exchange, precision
@@ -228,11 +228,11 @@ class _Run:
 
 def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
     """With the sizes that capture tried, where axes are free by name."""
-    origin = origin_of(model)
+    origin = get_origin(model)
     if not origin.tried:
         return None
     found = Resized(dict(origin.tried), steps=dict(origin.steps))
-    others = resized(model, inputs, origin.axes, origin.tried)
+    others = resize_inputs(model, inputs, origin.axes, origin.tried)
     try:
         simulated = Simulated(model, others, *simulate(model, others))
     except RuntimeError as error:  # the float graph ran there
@@ -286,7 +286,7 @@ def _departure(run: _Run, codes: Codes, said: About, found: Verification, shown:
     if answer is None or answer.status != Status.OK:
         return None
     agreed = (found.optimized, found.unoptimized)
-    return departure(codes, quantizers, run.files.outputs(answer), *agreed, drawn=drawing(shown.model))
+    return departure(codes, quantizers, run.files.outputs(answer), *agreed, drawn=find_random_nodes(shown.model))
 
 
 def _exposed(run: _Run, shown: Shown) -> tuple[Any, Mapping[str, str]]:

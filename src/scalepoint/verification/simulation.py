@@ -8,8 +8,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import UsageError
-from scalepoint.graph.example import ids_out_of_range
-from scalepoint.graph.modes import evaluating
+from scalepoint.graph.example_inputs import describe_ids_out_of_range
+from scalepoint.graph.module_state import eval_mode
 from scalepoint.quantize.stubs import QuantStub
 
 
@@ -22,10 +22,10 @@ def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], d
         if isinstance(module, QuantStub) and module.enabled
     ]
     try:
-        with evaluating(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             outputs = pytree.tree_leaves(model(*inputs[0], **inputs[1]))
     except IndexError as error:
-        if message := ids_out_of_range(error, model, inputs):
+        if message := describe_ids_out_of_range(error, model, inputs):
             raise UsageError(f"the inputs: {message}") from error
         raise
     finally:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationSpec
 
 BASE = {
@@ -116,7 +116,7 @@ def int_spec(bits: int, block: int = 32, *, is_symmetric: bool = True) -> Quanti
 
 def nearest(weight: Tensor, spec: QuantizationSpec) -> Packed:
     """Rounded to nearest, a scale a block (or a row)."""
-    kind = format_of(spec.dtype)
+    kind = get_format(spec.dtype)
     size = getattr(spec.granularity, "block_size", None) or weight.shape[1]
     blocks = weight.float().reshape(weight.shape[0], -1, size)
     if kind.low < 0:

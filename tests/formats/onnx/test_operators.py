@@ -11,7 +11,7 @@ from scalepoint.formats.form import stored_form
 from scalepoint.formats.onnx.blocks import onnx_parts
 from scalepoint.formats.operators import dequantize
 from scalepoint.formats.operators import quantize as to_codes
-from scalepoint.graph.export import export as exported
+from scalepoint.graph.torch_export import export as exported
 from scalepoint.quantize import QuantStub, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from scalepoint.errors import SpecError
-from scalepoint.graph.nodes import kind_of
+from scalepoint.graph.nodes import get_kind
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.spec import QuantizationSpec
 from tests.formats.onnx.test_export import Attends, Net, run, settled, sqnr
@@ -48,7 +48,7 @@ def test_torch_onnx_export_writes_q_and_dq_for_any_batch(case, tmp_path, dynamo)
     plain_export(quantized, x[:2], tmp_path / "m.onnx", dynamo)
     graph = onnx.load(tmp_path / "m.onnx").graph
     kinds = [node.op_type for node in graph.node]
-    stubs = sum(kind_of(node) == "quant" for node in quantized.graph.nodes)
+    stubs = sum(get_kind(node) == "quant" for node in quantized.graph.nodes)
     assert kinds.count("QuantizeLinear") >= stubs > 1
     assert kinds.count("DequantizeLinear") == kinds.count("QuantizeLinear")
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
 from scalepoint.formats.packed.folder import packable
-from scalepoint.numerics import E4M3, E8M0, FP4, QuantizationScheme, format_of
+from scalepoint.numerics import E4M3, E8M0, FP4, QuantizationScheme, get_format
 from scalepoint.spec import PerBlockGranularity, PerTensorGranularity, QuantizationSpec
 
 SIZES = {
@@ -63,7 +63,7 @@ def nearest(
 ) -> Packed:
     """Every weight to the nearest code, scales of type `dtype`."""
     rows, columns = weight.shape
-    row = format_of(spec.dtype)
+    row = get_format(spec.dtype)
     block = spec.granularity.block_size if isinstance(spec.granularity, PerBlockGranularity) else columns
     blocks = weight.to(torch.float32).reshape(rows, -1, block)
     largest = blocks.abs().amax(-1)

@@ -26,7 +26,7 @@ from scalepoint.formats.format import Writing
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.single import single_inputs
-from scalepoint.graph.export import export_graph, quiet
+from scalepoint.graph.torch_export import export_graph, export_logs_silenced
 from scalepoint.numerics import dtype_name
 from scalepoint.support.files import replace_folder
 
@@ -76,7 +76,7 @@ def _converted(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:
     kind = dtype_name(float_dtype)
     pipeline = tools.PassPipeline()
     pipeline.remove_passes(set(OURS) & set(pipeline.passes))
-    with quietly(), quiet():
+    with quietly(), export_logs_silenced():
         return tools.convert(
             program,
             outputs=_outputs(program),

@@ -25,7 +25,7 @@ from scalepoint.formats.form import float_form, stored_form
 from scalepoint.formats.format import Writing
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.single import single_inputs
-from scalepoint.graph.export import contiguous, quiet, widened
+from scalepoint.graph.torch_export import export_logs_silenced, make_contiguous, widen_batch
 from scalepoint.support.files import replace_file
 
 LARGEST_BATCH = 8  # memory is planned for it, or for the example's where that is larger
@@ -47,7 +47,7 @@ def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
 @contextmanager
 def with_executorch() -> Iterator[None]:
     """ExecuTorch imported, and nothing of what it and torchao have to say of themselves."""
-    with quiet():
+    with export_logs_silenced():
         try:
             import executorch.exir  # noqa: F401, PLC0415
         except ImportError as error:
@@ -57,7 +57,7 @@ def with_executorch() -> Iterator[None]:
 
 def write_program(model: fx.GraphModule, path: Path, inputs: Inputs, dynamic: bool, about: dict[str, Any]) -> None:
     """A graph in its stored form; `about` adds to what the file says of itself."""
-    plain = pytree.tree_map(contiguous, single_inputs(inputs))  # the layout of an example would be the file's
+    plain = pytree.tree_map(make_contiguous, single_inputs(inputs))  # the layout of an example would be the file's
     program = prepared(_exported(spell_out(model), plain, dynamic))
     own = {"inputs": _inputs(program), "outputs": _outputs(program), "layers": _layers(model)}
     data = _lowered(program, {**own, **about})
@@ -68,7 +68,7 @@ def _exported(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> ExportedP
     """With a free batch where torch finds one."""
     with suppress(Exception):  # torch.export raises every kind: what it takes for a constant stays one
         if dynamic:
-            wide = widened(*inputs)
+            wide = widen_batch(*inputs)
             batch = torch.export.Dim("batch", max=_largest(wide))
             return _export(model, wide, pytree.tree_map(lambda each: _axes(each, batch), wide))
     try:

@@ -6,7 +6,7 @@ from scalepoint.formats.genai.decoder import Decoder
 from scalepoint.formats.genai.families import decoder_of
 from scalepoint.formats.genai.graph import spelled
 from scalepoint.formats.genai.layout import BLOCKS
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 
 WIDEST = 8
@@ -28,7 +28,7 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
 
 
 def _check_weight(weight: QuantizationSpec) -> None:
-    kind = format_of(weight.dtype)
+    kind = get_format(weight.dtype)
     if kind.is_float or kind.bits > WIDEST:
         raise TargetError(f"ort-genai stores integers of up to 8 bits, not {weight.dtype}: use int4 or int8")
     granularity = weight.granularity

@@ -14,7 +14,7 @@ import torch
 
 from scalepoint.checkpoints import Packed
 from scalepoint.errors import ExportError
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationScheme, QuantizationSpec
 
 WIDTHS = (2, 4, 8)
@@ -52,13 +52,13 @@ class Matrix:
 
 def width_of(spec: QuantizationSpec) -> int:
     """Bits that a code takes."""
-    bits = format_of(spec.dtype).bits
+    bits = get_format(spec.dtype).bits
     return next(width for width in WIDTHS if width >= bits)
 
 
 def wider(spec: QuantizationSpec, columns: int) -> str:
     """Why codes take more bits in the file than their type has; "": they do not."""
-    bits, width = format_of(spec.dtype).bits, width_of(spec)
+    bits, width = get_format(spec.dtype).bits, width_of(spec)
     known = ", ".join(map(str, WIDTHS))
     return "" if width == bits else f"{width}-bit codes: the kernels of ONNX Runtime are for codes of {known} bits"
 
@@ -83,7 +83,7 @@ def matrix(packed: Packed, block: int = 0) -> Matrix:
     """
     bits, block = width_of(packed.spec), min(block or BLOCKS[-1], block_of(packed))
     half = 2 ** (bits - 1)
-    lift = half if format_of(packed.spec.dtype).low < 0 else 0
+    lift = half if get_format(packed.spec.dtype).low < 0 else 0
     scales = packed.scale.float()
     zeros = torch.zeros_like(scales, dtype=torch.int32) if packed.zero_point is None else packed.zero_point
     zeros = zeros + lift

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scalepoint.checkpoints import Packed
 from scalepoint.errors import ExportError
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 
 Bytes = NDArray[Any]  # uint8; shifts and masks lose that in the eyes of mypy
 
@@ -43,7 +43,7 @@ class Form:
 def forms_of(packed: Packed) -> list[Form]:
     """The plain form and the one with a least value, where the weight has them."""
     _check(packed)
-    row = format_of(packed.spec.dtype)
+    row = get_format(packed.spec.dtype)
     low, high = int(row.low), int(row.high)
     codes, scale = packed.codes.to(torch.int32), packed.scale.to(torch.float32)
     if packed.minval is not None:

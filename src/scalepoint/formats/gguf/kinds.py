@@ -13,7 +13,7 @@ from scalepoint.checkpoints import Packed
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf import blocks, superblocks
 from scalepoint.formats.gguf.forms import Bytes, Form, forms_of
-from scalepoint.numerics import QuantizationFormulation, format_of
+from scalepoint.numerics import QuantizationFormulation, get_format
 from scalepoint.spec import QuantizationSpec
 
 HALF = 11  # significant bits of a float16
@@ -92,7 +92,7 @@ def bytes_of(packed: Packed, kind: Kind) -> Bytes:
 
 def planned(spec: QuantizationSpec, columns: int, block: int) -> Kind | None:
     """The type that a weight takes once its scales are `snapped`; None: there is none."""
-    row = format_of(spec.dtype)
+    row = get_format(spec.dtype)
     low, high = int(row.low), int(row.high)
     if row.is_float:
         return None
@@ -110,7 +110,7 @@ def wider(spec: QuantizationSpec, columns: int) -> str:
     """Why the codes of a weight take more bits in the file than their type has; "": they do not."""
     block = getattr(spec.granularity, "block_size", None)
     block = block if isinstance(block, int) else columns
-    kind, bits = planned(spec, columns, block), format_of(spec.dtype).bits
+    kind, bits = planned(spec, columns, block), get_format(spec.dtype).bits
     if kind is None or kind.bits <= bits:
         return ""
     whole = planned(spec, superblocks.SIZE * block, block)
@@ -140,7 +140,7 @@ def snapped(
         raise ExportError(f"no block type of GGUF holds {spec.dtype} in blocks of {block} of {columns} columns")
     if not kind.steps:
         if kind.has_least and minval is None:
-            return _few_bits(scale, HALF - format_of(spec.dtype).bits), None
+            return _few_bits(scale, HALF - get_format(spec.dtype).bits), None
         return _half(scale), None if minval is None else _half(minval)
     found = _in_super_blocks(scale, block, kind.steps)
     return found, None if minval is None else -_in_super_blocks((-minval).clamp(min=0), block, kind.steps)

@@ -14,7 +14,7 @@ from scalepoint.formats.gguf.architectures import architecture_of
 from scalepoint.formats.gguf.metadata import add_metadata
 from scalepoint.formats.gguf.tensors import Entry, entries
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read, vocabulary_size
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationFormulation, QuantizationSpec
 from scalepoint.support.files import replace_file
 
@@ -38,7 +38,7 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
         )
     if weight is None:
         return
-    row = format_of(weight.dtype)
+    row = get_format(weight.dtype)
     if row.is_float or row.bits > 8 or (row.low == 0 and row.bits > 5):
         raise ExportError(f"GGUF cannot hold weights of {row.name}: take int2 to int8, or uint2 to uint5")
     if weight.qformulation == QuantizationFormulation.MINVAL and row.bits > 5:

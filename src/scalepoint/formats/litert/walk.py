@@ -27,7 +27,7 @@ from scalepoint.formats.litert.values import (
     plain,
     shape_of,
 )
-from scalepoint.graph.blame import operation_of, place_of
+from scalepoint.graph.user_traceback import describe_location, get_operation_name
 
 aten, own = torch.ops.aten, torch.ops.scalepoint
 Form = Callable[["Walk", fx.Node], Any]
@@ -215,8 +215,8 @@ class Walk(Tensors):
 def refused(node: fx.Node, why: str) -> TargetError:
     """The operation as the user wrote it, where, and the way out."""
     return TargetError(
-        f"{operation_of(node)}{place_of(node)} {why}: target 'litert' cannot run it in any precision. Write that line "
-        "with other operations, or deploy for 'onnxruntime'"
+        f"{get_operation_name(node)}{describe_location(node)} {why}: target 'litert' cannot run it in any precision. "
+        "Write that line with other operations, or deploy for 'onnxruntime'"
     )
 
 

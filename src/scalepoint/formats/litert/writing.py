@@ -29,8 +29,8 @@ from scalepoint.formats.litert.values import NotFreeError, Value
 from scalepoint.formats.litert.walk import FORMS, Walk
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.single import single_inputs
-from scalepoint.graph.blame import user_level
-from scalepoint.graph.export import export_graph, quiet
+from scalepoint.graph.torch_export import export_graph, export_logs_silenced
+from scalepoint.graph.user_traceback import user_level
 from scalepoint.support.files import replace_file
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -127,7 +127,7 @@ def _walked(model: fx.GraphModule, writing: Writing) -> tuple[Walk, ExportedProg
 
 def _once(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> tuple[Walk, ExportedProgram]:
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), export_logs_silenced():
             program = taken_apart(export_graph(model, *inputs, dynamic, _free))
             walk = Walk(program, _batch(inputs))
             walk.run()

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.interface_names import input_names, output_names, unused_name
-from scalepoint.graph.free import BATCH, SEQUENCE, Axes
+from scalepoint.graph.dynamic_axes import BATCH, SEQUENCE, Axes
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 

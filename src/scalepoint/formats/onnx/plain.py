@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.formats.format import Writing
-from scalepoint.graph.export import quiet
-from scalepoint.graph.modes import evaluating, plain_attention, without_cache
+from scalepoint.graph.module_state import cache_disabled, eval_mode, fused_attention_disabled
+from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.support.torch_state import caller_dtype
 
 
@@ -37,7 +37,14 @@ def write_plain(model: nn.Module, path: Path, writing: Writing) -> None:
     """
     flat = Flat(model, writing.inputs)
     tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
-    with evaluating(model), torch.no_grad(), quiet(), _as_written(), without_cache(model), caller_dtype():
+    with (
+        eval_mode(model),
+        torch.no_grad(),
+        export_logs_silenced(),
+        _as_written(),
+        cache_disabled(model),
+        caller_dtype(),
+    ):
         torch.onnx.export(flat, tensors, str(path), dynamo=False, input_names=list(writing.names) or None)
 
 
@@ -47,7 +54,7 @@ def _as_written() -> Iterator[None]:
     log = torch._C._jit_onnx_log
     torch._C._jit_onnx_log = lambda *_: None
     try:
-        with plain_attention():
+        with fused_attention_disabled():
             yield
     finally:
         torch._C._jit_onnx_log = log

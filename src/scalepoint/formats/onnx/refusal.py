@@ -7,7 +7,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from scalepoint.errors import ExportError
-from scalepoint.graph.blame import operation_of, place_of
+from scalepoint.graph.user_traceback import describe_location, get_operation_name
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NODE = (re.compile(r"%(\w+) : "), re.compile(r"for node '(?:node_)?(\w+)'"))
@@ -21,15 +21,15 @@ def refusal(error: Exception, program: ExportedProgram | None) -> ExportError:
     first = f"{type(causes[-1]).__name__}: {_first_line(_COLOUR.sub('', str(causes[-1])))}"
     node = None if program is None else _node(said, program.graph)
     named = _OPERATION.search(said)
-    operation = operation_of(node) or (named[1] if named else "")
+    operation = get_operation_name(node) or (named[1] if named else "")
     own = next((cause for cause in causes if isinstance(cause, ExportError)), None)
     if own is not None:  # a translation of ours has said why
-        return ExportError(f"{operation}{'' if node is None else place_of(node)}: {own}".removeprefix(": "))
+        return ExportError(f"{operation}{'' if node is None else describe_location(node)}: {own}".removeprefix(": "))
     if not operation:
         return ExportError(f"torch cannot write this model as ONNX. {first}")
     return ExportError(
-        f"torch cannot write {operation} as ONNX{'' if node is None else place_of(node)}. {first.rstrip('.')}. Write "
-        "that line with other operations"
+        f"torch cannot write {operation} as ONNX{'' if node is None else describe_location(node)}. {first.rstrip('.')}."
+        " Write that line with other operations"
     )
 
 
@@ -53,5 +53,5 @@ def _node(said: str, graph: fx.Graph) -> fx.Node | None:
     named = _OPERATION.search(said)
     if found is None and named:
         own = named[1].partition(".")[2]  # decomposed, aten.special_x is prims.x
-        found = next((node for node in nodes.values() if operation_of(node).endswith(own)), None)
+        found = next((node for node in nodes.values() if get_operation_name(node).endswith(own)), None)
     return found

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from scalepoint.errors import ExportError
 from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_type
 from scalepoint.formats.operators import dequantize, quantize
-from scalepoint.numerics import dtype_name, format_of
+from scalepoint.numerics import dtype_name, get_format
 from scalepoint.quantize.parts import run_with
 from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import Deployed, QuantizedWeighted
@@ -206,7 +206,7 @@ class StoredStub(Stored):
         if self.minval is not None:
             # the codes of a narrow range end at its minimum, which QuantizeLinear does not know
             value = _added(value, -self.minval, axis).clamp(min=0)
-            low, high = float(format_of(to_dtype(self.fmt)).low), float(format_of(to_dtype(self.fmt)).high)
+            low, high = float(get_format(to_dtype(self.fmt)).low), float(get_format(to_dtype(self.fmt)).high)
         codes = quantize(value, self.scale, self.zero_point, axis, low, high, self.fmt)
         values: Tensor = dequantize(codes, self.scale, self.zero_point, axis, 0, self.fmt)
         return (values if self.minval is None else _added(values, self.minval, axis)).to(x.dtype)

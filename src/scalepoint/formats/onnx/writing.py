@@ -22,9 +22,9 @@ from scalepoint.formats.onnx.saving import save_graph
 from scalepoint.formats.onnx.stored import Stored
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.single import single_inputs
-from scalepoint.graph.export import export_graph, quiet
-from scalepoint.graph.origin import origin_of
+from scalepoint.graph.origin import get_origin
 from scalepoint.graph.program import Known, Program, warn_of_tracing
+from scalepoint.graph.torch_export import export_graph, export_logs_silenced
 from scalepoint.numerics import dtype_name
 from scalepoint.support.torch_state import gc_paused
 from scalepoint.targets.target import Spelling
@@ -86,7 +86,7 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     try:
         with torch.no_grad():
             exported = export_graph(prepare_graph(model), *form.inputs, form.dynamic, known=form.known, has_code=False)
-        with quiet():
+        with export_logs_silenced():
             graph = translated(rewritten(exported), opset, {**translations(opset), **grouped_products(opset)})
     except ScalepointError:
         raise
@@ -97,5 +97,5 @@ def _to_onnx(model: fx.GraphModule, form: _Form) -> Any:
     graph.opset_imports[""] = form.opset
     respell(graph, form.spellings)
     finish(graph, IR_VERSIONS[form.opset], form.float_dtype)
-    name_interface(graph, exported, origin_of(model).axes)
+    name_interface(graph, exported, get_origin(model).axes)
     return graph

@@ -17,7 +17,7 @@ from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
 from scalepoint.checkpoints.source import HEADS, TOKEN_EMBEDDINGS
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats.packed.shards import ENTRY, Shards
-from scalepoint.numerics import QuantizationFormulation, dtype_name, format_of
+from scalepoint.numerics import QuantizationFormulation, dtype_name, get_format
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.support.files import replace_folder
 from scalepoint.support.untrusted import read_head
@@ -188,7 +188,7 @@ def check_integers(
             f"{name} has float activations, not {dtype_name(activation.dtype)}: leave them away, or use the target "
             "compressed-tensors"
         )
-    row = format_of(weight.dtype)
+    row = get_format(weight.dtype)
     if row.is_float or row.bits not in bits:
         raise TargetError(
             f"{name} has no {row.name} weights: integers of {', '.join(map(str, bits))} bits it has; others are in "

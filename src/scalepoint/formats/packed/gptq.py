@@ -37,7 +37,7 @@ from scalepoint.formats.packed.folder import (
     write_folder,
     write_json,
 )
-from scalepoint.numerics import QuantizationScheme, format_of
+from scalepoint.numerics import QuantizationScheme, get_format
 from scalepoint.spec import QuantizationSpec
 
 NAME = "gptq"
@@ -50,7 +50,7 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
     spec = check_integers(weight, activation, NAME, BITS)
     check_blocks(source, block_of(spec))
     for axis in (1, 0):
-        check_words(source, axis, format_of(spec.dtype).bits, NAME)
+        check_words(source, axis, get_format(spec.dtype).bits, NAME)
 
 
 @dataclass

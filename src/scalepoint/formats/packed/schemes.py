@@ -16,7 +16,7 @@ from typing import Any
 
 from scalepoint.errors import TargetError
 from scalepoint.formats.packed.folder import block_of
-from scalepoint.numerics import E4M3, E8M0, FP4, QuantizationFormulation, QuantizationScheme, dtype_name, format_of
+from scalepoint.numerics import E4M3, E8M0, FP4, QuantizationFormulation, QuantizationScheme, dtype_name, get_format
 from scalepoint.spec import (
     PerBlockGranularity,
     PerChannelGranularity,
@@ -67,7 +67,7 @@ def scheme_of(weight: QuantizationSpec, activation: QuantizationSpec | None) -> 
         return _float4(weight, activation)
     if weight.dtype == E4M3:
         return _float8(weight, activation)
-    if format_of(weight.dtype).is_float or format_of(weight.dtype).bits > 8:
+    if get_format(weight.dtype).is_float or get_format(weight.dtype).bits > 8:
         raise TargetError(
             f"{NAME} has no {dtype_name(weight.dtype)} weights: integers of 1 to 8 bits, float8_e4m3fn and "
             "float4_e2m1fn_x2 it has"
@@ -82,8 +82,8 @@ def _packed_integers(weight: QuantizationSpec) -> Scheme:
 
 
 def _int8(weight: QuantizationSpec, activation: QuantizationSpec) -> Scheme:
-    given = format_of(activation.dtype)
-    if format_of(weight.dtype).bits != 8 or given.bits != 8 or given.is_float:
+    given = get_format(activation.dtype)
+    if get_format(weight.dtype).bits != 8 or given.bits != 8 or given.is_float:
         raise TargetError(
             f"{dtype_name(weight.dtype)} weights with {dtype_name(activation.dtype)} activations: int-quantized has "
             "int8 weights with int8 activations; fewer bits for weights alone (no activations)"
@@ -160,7 +160,7 @@ def _inputs(spec: QuantizationSpec) -> tuple[tuple[str, Any], ...]:
 
 
 def _numbers(spec: QuantizationSpec) -> dict[str, Any]:
-    row = format_of(spec.dtype)
+    row = get_format(spec.dtype)
     return {
         "num_bits": row.bits,
         "type": "float" if row.is_float else "int",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from scalepoint.graph.nodes import kind_of
+from scalepoint.graph.nodes import get_kind
 from scalepoint.quantize.migrations.flow import Op
 from scalepoint.quantize.migrations.layers import Layer
 from scalepoint.quantize.migrations.migration import Found, Migration, Scene
@@ -145,7 +145,7 @@ def _live(quant: WeightFakeQuantize) -> Iterator[None]:
 def _step(scene: Scene, reader: Layer, low: Tensor, high: Tensor) -> float:
     """The step that a stub of the input will have, with ranges as they are."""
     source = reader.op.node.args[0]
-    module = scene.model.get_submodule(str(source.target)) if kind_of(source) == "quant" else None  # type: ignore[union-attr, arg-type]
+    module = scene.model.get_submodule(str(source.target)) if get_kind(source) == "quant" else None  # type: ignore[union-attr, arg-type]
     if not isinstance(module, QuantStub) or module.quantizer.grid.format.is_float or module.is_fixed:
         return 0.0
     least, most = float(low.min().clamp(max=0)), float(high.max().clamp(min=0))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from scalepoint.graph import Operation
-from scalepoint.graph.modules import Slot, tensors_of
-from scalepoint.graph.nodes import kind_of
+from scalepoint.graph.nodes import get_kind
+from scalepoint.graph.operations import Slot, get_tensors
 from scalepoint.patterns import Fused
 from scalepoint.patterns.fused import FusedNorm
 from scalepoint.patterns.language import place_of
@@ -132,7 +132,7 @@ def _kind(node: fx.Node, module: nn.Module | None) -> str:
     is_given = isinstance(module, QuantStub) and (
         module.fixed_calibration is not None or any(end is not None for end in module.spec.float_range)
     )
-    return "quant of a given range" if is_given else kind_of(node)
+    return "quant of a given range" if is_given else get_kind(node)
 
 
 def _norm_kind(group: FusedNorm) -> str:
@@ -153,7 +153,7 @@ def _uses(model: fx.GraphModule, ops: Sequence[Op]) -> Counter[int]:
             held = [getattr(model.get_submodule(owner), leaf)]
         else:
             folded = op.module.norm if isinstance(op.module, QuantizedWeighted) else None
-            held = [tensor for module in (op.operation, folded) if module is not None for tensor in tensors_of(module)]
+            held = [tensor for module in (op.operation, folded) if module is not None for tensor in get_tensors(module)]
         count.update({tensor.data_ptr() for tensor in held if isinstance(tensor, Tensor) and tensor.numel()})
         count.update([] if op.module is None else [id(op.module)])
     return count

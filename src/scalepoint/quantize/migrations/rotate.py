@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scalepoint.numerics.rotation import hadamard, rotation
+from scalepoint.numerics.rotation import make_hadamard, make_rotation
 from scalepoint.quantize.migrations.flow import Op
 from scalepoint.quantize.migrations.layers import Layer
 from scalepoint.quantize.migrations.migration import Found, Migration, Scene
@@ -39,7 +39,7 @@ class Heads:
 
     def rotate(self) -> str:
         size = self.blocks.shape[1]
-        r = rotation(size).to(self.source.weight.device)
+        r = make_rotation(size).to(self.source.weight.device)
         for tensor in (self.source.matrix()[0, :, :, 0], self.source.bias):
             if tensor is not None:
                 rows = tensor[self.blocks].double()
@@ -52,7 +52,7 @@ class Heads:
 
 
 def described(size: int) -> str:
-    return "random orthogonal" if hadamard(size) is None else "Hadamard"
+    return "random orthogonal" if make_hadamard(size) is None else "Hadamard"
 
 
 def find(scene: Scene) -> Found:

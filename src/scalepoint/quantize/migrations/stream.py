@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scalepoint.graph import Operation
-from scalepoint.numerics.rotation import hadamard, rotation
+from scalepoint.numerics.rotation import make_hadamard, make_rotation
 from scalepoint.quantize.migrations.flow import Flow, Op
 from scalepoint.quantize.migrations.layers import NORMS, Layer, Norm, give_parameter, give_quantizer
 from scalepoint.quantize.migrations.migration import Found, Scene
@@ -44,7 +44,7 @@ class Stream:
 
     def rotate(self) -> str:
         keeps_mean = any(norm.kind == "layer_norm" for norm in self.norms)
-        r = rotation(self.width, keeps_mean=keeps_mean).to(self.readers[0][0].weight.device)
+        r = make_rotation(self.width, keeps_mean=keeps_mean).to(self.readers[0][0].weight.device)
         for reader, norm in self.readers:
             _fold(norm, reader)
             matrix = reader.matrix()[0, :, :, 0]
@@ -58,7 +58,7 @@ class Stream:
                 layer.bias.copy_(layer.bias.double() @ r)
         for table, axis, _ in self.tables:
             table.copy_((table.double().movedim(axis, -1) @ r).movedim(-1, axis))
-        how = "random orthogonal" if hadamard(self.width) is None else "Hadamard"
+        how = "random orthogonal" if make_hadamard(self.width) is None else "Hadamard"
         writers = len(self.layers) + len(self.tables)
         return f"width {self.width} ({how}), {writers} writers, {len(self.norms)} norms, {len(self.readers)} readers"
 

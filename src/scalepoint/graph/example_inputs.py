@@ -1,0 +1,84 @@
+"""Check inputs before they are used: dense tensors with values, and token ids that the model has rows for."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.errors import CaptureError, TensorError
+from scalepoint.graph.dry_run import dry_run
+from scalepoint.graph.module_state import eval_mode
+
+EMBEDDING_ERROR = "index out of range in self"  # torch 2.13, for ids without a row; an index of a list says otherwise
+
+
+def check_dense(value: Tensor) -> None:
+    """Refuse sparse and nested tensors: no layer here takes them, and most functions of torch fail on them."""
+    if value.is_nested:
+        raise TensorError("a nested tensor cannot be an input: pad it, torch.nested.to_padded_tensor(x, 0.0)")
+    if value.layout != torch.strided:
+        kind = str(value.layout).removeprefix("torch.")
+        raise TensorError(f"a tensor of layout {kind} cannot be an input: make it dense, x.to_dense()")
+
+
+def check_values(value: Tensor) -> None:
+    """Refuse a tensor on the meta device, which has a shape and no values."""
+    if value.is_meta:
+        raise TensorError(
+            f"a tensor {tuple(value.shape)} on the meta device has no values: give real ones, such as "
+            "torch.randn(x.shape)"
+        )
+
+
+def check_example(model: nn.Module, inputs: tuple[Any, Any]) -> None:
+    """Refuse example inputs without values, and token ids that the model has no rows for.
+
+    torch.export does not look at values: ids out of range would be found only when the file is verified. Only a model
+    with an embedding is run here.
+    """
+    for value in _tensors(inputs):
+        check_dense(value)
+        check_values(value)
+    if not has_ids(inputs) or not any(True for _ in _tables(model)):
+        return
+    try:
+        with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            dry_run(model, *inputs)
+    except Exception as error:  # the user's code raises what it likes; capture says at which line
+        if message := describe_ids_out_of_range(error, model, inputs):
+            raise CaptureError(f"the example inputs: {message}") from error
+
+
+def describe_ids_out_of_range(error: Exception, model: nn.Module, inputs: Any) -> str:
+    """Describe the ids that an embedding refused, and the embeddings of the model; "" for every other error."""
+    if not isinstance(error, IndexError) or EMBEDDING_ERROR not in str(error) or not has_ids(inputs):
+        return ""
+    ranges = [
+        f"{tuple(value.shape)} {value.dtype} with ids from {int(value.min())} to {int(value.max())}"
+        for value in _tensors(inputs)
+        if _is_of_ids(value) and value.numel()
+    ]
+    tables = sorted((rows, name) for name, rows in _tables(model))
+    known = f"; the smallest embedding, {tables[0][1]}, takes ids below {tables[0][0]}" if tables else ""
+    return f"an id is out of range: {', '.join(ranges)}{known}"
+
+
+def has_ids(inputs: Any) -> bool:
+    return any(map(_is_of_ids, _tensors(inputs)))
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def _is_of_ids(value: Tensor) -> bool:
+    return value.dtype in (torch.int64, torch.int32)
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Embeddings by name, with their rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            yield name or type(module).__name__, module.num_embeddings

@@ -1,0 +1,84 @@
+"""The line of the user's own code at which a capture failed, or which a warning is about."""
+
+import contextlib
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from scalepoint.graph.nodes import get_info
+
+_LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
+_INTERACTIVE_FILES = ("<ipython-input", "<stdin>")  # code without a file that is the user's all the same
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether code of this file is the user's, not torch's or ours."""
+    return filename.startswith(_INTERACTIVE_FILES) or not filename.startswith(_LIBRARY_FOLDERS)
+
+
+def user_line(error: Exception | None) -> str:
+    """ " at file:line: code", or nothing when only torch and scalepoint were running."""
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    user_frames = [frame for frame in frames if is_user_file(frame.filename)]
+    return f" at {user_frames[-1].filename}:{user_frames[-1].lineno}: {user_frames[-1].line}" if user_frames else ""
+
+
+def has_passed_through(error: Exception | None, *functions: str) -> bool:
+    """Whether an error was raised below a line that calls one of these functions."""
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    return any(f"{each}(" in (frame.line or "") for frame in frames for each in functions)
+
+
+def has_local_of_type(error: Exception | None, kind: type) -> bool:
+    """Whether a function that the error passed through had a value of this type in a local variable."""
+    frame = error.__traceback__ if error else None
+    while frame is not None:
+        if any(isinstance(value, kind) for value in frame.tb_frame.f_locals.values()):
+            return True
+        frame = frame.tb_next
+    return False
+
+
+def user_module(error: Exception | None, model: nn.Module) -> str:
+    """The path of the innermost submodule in whose own code an error was raised; nothing for the model itself."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    innermost, frame = "", error.__traceback__ if error else None
+    while frame is not None:
+        code, owner = frame.tb_frame.f_code, frame.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and is_user_file(code.co_filename):
+            innermost = paths.get(id(owner), innermost)
+        frame = frame.tb_next
+    return innermost
+
+
+def recorded_line(trace: str | None) -> str:
+    """The same of the stack trace that a node of a graph carries."""
+    frames = re.findall(r'File "(.+?)", line (\d+), in .*\n +(.+)', trace or "")
+    user_frames = [frame for frame in frames if is_user_file(frame[0])]
+    return " at {}:{}: {}".format(*user_frames[-1]) if user_frames else ""
+
+
+def user_level() -> int:
+    """The stacklevel by which the caller's warning names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def get_operation_name(node: fx.Node | None) -> str:
+    """Name of the operation as the user wrote it, before decomposition; "" without a node."""
+    if node is not None and isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"torch.{node.target.__name__}"
+    return "" if node is None else str(get_info(node).written or node.target).rpartition(".")[0]
+
+
+def describe_location(node: fx.Node) -> str:
+    """The user's line and the module that a node comes from, for the end of an error."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    module = f" (in {stack[-1][0]})" if stack and stack[-1][0] else ""
+    return f"{recorded_line(node.stack_trace)}{module}"

@@ -1,0 +1,130 @@
+"""From a spec to its modules: range calculator -> qparams calculator -> fake quantizer."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from scalepoint.errors import SpecError
+from scalepoint.numerics import QuantizationScheme
+from scalepoint.spec.fake_quantize import CompressionTargetTensor, FakeQuantizeImplBase, PartialConstructor
+from scalepoint.spec.granularity import PerChannelGranularity, PerTensorGranularity
+from scalepoint.spec.qparams_calculator import (
+    DefaultQParamsCalculator,
+    QParamsCalculatorBase,
+)
+from scalepoint.spec.range_calculator import RangeCalculatorBase
+from scalepoint.spec.registry import constructor_parameters, parse_enum, to_scheme
+from scalepoint.spec.spec import QuantizationSpec, to_code_type
+
+
+class QuantizationComponentFactory:
+    """Builds the components of a spec; every call builds new ones that share nothing."""
+
+    @staticmethod
+    def create_range_calculator(spec: QuantizationSpec) -> RangeCalculatorBase:
+        kind = spec.range_calculator_cls
+        parameters = constructor_parameters(kind)
+        fields = {name: value for name, value in _grid_fields(spec).items() if name in parameters}
+        calculator: RangeCalculatorBase = kind(granularity=spec.granularity, **{**fields, **spec.get_extra_args()})
+        return calculator
+
+    @staticmethod
+    def create_qparams_calculator(
+        spec: QuantizationSpec, target: CompressionTargetTensor | str
+    ) -> QParamsCalculatorBase:
+        return _create_qparams_calculator(spec, target, {})
+
+    @staticmethod
+    def create_fake_quantizer(
+        spec: QuantizationSpec, target: CompressionTargetTensor | str, **overrides: Any
+    ) -> FakeQuantizeImplBase:
+        """Build the quantizer of a spec.
+
+        Args:
+            spec: How the tensor is quantized.
+            target: Whether it is a weight or an activation.
+            overrides: Arguments of the quantizer's constructor. `dtype`, `qscheme` (a torch.qscheme too), `quant_min`,
+                `quant_max`, `ch_axis` and `is_dynamic` are those of a torchao QuantizationSpec, which prepare_pt2e
+                passes: they change the spec, None leaves it as it is.
+        """
+        spec, limits = _with_torchao_fields(spec, overrides)
+        fields = _grid_fields(spec) | limits
+        del fields["scale_dtype"]
+        quantizer: FakeQuantizeImplBase = spec.fake_quantize_cls(
+            granularity=spec.granularity,
+            qformulation=spec.qformulation,
+            qparams_calculator=_create_qparams_calculator(spec, target, limits),
+            **{
+                "quantization_target": parse_enum(CompressionTargetTensor, target),
+                "n_bits": spec.n_bits,
+                **fields,
+                **spec.get_extra_args(),
+                **overrides,
+            },
+        )
+        return quantizer
+
+    @staticmethod
+    def create_fake_quantizer_partial(
+        spec: QuantizationSpec, target: CompressionTargetTensor | str
+    ) -> PartialConstructor:
+        """A constructor without arguments, as PT2E wants one."""
+        constructor = PartialConstructor(partial(QuantizationComponentFactory.create_fake_quantizer, spec, target))
+        if isinstance(spec.granularity, PerChannelGranularity):
+            constructor.__name__ = (
+                "PerChannelFakeQuantize"  # torchao 0.18 passes ch_axis only to names with "PerChannel"
+            )
+        return constructor
+
+
+def _create_qparams_calculator(
+    spec: QuantizationSpec, target: CompressionTargetTensor | str, limits: Mapping[str, float]
+) -> QParamsCalculatorBase:
+    kind = spec.qparam_calculator_cls
+    if kind is DefaultQParamsCalculator:
+        is_weight = parse_enum(CompressionTargetTensor, target) == CompressionTargetTensor.WEIGHT
+        kind = QParamsCalculatorBase.get_class("static" if is_weight else "moving_average")
+    calculator: QParamsCalculatorBase = kind(
+        granularity=spec.granularity,
+        range_calculator=QuantizationComponentFactory.create_range_calculator(spec),
+        float_range=spec.float_range,
+        qformulation=spec.qformulation,
+        **{**_grid_fields(spec), **limits, **spec.get_extra_args()},
+    )
+    return calculator
+
+
+def _with_torchao_fields(spec: QuantizationSpec, overrides: dict[str, Any]) -> tuple[QuantizationSpec, dict[str, Any]]:
+    """Take the fields of a torchao QuantizationSpec out of `overrides`; the limits of the codes are returned apart."""
+    fields = {name: overrides.pop(name, None) for name in ("dtype", "qscheme", "ch_axis", "is_dynamic")}
+    limits = {name: overrides.pop(name, None) for name in ("quant_min", "quant_max")}
+    dtype, qscheme = fields["dtype"], fields["qscheme"]
+    if dtype is not None and to_code_type(dtype) not in (spec.dtype, spec.target_dtype):
+        spec = spec.replace(dtype=dtype)
+    if qscheme is not None:
+        scheme = to_scheme(qscheme)
+        if (scheme == QuantizationScheme.ASYMMETRIC) != (spec.qscheme == QuantizationScheme.ASYMMETRIC):
+            spec = spec.replace(qscheme=scheme)
+        if isinstance(qscheme, torch.qscheme):
+            _check_granularity(spec, qscheme)
+    if fields["ch_axis"] is not None and isinstance(spec.granularity, PerChannelGranularity):
+        spec = spec.replace(granularity=PerChannelGranularity(axis=fields["ch_axis"]))
+    if fields["is_dynamic"] and not spec.qparam_calculator_cls.always_called:
+        raise SpecError("is_dynamic=True needs a spec with qparam_calculator_cls='dynamic'")
+    return spec, {name: value for name, value in limits.items() if value is not None}
+
+
+def _check_granularity(spec: QuantizationSpec, qscheme: torch.qscheme) -> None:
+    """Refuse a torch.qscheme whose granularity is not that of the spec; torch has none for blocks."""
+    is_per_channel = qscheme in (torch.per_channel_affine, torch.per_channel_symmetric)
+    opposite = PerTensorGranularity if is_per_channel else PerChannelGranularity
+    if isinstance(spec.granularity, opposite):
+        needed = "PerChannelGranularity(axis)" if is_per_channel else "PerTensorGranularity()"
+        raise SpecError(f"qscheme={qscheme} contradicts {spec.granularity!r}: give the spec granularity={needed}")
+
+
+def _grid_fields(spec: QuantizationSpec) -> dict[str, Any]:
+    names = ("dtype", "qscheme", "target_dtype", "quant_min", "quant_max", "scale_dtype")
+    return {name: getattr(spec, name) for name in names}

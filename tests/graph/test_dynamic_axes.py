@@ -1,0 +1,258 @@
+"""Axes that are free by name: what can be asked for, what capture makes of it, what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scalepoint.errors import CaptureError, UsageError
+from scalepoint.graph import capture
+from scalepoint.graph.deserialization import rebuild
+from scalepoint.graph.dynamic_axes import get_named_inputs, is_dynamic, parse_axes, resize_inputs
+from scalepoint.graph.nodes import get_fake_tensor
+from scalepoint.graph.origin import get_origin
+from scalepoint.graph.serialization import describe
+from scalepoint.graph.torch_export import export_graph
+from tests.errors import raises
+
+PICTURE = {"x": {2: "height", 3: "width"}}
+
+
+class Pixels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, 2, 1)
+
+    def forward(self, x):
+        return F.interpolate(self.conv(x), size=x.shape[-2:])
+
+
+class Skips(nn.Module):
+    """Two levels and a skip that is joined: sizes are even."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 3, 2, 1), nn.ConvTranspose2d(4, 4, 2, 2)
+
+    def forward(self, x):
+        return torch.cat((x, self.up(self.down(x))), 1)
+
+
+class Flat(nn.Module):
+    """A head for one size."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3 * 8 * 8, 5)
+
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+
+class Sum(nn.Module):
+    def forward(self, x, y):
+        return x + y["a"]
+
+
+def shapes(graph):
+    return [["*" if is_dynamic(each) else each for each in get_fake_tensor(node).shape] for node in inputs_of(graph)]
+
+
+def inputs_of(graph):
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def captured(model, *inputs, axes=None, **options):
+    given = inputs if len(inputs) > 1 else inputs[0]
+    return capture(model.eval(), given, dynamic_axes=PICTURE if axes is None else axes, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "axes"),
+    [
+        (None, {}),
+        ({"x": {2: "height", 3: "width"}}, PICTURE),
+        ({"x": {"2": "height", "3": "width"}}, PICTURE),
+        (["x:2=height,3=width"], PICTURE),
+        ("x:2=height,3=width", PICTURE),
+        ({"x": [2, 3]}, {"x": {2: "x_2", 3: "x_3"}}),
+        ("x:2,3 y:-1", {"x": {2: "x_2", 3: "x_3"}, "y": {-1: "y_last"}}),
+    ],
+)
+def test_axes_are_given_as_people_know_it(given, axes):
+    assert parse_axes(given) == axes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (5, "is {'input': {2: 'height', 3: 'width'}} or {'input': [2, 3]}, not 5"),
+        ({"x": 2}, "'x' has 2"),
+        ({"x": {"two": "height"}}, "an axis of 'x' is a number, not 'two'"),
+        ({"x": [True]}, "an axis of 'x' is a number, not True"),
+        ({"x": {2: "the height"}}, "the name of axis 2 of 'x' is a word, such as 'height', not 'the height'"),
+        ("x:2;3", "is written as x:2=height,3=width or x:2,3, not 'x:2;3'"),
+        ("x:2 x:3", "names an axis or an input twice: 'x:3'"),
+    ],
+)
+def test_what_is_none_is_told(given, said):
+    with pytest.raises(UsageError) as caught:
+        parse_axes(given)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"y": [2]}, "the model has no input 'y': Known: x"),
+        ({"x": [4]}, "'x' has no axis 4: it is 2x3x8x8 in the example"),
+        ({"x": {2: "height", -2: "width"}}, "names an axis of 'x' twice"),
+        (
+            {"x": {2: "batch"}},
+            "'batch' is 2 on axis 0 of 'x' and 8 on axis 2 of 'x' in the example: one name is one size",
+        ),
+    ],
+)
+def test_axes_that_the_inputs_have_not_are_refused(axes, said):
+    with pytest.raises(UsageError) as caught:
+        captured(Pixels(), torch.randn(2, 3, 8, 8), axes=axes)
+    assert said in str(caught.value)
+
+
+def test_an_example_of_one_and_an_input_without_axes_are_refused():
+    with raises(UsageError, "axis 3 of 'x'", "size 1"):
+        captured(Pixels(), torch.randn(2, 3, 8, 1))
+    with raises(UsageError, "'y_a'", "no tensor"):
+        captured(Sum(), torch.randn(2, 3), {"a": 2}, axes={"y_a": [0]})
+    with pytest.raises(CaptureError, match="dynamic_axes= needs example inputs"):
+        capture(Pixels(), dynamic_axes=PICTURE)
+    program = torch.export.export(Pixels().eval(), (torch.randn(2, 3, 8, 8),))
+    with raises(UsageError, "dynamic_axes", "dynamic_shapes="):
+        capture(program, dynamic_axes=PICTURE)
+
+
+def test_named_axes_are_free_and_the_graph_was_tried_at_other_sizes():
+    model = Pixels()
+    graph = captured(model, torch.randn(2, 3, 8, 8))
+    assert shapes(graph) == [["*", 3, "*", "*"]]
+    origin = get_origin(graph)
+    assert origin.axes == PICTURE
+    assert origin.steps == {"height": 1, "width": 1}
+    assert origin.tried == {"height": 12, "width": 6}
+    x = torch.randn(1, 3, 13, 7)
+    assert torch.equal(graph(x), model(x))
+
+
+def test_the_batch_can_be_fixed_beside_them():
+    graph = captured(Pixels(), torch.randn(2, 3, 8, 8), dynamic=False)
+    assert shapes(graph) == [[2, 3, "*", "*"]]
+
+
+def test_sizes_that_the_model_takes_in_steps_are_found():
+    assert get_origin(captured(Skips(), torch.randn(1, 3, 8, 8))).steps == {"height": 2, "width": 2}
+
+
+def test_a_name_on_two_inputs_is_one_size():
+    axes = {"x": {1: "frames"}, "y_a": {1: "frames"}}
+    graph = captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 5)}, axes=axes)
+    assert get_origin(graph).tried == {"frames": 7}
+    with raises(CaptureError, "'frames'", "'steps'", "one name"):
+        captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 5)}, axes={"x": {1: "frames"}, "y_a": {1: "steps"}})
+    with raises(UsageError, "'frames'", "5 on axis 1 of 'x'", "4 on axis 1 of 'y_a'"):
+        captured(Sum(), torch.randn(2, 5), {"a": torch.randn(2, 4)}, axes=axes)
+
+
+def test_an_axis_that_the_model_computes_with_is_named_with_its_size_and_what_fails():
+    with pytest.raises(CaptureError) as caught:
+        captured(Flat(), torch.randn(2, 3, 8, 8))
+    said = str(caught.value)
+    for words in ("height or width", "Flat", "Eq(3*height*width, 192)", "height 16", "Leave that axis out"):
+        assert words in said
+    assert "self.head(x.flatten(1)): RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x384 and 192x5)" in said
+    with raises(CaptureError, "axis 2 of 'x' (height)", "a number, 8", "height 16"):
+        captured(Flat(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_recurrent_layers_take_sequences_of_any_length(kind, batch_first):
+    class Over(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = kind(4, 3, num_layers=2, bidirectional=True, batch_first=batch_first)
+
+        def forward(self, x):
+            return self.cells(x)[0]
+
+    model, time = Over(), 1 if batch_first else 0
+    graph = captured(model, torch.randn(5, 6, 4), axes={"x": {time: "frames", 1 - time: "samples"}})
+    x = torch.randn(3, 7, 4)
+    assert torch.equal(graph(x), model(x))
+
+
+def test_a_number_made_of_a_size_by_way_of_a_fraction_is_told():
+    class Halves(nn.Module):
+        def forward(self, x):
+            return F.adaptive_avg_pool2d(x, (int(x.shape[2] * 0.5), 4))
+
+    with raises(CaptureError, "height", "TruncToInt(0.5*", "whole numbers"):
+        captured(Halves(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
+
+
+def test_a_table_of_positions_says_where_it_ends():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(8, 4))
+
+        def forward(self, x):
+            return x + self.table[: x.shape[1]]
+
+    graph = captured(Positions(), torch.randn(2, 6, 4), axes={"x": {1: "tokens"}})
+    assert get_origin(graph).tried["tokens"] in range(2, 9)
+    full = captured(Positions(), torch.randn(2, 8, 4), axes={"x": {1: "tokens"}})
+    assert get_origin(full).tried["tokens"] in range(2, 8)
+
+
+def test_a_graph_that_is_another_model_at_other_sizes_is_refused():
+    class Remembers(nn.Module):
+        """Computes with a number that torch.export does not see is a size."""
+
+        def __init__(self):
+            super().__init__()
+            self.scale = 1.0
+
+        def forward(self, x):
+            self.scale = 1.0 if torch.compiler.is_compiling() else float(x.shape[2])
+            return x * self.scale
+
+    with raises(CaptureError, "height 12", "Remembers"):
+        captured(Remembers(), torch.randn(2, 3, 8, 8), axes={"x": {2: "height"}})
+
+
+def test_inputs_of_other_sizes_are_cut_or_repeated():
+    model = Sum()
+    inputs = (torch.arange(6.0).view(2, 3), {"a": torch.ones(2, 3)})
+    assert list(get_named_inputs(model, inputs, {})) == ["x", "y_a"]
+    (x, y), _ = resize_inputs(model, (inputs, {}), {"x": {1: "n"}, "y_a": {1: "n"}}, {"n": 5})
+    assert x.tolist() == [[0, 1, 2, 0, 1], [3, 4, 5, 3, 4]]
+    assert y["a"].shape == (2, 5)
+    (x, _), _ = resize_inputs(model, (inputs, {}), {"x": {1: "n"}}, {"n": 2})
+    assert x.tolist() == [[0, 1], [3, 4]]
+
+
+def test_a_graph_as_data_keeps_its_free_axes():
+    graph = captured(Skips(), torch.randn(2, 3, 8, 8))
+    found = describe(graph)
+    again = rebuild(found.data, {**graph.state_dict(), **found.constants})
+    assert get_origin(again) == get_origin(graph)
+    assert shapes(again) == [["*", 3, "*", "*"]]
+    x = torch.randn(1, 3, 10, 6)
+    assert torch.equal(again(x), graph(x))
+
+
+def test_the_program_of_a_graph_has_the_same_axes_free_at_any_example():
+    graph = captured(Skips(), torch.randn(2, 3, 8, 8))
+    program = export_graph(graph, (torch.randn(1, 3, 4, 12),), {}, dynamic=True)
+    (x,) = (node for node in program.graph.nodes if node.name == "x")
+    assert [is_dynamic(each) for each in x.meta["val"].shape] == [True, False, True, True]
