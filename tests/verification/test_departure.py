@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from scalepoint import export, verify
 from scalepoint.errors import VerificationError
-from scalepoint.formats.onnx.turned import TURNED
+from scalepoint.formats.onnx.channels_first import TURNED
 from scalepoint.quantize import quantize
 from scalepoint.verification.departure import departure, matched
 from tests.errors import raises

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from scalepoint.checkpoints import Cache, Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import CaptureError, UsageError
-from scalepoint.formats.packed import attention_layers
+from scalepoint.formats.checkpoint_folder import attention_layers
 from scalepoint.numerics import format_of
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize import QuantConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from scalepoint.formats.onnx.turned import as_in_model
+from scalepoint.formats.onnx.channels_first import as_in_model
 from scalepoint.support.cpu import instruction_set
 from scalepoint.verification.agreement import Agreement, worst
 from scalepoint.verification.result import Departure

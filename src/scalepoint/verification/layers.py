@@ -16,7 +16,7 @@ import numpy as np
 from torch import fx
 
 from scalepoint.errors import VerificationError
-from scalepoint.formats.onnx.turned import as_in_file
+from scalepoint.formats.onnx.channels_first import as_in_file
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Status, find_runtime

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from scalepoint.formats.executorch import passes
-from scalepoint.formats.executorch.writing import with_executorch
+from scalepoint.formats.executorch.write import with_executorch
 from scalepoint.formats.export import export
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.runtimes import find_runtime

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from scalepoint import check, export, verify
-from scalepoint.formats.onnx import saving
-from scalepoint.formats.onnx.about import about
+from scalepoint.formats.onnx import save
+from scalepoint.formats.onnx.file_info import about
 from scalepoint.quantize import Override, QuantConfig, quantize
 from scalepoint.verification import benchmark
 from tests.warm import warm
@@ -32,7 +32,7 @@ class Table(nn.Module):
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(saving, "LARGEST_IN_ONE_FILE", 10_000)
+    monkeypatch.setattr(save, "LARGEST_IN_ONE_FILE", 10_000)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ class TestTwoFiles:
         second = names(tmp_path)
         assert len(first) == len(second) == 3
         assert first != second
-        monkeypatch.setattr(saving, "LARGEST_IN_ONE_FILE", 10**9)
+        monkeypatch.setattr(save, "LARGEST_IN_ONE_FILE", 10**9)
         export(other, tmp_path / "m.onnx", x % 400)
         assert names(tmp_path) == ["m.onnx", "m.other.data"]
 

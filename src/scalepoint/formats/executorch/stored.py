@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.layers import HIGH, LOW, Layer, int8_parts
+from scalepoint.formats.layers import HIGH, LOW, WeightedOperation, int8_module_factories
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
@@ -23,7 +23,7 @@ def operators() -> Any:
     return torch.ops.quantized_decomposed
 
 
-class StoredWeight(Layer):
+class StoredWeight(WeightedOperation):
     """An operation over stored codes."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -109,4 +109,4 @@ class StoredDynamicStub(nn.Module):
         return values
 
 
-PARTS = int8_parts("XNNPACK", (StoredWeight, StoredTable), (StoredStub, StoredDynamicStub))
+PARTS = int8_module_factories("XNNPACK", (StoredWeight, StoredTable), (StoredStub, StoredDynamicStub))

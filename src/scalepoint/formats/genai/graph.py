@@ -10,8 +10,8 @@ from torch import Tensor
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint
 from scalepoint.errors import ExportError, nearest
+from scalepoint.formats.genai.initializers import Store, array_of
 from scalepoint.formats.genai.layout import Matrix, matrix, stacked
-from scalepoint.formats.genai.store import Store, array_of
 
 MICROSOFT = "com.microsoft"
 FLOAT = 1  # as ONNX numbers types

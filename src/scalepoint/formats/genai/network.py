@@ -6,7 +6,7 @@ import torch
 
 from scalepoint.checkpoints import Cache
 from scalepoint.formats.genai.decoder import Block, Decoder
-from scalepoint.formats.genai.experts import mixture
+from scalepoint.formats.genai.expert_layout import mixture
 from scalepoint.formats.genai.graph import MICROSOFT, Graph
 from scalepoint.formats.genai.layout import matrix
 from scalepoint.formats.genai.rotary import Rotary

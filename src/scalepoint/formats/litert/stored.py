@@ -5,15 +5,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.layers import HIGH, LOW, Layer, int8_parts
-from scalepoint.formats.operators import dequantize, quantize, rows
+from scalepoint.formats.layers import HIGH, LOW, WeightedOperation, int8_module_factories
+from scalepoint.formats.operators import dequantize, quantize, quantize_rows
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
-class StoredWeight(Layer):
+class StoredWeight(WeightedOperation):
     """An operation over codes as (out, in, ..)."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -81,8 +81,8 @@ class StoredRows(nn.Module):
     """A stub that finds the parameters of every row anew, which the kernel after it does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        values: Tensor = rows(x)
+        values: Tensor = quantize_rows(x)
         return values
 
 
-PARTS = int8_parts("LiteRT", (StoredWeight, StoredTable), (StoredStub, StoredRows))
+PARTS = int8_module_factories("LiteRT", (StoredWeight, StoredTable), (StoredStub, StoredRows))
