@@ -200,7 +200,7 @@ def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
 
 def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatch):
     """A model of more than 2 GB has its weights in files of their own; here everything counts as that large."""
-    monkeypatch.setattr(save, "LARGEST_IN_ONE_FILE", 100)
+    monkeypatch.setattr(save, "MAX_SINGLE_FILE_BYTES", 100)
     x = torch.randn(2, 64)
     seen = set()
     for seed in (0, 1):

@@ -17,8 +17,8 @@ from scalepoint.formats import ExportRequest, find_format
 from scalepoint.runtimes import find_runtime
 from scalepoint.verification import Status
 from tests.errors import raises
-from tests.formats.coreml.conftest import net, pictures, quantized
-from tests.formats.coreml.test_package import written
+from tests.formats.apple.conftest import net, pictures, quantized
+from tests.formats.apple.test_package import written
 from tests.pace import fast
 
 pytestmark = pytest.mark.skipif(

@@ -2,13 +2,13 @@
 
     FileFormat("mine", ".mine", write=write, files=files, read_info=read_info)
 
-`write(model, path, request)` puts a quantized model there, whole or not at all, and the float model of the same capture
-at request.float_path where that is given; `files(path)` names all that it wrote, the file itself last;
-`read_info(path)` reads it back without running anything. `check(model, request)`, where a format has it, refuses a graph
-that has an operation without a form, before anything is calibrated. `compare(path, model)`, where a format has it, reads
-all codes, scales and tables back and says in words where they are others than the model's, bit by bit.
-`show_choices(path, copy)`, where a format has it, writes a copy of a file whose further outputs are the scores and the
-indices of every top-k.
+`write(model, path, request)` puts a quantized model there, whole or not at all, and the float model of the same
+capture at request.float_path where that is given; `files(path)` names all that it wrote, the file itself last;
+`read_info(path)` reads it back without running anything. `check(model, request)`, where a format has it, refuses a
+graph that has an operation without a form, before anything is calibrated. `compare(path, model)`, where a format has
+it, reads all codes, scales and tables back and says in words where they are others than the model's, bit by bit.
+`show_choices(path, copy)`, where a format has it, writes a copy of a file whose further outputs are the scores and
+the indices of every top-k.
 """
 
 import inspect

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from scalepoint.formats import export, find_format
 from scalepoint.quantize import quantize
-from tests.formats.coreml.conftest import pictures
+from tests.formats.apple.conftest import pictures
 
 
 class Twins(nn.Module):

@@ -18,7 +18,7 @@ from scalepoint.quantize.shortcut import quantize
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.files import digest
 from tests.errors import raises
-from tests.formats.coreml.conftest import WAYS, net, pictures, quantized
+from tests.formats.apple.conftest import WAYS, net, pictures, quantized
 
 COREML = find_format("coreml")
 FAST = ("int8", "weights uint4 a channel", "weights int8, 2:4", "palettes of 3 bits a group", "weights int4 in blocks")

@@ -12,7 +12,7 @@ from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
 from tests.errors import raises
-from tests.formats.packed.tiny import (
+from tests.formats.checkpoint_folder.tiny import (
     FAMILIES,
     SIZES,
     loaded,

@@ -10,7 +10,7 @@ from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.errors import ExportError
 from scalepoint.formats import find_checkpoint_format, list_checkpoint_formats
 from scalepoint.spec import QuantizationSpec
-from tests.formats.packed.tiny import make, nearest
+from tests.formats.checkpoint_folder.tiny import make, nearest
 
 INT4 = QuantizationSpec(dtype="int4", granularity={"type": "per_block", "block_size": 32, "axis": 1})
 NAMES = ("compressed-tensors", "gptq", "awq")

@@ -11,7 +11,7 @@ from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
 from tests.errors import raises
-from tests.formats.packed.tiny import FAMILIES, make, quantize
+from tests.formats.checkpoint_folder.tiny import FAMILIES, make, quantize
 
 FORMAT = find_checkpoint_format("gptq")
 ROWS = {"type": "per_channel", "axis": 0}

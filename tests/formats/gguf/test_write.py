@@ -14,7 +14,7 @@ from scalepoint.formats.registry import find_checkpoint_format, list_checkpoint_
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask, exchange
 from tests.formats.gguf.checkpoints import FAMILIES, SIZES, decibels, make, quantized, simulation, spec_of
-from tests.formats.gguf.test_kinds import CASES
+from tests.formats.gguf.test_block_types import CASES
 
 gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
 LLAMACPP = find_runtime("llamacpp")

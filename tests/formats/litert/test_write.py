@@ -16,7 +16,7 @@ from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, Quantiza
 from scalepoint.verification import Status, verify
 from scalepoint.verification.departure import matched
 from scalepoint.verification.simulation import simulate
-from tests.formats.executorch.test_writing import Encoder
+from tests.formats.executorch.test_write import Encoder
 
 HERE = find_runtime("litert").is_here
 pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip install 'scalepoint[litert]'")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.formats import export
-from scalepoint.formats.onnx.channels_first import TURNED, as_in_file, as_in_model
+from scalepoint.formats.onnx.channels_first import CHANNELS_FIRST_SUFFIX, to_file_layout, to_model_layout
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.runtimes.openvino import OPENVINO
 from scalepoint.runtimes.process import ask, exchange
@@ -82,7 +82,11 @@ def test_every_product_of_codes_is_a_convolution_and_the_file_is_valid(made):
 def test_nothing_turns_back_and_forth_between_elementwise_operations(made):
     paths, _, _ = made
     makers = {name: node for node in nodes(paths["own"]) for name in node.output}
-    turned = [node for node in nodes(paths["own"]) if node.op_type == "QuantizeLinear" and TURNED in node.output[0]]
+    turned = [
+        node
+        for node in nodes(paths["own"])
+        if node.op_type == "QuantizeLinear" and CHANNELS_FIRST_SUFFIX in node.output[0]
+    ]
     assert [node.name.partition("_")[0] for node in turned] == ["up", "gate", "hidden"]
     for node in nodes(paths["own"]):
         if node.op_type == "Transpose" and node.name.startswith(("down", "out", "head")):
@@ -181,8 +185,8 @@ def test_weights_alone_and_a_tied_head_stay_products(tmp_path):
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 5, 3, 4)])
 def test_a_turned_tensor_is_read_back(shape):
     value = np.arange(np.prod(shape)).reshape(shape)
-    turned = as_in_file(f"a{TURNED}", value)
+    turned = to_file_layout(f"a{CHANNELS_FIRST_SUFFIX}", value)
     assert turned.shape[1] == shape[-1]
-    assert np.array_equal(as_in_model(f"a{TURNED}", turned, value.ndim), value)
-    assert as_in_file("a", value) is value
-    assert as_in_model("a", value, value.ndim) is value
+    assert np.array_equal(to_model_layout(f"a{CHANNELS_FIRST_SUFFIX}", turned, value.ndim), value)
+    assert to_file_layout("a", value) is value
+    assert to_model_layout("a", value, value.ndim) is value

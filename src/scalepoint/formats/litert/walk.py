@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+import scalepoint.formats.operators  # noqa: F401  # registers torch.ops.scalepoint.quantize
 from scalepoint.errors import TargetError
 from scalepoint.formats.litert.schema import Quantized
 from scalepoint.formats.litert.tensors import Tensors

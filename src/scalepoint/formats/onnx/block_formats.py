@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from scalepoint.errors import ExportError
 from scalepoint.formats.layers import InputFirstFloatWeight
-from scalepoint.formats.onnx.operators import TYPES
+from scalepoint.formats.onnx.operators import ONNX_TYPES
 from scalepoint.formats.onnx.stored_weights import (
-    Stored,
-    StoredBlockTable,
-    StoredStub,
-    StoredTable,
-    StoredUnpacked,
-    StoredWeight,
+    OnnxStored,
+    OnnxStoredBlockTable,
+    OnnxStoredStub,
+    OnnxStoredTable,
+    OnnxStoredWeight,
+    OnnxUnpackedWeight,
 )
 from scalepoint.formats.operators import dequantize
 from scalepoint.formats.stored_graph import ModuleFactories
@@ -31,18 +31,18 @@ from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerTokenBlockGranularity
 
-DOMAIN = "trt"
+TENSORRT_DOMAIN = "trt"
 _BIAS = 127  # of an exponent in e8m0
 _FLOAT, _FP8, _FP4 = 1, 17, 23  # as onnx.TensorProto counts them
 
 
-class StoredTwoLevelWeight(StoredWeight):
+class StoredTwoLevelWeight(OnnxStoredWeight):
     """A linear layer over NVFP4 codes."""
 
     inner: Tensor
     outer: Tensor
 
-    def keep_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
+    def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
         outer = quant.calculator.tensor_scale
         if outer is None or not outer.numel():
             raise ExportError(f"{quant.name}: the scale of its whole weight is not known: freeze(model) anew")
@@ -58,22 +58,22 @@ class StoredTwoLevelWeight(StoredWeight):
         return values.transpose(0, 1)
 
 
-class StoredMxWeight(StoredWeight):
+class StoredMxWeight(OnnxStoredWeight):
     """A linear layer over MXFP8 codes."""
 
     exponents: Tensor
 
-    def keep_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
+    def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("exponents", (quant.scale.log2().round() + _BIAS).to(torch.uint8).contiguous())
 
     def weight(self) -> Tensor:
-        return _mx_values(self.codes, self.exponents, self.block).transpose(0, 1)
+        return _dequantize_mx(self.codes, self.exponents, self.block).transpose(0, 1)
 
 
-def _mx_values(codes: Tensor, exponents: Tensor, block: int) -> Tensor:
+def _dequantize_mx(codes: Tensor, exponents: Tensor, block: int) -> Tensor:
     values: Tensor = torch.onnx.ops.symbolic(
-        f"{DOMAIN}::TRT_MXFP8DequantizeLinear",
+        f"{TENSORRT_DOMAIN}::TRT_MXFP8DequantizeLinear",
         (codes, exponents),
         {"axis": -1, "block_size": block, "output_dtype": _FLOAT},
         dtype=torch.float32,
@@ -83,13 +83,13 @@ def _mx_values(codes: Tensor, exponents: Tensor, block: int) -> Tensor:
     return values
 
 
-class StoredDynamicBlocks(Stored):
+class StoredDynamicBlocks(OnnxStored):
     """Activations in blocks along their last axis, with scales of their own in every call."""
 
     def __init__(self, stub: QuantStub, domains: Collection[str]) -> None:
         super().__init__()
         granularity, grid = stub.calculator.granularity, stub.calculator.grid
-        is_known = grid.scale_dtype in (E4M3, E8M0) and DOMAIN in domains
+        is_known = grid.scale_dtype in (E4M3, E8M0) and TENSORRT_DOMAIN in domains
         if not isinstance(granularity, PerTokenBlockGranularity) or not is_known:
             raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
         self.fmt, self.block, self.is_mx = grid.format.name, granularity.block_size, grid.scale_dtype == E8M0
@@ -104,16 +104,16 @@ class StoredDynamicBlocks(Stored):
         sizes = (*x.shape[:-1], x.shape[-1] // self.block)
         if self.outer is None:
             codes, exponents = torch.onnx.ops.symbolic_multi_out(
-                f"{DOMAIN}::TRT_MXFP8DynamicQuantize",
+                f"{TENSORRT_DOMAIN}::TRT_MXFP8DynamicQuantize",
                 (x,),
                 {"axis": -1, "block_size": self.block, "output_dtype": _FP8},
                 dtypes=(E4M3, torch.uint8),
                 shapes=(x.shape, sizes),
                 version=1,
             )
-            return _mx_values(codes, exponents, self.block)
+            return _dequantize_mx(codes, exponents, self.block)
         codes, inner = torch.onnx.ops.symbolic_multi_out(
-            f"{DOMAIN}::TRT_FP4DynamicQuantize",
+            f"{TENSORRT_DOMAIN}::TRT_FP4DynamicQuantize",
             (x, self.outer),
             {"axis": -1, "block_size": self.block, "scale_type": _FP8},
             dtypes=(_FP4, E4M3),
@@ -132,33 +132,37 @@ class StoredDynamicBlocks(Stored):
 
     @property
     def opset(self) -> int:
-        return TYPES[self.fmt][1]
+        return ONNX_TYPES[self.fmt][1]
 
 
-def stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Module:
+def build_stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Module:
     """The form of a weight for a compiler with these operators."""
     spec = source.weight_quant.spec
     if source.kind == TABLE:
-        return StoredBlockTable(source) if isinstance(spec.granularity, PerBlockGranularity) else StoredTable(source)
+        return (
+            OnnxStoredBlockTable(source)
+            if isinstance(spec.granularity, PerBlockGranularity)
+            else OnnxStoredTable(source)
+        )
     if source.is_unpacked and not source.weight_quant.zero_point.any():
-        return StoredUnpacked(source)
+        return OnnxUnpackedWeight(source)
     if source.kind == "linear" and spec.scale_dtype == E4M3:
         return StoredTwoLevelWeight(source)
-    if source.kind == "linear" and spec.scale_dtype == E8M0 and spec.dtype == E4M3 and DOMAIN in domains:
+    if source.kind == "linear" and spec.scale_dtype == E8M0 and spec.dtype == E4M3 and TENSORRT_DOMAIN in domains:
         return StoredMxWeight(source)
-    return StoredWeight(source)
+    return OnnxStoredWeight(source)
 
 
-def stored_stub(stub: QuantStub, factor: float, domains: Collection[str]) -> nn.Module:
+def build_stored_stub(stub: QuantStub, factor: float, domains: Collection[str]) -> nn.Module:
     """The form of a stub for a compiler with these operators."""
     is_dynamic = stub.calculator.always_called and not stub.is_learned
-    return StoredDynamicBlocks(stub, domains) if is_dynamic else StoredStub(stub, factor)
+    return StoredDynamicBlocks(stub, domains) if is_dynamic else OnnxStoredStub(stub, factor)
 
 
-def onnx_parts(domains: Collection[str] = ()) -> ModuleFactories:
+def onnx_module_factories(domains: Collection[str] = ()) -> ModuleFactories:
     """All of them."""
     return ModuleFactories(
-        weight=lambda source: stored_weight(source, domains),
-        stub=lambda stub, factor: stored_stub(stub, factor, domains),
+        weight=lambda source: build_stored_weight(source, domains),
+        stub=lambda stub, factor: build_stored_stub(stub, factor, domains),
         plain=lambda source: InputFirstFloatWeight(source, as_view=True),
     )

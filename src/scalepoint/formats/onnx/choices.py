@@ -7,7 +7,7 @@ from typing import Any
 from scalepoint.formats.format import ChoiceOutputs
 from scalepoint.formats.onnx.file_info import read_model
 
-INDICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}  # which output has the indices
+INDEX_OUTPUTS = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}  # which output has the indices
 
 
 def show_choices(path: Path, copy: Path) -> ChoiceOutputs | None:
@@ -23,7 +23,7 @@ def show_choices(path: Path, copy: Path) -> ChoiceOutputs | None:
     for place, node in enumerate(nodes):
         scores = f"scalepoint_scores_{place}"  # the scores may be an input, which cannot be an output too
         model.graph.node.append(onnx.helper.make_node("Identity", [node.input[0]], [scores]))
-        choices.append((node.name.rpartition("/")[0] or node.name, scores, node.output[INDICES[node.op_type]]))
+        choices.append((node.name.rpartition("/")[0] or node.name, scores, node.output[INDEX_OUTPUTS[node.op_type]]))
     outputs = [each.name for each in model.graph.output]
     outputs += dict.fromkeys(name for _, *shown in choices for name in shown if name not in outputs)
     for name in outputs[len(model.graph.output) :]:
@@ -33,5 +33,5 @@ def show_choices(path: Path, copy: Path) -> ChoiceOutputs | None:
 
 
 def _gives_indices(node: Any) -> bool:
-    place = INDICES.get(node.op_type)
+    place = INDEX_OUTPUTS.get(node.op_type)
     return place is not None and len(node.output) > place and bool(node.output[place])

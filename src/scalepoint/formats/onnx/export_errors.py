@@ -9,18 +9,18 @@ from torch.export import ExportedProgram
 from scalepoint.errors import ExportError
 from scalepoint.graph.blame import operation_of, place_of
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_NODE = (re.compile(r"%(\w+) : "), re.compile(r"for node '(?:node_)?(\w+)'"))
-_OPERATION = re.compile(r"target=torch\.ops\.(\w+\.\w+)")
+_ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_NODE_PATTERNS = (re.compile(r"%(\w+) : "), re.compile(r"for node '(?:node_)?(\w+)'"))
+_OPERATION_PATTERN = re.compile(r"target=torch\.ops\.(\w+\.\w+)")
 
 
-def refusal(error: Exception, program: ExportedProgram | None) -> ExportError:
+def explain_export_error(error: Exception, program: ExportedProgram | None) -> ExportError:
     """The error to raise for one that torch.onnx.export raised."""
-    causes = list(_chain(error))
-    said = "\n".join(_COLOUR.sub("", str(cause)) for cause in causes)
-    first = f"{type(causes[-1]).__name__}: {_first_line(_COLOUR.sub('', str(causes[-1])))}"
-    node = None if program is None else _node(said, program.graph)
-    named = _OPERATION.search(said)
+    causes = list(_iterate_causes(error))
+    said = "\n".join(_ANSI_COLOR.sub("", str(cause)) for cause in causes)
+    first = f"{type(causes[-1]).__name__}: {_first_line(_ANSI_COLOR.sub('', str(causes[-1])))}"
+    node = None if program is None else _find_node(said, program.graph)
+    named = _OPERATION_PATTERN.search(said)
     operation = operation_of(node) or (named[1] if named else "")
     own = next((cause for cause in causes if isinstance(cause, ExportError)), None)
     if own is not None:  # a translation of ours has said why
@@ -33,7 +33,7 @@ def refusal(error: Exception, program: ExportedProgram | None) -> ExportError:
     )
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """The error, and what it came from, down to the first."""
     found: BaseException | None = error
     while found is not None:
@@ -45,12 +45,12 @@ def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")
 
 
-def _node(said: str, graph: fx.Graph) -> fx.Node | None:
+def _find_node(said: str, graph: fx.Graph) -> fx.Node | None:
     """The node that is spoken of; where torch has renamed it, the first of the same operation."""
     nodes = {node.name: node for node in graph.nodes if node.op == "call_function"}
-    names = [name for pattern in _NODE for name in pattern.findall(said)]
+    names = [name for pattern in _NODE_PATTERNS for name in pattern.findall(said)]
     found = next((nodes[name] for name in names if name in nodes), None)
-    named = _OPERATION.search(said)
+    named = _OPERATION_PATTERN.search(said)
     if found is None and named:
         own = named[1].partition(".")[2]  # decomposed, aten.special_x is prims.x
         found = next((node for node in nodes.values() if operation_of(node).endswith(own)), None)

@@ -11,15 +11,17 @@ from scalepoint.formats.metadata import read_target_options
 from scalepoint.support.untrusted import LARGEST_PROTOBUF, check_file, file_in, read_bytes
 
 
-def about(path: Path) -> FileInfo:
+def read_info(path: Path) -> FileInfo:
     """Its inputs, its quantizers, what it was made for; its size with the data beside it."""
     model = read_model(path)
-    said = {_text(each.key): _text(each.value) for each in model.metadata_props}
+    said = {_decode_text(each.key): _decode_text(each.value) for each in model.metadata_props}
     return FileInfo(
-        size=_size(path, model),
-        inputs=tuple(map(_input, model.graph.input)),
+        size=_measure_size(path, model),
+        inputs=tuple(map(_read_input, model.graph.input)),
         made_for=read_target_options(said),
-        quantizers={_text(node.name): _text(node.output[0]) for node in model.graph.node if _is_quantizer(node)},
+        quantizers={
+            _decode_text(node.name): _decode_text(node.output[0]) for node in model.graph.node if _is_quantizer(node)
+        },
         metadata=said,
     )
 
@@ -41,9 +43,9 @@ def read_model(path: Path) -> Any:
     return found
 
 
-def _size(path: Path, model: Any) -> int:
+def _measure_size(path: Path, model: Any) -> int:
     pairs = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
-    locations = sorted({_text(entry.value) for entry in pairs if entry.key == "location"})
+    locations = sorted({_decode_text(entry.value) for entry in pairs if entry.key == "location"})
     try:
         return path.stat().st_size + sum(check_file(file_in(path.parent, location)) for location in locations)
     except DocumentError as error:
@@ -56,17 +58,19 @@ def _is_quantizer(node: Any) -> bool:
     return node.op_type == "QuantizeLinear" and len(node.output) == 1
 
 
-def _text(value: str | bytes) -> str:
+def _decode_text(value: str | bytes) -> str:
     """What is no text in a file that was damaged comes as bytes."""
     return value if isinstance(value, str) else value.decode("utf-8", "replace")
 
 
-def _input(value: Any) -> FileInput:
+def _read_input(value: Any) -> FileInput:
     import onnx  # noqa: PLC0415
 
     kind = value.type.tensor_type
     try:
         dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
     except (KeyError, ValueError, TypeError) as error:  # a sequence, a map, or a number that stands for no type
-        raise StoreError(f"input {_text(value.name)!r} of the file is no tensor of a type that ONNX has") from error
-    return FileInput(_text(value.name), dtype, tuple(each.dim_value or None for each in kind.shape.dim))
+        raise StoreError(
+            f"input {_decode_text(value.name)!r} of the file is no tensor of a type that ONNX has"
+        ) from error
+    return FileInput(_decode_text(value.name), dtype, tuple(each.dim_value or None for each in kind.shape.dim))

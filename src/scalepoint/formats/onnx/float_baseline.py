@@ -15,7 +15,7 @@ from scalepoint.graph.modes import evaluating, plain_attention, without_cache
 from scalepoint.support.torch_state import caller_dtype
 
 
-class Flat(nn.Module):
+class FlattenedModel(nn.Module):
     """A model that takes and gives tensors alone, whatever they are nested in."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, Any]) -> None:
@@ -24,25 +24,25 @@ class Flat(nn.Module):
         self.leaves, self.structure = pytree.tree_flatten(inputs)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        tensor_iterator = iter(tensors)
+        leaves = [next(tensor_iterator) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return tuple(leaf for leaf in pytree.tree_leaves(self.model(*args, **kwargs)) if isinstance(leaf, Tensor))
 
 
-def write_plain(model: nn.Module, path: Path, request: ExportRequest) -> None:
+def write_baseline(model: nn.Module, path: Path, request: ExportRequest) -> None:
     """torch.onnx.export of the model as it is, for the example's shape; raises what that raises.
 
     By the older exporter, which takes about a second; the newer one's graphs were not compared.
     """
-    flat = Flat(model, request.inputs)
+    flat = FlattenedModel(model, request.inputs)
     tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
-    with evaluating(model), torch.no_grad(), quiet(), _as_written(), without_cache(model), caller_dtype():
+    with evaluating(model), torch.no_grad(), quiet(), _plain_export(), without_cache(model), caller_dtype():
         torch.onnx.export(flat, tensors, str(path), dynamo=False, input_names=list(request.names) or None)
 
 
 @contextmanager
-def _as_written() -> Iterator[None]:
+def _plain_export() -> Iterator[None]:
     """No fused attention, which has no form in ONNX; and no graph printed on failure, which torch cannot switch off."""
     log = torch._C._jit_onnx_log
     torch._C._jit_onnx_log = lambda *_: None

@@ -10,7 +10,7 @@ import torch
 from scalepoint.errors import ExportError
 
 
-def grouped_products(opset: int) -> dict[Any, Any]:
+def grouped_product_translations(opset: int) -> dict[Any, Any]:
     """What torch.onnx.export makes of torch's grouped product, and of the one that transformers brings along."""
     import onnx  # noqa: PLC0415  # only an export needs it
     from onnxscript.values import Opset  # noqa: PLC0415
@@ -20,7 +20,7 @@ def grouped_products(opset: int) -> dict[Any, Any]:
     def to_onnx(x: Any, weight: Any, offsets: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
         is_known = offsets is not None and len(x.shape) == 2 and len(weight.shape) == 3
         if not is_known or bias is not None or out_dtype is not None:
-            raise ExportError(_refused(x, weight, bias, out_dtype))
+            raise ExportError(_describe_unsupported(x, weight, bias, out_dtype))
         ends = op.Cast(offsets, to=onnx.TensorProto.INT64)
         rows, made = op.Constant(value_ints=[0]), []
         for expert in range(int(weight.shape[0])):
@@ -29,13 +29,13 @@ def grouped_products(opset: int) -> dict[Any, Any]:
             made.append(op.MatMul(own, op.Gather(weight, op.Constant(value_int=expert))))
         return op.Concat(*made, axis=0)
 
-    known = [torch.ops.aten._grouped_mm.default]
+    operators = [torch.ops.aten._grouped_mm.default]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # there once transformers is imported
-        known.append(torch.ops.transformers.grouped_mm_fallback.default)
-    return dict.fromkeys(known, to_onnx)
+        operators.append(torch.ops.transformers.grouped_mm_fallback.default)
+    return dict.fromkeys(operators, to_onnx)
 
 
-def _refused(x: Any, weight: Any, bias: Any, out_dtype: Any) -> str:
+def _describe_unsupported(x: Any, weight: Any, bias: Any, out_dtype: Any) -> str:
     also = [name for name, value in (("a bias", bias), ("an out_dtype", out_dtype)) if value is not None]
     shapes = " x ".join(f"({', '.join(map(str, each.shape))})" for each in (x, weight))
     return (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from scalepoint.formats.onnx.channels_first import TURNED
+from scalepoint.formats.onnx.channels_first import CHANNELS_FIRST_SUFFIX
 
 ELEMENTWISE = frozenset(
     (
@@ -22,29 +22,29 @@ ELEMENTWISE = frozenset(
         "Sqrt", "Sub", "Swish", "Tanh", "QuantizeLinear", "DequantizeLinear",
     )
 )  # fmt: skip
-RANKS = (2, 3, 4)  # vectors, sequences, pictures with channels last
+SUPPORTED_RANKS = (2, 3, 4)  # vectors, sequences, pictures with channels last
 
 
-def linears_as_convolutions(model: Any) -> None:
+def write_linears_as_convolutions(model: Any) -> None:
     """Every product of codes by a weight of codes, in place."""
-    turns = _Turns(model.graph)
+    turns = _Transposes(model.graph)
     for node in list(model.graph):
-        if node.op_type == "MatMul" and (weight := _weight(node)) is not None and _reads_codes(node):
+        if node.op_type == "MatMul" and (weight := _find_weight(node)) is not None and _reads_codes(node):
             turns.convolve(node, weight)
-    turns.join()
+    turns.remove_needless()
 
 
-def _weight(node: Any) -> Any | None:
+def _find_weight(node: Any) -> Any | None:
     """The DequantizeLinear of a constant matrix with a scale for all of it or each column, that no table shares."""
-    found = node.inputs[1].producer()
-    if found is None or found.op_type != "DequantizeLinear" or found.domain or has_blocks(found):
+    dequantize = node.inputs[1].producer()
+    if dequantize is None or dequantize.op_type != "DequantizeLinear" or dequantize.domain or has_blocks(dequantize):
         return None
-    codes = _stored(found.inputs[0])
-    if codes.const_value is None or len(codes.shape) != 2 or found.inputs[1].const_value is None:
+    codes = _skip_casts(dequantize.inputs[0])
+    if codes.const_value is None or len(codes.shape) != 2 or dequantize.inputs[1].const_value is None:
         return None
-    axis = found.attributes["axis"].as_int() if "axis" in found.attributes else 1
-    is_by_column = found.inputs[1].const_value.size == 1 or axis % 2 == 1
-    return found if is_by_column and not _is_of_table(node, codes) else None
+    axis = dequantize.attributes["axis"].as_int() if "axis" in dequantize.attributes else 1
+    is_by_column = dequantize.inputs[1].const_value.size == 1 or axis % 2 == 1
+    return dequantize if is_by_column and not _is_shared_with_embedding(node, codes) else None
 
 
 def has_blocks(node: Any) -> bool:
@@ -52,14 +52,14 @@ def has_blocks(node: Any) -> bool:
     return "block_size" in node.attributes and node.attributes["block_size"].as_int() > 0
 
 
-def _stored(value: Any) -> Any:
+def _skip_casts(value: Any) -> Any:
     """What it is before casts."""
     while value.producer() is not None and value.producer().op_type == "Cast":
         value = value.producer().inputs[0]
     return value
 
 
-def _is_of_table(node: Any, codes: Any) -> bool:
+def _is_shared_with_embedding(node: Any, codes: Any) -> bool:
     """Whether an embedding has the same shape, turned: a tied head reads its codes, which are stored once."""
     shape = tuple(codes.shape)[::-1]
     tables = (value for value in node.graph.initializers.values() if tuple(value.shape or ()) == shape)
@@ -70,70 +70,74 @@ def _reads_codes(node: Any) -> bool:
     value = node.inputs[0]
     source = value.producer()
     is_codes = source is not None and source.op_type == "DequantizeLinear" and _is_scalar(source.inputs[1])
-    return is_codes and value.shape is not None and len(value.shape) in RANKS
+    return is_codes and value.shape is not None and len(value.shape) in SUPPORTED_RANKS
 
 
 def _is_scalar(value: Any) -> bool:
-    found = ir.convenience.get_const_tensor(_stored(value))
-    return found is not None and found.size == 1
+    tensor = ir.convenience.get_const_tensor(_skip_casts(value))
+    return tensor is not None and tensor.size == 1
 
 
-class _Ahead(NamedTuple):
+class _Transposed(NamedTuple):
     """The nodes that turn a tensor, and what they make of it."""
 
     nodes: list[Any]
-    made: Any
+    value: Any
 
 
 @dataclass
-class _Turns:
+class _Transposes:
     """What was turned, and turned back."""
 
     graph: Any
-    ahead: dict[Any, _Ahead] = field(default_factory=dict)  # by what is turned
-    back: dict[Any, _Ahead] = field(default_factory=dict)  # by what is made; its first node reads the convolution
+    to_channels_first: dict[Any, _Transposed] = field(default_factory=dict)  # by what is turned
+    to_channels_last: dict[Any, _Transposed] = field(
+        default_factory=dict
+    )  # by what is made; its first node reads the convolution
 
     def convolve(self, node: Any, weight: Any) -> None:
-        source, (last, bias) = node.inputs[0], _with_bias(node)
+        source, (last, bias) = node.inputs[0], _find_bias(node)
         rank = len(source.shape)
-        if source not in self.ahead:
-            self.ahead[source] = _Ahead(*self._turn(node, source, rank))
-        taken = [self.ahead[source].made, self._turned_weight(node, weight, max(rank - 2, 1)), *bias]
-        conv = ir.node("Conv", taken, {"kernel_shape": [1] * max(rank - 2, 1)})
+        if source not in self.to_channels_first:
+            self.to_channels_first[source] = _Transposed(*self._insert_transpose(node, source, rank))
+        inputs = [self.to_channels_first[source].value, self._transposed_weight(node, weight, max(rank - 2, 1)), *bias]
+        conv = ir.node("Conv", inputs, {"kernel_shape": [1] * max(rank - 2, 1)})
         old = last.outputs[0]
-        self._place(node, conv, _turned_shape(old.shape), old.type, f"{old.name}{TURNED}")
-        nodes = self._turn_back(node, conv.outputs[0], old)
+        self._insert_node(node, conv, _channels_first_shape(old.shape), old.type, f"{old.name}{CHANNELS_FIRST_SUFFIX}")
+        nodes = self._insert_transpose_back(node, conv.outputs[0], old)
         new = nodes[-1].outputs[0]
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         for each in (last, node) if last is not node else (node,):
             self.graph.remove(each, safe=True)
         new.name = old.name
-        self.back[new] = _Ahead(nodes, conv.outputs[0])
+        self.to_channels_last[new] = _Transposed(nodes, conv.outputs[0])
 
-    def _place(self, node: Any, made: Any, shape: Any, kind: Any, name: str) -> None:
-        made.outputs[0].shape, made.outputs[0].type, made.outputs[0].name = shape, kind, name
-        made.metadata_props.update(node.metadata_props)
-        self.graph.insert_before(node, made)
+    def _insert_node(self, node: Any, new_node: Any, shape: Any, kind: Any, name: str) -> None:
+        new_node.outputs[0].shape, new_node.outputs[0].type, new_node.outputs[0].name = shape, kind, name
+        new_node.metadata_props.update(node.metadata_props)
+        self.graph.insert_before(node, new_node)
 
-    def _turn(self, node: Any, value: Any, rank: int) -> tuple[list[Any], Any]:
+    def _insert_transpose(self, node: Any, value: Any, rank: int) -> tuple[list[Any], Any]:
         nodes, shape = [], value.shape
         if rank == 2:
             shape = ir.Shape((1, *shape))
             nodes.append(ir.node("Unsqueeze", [value, self._axes()]))
-            self._place(node, nodes[-1], shape, value.type, f"{value.name}.batch")
+            self._insert_node(node, nodes[-1], shape, value.type, f"{value.name}.batch")
             value, rank = nodes[-1].outputs[0], 3
         nodes.append(ir.node("Transpose", [value], {"perm": [0, rank - 1, *range(1, rank - 1)]}))
-        self._place(node, nodes[-1], _turned_shape(shape), value.type, f"{value.name}{TURNED}")
+        self._insert_node(
+            node, nodes[-1], _channels_first_shape(shape), value.type, f"{value.name}{CHANNELS_FIRST_SUFFIX}"
+        )
         return nodes, nodes[-1].outputs[0]
 
-    def _turn_back(self, node: Any, value: Any, old: Any) -> list[Any]:
+    def _insert_transpose_back(self, node: Any, value: Any, old: Any) -> list[Any]:
         rank = len(value.shape)
         nodes = [ir.node("Transpose", [value], {"perm": [0, *range(2, rank), 1]})]
         shape = old.shape if len(old.shape) == rank else ir.Shape((1, *old.shape))
-        self._place(node, nodes[0], shape, old.type, f"{old.name}.back")
+        self._insert_node(node, nodes[0], shape, old.type, f"{old.name}.back")
         if len(old.shape) < rank:
             nodes.append(ir.node("Squeeze", [nodes[0].outputs[0], self._axes()]))
-            self._place(node, nodes[1], old.shape, old.type, f"{old.name}.rows")
+            self._insert_node(node, nodes[1], old.shape, old.type, f"{old.name}.rows")
         return nodes
 
     def _axes(self) -> Any:
@@ -146,32 +150,34 @@ class _Turns:
             self.graph.register_initializer(value)
         return self.graph.initializers[name]
 
-    def _turned_weight(self, node: Any, weight: Any, taps: int) -> Any:
+    def _transposed_weight(self, node: Any, weight: Any, taps: int) -> Any:
         """(inputs, outputs) -> (outputs, inputs, 1), its casts and parameters as they were."""
-        codes = _stored(weight.inputs[0])
+        codes = _skip_casts(weight.inputs[0])
         array = np.ascontiguousarray(codes.const_value.numpy().T)[(..., *[None] * taps)]
         value = self._constant(f"{codes.name}.{taps}d", array, codes.dtype)
         casts: list[Any] = []
         while (each := (casts[0] if casts else weight).inputs[0].producer()) is not None:
             casts.insert(0, each)
         for cast in casts:
-            made = ir.node("Cast", [value], {"to": cast.attributes["to"].as_int()})
-            self._place(node, made, value.shape, cast.outputs[0].type, f"{cast.outputs[0].name}.{node.outputs[0].name}")
-            value = made.outputs[0]
-        made = ir.node("DequantizeLinear", [value, *weight.inputs[1:]], {"axis": 0})
+            new_node = ir.node("Cast", [value], {"to": cast.attributes["to"].as_int()})
+            self._insert_node(
+                node, new_node, value.shape, cast.outputs[0].type, f"{cast.outputs[0].name}.{node.outputs[0].name}"
+            )
+            value = new_node.outputs[0]
+        new_node = ir.node("DequantizeLinear", [value, *weight.inputs[1:]], {"axis": 0})
         name = f"{weight.outputs[0].name}.{node.outputs[0].name}"
-        self._place(node, made, value.shape, weight.outputs[0].type, name)
-        return made.outputs[0]
+        self._insert_node(node, new_node, value.shape, weight.outputs[0].type, name)
+        return new_node.outputs[0]
 
-    def join(self) -> None:
+    def remove_needless(self) -> None:
         """Take away what turns back and forth with nothing between that would notice."""
-        for value in list(self.back):
-            region = _Region(self)
-            if value in self.back and region.grows_from(value):
-                region.turn()
+        for value in list(self.to_channels_last):
+            region = _ElementwiseRegion(self)
+            if value in self.to_channels_last and region.can_grow_from(value):
+                region.make_channels_first()
 
 
-def _with_bias(node: Any) -> tuple[Any, list[Any]]:
+def _find_bias(node: Any) -> tuple[Any, list[Any]]:
     """The last node of the layer, and its bias."""
     uses = node.outputs[0].uses()
     reader = uses[0].node if len(uses) == 1 and not node.outputs[0].is_graph_output() else None
@@ -183,23 +189,23 @@ def _with_bias(node: Any) -> tuple[Any, list[Any]]:
     return (reader, [other]) if is_bias else (node, [])
 
 
-def _turned_shape(shape: Any) -> Any:
+def _channels_first_shape(shape: Any) -> Any:
     """Of a tensor that is given as the model has it."""
     sizes = list(shape) if len(shape) > 2 else [1, *shape]
     return ir.Shape((sizes[0], sizes[-1], *sizes[1:-1]))
 
 
 @dataclass
-class _Region:
+class _ElementwiseRegion:
     """Elementwise operations between convolutions."""
 
-    turns: _Turns
+    transposes: _Transposes
     values: set[Any] = field(default_factory=set)
     nodes: dict[Any, None] = field(default_factory=dict)
 
-    def grows_from(self, start: Any) -> bool:
+    def can_grow_from(self, start: Any) -> bool:
         """Whether all that reads it, and reads that, may be turned, and something is turned again at the end."""
-        pending, ends = [start], False
+        pending, reaches_transpose = [start], False
         while pending:
             value = pending.pop()
             if value in self.values:
@@ -207,36 +213,36 @@ class _Region:
             if value.is_graph_output() or value.shape is None or len(value.shape) != len(start.shape):
                 return False
             self.values.add(value)
-            ends |= value in self.turns.ahead
+            reaches_transpose |= value in self.transposes.to_channels_first
             for node in self._readers(value):
                 if node.op_type not in ELEMENTWISE or node.domain:
                     return False
                 self.nodes[node] = None
-                pending += [*node.outputs, *(each for each in node.inputs if each in self.turns.back)]
-        given = (value for node in self.nodes for value in node.inputs if value is not None)
-        return ends and all(value in self.values or _is_scalar(value) for value in given)
+                pending += [*node.outputs, *(each for each in node.inputs if each in self.transposes.to_channels_last)]
+        inputs = (value for node in self.nodes for value in node.inputs if value is not None)
+        return reaches_transpose and all(value in self.values or _is_scalar(value) for value in inputs)
 
     def _readers(self, value: Any) -> Iterator[Any]:
-        turning = self.turns.ahead.get(value)
+        turning = self.transposes.to_channels_first.get(value)
         for use in value.uses():
             if turning is None or use.node is not turning.nodes[0]:
                 yield use.node
 
-    def turn(self) -> None:
+    def make_channels_first(self) -> None:
         for value in self.values:
-            if value in self.turns.ahead:
-                self._forget_ahead(value)
-        for value in [each for each in self.values if each in self.turns.back]:
-            nodes, made = self.turns.back.pop(value)
-            ir.convenience.replace_all_uses_with(value, made)
+            if value in self.transposes.to_channels_first:
+                self._remove_transpose(value)
+        for value in [each for each in self.values if each in self.transposes.to_channels_last]:
+            nodes, source = self.transposes.to_channels_last.pop(value)
+            ir.convenience.replace_all_uses_with(value, source)
             for node in reversed(nodes):
-                self.turns.graph.remove(node, safe=True)
+                self.transposes.graph.remove(node, safe=True)
             self.values.remove(value)
         for value in self.values:
-            value.name, value.shape = f"{value.name}{TURNED}", _turned_shape(value.shape)
+            value.name, value.shape = f"{value.name}{CHANNELS_FIRST_SUFFIX}", _channels_first_shape(value.shape)
 
-    def _forget_ahead(self, value: Any) -> None:
-        nodes, made = self.turns.ahead.pop(value)
-        ir.convenience.replace_all_uses_with(made, value)
+    def _remove_transpose(self, value: Any) -> None:
+        nodes, transposed = self.transposes.to_channels_first.pop(value)
+        ir.convenience.replace_all_uses_with(transposed, value)
         for node in reversed(nodes):
-            self.turns.graph.remove(node, safe=True)
+            self.transposes.graph.remove(node, safe=True)

@@ -26,36 +26,36 @@ def name_interface(model: Any, program: ExportedProgram, axes: Axes | None = Non
     inputs = input_names(program)
     inputs = inputs if len(inputs) == len(graph.inputs) else [value.name for value in graph.inputs]
     outputs = output_names(program, len(graph.outputs))
-    wanted = [*inputs, *(unused_name(name, set(inputs)) for name in outputs)]
-    own = [*graph.inputs, *graph.outputs]
+    new_names = [*inputs, *(unused_name(name, set(inputs)) for name in outputs)]
+    interface = [*graph.inputs, *graph.outputs]
     for value in values:  # whatever has one of these names gives it up
-        if value.name in wanted and not any(value is each for each in own):
-            value.name = unused_name(value.name, {each.name for each in values} | set(wanted))
-    for place, (value, name) in enumerate(zip(own, wanted, strict=True)):
+        if value.name in new_names and not any(value is other for other in interface):
+            value.name = unused_name(value.name, {other.name for other in values} | set(new_names))
+    for place, (value, name) in enumerate(zip(interface, new_names, strict=True)):
         if value.name != name:
             value.name = f"interface {place}"  # two may change places
-    for value, name in zip(own, wanted, strict=True):
+    for value, name in zip(interface, new_names, strict=True):
         value.name = name
     _name_axes(graph, values, axes or {})
 
 
 def _name_axes(graph: Any, values: Sequence[Any], axes: Axes) -> None:
     """Symbols by the first axis that has them, after those that are named; expressions of them are rewritten."""
-    names = _named(graph, axes)
+    names = _match_named_axes(graph, axes)
     for value in (*graph.inputs, *graph.outputs):
         for axis, size in enumerate(value.shape or ()):
             symbol = "" if isinstance(size, int) else str(size.value)
             if _WORD.fullmatch(symbol) and symbol not in names:
-                name = _axis(value, axis)
+                name = _name_axis(value, axis)
                 names[symbol] = name if name not in names.values() else f"{value.name}_{name}"
     for value in values:
         if value.shape is not None:
-            value.shape = ir.Shape([_renamed(size, names) for size in value.shape])
+            value.shape = ir.Shape([_rename_size(size, names) for size in value.shape])
 
 
-def _named(graph: Any, axes: Axes) -> dict[str, str]:
+def _match_named_axes(graph: Any, axes: Axes) -> dict[str, str]:
     """Symbols of the axes that were named, by which the file must have them; one name may have several."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for value in graph.inputs:
         for axis, name in axes.get(value.name, {}).items():
             size = value.shape[axis]
@@ -64,16 +64,16 @@ def _named(graph: Any, axes: Axes) -> dict[str, str]:
                     f"dynamic_axes: axis {axis} ({name}) of {value.name!r} is {size} in the file, though it is free in "
                     "the graph: an operation became one of fixed sizes on its way into ONNX"
                 )
-            found.setdefault(str(size.value), name)
-    return found
+            names.setdefault(str(size.value), name)
+    return names
 
 
-def _axis(value: Any, axis: int) -> str:
+def _name_axis(value: Any, axis: int) -> str:
     is_tokens = value.is_graph_input() and len(value.shape) == 2 and not value.dtype.is_floating_point()
     return BATCH if axis == 0 else SEQUENCE if axis == 1 and is_tokens else f"{value.name}_{axis}"
 
 
-def _renamed(size: Any, names: dict[str, str]) -> Any:
+def _rename_size(size: Any, names: dict[str, str]) -> Any:
     if isinstance(size, int) or size.value is None:
         return size
-    return ir.SymbolicDim(_WORD.sub(lambda found: names.get(found.group(), found.group()), str(size.value)))
+    return ir.SymbolicDim(_WORD.sub(lambda match: names.get(match.group(), match.group()), str(size.value)))

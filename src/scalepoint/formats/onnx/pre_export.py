@@ -21,24 +21,24 @@ from scalepoint.formats.recurrent import has_projection, lstm
 aten = torch.ops.aten
 
 
-def rewritten(program: ExportedProgram) -> ExportedProgram:
+def rewrite_program(program: ExportedProgram) -> ExportedProgram:
     """The same program; traced anew only where something has to be written in another way."""
     for node in program.graph.nodes:
         node.target = RESHAPES.get(node.target, node.target)
-    calls = [node for node in program.graph.nodes if node.op == "call_function" and node.target in RULES]
-    found = {RULES[node.target][1:] for node in calls if RULES[node.target][0](node)}
-    return program.run_decompositions(dict(found)) if found else program
+    calls = [node for node in program.graph.nodes if node.op == "call_function" and node.target in REWRITE_RULES]
+    decompositions = {REWRITE_RULES[node.target][1:] for node in calls if REWRITE_RULES[node.target][0](node)}
+    return program.run_decompositions(dict(decompositions)) if decompositions else program
 
 
-def _value(node: Any) -> Any:
+def _fake_value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
 def _has_three_axes(node: fx.Node) -> bool:
-    return bool(_value(node.args[0]).ndim != 4)
+    return bool(_fake_value(node.args[0]).ndim != 4)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
+def attention_core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
     """As torch defines it."""
     scores = query @ key.transpose(-2, -1) * factor
     if mask is not None and mask.dtype == torch.bool:
@@ -48,50 +48,50 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fa
     return torch.softmax(scores, -1) @ value
 
 
-def _is_promoted(node: fx.Node) -> bool:
+def _changes_dtype(node: fx.Node) -> bool:
     """Whether the result has another type than the tensor."""
-    return bool(_value(node).dtype != _value(node.args[0]).dtype)
+    return bool(_fake_value(node).dtype != _fake_value(node.args[0]).dtype)
 
 
-def subtracted(x: Tensor, other: float, alpha: float = 1) -> Tensor:
+def subtract_from_number(x: Tensor, other: float, alpha: float = 1) -> Tensor:
     """other - alpha x."""
     wide = x.to(torch.result_type(x, other))
     return torch.add(wide.neg() if alpha == 1 else wide * -alpha, other)
 
 
-def _is_free(node: fx.Node) -> bool:
+def _splits_dynamic_axis(node: fx.Node) -> bool:
     """Whether the axis that is cut has no fixed extent."""
     axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    return not isinstance(_value(node.args[0]).shape[axis], int)
+    return not isinstance(_fake_value(node.args[0]).shape[axis], int)
 
 
-def pieces(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+def split_into_slices(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
     """Of `size` each, but for the last."""
     last = int((x.shape[dim] + size - 1) // size) - 1
     rest = x.shape[dim] - last * size
     return [*(x.narrow(dim, each * size, size) for each in range(last)), x.narrow(dim, last * size, rest)]
 
 
-def _is_projected(node: fx.Node) -> bool:
+def _has_lstm_projection(node: fx.Node) -> bool:
     params, has_biases, layers, is_both = (node.args[place] for place in (2, 3, 4, 7))
     return has_projection(params, bool(has_biases), int(layers), bool(is_both))  # type: ignore[arg-type]
 
 
-def _is_known_distance(node: fx.Node) -> bool:
+def _is_supported_distance(node: fx.Node) -> bool:
     return len(node.args) < 3 or node.args[2] in (1, 2)
 
 
 # operation -> whether it has to be rewritten, and how; torch makes a split of a chunk before anybody is asked
-RULES: dict[Any, tuple[Callable[[fx.Node], bool], Any, Callable[..., Any]]] = {
+REWRITE_RULES: dict[Any, tuple[Callable[[fx.Node], bool], Any, Callable[..., Any]]] = {
     aten.scaled_dot_product_attention.default: (
         _has_three_axes,
         aten.scaled_dot_product_attention.default,
-        attention_from_core(attention),
+        attention_from_core(attention_core),
     ),
-    aten.rsub.Scalar: (_is_promoted, aten.rsub.Scalar, subtracted),
-    aten.split.Tensor: (_is_free, aten.split.Tensor, pieces),
-    aten.chunk.default: (_is_free, aten.split.Tensor, pieces),
-    aten.lstm.input: (_is_projected, aten.lstm.input, lstm),
-    aten.cdist.default: (_is_known_distance, aten.cdist.default, pairwise_distances),
-    aten._cdist_forward.default: (_is_known_distance, aten._cdist_forward.default, pairwise_distances),
+    aten.rsub.Scalar: (_changes_dtype, aten.rsub.Scalar, subtract_from_number),
+    aten.split.Tensor: (_splits_dynamic_axis, aten.split.Tensor, split_into_slices),
+    aten.chunk.default: (_splits_dynamic_axis, aten.split.Tensor, split_into_slices),
+    aten.lstm.input: (_has_lstm_projection, aten.lstm.input, lstm),
+    aten.cdist.default: (_is_supported_distance, aten.cdist.default, pairwise_distances),
+    aten._cdist_forward.default: (_is_supported_distance, aten._cdist_forward.default, pairwise_distances),
 }

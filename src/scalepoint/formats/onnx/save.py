@@ -17,49 +17,49 @@ from scalepoint.errors import ExportError, StoreError
 from scalepoint.support.files import digest, is_full, make_anew, replace_file, room_needed, temporary_path
 from scalepoint.support.untrusted import LARGEST_PROTOBUF, read_bytes
 
-LARGEST_IN_ONE_FILE = 1_900_000_000  # protobuf stops at 2 GB
-LARGEST_IN_CHECK = 1024  # bytes of a constant that shapes may depend on
-_OWN = re.compile(r".+\.[0-9a-f]{8}\.data")
+MAX_SINGLE_FILE_BYTES = 1_900_000_000  # protobuf stops at 2 GB
+MAX_CHECKED_CONSTANT_BYTES = 1024  # bytes of a constant that shapes may depend on
+_DATA_FILE_NAME = re.compile(r".+\.[0-9a-f]{8}\.data")
 
 
 def save_graph(graph: Any, path: Path) -> None:
     """One file, or a data file beside it when it would be too large; the .onnx file comes last."""
-    before = data_files(path)
-    if sum(value.const_value.nbytes for value in graph.graph.initializers.values()) < LARGEST_IN_ONE_FILE:
-        _save_whole(graph, path)
+    before = list_data_files(path)
+    if sum(value.const_value.nbytes for value in graph.graph.initializers.values()) < MAX_SINGLE_FILE_BYTES:
+        _save_single_file(graph, path)
         now = set()
     else:
-        now = {_save_in_two(graph, path)}
+        now = {_save_with_data_file(graph, path)}
     for name in before - now:
         (path.parent / name).unlink(missing_ok=True)
 
 
-def files_of(path: Path) -> list[Path]:
+def list_files(path: Path) -> list[Path]:
     """The file, after the data files that were written with it."""
-    return [*(path.parent / name for name in sorted(data_files(path))), path]
+    return [*(path.parent / name for name in sorted(list_data_files(path))), path]
 
 
-def data_files(path: Path) -> set[str]:
+def list_data_files(path: Path) -> set[str]:
     """The data files of our making that a model refers to."""
     import onnx  # noqa: PLC0415  # only an export needs it
 
-    if not any(map(_OWN.fullmatch, os.listdir(path.parent) if path.is_file() else ())):
+    if not any(map(_DATA_FILE_NAME.fullmatch, os.listdir(path.parent) if path.is_file() else ())):
         return set()  # without reading a model of any size
     try:
         tensors = onnx.load_from_string(read_bytes(path, LARGEST_PROTOBUF)).graph.initializer
     except Exception:  # nothing there, or no model: nothing of ours
         return set()
     locations = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
-    return {name for name in locations if _OWN.fullmatch(name) and Path(name).name == name}
+    return {name for name in locations if _DATA_FILE_NAME.fullmatch(name) and Path(name).name == name}
 
 
-def _save_whole(graph: Any, path: Path) -> None:
+def _save_single_file(graph: Any, path: Path) -> None:
     """Checked with large weights as inputs: of those the checker reads type and shape, but copies all of them."""
     import onnx  # noqa: PLC0415
     import onnx_ir as ir  # noqa: PLC0415
 
     initializers = graph.graph.initializers
-    large = [value for value in initializers.values() if value.const_value.nbytes > LARGEST_IN_CHECK]
+    large = [value for value in initializers.values() if value.const_value.nbytes > MAX_CHECKED_CONSTANT_BYTES]
     for value in large:
         initializers.pop(value.name)
     proto = ir.serde.serialize_model(graph)
@@ -75,10 +75,10 @@ def _save_whole(graph: Any, path: Path) -> None:
     for value in large:
         initializers.add(value)
     size = proto.ByteSize() + sum(value.const_value.nbytes for value in large)
-    replace_file(path, lambda temporary: _put(temporary, proto, large), size)
+    replace_file(path, lambda temporary: _write_bytes(temporary, proto, large), size)
 
 
-def _save_in_two(graph: Any, path: Path) -> str:
+def _save_with_data_file(graph: Any, path: Path) -> str:
     """Written and checked in a folder of its own; returns the name of the data file."""
     import onnx  # noqa: PLC0415
     import onnx_ir as ir  # noqa: PLC0415
@@ -109,19 +109,19 @@ def _save_in_two(graph: Any, path: Path) -> str:
     return name
 
 
-def _put(path: Path, proto: Any, large: Sequence[Any]) -> None:
+def _write_bytes(path: Path, proto: Any, large: Sequence[Any]) -> None:
     """The bytes of the model, large weights last of its initializers. They are written from where they lie: a protobuf
     message of hundreds of MB copies them three times."""
-    room = _Room()
-    weights = [_Weight(value, room) for value in large]
+    room = _CopyBuffer()
+    weights = [_InitializerBytes(value, room) for value in large]
     graph = type(proto.graph)()
     graph.CopyFrom(proto.graph)
     proto.ClearField("graph")
-    before, after = _around(proto, "graph")
-    start, end = _around(graph, "initializer")
+    before, after = _serialize_around(proto, "graph")
+    start, end = _serialize_around(graph, "initializer")
     size = len(start) + sum(len(weight.head) + weight.size for weight in weights) + len(end)
     with path.open("wb") as file:
-        file.write(before + _head(proto, "graph", size) + start)
+        file.write(before + _field_header(proto, "graph", size) + start)
         for weight in weights:
             file.write(weight.head)
             at = file.tell()
@@ -131,7 +131,7 @@ def _put(path: Path, proto: Any, large: Sequence[Any]) -> None:
         file.write(end + after)
 
 
-class _Room:
+class _CopyBuffer:
     """Memory in which one weight after the other is laid out that lies turned in the model."""
 
     def __init__(self) -> None:
@@ -145,16 +145,16 @@ class _Room:
         return own.numpy()
 
 
-class _Weight:
+class _InitializerBytes:
     """An initializer as bytes: what stands before its values, and the values."""
 
-    def __init__(self, value: Any, room: _Room) -> None:
+    def __init__(self, value: Any, room: _CopyBuffer) -> None:
         import onnx  # noqa: PLC0415
         import onnx_ir as ir  # noqa: PLC0415
 
         tensor, self.name = value.const_value, value.name
         self.write: Callable[[Any], object]
-        if not _is_plain(tensor):
+        if not _is_plain_tensor(tensor):
             proto = ir.serde.serialize_tensor(tensor)
             proto.name = value.name
             data = proto.SerializeToString(deterministic=True)
@@ -166,18 +166,18 @@ class _Weight:
             self.write, self.size = tensor.tofile, tensor.nbytes
             if is_turned and raw.nbytes == self.size:
                 self.write = lambda file: file.write(room(raw.detach()))
-            own = proto.SerializeToString(deterministic=True) + _head(proto, "raw_data", self.size)
-        self.head = _head(onnx.GraphProto, "initializer", len(own) + self.size) + own
+            own = proto.SerializeToString(deterministic=True) + _field_header(proto, "raw_data", self.size)
+        self.head = _field_header(onnx.GraphProto, "initializer", len(own) + self.size) + own
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_plain_tensor(tensor: Any) -> bool:
     """Whether a tensor is its name, type, shape and values, and can write these."""
     import onnx_ir as ir  # noqa: PLC0415
 
     return isinstance(tensor, ir.Tensor | ir.PackedTensor) and not (tensor.doc_string or tensor.metadata_props)
 
 
-def _around(message: Any, name: str) -> tuple[bytes, bytes]:
+def _serialize_around(message: Any, name: str) -> tuple[bytes, bytes]:
     """A message up to the end of a field, and what follows: fields are written in the order of their numbers."""
     rest = type(message)()
     rest.CopyFrom(message)
@@ -187,15 +187,15 @@ def _around(message: Any, name: str) -> tuple[bytes, bytes]:
     return message.SerializeToString(deterministic=True), rest.SerializeToString(deterministic=True)
 
 
-def _head(message: Any, name: str, size: int) -> bytes:
+def _field_header(message: Any, name: str, size: int) -> bytes:
     """What stands before the bytes of a field: its number with its kind, and how many there are."""
     return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2) + _varint(size)
 
 
 def _varint(number: int) -> bytes:
     """Seven bits a byte, the lowest first; the eighth says that more follow."""
-    made = bytearray()
+    encoded = bytearray()
     while number > 127:
-        made.append(number & 127 | 128)
+        encoded.append(number & 127 | 128)
         number >>= 7
-    return bytes((*made, number))
+    return bytes((*encoded, number))

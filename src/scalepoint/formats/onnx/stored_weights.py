@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.onnx.operators import BLOCKS_SINCE, TYPES, check_has_type
+from scalepoint.formats.onnx.operators import FIRST_OPSET_WITH_BLOCKS, ONNX_TYPES, check_has_type
 from scalepoint.formats.operators import dequantize, quantize
 from scalepoint.numerics import dtype_name, format_of
 from scalepoint.quantize.parts import run_with
@@ -21,7 +21,7 @@ from scalepoint.spec.spec import to_dtype
 INT4 = 22  # of ONNX's types
 
 
-class Stored(nn.Module):
+class OnnxStored(nn.Module):
     """What has a form in ONNX, from some opset on."""
 
     @property
@@ -30,7 +30,7 @@ class Stored(nn.Module):
         """The first that has it."""
 
 
-class StoredWeight(Stored):
+class OnnxStoredWeight(OnnxStored):
     """An operation over stored codes; a linear layer holds them as (in, out), as every runtime multiplies.
 
     Zero points of blocks are left away where all are zero: kernels for narrow weights have a faster path then.
@@ -49,8 +49,8 @@ class StoredWeight(Stored):
             raise ExportError(f"{quant.name}: no ONNX form for weights with {granularity!r}")
         self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
-        self.keep_weight(quant, deployed.codes)
-        self._keep_bias(deployed)
+        self.store_weight(quant, deployed.codes)
+        self._store_bias(deployed)
 
     codes: Tensor
     scale: Tensor
@@ -59,7 +59,7 @@ class StoredWeight(Stored):
     bias: Tensor | None
     bias_scale: Tensor | None
 
-    def keep_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
+    def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
         """Register codes, given as (out, in, ..), and their parameters as buffers."""
         scale, least = quant.scale, quant.minval
         zero = quant.zero_point if quant.zero_point.shape == scale.shape else torch.zeros_like(scale)
@@ -84,9 +84,9 @@ class StoredWeight(Stored):
     def weight(self) -> Tensor:
         """What the codes stand for, as the operation multiplies by it."""
         values: Tensor = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt)
-        return values if self.minval is None else _added(values, self.minval, self.axis, self.block)
+        return values if self.minval is None else _add_minimum(values, self.minval, self.axis, self.block)
 
-    def _keep_bias(self, deployed: Deployed) -> None:
+    def _store_bias(self, deployed: Deployed) -> None:
         bias, scale = deployed.bias, deployed.bias_scale
         kept = None if bias is None else bias.detach().clone() if scale is None else bias.to(torch.int32).contiguous()
         self.register_buffer("bias", kept)
@@ -104,10 +104,10 @@ class StoredWeight(Stored):
 
     @property
     def opset(self) -> int:
-        return max(TYPES[self.fmt][1], BLOCKS_SINCE if self.block else 0)
+        return max(ONNX_TYPES[self.fmt][1], FIRST_OPSET_WITH_BLOCKS if self.block else 0)
 
 
-def _added(values: Tensor, minimum: Tensor, axis: int, block: int = 0) -> Tensor:
+def _add_minimum(values: Tensor, minimum: Tensor, axis: int, block: int = 0) -> Tensor:
     """Values with a minimum added: one for all, one along an axis, or one for each block along it."""
     if not minimum.ndim:
         return values + minimum
@@ -119,15 +119,15 @@ def _added(values: Tensor, minimum: Tensor, axis: int, block: int = 0) -> Tensor
     return (values.reshape(parts) + minimum.unsqueeze(axis + 1)).reshape(values.shape)
 
 
-class StoredUnpacked(StoredWeight):
+class OnnxUnpackedWeight(OnnxStoredWeight):
     """An operation in float over codes that a runtime makes float once; without a zero point, which tells it apart."""
 
-    def keep_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
-        super().keep_weight(quant, codes)
+    def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
+        super().store_weight(quant, codes)
         self.zero_point = None
 
 
-class StoredTable(Stored):
+class OnnxStoredTable(OnnxStored):
     """Rows looked up as codes and as scales: what a runtime dequantizes is what was read, never the whole table."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -147,10 +147,10 @@ class StoredTable(Stored):
 
     @property
     def opset(self) -> int:
-        return TYPES[self.fmt][1]
+        return ONNX_TYPES[self.fmt][1]
 
 
-class StoredBlockTable(StoredTable):
+class OnnxStoredBlockTable(OnnxStoredTable):
     """Rows of a table with a scale a block: one operator of ONNX Runtime looks up both."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -172,7 +172,7 @@ class StoredBlockTable(StoredTable):
         return values
 
 
-class StoredStub(Stored):
+class OnnxStoredStub(OnnxStored):
     """What a stub does, as codes and back, with constant parameters.
 
     A minimum is subtracted before QuantizeLinear and added after DequantizeLinear: the same sums as the simulation's.
@@ -205,12 +205,12 @@ class StoredStub(Stored):
         value, low, high = x.to(self.scale.dtype), self.low, self.high
         if self.minval is not None:
             # the codes of a narrow range end at its minimum, which QuantizeLinear does not know
-            value = _added(value, -self.minval, axis).clamp(min=0)
+            value = _add_minimum(value, -self.minval, axis).clamp(min=0)
             low, high = float(format_of(to_dtype(self.fmt)).low), float(format_of(to_dtype(self.fmt)).high)
         codes = quantize(value, self.scale, self.zero_point, axis, low, high, self.fmt)
         values: Tensor = dequantize(codes, self.scale, self.zero_point, axis, 0, self.fmt)
-        return (values if self.minval is None else _added(values, self.minval, axis)).to(x.dtype)
+        return (values if self.minval is None else _add_minimum(values, self.minval, axis)).to(x.dtype)
 
     @property
     def opset(self) -> int:
-        return TYPES[self.fmt][1]
+        return ONNX_TYPES[self.fmt][1]

@@ -23,16 +23,16 @@ import numpy as np
 import onnx_ir as ir
 
 from scalepoint.errors import ExportError, nearest
-from scalepoint.formats.onnx.linear_as_conv import has_blocks, linears_as_convolutions
+from scalepoint.formats.onnx.linear_as_conv import has_blocks, write_linears_as_convolutions
 from scalepoint.targets.target import Spelling
 
 
-def respell(model: Any, spellings: Iterable[Spelling]) -> None:
+def apply_rewrites(model: Any, spellings: Iterable[Spelling]) -> None:
     """Apply the rules to the graph, in place."""
     for spelling in spellings:
-        if spelling.name not in RULES:
-            raise ExportError(f"spelling {spelling.name!r}: ONNX files have {nearest(spelling.name, RULES)}")
-        RULES[spelling.name](model)
+        if spelling.name not in REWRITES:
+            raise ExportError(f"spelling {spelling.name!r}: ONNX files have {nearest(spelling.name, REWRITES)}")
+        REWRITES[spelling.name](model)
 
 
 def sum_before_layer_norm(model: Any) -> None:
@@ -46,17 +46,17 @@ def sum_before_layer_norm(model: Any) -> None:
 def gelu_halved_last(model: Any) -> None:
     """A half is a power of two: when it comes last, no bit changes."""
     for inner in model.graph:
-        half, total = _operands(inner, _is_half)
+        half, total = _match_product(inner, _is_half)
         readers = [] if half is None else [use.node for use in inner.outputs[0].uses()]
         outer = readers[0] if len(readers) == 1 else None
-        x = None if outer is None else _beside_gelu(outer, inner.outputs[0], total)
+        x = None if outer is None else _find_gelu_factor(outer, inner.outputs[0], total)
         if outer is not None and x is not None:
             for node, pair in ((inner, (x, total)), (outer, (inner.outputs[0], half))):
                 for place, value in enumerate(pair):
                     node.replace_input_with(place, value)
 
 
-def _operands(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
+def _match_product(node: Any, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
     """The operand of a product that is so, and the other; nothing of other operators."""
     if node.op_type != "Mul" or None in node.inputs:
         return None, None
@@ -69,9 +69,9 @@ def _is_half(value: Any) -> bool:
     return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 0.5
 
 
-def _beside_gelu(outer: Any, inner: Any, total: Any) -> Any:
+def _find_gelu_factor(outer: Any, inner: Any, total: Any) -> Any:
     """What is multiplied by inner, where total is 1 + erf of a multiple of it."""
-    _, x = _operands(outer, lambda value: value is inner)
+    _, x = _match_product(outer, lambda value: value is inner)
     add = total.producer()
     makers = [each.producer() for each in add.inputs] if add is not None and add.op_type == "Add" else []
     erf = next((each for each in makers if each is not None and each.op_type == "Erf"), None)
@@ -99,21 +99,21 @@ def narrow_weights_as_int8(model: Any) -> None:
 def _is_narrow(value: Any) -> bool:
     """Whether it is made from a constant in int8, to be stored in fewer bits."""
     cast = value.producer()
-    return cast is not None and cast.op_type == "Cast" and cast.attributes["to"].as_int() in NARROW
+    return cast is not None and cast.op_type == "Cast" and cast.attributes["to"].as_int() in NARROW_TYPES
 
 
 def _meets_integers(dequantize: Any) -> bool:
     """Whether every product that reads the weight reads integers on its other side, too."""
     if "block_size" in dequantize.attributes and dequantize.attributes["block_size"].as_int():
         return False
-    readers = _through(dequantize)
+    readers = _readers_through_moves(dequantize)
     return bool(readers) and all(map(_reads_integers, readers))
 
 
-def _through(node: Any) -> list[Any]:
+def _readers_through_moves(node: Any) -> list[Any]:
     """What reads the value of a node, moves left out."""
     readers = [use.node for use in node.outputs[0].uses()]
-    return [found for each in readers for found in (_through(each) if each.op_type in MOVES else [each])]
+    return [found for each in readers for found in (_readers_through_moves(each) if each.op_type in MOVES else [each])]
 
 
 def _reads_integers(product: Any) -> bool:
@@ -134,7 +134,7 @@ def unpack_when_loaded(model: Any) -> None:
         if codes.const_value is None or codes.dtype != ir.DataType.INT8 or scale.const_value is None:
             continue
         cast = ir.node("Cast", [codes], {"to": ir.DataType.FLOAT})
-        product = ir.node("Mul", [cast.outputs[0], _beside(model.graph, node)])
+        product = ir.node("Mul", [cast.outputs[0], _broadcast_scales(model.graph, node)])
         for made in (cast, product):
             made.outputs[0].shape, made.outputs[0].type = codes.shape, node.outputs[0].type
             made.metadata_props.update(node.metadata_props)
@@ -142,7 +142,7 @@ def unpack_when_loaded(model: Any) -> None:
         ir.convenience.replace_nodes_and_values(model.graph, node, [node], [cast, product], old, new)
 
 
-def _beside(graph: Any, node: Any) -> Any:
+def _broadcast_scales(graph: Any, node: Any) -> Any:
     """The scales with an axis for each of the codes; once in the file, also where several calls share a weight."""
     codes, scale = node.inputs
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
@@ -163,13 +163,13 @@ def float_weights_stay(model: Any) -> None:
     once a channel, which keeps a compiler from quantizing the weight by itself."""
     for node in list(model.graph):
         source = node.inputs[0].producer() if node.op_type in PRODUCTS and node.inputs[0] is not None else None
-        if source is None or source.op_type != "DequantizeLinear" or not _is_single(source.inputs[1]):
+        if source is None or source.op_type != "DequantizeLinear" or not _is_one_scale(source.inputs[1]):
             continue
         if _is_float_constant(node.inputs[1]) and _leads_to_codes(node):
-            node.replace_input_with(0, _by_channel(model, node, source))
+            node.replace_input_with(0, _insert_channel_dequantize(model, node, source))
 
 
-def _is_single(scale: Any) -> bool:
+def _is_one_scale(scale: Any) -> bool:
     return scale.const_value is not None and scale.const_value.size == 1
 
 
@@ -195,7 +195,7 @@ def _leads_to_codes(node: Any) -> bool:
     return reader.op_type == "QuantizeLinear" or (reader.op_type in ("Add", "Relu", "Clip") and _leads_to_codes(reader))
 
 
-def _by_channel(model: Any, node: Any, source: Any) -> Any:
+def _insert_channel_dequantize(model: Any, node: Any, source: Any) -> Any:
     weight = node.inputs[1].shape
     if node.op_type in ("Conv", "ConvTranspose"):
         groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
@@ -226,9 +226,13 @@ def pools_before_quantizers(model: Any) -> None:
         while source is not None and source.op_type in (*MOVES, "MaxPool"):
             source = source.inputs[0].producer()
         is_of_codes = source is not None and source.op_type == "DequantizeLinear"
-        if node.op_type != "MaxPool" or is_of_codes or all(each.op_type != "QuantizeLinear" for each in _through(node)):
+        if (
+            node.op_type != "MaxPool"
+            or is_of_codes
+            or all(each.op_type != "QuantizeLinear" for each in _readers_through_moves(node))
+        ):
             continue
-        _hold(model.graph, node, "Max", 1)
+        _insert_identity_operator(model.graph, node, "Max", 1)
 
 
 def joins_before_products(model: Any) -> None:
@@ -238,13 +242,13 @@ def joins_before_products(model: Any) -> None:
         if node.op_type != "Concat" or node.outputs[0].shape is None:
             continue
         axis, rank = node.attributes["axis"].as_int(), len(node.outputs[0].shape)
-        pairs = [each.outputs[0].uses() for each in _through(node) if each.op_type == "QuantizeLinear"]
-        behind = [found for uses in pairs for use in uses for found in _through(use.node)]
+        pairs = [each.outputs[0].uses() for each in _readers_through_moves(node) if each.op_type == "QuantizeLinear"]
+        behind = [found for uses in pairs for use in uses for found in _readers_through_moves(use.node)]
         if axis not in (-1, rank - 1) and any(each.op_type == "MatMul" for each in behind):
-            _hold(model.graph, node, "Max", 2)
+            _insert_identity_operator(model.graph, node, "Max", 2)
 
 
-def _hold(graph: Any, node: Any, operator: str, count: int) -> None:
+def _insert_identity_operator(graph: Any, node: Any, operator: str, count: int) -> None:
     """Its value goes through an operator that keeps it, `count` times its operand, to all that read it."""
     given = node.outputs[0]
     readers = list(given.uses())
@@ -287,7 +291,7 @@ def softmax_of_finite(model: Any) -> None:
     """The check for rows without any key, whose softmax is 0 / 0: with numbers for infinities in the mask there are
     none. exp() of them is zero all the same, and a row that is masked whole has equal probabilities in both forms."""
     for choice in list(model.graph):
-        softmax = _checked(choice)
+        softmax = _find_guarded_softmax(choice)
         if softmax is None or not _is_finite(softmax.inputs[0]):
             continue
         check = choice.inputs[0].producer()
@@ -295,7 +299,7 @@ def softmax_of_finite(model: Any) -> None:
         model.graph.remove([choice, check], safe=True)
 
 
-def _checked(choice: Any) -> Any:
+def _find_guarded_softmax(choice: Any) -> Any:
     """The softmax whose NaN a Where makes zeros of; None of another node."""
     if choice.op_type != "Where" or not _has_only(choice.inputs[1], lambda values: values == 0):
         return None
@@ -311,7 +315,9 @@ def _is_finite(scores: Any) -> bool:
     make an infinity."""
     source, large = scores.producer(), 0
     while source is not None and source.op_type in ("Add", "Mul", "Div"):
-        known = [(place, size) for place, value in enumerate(source.inputs) if (size := _largest(value)) is not None]
+        known = [
+            (place, size) for place, value in enumerate(source.inputs) if (size := _max_magnitude(value)) is not None
+        ]
         if len(known) != 1:
             return False
         place, size = known[0]
@@ -319,18 +325,22 @@ def _is_finite(scores: Any) -> bool:
             return False
         if source.op_type == "Div" and (place == 0 or not _has_only(source.inputs[1], lambda each: np.abs(each) >= 1)):
             return False
-        large += source.op_type == "Add" and size > SMALL
+        large += source.op_type == "Add" and size > MAX_FINITE_MASK
         source = source.inputs[1 - place].producer()
     return source is not None and source.op_type == "MatMul" and large <= 1
 
 
-def _largest(mask: Any) -> float | None:
+def _max_magnitude(mask: Any) -> float | None:
     """The largest magnitude of a constant, or of a choice between numbers; infinity of a constant that has such and
     leaves every row a number; None of what is not known, or leaves a row nothing."""
     if mask.const_value is not None:
         values = mask.const_value.numpy()
         rows = np.isfinite(values).reshape(-1, values.shape[-1] if values.ndim else 1).any(-1)
-        return float(np.abs(values).max()) if values.size and bool(rows.all()) and not (values > SMALL).any() else None
+        return (
+            float(np.abs(values).max())
+            if values.size and bool(rows.all()) and not (values > MAX_FINITE_MASK).any()
+            else None
+        )
     source = mask.producer()
     if (
         source is None
@@ -345,11 +355,11 @@ def _has_only(value: Any, are_so: Callable[[Any], Any]) -> bool:
     return value is not None and value.const_value is not None and bool(np.all(are_so(value.const_value.numpy())))
 
 
-SMALL = 1e30
+MAX_FINITE_MASK = 1e30
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-NARROW = (ir.DataType.INT4, ir.DataType.INT2)
+NARROW_TYPES = (ir.DataType.INT4, ir.DataType.INT2)
 MOVES = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
-RULES: dict[str, Callable[[Any], None]] = {
+REWRITES: dict[str, Callable[[Any], None]] = {
     "sum_before_layer_norm": sum_before_layer_norm,
     "gelu_halved_last": gelu_halved_last,
     "narrow_weights_as_int8": narrow_weights_as_int8,
@@ -358,6 +368,6 @@ RULES: dict[str, Callable[[Any], None]] = {
     "pools_before_quantizers": pools_before_quantizers,
     "quantizers_before_pools": quantizers_before_pools,
     "joins_before_products": joins_before_products,
-    "linears_as_convolutions": linears_as_convolutions,
+    "linears_as_convolutions": write_linears_as_convolutions,
     "softmax_of_finite": softmax_of_finite,
 }
