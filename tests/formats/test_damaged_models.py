@@ -15,14 +15,14 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import ScalepointError, StoreError
 from scalepoint.formats import find_format
-from scalepoint.formats.apple.package import HOME
+from scalepoint.formats.apple.package import MODEL_FOLDER
 from scalepoint.quantize import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 FORMATS = {  # suffix, target, the file in it
     "litert": (".tflite", "litert", Path()),
     "executorch": (".pte", "executorch", Path()),
-    "coreml": (".mlpackage", "coreml", HOME / "model.mlmodel"),
+    "coreml": (".mlpackage", "coreml", MODEL_FOLDER / "model.mlmodel"),
     "onnx": (".onnx", "onnxruntime", Path()),
 }
 MANY = {"few": (25, 40), "all": (1500, 1500)}  # lengths and bytes that are tried

@@ -12,7 +12,7 @@ from torch import nn
 from scalepoint import export
 from scalepoint.errors import CoverageError, ExportError, StoreError, TargetError
 from scalepoint.formats import find_format
-from scalepoint.formats.apple.package import HOME, read_operations, read_spec
+from scalepoint.formats.apple.package import MODEL_FOLDER, read_operations, read_spec
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.spec import QuantizationSpec
@@ -78,7 +78,7 @@ def test_four_bits_take_half_the_room_of_eight(tmp_path: Path) -> None:
     for dtype in ("int8", "int4"):
         made = quantize(model, x, QuantConfig.weight_only(dtype, None), target="coreml", freeze_weights=True)
         path = export(made, tmp_path / f"{dtype}.mlpackage", x)
-        sizes[dtype] = (path / HOME / "weights" / "weight.bin").stat().st_size
+        sizes[dtype] = (path / MODEL_FOLDER / "weights" / "weight.bin").stat().st_size
     assert sizes["int8"] == pytest.approx(2 * 256 * 256, rel=0.05)
     assert sizes["int4"] == pytest.approx(256 * 256, rel=0.07)
 
@@ -87,7 +87,7 @@ def test_palettes_take_the_room_of_their_indices_and_a_changed_entry_is_named(tm
     model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(1, 256)
     made = quantize(model, x, QuantConfig.palettes(3, group_size=64), target="coreml", freeze_weights=True)
     path = export(made, tmp_path / "m.mlpackage", x)
-    size = (path / HOME / "weights" / "weight.bin").stat().st_size
+    size = (path / MODEL_FOLDER / "weights" / "weight.bin").stat().st_size
     assert size == pytest.approx(2 * 256 * 256 * 3 / 8, rel=0.07)
     assert COREML.compare(path, made) == []
     entry = next(each for each in made.modules() if hasattr(each, "weight_quant")).weight_quant.scale
@@ -103,7 +103,7 @@ def test_a_pruned_weight_leaves_its_zeros_away(tmp_path: Path) -> None:
     config = QuantConfig(activation="float", weight=weight)
     made = quantize(model, x, config, target="coreml", freeze_weights=True)
     path = export(made, tmp_path / "m.mlpackage", x)
-    size = (path / HOME / "weights" / "weight.bin").stat().st_size
+    size = (path / MODEL_FOLDER / "weights" / "weight.bin").stat().st_size
     assert size == pytest.approx(2 * 256 * 256 * (1 / 2 + 1 / 8), rel=0.07)  # half of the codes, a bit for each
 
 
@@ -115,7 +115,7 @@ def test_a_changed_scale_is_named(tmp_path: Path) -> None:
     const = next(op for op in block.operations if op.type == "const" and op.outputs[0].name == name)
     values = const.attributes["val"].immediateValue.tensor.floats.values
     values[0] *= 1.0001
-    (path / HOME / "model.mlmodel").write_bytes(spec.SerializeToString())
+    (path / MODEL_FOLDER / "model.mlmodel").write_bytes(spec.SerializeToString())
     (told,) = COREML.compare(path, model)
     assert told.startswith("input_quant: 1 of 1 scale are others in the file")
 
@@ -126,7 +126,7 @@ def test_a_changed_code_is_named(tmp_path: Path) -> None:
         op for op in read_operations(path) if op.name.startswith("layer_4_5_") and op.op_type.startswith("constexpr")
     )
     codes = op.quantized_data.val.tobytes()
-    file = path / HOME / "weights" / "weight.bin"
+    file = path / MODEL_FOLDER / "weights" / "weight.bin"
     data = bytearray(file.read_bytes())
     assert data.count(codes) == 1
     data[data.index(codes) + 7] ^= 1
@@ -144,7 +144,7 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_what_is_cut_off_is_no_package(tmp_path: Path) -> None:
     path, _ = written(tmp_path)
-    file = path / HOME / "model.mlmodel"
+    file = path / MODEL_FOLDER / "model.mlmodel"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(StoreError, match="Core ML package"):
         COREML.read_info(path)

@@ -8,7 +8,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import StoreError
 from scalepoint.formats import ExportRequest, export, find_format
-from scalepoint.formats.executorch.stored import StoredStub
+from scalepoint.formats.executorch.stored import XnnpackStoredStub
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask, exchange
@@ -123,12 +123,12 @@ def test_every_code_is_at_most_a_step_from_the_simulation(deployed, tmp_path):
 @pytest.mark.slow
 def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
     done, x, _, _ = deployed
-    made = StoredStub.__init__
+    made = XnnpackStoredStub.__init__
 
     def wrong(self, stub, factor):
         made(self, stub, factor * 3 if stub.name == "two_relu_2_quant" else factor)
 
-    monkeypatch.setattr(StoredStub, "__init__", wrong)
+    monkeypatch.setattr(XnnpackStoredStub, "__init__", wrong)
     monkeypatch.setattr("scalepoint.verification.running.worst", lambda agreements: 0.0)  # else it is not searched for
     found = verify(done.path, done.model, x).departure
     assert found.where == "two_relu_2_quant"

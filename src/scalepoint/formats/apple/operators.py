@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from scalepoint.formats.apple.stored import label
+from scalepoint.formats.apple.stored import operation_label
 
-PREFIX = "held_"  # of what a program holds, as the graph layer writes it down
+WEIGHT_PREFIX = "held_"  # of what a program holds, as the graph layer writes it down
 
 
-def register(is_new: bool, sparse: frozenset[str] = frozenset()) -> None:
+def register_operators(is_new: bool, sparse: frozenset[str] = frozenset()) -> None:
     """Tell coremltools how our operators are written, for iOS 18 or before, and which weights leave their zeros away.
 
     It narrows float32 itself.
@@ -38,7 +38,7 @@ def _celu(context: Any, node: Any) -> None:
     """alpha elu(x / alpha)"""
     from coremltools.converters.mil import Builder  # noqa: PLC0415
 
-    x, alpha = _with_setting(context, node, 1.0)
+    x, alpha = _read_operand_and_setting(context, node, 1.0)
     curved = Builder.elu(x=Builder.mul(x=x, y=np.float32(1 / alpha)), alpha=1.0)
     context.add(Builder.mul(x=curved, y=np.float32(alpha), name=node.name))
 
@@ -47,7 +47,7 @@ def _hardshrink(context: Any, node: Any) -> None:
     """x where |x| > lambda, else 0"""
     from coremltools.converters.mil import Builder  # noqa: PLC0415
 
-    x, limit = _with_setting(context, node, 0.5)
+    x, limit = _read_operand_and_setting(context, node, 0.5)
     kept = Builder.greater(x=Builder.abs(x=x), y=np.float32(limit))
     context.add(Builder.mul(x=x, y=Builder.cast(x=kept, dtype="fp32"), name=node.name))
 
@@ -56,7 +56,7 @@ def _softshrink(context: Any, node: Any) -> None:
     """x - clip(x, -lambda, lambda)"""
     from coremltools.converters.mil import Builder  # noqa: PLC0415
 
-    x, limit = _with_setting(context, node, 0.5)
+    x, limit = _read_operand_and_setting(context, node, 0.5)
     inner = Builder.clip(x=x, alpha=np.float32(-limit), beta=np.float32(limit))
     context.add(Builder.sub(x=x, y=inner, name=node.name))
 
@@ -65,7 +65,7 @@ def _log_sigmoid(context: Any, node: Any) -> None:
     """-softplus(-x)"""
     from coremltools.converters.mil import Builder  # noqa: PLC0415
 
-    x, _ = _with_setting(context, node, 0.0)
+    x, _ = _read_operand_and_setting(context, node, 0.0)
     soft = Builder.softplus(x=Builder.mul(x=x, y=np.float32(-1)))
     context.add(Builder.mul(x=soft, y=np.float32(-1), name=node.name))
 
@@ -90,7 +90,7 @@ ACTIVATIONS = {
 """Activations of torch that coremltools 9 does not translate, or not with every setting."""
 
 
-def _with_setting(context: Any, node: Any, default: float) -> tuple[Any, float]:
+def _read_operand_and_setting(context: Any, node: Any, default: float) -> tuple[Any, float]:
     """The tensor, and the number that follows it."""
     from coremltools.converters.mil.frontend.torch.ops import _get_inputs  # noqa: PLC0415
 
@@ -105,38 +105,38 @@ class _Translations:
     def quantize(self, context: Any, node: Any) -> None:
         from coremltools.converters.mil import Builder  # noqa: PLC0415
 
-        x, scale, zero, *_, fmt = self._given(context, node)
+        x, scale, zero, *_, fmt = self._read_operands(context, node)
         made = Builder.quantize(
             input=x,
             scale=np.float32(scale),
-            zero_point=_zero(zero, fmt),
+            zero_point=_to_zero_point(zero, fmt),
             output_dtype=fmt,
-            name=_name(node.inputs[1], "_scale"),
+            name=_strip_prefix(node.inputs[1], "_scale"),
         )
         context.add(made, node.name)
 
     def dequantize(self, context: Any, node: Any) -> None:
         from coremltools.converters.mil import Builder  # noqa: PLC0415
 
-        codes, scale, zero, axis, block, fmt = self._given(context, node)
+        codes, scale, zero, axis, block, fmt = self._read_operands(context, node)
         if isinstance(codes, np.ndarray):
-            made = self._weight(codes, scale, zero, (axis, block, fmt), _name(node.inputs[0], "_codes"))
+            made = self._weight(codes, scale, zero, (axis, block, fmt), _strip_prefix(node.inputs[0], "_codes"))
         else:
-            made = Builder.dequantize(input=codes, scale=np.float32(scale), zero_point=_zero(zero, fmt))
+            made = Builder.dequantize(input=codes, scale=np.float32(scale), zero_point=_to_zero_point(zero, fmt))
         context.add(made, node.name)
 
     def look_up(self, context: Any, node: Any) -> None:
         from coremltools.converters.mil import Builder  # noqa: PLC0415
         from coremltools.converters.mil.mil import types  # noqa: PLC0415
 
-        codes, tables, axis, fmt = self._given(context, node)
+        codes, tables, axis, fmt = self._read_operands(context, node)
         shape = [1] * codes.ndim
         shape[axis] = tables.shape[0]
         kind = types.nptype_from_builtin(types.string_to_builtin(fmt))
         made = Builder.constexpr_lut_to_dense(
             indices=codes.astype(kind),
             lut=np.asarray(tables, np.float32).reshape(*shape, -1, 1),
-            name=_name(node.inputs[0], "_codes"),
+            name=_strip_prefix(node.inputs[0], "_codes"),
         )
         context.add(made, node.name)
 
@@ -166,7 +166,7 @@ class _Translations:
         )
         return Builder.constexpr_sparse_to_dense(nonzero_data=kept, mask=mask, name=f"{name}_dense")
 
-    def _given(self, context: Any, node: Any) -> list[Any]:
+    def _read_operands(self, context: Any, node: Any) -> list[Any]:
         """The operands: values where they are known, variables where they are not."""
         from coremltools.converters.mil.frontend.torch.ops import _get_inputs  # noqa: PLC0415
 
@@ -174,9 +174,9 @@ class _Translations:
         return [each if getattr(each, "val", None) is None else each.val for each in given]
 
 
-def _name(held: str, ending: str) -> str:
-    return label(held.removeprefix(PREFIX).removesuffix(ending))
+def _strip_prefix(held: str, ending: str) -> str:
+    return operation_label(held.removeprefix(WEIGHT_PREFIX).removesuffix(ending))
 
 
-def _zero(zero: Any, fmt: str) -> Any:
+def _to_zero_point(zero: Any, fmt: str) -> Any:
     return None if zero is None or not int(zero) else np.asarray(zero).astype(fmt)[()]

@@ -10,12 +10,12 @@ from typing import Any
 from scalepoint.errors import DocumentError, ExportError, StoreError, install_hint
 from scalepoint.support.untrusted import LARGEST_PROTOBUF, check_file, read_bytes
 
-HOME = Path("Data") / "com.apple.CoreML"
+MODEL_FOLDER = Path("Data") / "com.apple.CoreML"
 
 
-def coremltools() -> Any:
+def import_coremltools() -> Any:
     """The package, imported quietly; an error says how it is installed."""
-    with quietly():
+    with without_warnings():
         try:
             import coremltools as found  # noqa: PLC0415  # only files of Core ML need it
         except ImportError as error:
@@ -26,7 +26,7 @@ def coremltools() -> Any:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """It warns of every version of torch that it does not know, and of what only a Mac has."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -40,8 +40,8 @@ def quietly() -> Iterator[None]:
 
 def read_spec(path: Path) -> Any:
     """The protobuf of a package's model."""
-    tools = coremltools()
-    file = path / HOME / "model.mlmodel"
+    tools = import_coremltools()
+    file = path / MODEL_FOLDER / "model.mlmodel"
     spec = tools.proto.Model_pb2.Model()
     try:
         for each in path.rglob("*"):  # coremltools opens the weights by itself
@@ -59,13 +59,13 @@ def read_spec(path: Path) -> Any:
 
 def read_operations(path: Path) -> list[Any]:
     """The operations of its main function in order, as coremltools reads them back."""
-    tools = coremltools()
+    tools = import_coremltools()
     spec = read_spec(path)
-    with quietly():
+    with without_warnings():
         from coremltools.converters.mil.frontend.milproto.load import load  # noqa: PLC0415
 
         try:
-            program = load(spec, spec.specificationVersion, file_weights_dir=str(path / HOME / "weights"))
+            program = load(spec, spec.specificationVersion, file_weights_dir=str(path / MODEL_FOLDER / "weights"))
         except Exception as error:  # a weight file that is cut off, or none
             raise StoreError(f"{path} cannot be read back by coremltools {tools.__version__}: {error}") from error
         return list(program.functions["main"].operations)

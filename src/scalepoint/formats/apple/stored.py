@@ -20,11 +20,11 @@ from scalepoint.spec import (
 )
 from scalepoint.spec.palette import is_palette
 
-ACTIVATIONS = {"uint8": (0, 255), "int8": (-128, 127)}
-NARROW = ("int4", "uint4")  # from iOS 18 on
+ACTIVATION_RANGES = {"uint8": (0, 255), "int8": (-128, 127)}
+NARROW_TYPES = ("int4", "uint4")  # from iOS 18 on
 
 
-class StoredWeight(WeightedOperation):
+class CoreMlStoredWeight(WeightedOperation):
     """An operation over codes as (out, in, ..); a zero point is left away where it is zero everywhere."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -32,7 +32,7 @@ class StoredWeight(WeightedOperation):
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
         self.fmt = dtype_name(quant.spec.dtype)
-        if self.fmt not in (*NARROW, *ACTIVATIONS):
+        if self.fmt not in (*NARROW_TYPES, *ACTIVATION_RANGES):
             raise ExportError(f"{quant.name}: Core ML has no weights of {self.fmt}. It has int4, uint4, int8, uint8")
         if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity | PerBlockGranularity):
             raise ExportError(f"{quant.name}: no Core ML form for weights with {granularity!r}")
@@ -51,11 +51,11 @@ class StoredWeight(WeightedOperation):
     bias: Tensor | None
 
     @property
-    def is_new(self) -> bool:
+    def needs_ios18(self) -> bool:
         """Whether iOS 18 is the first to have it."""
-        return bool(self.block) or self.fmt in NARROW or self.is_sparse
+        return bool(self.block) or self.fmt in NARROW_TYPES or self.is_sparse
 
-    def parameters_of(self) -> tuple[Tensor, Tensor | None]:
+    def broadcast_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point with as many axes as the codes."""
         if self.block:
             return self.scale, self.zero_point
@@ -69,7 +69,7 @@ class StoredWeight(WeightedOperation):
         return self.product(x, weight, self.bias)
 
 
-class StoredPalette(WeightedOperation):
+class CoreMlStoredPalette(WeightedOperation):
     """An operation over indices as (out, in, ..) into tables (groups, entries)."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -85,25 +85,25 @@ class StoredPalette(WeightedOperation):
     codes: Tensor
     tables: Tensor
     bias: Tensor | None
-    is_new = True
+    needs_ios18 = True
 
     def forward(self, x: Tensor) -> Tensor:
         weight = look_up(self.codes, self.tables, self.axis, self.fmt)
         return self.product(x, weight, self.bias)
 
 
-def stored_weight(source: QuantizedWeighted) -> nn.Module:
-    return StoredPalette(source) if is_palette(source.weight_quant.spec) else StoredWeight(source)
+def build_stored_weight(source: QuantizedWeighted) -> nn.Module:
+    return CoreMlStoredPalette(source) if is_palette(source.weight_quant.spec) else CoreMlStoredWeight(source)
 
 
-class StoredStub(nn.Module):
+class CoreMlStoredStub(nn.Module):
     """What a stub does, as codes and back, with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
         super().__init__()
         grid = stub.quantizer.grid
         self.fmt, self.low, self.high = grid.format.name, grid.low, grid.high
-        if ACTIVATIONS.get(self.fmt) != (grid.low, grid.high) or stub.scale.ndim or grid.formulation != "zp":
+        if ACTIVATION_RANGES.get(self.fmt) != (grid.low, grid.high) or stub.scale.ndim or grid.formulation != "zp":
             raise ExportError(
                 f"{stub.name}: Core ML quantizes activations to all of int8 or uint8, with one scale and zero point"
             )
@@ -119,15 +119,15 @@ class StoredStub(nn.Module):
         return values
 
 
-PARTS = ModuleFactories(stored_weight, StoredStub, InputFirstFloatWeight)
+COREML_FACTORIES = ModuleFactories(build_stored_weight, CoreMlStoredStub, InputFirstFloatWeight)
 
 
-def coreml_form(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModule:
+def build_coreml_graph(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModule:
     """A copy whose weights are codes, with scales as `float_dtype` holds them."""
-    return build_stored_graph(model, PARTS, float_dtype)
+    return build_stored_graph(model, COREML_FACTORIES, float_dtype)
 
 
-def label(path: str) -> str:
+def operation_label(path: str) -> str:
     """The name of an operation of the program that stands for a module: a word in snake case, which is how torch.fx
     writes the names of what a program holds (LogSigmoid: log_sigmoid)."""
     return "layer_" + re.sub(r"(?<=[a-z])([A-Z])", r"_\1", re.sub(r"\W", "_", path)).lower()

@@ -18,9 +18,15 @@ import torch
 from torch import fx
 
 from scalepoint.errors import ExportError, ScalepointError
-from scalepoint.formats.apple.operators import register
-from scalepoint.formats.apple.package import coremltools, quietly
-from scalepoint.formats.apple.stored import PARTS, StoredPalette, StoredWeight, coreml_form, label
+from scalepoint.formats.apple.operators import register_operators
+from scalepoint.formats.apple.package import import_coremltools, without_warnings
+from scalepoint.formats.apple.stored import (
+    COREML_FACTORIES,
+    CoreMlStoredPalette,
+    CoreMlStoredWeight,
+    build_coreml_graph,
+    operation_label,
+)
 from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
@@ -32,7 +38,7 @@ from scalepoint.support.files import replace_folder
 
 AUTHOR = "com.apple.CoreML"
 MODEL, WEIGHTS = "model.mlmodel", "weights"
-OURS = (  # they rewrite scales, zero points or types of codes
+SKIPPED_PASSES = (  # they rewrite scales, zero points or types of codes
     "common::int_op_canonicalization",
     "common::nullify_redundant_quantization_zero_point",
     "common::dequantize_quantize_pair_elimination",
@@ -44,21 +50,23 @@ OURS = (  # they rewrite scales, zero points or types of codes
 
 def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
-    stored = coreml_form(model, request.float_dtype)
-    _write(stored, path, request, {**request.metadata, "scalepoint.float_dtype": dtype_name(request.float_dtype)})
+    stored = build_coreml_graph(model, request.float_dtype)
+    _write_graph(stored, path, request, {**request.metadata, "scalepoint.float_dtype": dtype_name(request.float_dtype)})
     if request.float_path is not None:
-        _write(build_float_graph(model, PARTS), request.float_path, request, {})
+        _write_graph(build_float_graph(model, COREML_FACTORIES), request.float_path, request, {})
 
 
-def _write(model: fx.GraphModule, path: Path, request: ExportRequest, metadata: Mapping[str, str]) -> None:
-    is_new = any(isinstance(each, StoredWeight | StoredPalette) and each.is_new for each in model.modules())
-    coremltools()  # quietly, before anything else of it is imported
+def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, metadata: Mapping[str, str]) -> None:
+    is_new = any(
+        isinstance(each, CoreMlStoredWeight | CoreMlStoredPalette) and each.needs_ios18 for each in model.modules()
+    )
+    import_coremltools()  # quietly, before anything else of it is imported
     try:
         with torch.no_grad():
             args, kwargs = inputs_to_float32(request.inputs)
             program = export_graph(prepare_graph(model), args, kwargs, False)
-        register(is_new, _sparse(model))
-        made = _converted(program, request.float_dtype, is_new)
+        register_operators(is_new, _find_sparse_weights(model))
+        made = _convert_program(program, request.float_dtype, is_new)
     except ScalepointError:
         raise
     except Exception as error:  # coremltools raises every kind
@@ -66,20 +74,20 @@ def _write(model: fx.GraphModule, path: Path, request: ExportRequest, metadata: 
     try:
         spec = made.get_spec()
         spec.description.metadata.userDefined.update(metadata)
-        replace_folder(path, lambda folder: _pack(folder, spec, Path(made.weights_dir)))
+        replace_folder(path, lambda folder: _write_package(folder, spec, Path(made.weights_dir)))
     finally:
         shutil.rmtree(made.package_path, ignore_errors=True)  # coremltools keeps its own until the process ends
 
 
-def _converted(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:
-    tools = coremltools()
+def _convert_program(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:
+    tools = import_coremltools()
     kind = dtype_name(float_dtype)
     pipeline = tools.PassPipeline()
-    pipeline.remove_passes(set(OURS) & set(pipeline.passes))
-    with quietly(), quiet():
+    pipeline.remove_passes(set(SKIPPED_PASSES) & set(pipeline.passes))
+    with without_warnings(), quiet():
         return tools.convert(
             program,
-            outputs=_outputs(program),
+            outputs=_declare_outputs(program),
             convert_to="mlprogram",
             minimum_deployment_target=tools.target.iOS18 if is_new else tools.target.iOS17,
             compute_precision=tools.precision.FLOAT16 if kind == "float16" else tools.precision.FLOAT32,
@@ -88,14 +96,16 @@ def _converted(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:
         )
 
 
-def _sparse(model: fx.GraphModule) -> frozenset[str]:
+def _find_sparse_weights(model: fx.GraphModule) -> frozenset[str]:
     modules = model.named_modules()
-    return frozenset(label(path) for path, each in modules if isinstance(each, StoredWeight) and each.is_sparse)
+    return frozenset(
+        operation_label(path) for path, each in modules if isinstance(each, CoreMlStoredWeight) and each.is_sparse
+    )
 
 
-def _outputs(program: Any) -> list[Any]:
+def _declare_outputs(program: Any) -> list[Any]:
     """Under the names that the model gives, floats as float32."""
-    tools = coremltools()
+    tools = import_coremltools()
     values = [each.meta["val"] for each in program.graph.output_node().args[0] if isinstance(each, fx.Node)]
     names = output_names(program, len(values))
     return [
@@ -104,7 +114,7 @@ def _outputs(program: Any) -> list[Any]:
     ]
 
 
-def _pack(folder: Path, spec: Any, weights: Path) -> None:
+def _write_package(folder: Path, spec: Any, weights: Path) -> None:
     """Manifest.json names the two items of a package, by identifiers that follow from their paths."""
     home = folder / "Data" / AUTHOR
     (home / WEIGHTS).mkdir(parents=True)

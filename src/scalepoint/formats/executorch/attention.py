@@ -13,7 +13,7 @@ from scalepoint.formats.lowering import attention_from_core, mask_to_bias
 from scalepoint.graph import Operation
 
 
-def spell_out(model: fx.GraphModule) -> fx.GraphModule:
+def decompose_attention(model: fx.GraphModule) -> fx.GraphModule:
     """In place."""
     for module in model.modules():
         if isinstance(module, Operation) and module.kind == "attention":
@@ -21,7 +21,7 @@ def spell_out(model: fx.GraphModule) -> fx.GraphModule:
     return model
 
 
-def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
+def attention_core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
     shape, (rows, width), columns = query.shape, query.shape[-2:], key.shape[-2]
     scaled = query * torch.tensor(factor, dtype=query.dtype)
     scores = torch.bmm(scaled.reshape(-1, rows, width), key.reshape(-1, columns, width).transpose(1, 2))
@@ -31,4 +31,4 @@ def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor:
     return made.reshape(*shape[:-1], value.shape[-1])
 
 
-attention = attention_from_core(core)
+attention = attention_from_core(attention_core)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from scalepoint.errors import DocumentError, StoreError
-from scalepoint.formats.executorch.write import ABOUT, INSTALL
+from scalepoint.formats.executorch.write import DESCRIPTION_METHOD, INSTALL
 from scalepoint.formats.format import FileInfo, FileInput
 from scalepoint.formats.metadata import FileDescription, read_description, read_target_options
 from scalepoint.support.documents import parse_json
@@ -18,19 +18,19 @@ from scalepoint.support.files import TemporaryFolder
 from scalepoint.support.untrusted import LARGEST_FLATBUFFER, check_file, read_head, read_part, read_text
 
 MAGIC = b"ET12"
-LARGEST_TEXT = 2**32  # bytes of a program as JSON
-_NUMBER = re.compile(r"(: -?)inf\b")  # as flatc writes it
+MAX_TEXT_BYTES = 2**32  # bytes of a program as JSON
+_INFINITY = re.compile(r"(: -?)inf\b")  # as flatc writes it
 
 
-def files_of(path: Path) -> Sequence[Path]:
+def list_files(path: Path) -> Sequence[Path]:
     return [path]
 
 
-def about(path: Path) -> FileInfo:
+def read_info(path: Path) -> FileInfo:
     """Its inputs, and what it was made for; of files that others wrote only the size."""
-    size = _size(path)
+    size = _measure_size(path)
     try:
-        said = _description(program(path))
+        said = _read_description(read_program(path))
     except StoreError as error:
         raise StoreError(f"{path}: {error.args[0]}") from error
     return FileInfo(
@@ -42,7 +42,7 @@ def about(path: Path) -> FileInfo:
     )
 
 
-def _size(path: Path) -> int:
+def _measure_size(path: Path) -> int:
     try:
         return check_file(path)
     except DocumentError as error:
@@ -67,20 +67,20 @@ class _Program(BaseModel):
     execution_plan: tuple[_Plan, ...]
 
 
-def _description(program: dict[str, Any]) -> FileDescription:
+def _read_description(program: dict[str, Any]) -> FileDescription:
     try:
         plans = {plan.name: plan for plan in _Program.model_validate(program).execution_plan}
     except ValidationError as error:
         raise StoreError(f"it is damaged: {error.error_count()} fields are not as ExecuTorch writes them") from error
-    if ABOUT not in plans:
+    if DESCRIPTION_METHOD not in plans:
         return FileDescription()
-    texts = [each.val.get("string_val") for each in plans[ABOUT].values if each.val_type == "String"]
+    texts = [each.val.get("string_val") for each in plans[DESCRIPTION_METHOD].values if each.val_type == "String"]
     if not texts or not isinstance(texts[0], str):
         raise StoreError("it is damaged: the description in it is not a text")
     return read_description(texts[0])
 
 
-def program(path: Path) -> dict[str, Any]:
+def read_program(path: Path) -> dict[str, Any]:
     """The program in the file, as its public schema has it, without weights."""
     head, there = read_head(path, 64), check_file(path)
     if head[4:8] != MAGIC:
@@ -90,10 +90,10 @@ def program(path: Path) -> dict[str, Any]:
         raise StoreError(f"only a part of an ExecuTorch program: {there:,} of at least {size:,} bytes")
     if size > LARGEST_FLATBUFFER:
         raise StoreError(f"a program of {size:,} bytes: at most {LARGEST_FLATBUFFER:,} are read")
-    return decoded(read_part(path, 0, size), "exir/_serialize/program.fbs")
+    return decode_flatbuffer(read_part(path, 0, size), "exir/_serialize/program.fbs")
 
 
-def decoded(data: bytes, schema: str) -> dict[str, Any]:
+def decode_flatbuffer(data: bytes, schema: str) -> dict[str, Any]:
     """A flatbuffer by a schema of ExecuTorch's, through the compiler that comes with it."""
     spec = find_spec("executorch")
     if spec is None or not spec.submodule_search_locations:
@@ -114,8 +114,8 @@ def decoded(data: bytes, schema: str) -> dict[str, Any]:
         if done.returncode or not written.is_file():
             raise StoreError(f"a flatbuffer that flatc cannot read: {(done.stderr or done.stdout).strip()[:200]}")
         try:
-            text = read_text(written, LARGEST_TEXT)
-            found = parse_json(_NUMBER.sub(r"\1Infinity", text), LARGEST_TEXT)
+            text = read_text(written, MAX_TEXT_BYTES)
+            found = parse_json(_INFINITY.sub(r"\1Infinity", text), MAX_TEXT_BYTES)
         except DocumentError as error:  # flatc copies the bytes of a damaged text as they are
             raise StoreError(f"it is damaged: {error.args[0]}") from error
         if not isinstance(found, dict):

@@ -8,17 +8,17 @@ from pathlib import Path
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from scalepoint.formats.executorch.stored import PARTS, StoredStub
-from scalepoint.formats.executorch.write import with_executorch, write_program
+from scalepoint.formats.executorch.stored import XNNPACK_FACTORIES, XnnpackStoredStub
+from scalepoint.formats.executorch.write import executorch_imported, write_program
 from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.stored_graph import build_stored_graph
 from scalepoint.graph.program import leaves_of
 
 
-class Codes(nn.Module):
+class StubCodes(nn.Module):
     """The first half of a stub."""
 
-    def __init__(self, stub: StoredStub) -> None:
+    def __init__(self, stub: XnnpackStoredStub) -> None:
         super().__init__()
         self.stub = stub
 
@@ -26,19 +26,19 @@ class Codes(nn.Module):
         return self.stub.codes(x)
 
 
-class Values(Codes):
+class StubValues(StubCodes):
     """The second half."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.stub.values(x)
 
 
-def write_exposed(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
+def write_with_layer_outputs(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     """To be run, not kept."""
-    with with_executorch():
-        stored = build_stored_graph(model, PARTS)
+    with executorch_imported():
+        stored = build_stored_graph(model, XNNPACK_FACTORIES)
         leaves = leaves_of(stored, *request.inputs)
-        codes = _split(stored)
+        codes = _split_stubs(stored)
         output = next(node for node in stored.graph.nodes if node.op == "output")
         given = [each for each in pytree.tree_leaves(output.args[0]) if isinstance(each, fx.Node)]
         output.args = ((*given, *codes.values()),)
@@ -49,19 +49,19 @@ def write_exposed(model: fx.GraphModule, path: Path, request: ExportRequest) -> 
         write_program(stored, path, (leaves, {}), request.dynamic, about)
 
 
-def _split(model: fx.GraphModule) -> dict[str, fx.Node]:
+def _split_stubs(model: fx.GraphModule) -> dict[str, fx.Node]:
     """Every call of a stub as two; the codes by the names that a quantizer has in a file."""
     found: dict[str, fx.Node] = {}
     calls: dict[str, int] = {}
     for node in list(model.graph.nodes):
         stub = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if not isinstance(stub, StoredStub):
+        if not isinstance(stub, XnnpackStoredStub):
             continue
         name = str(node.target)
         place = calls[name] = calls.get(name, -1) + 1
         first, second = f"{name}_codes_{place}", f"{name}_values_{place}"
-        model.add_submodule(first, Codes(stub))
-        model.add_submodule(second, Values(stub))
+        model.add_submodule(first, StubCodes(stub))
+        model.add_submodule(second, StubValues(stub))
         with model.graph.inserting_before(node):
             codes = model.graph.call_module(first, node.args)
             values = model.graph.call_module(second, (codes,))

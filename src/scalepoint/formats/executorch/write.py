@@ -17,10 +17,10 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from scalepoint.errors import ExportError, install_hint
-from scalepoint.formats.executorch.attention import spell_out
-from scalepoint.formats.executorch.graph import infer_batch, prepared
+from scalepoint.formats.executorch.attention import decompose_attention
+from scalepoint.formats.executorch.graph import infer_batch, prepare_program
 from scalepoint.formats.executorch.passes import without_idle_passes
-from scalepoint.formats.executorch.stored import PARTS, StoredWeight
+from scalepoint.formats.executorch.stored import XNNPACK_FACTORIES, XnnpackStoredWeight
 from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
@@ -28,8 +28,8 @@ from scalepoint.formats.stored_graph import build_float_graph, build_stored_grap
 from scalepoint.graph.export import contiguous, quiet, widened
 from scalepoint.support.files import replace_file
 
-LARGEST_BATCH = 8  # memory is planned for it, or for the example's where that is larger
-ABOUT = "scalepoint"  # a method of the program that gives what the file says of itself
+MAX_BATCH = 8  # memory is planned for it, or for the example's where that is larger
+DESCRIPTION_METHOD = "scalepoint"  # a method of the program that gives what the file says of itself
 INSTALL = install_hint("executorch")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -38,14 +38,16 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
     said = {"made_for": dict(request.metadata)}
-    with with_executorch():
-        write_program(build_stored_graph(model, PARTS), path, request.inputs, request.dynamic, said)
+    with executorch_imported():
+        write_program(build_stored_graph(model, XNNPACK_FACTORIES), path, request.inputs, request.dynamic, said)
         if request.float_path is not None:
-            write_program(build_float_graph(model, PARTS), request.float_path, request.inputs, request.dynamic, {})
+            write_program(
+                build_float_graph(model, XNNPACK_FACTORIES), request.float_path, request.inputs, request.dynamic, {}
+            )
 
 
 @contextmanager
-def with_executorch() -> Iterator[None]:
+def executorch_imported() -> Iterator[None]:
     """ExecuTorch imported, and nothing of what it and torchao have to say of themselves."""
     with quiet():
         try:
@@ -55,22 +57,28 @@ def with_executorch() -> Iterator[None]:
         yield
 
 
-def write_program(model: fx.GraphModule, path: Path, inputs: Inputs, dynamic: bool, about: dict[str, Any]) -> None:
+def write_program(
+    model: fx.GraphModule, path: Path, inputs: Inputs, dynamic: bool, description: dict[str, Any]
+) -> None:
     """A graph in its stored form; `about` adds to what the file says of itself."""
     plain = pytree.tree_map(contiguous, inputs_to_float32(inputs))  # the layout of an example would be the file's
-    program = prepared(_exported(spell_out(model), plain, dynamic))
-    own = {"inputs": _inputs(program), "outputs": _outputs(program), "layers": _layers(model)}
-    data = _lowered(program, {**own, **about})
-    replace_file(path, lambda temporary: _put(temporary, data))
+    program = prepare_program(_export_with_dynamic_batch(decompose_attention(model), plain, dynamic))
+    own = {
+        "inputs": _describe_inputs(program),
+        "outputs": _list_output_names(program),
+        "layers": _list_layer_keys(model),
+    }
+    data = _lower_program(program, {**own, **description})
+    replace_file(path, lambda temporary: _write_file(temporary, data))
 
 
-def _exported(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> ExportedProgram:
+def _export_with_dynamic_batch(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> ExportedProgram:
     """With a free batch where torch finds one."""
     with suppress(Exception):  # torch.export raises every kind: what it takes for a constant stays one
         if dynamic:
             wide = widened(*inputs)
-            batch = torch.export.Dim("batch", max=_largest(wide))
-            return _export(model, wide, pytree.tree_map(lambda each: _axes(each, batch), wide))
+            batch = torch.export.Dim("batch", max=_max_batch(wide))
+            return _export(model, wide, pytree.tree_map(lambda each: _dynamic_axes(each, batch), wide))
     try:
         return _export(model, inputs, None)
     except Exception as error:
@@ -84,32 +92,32 @@ def _export(model: fx.GraphModule, inputs: Inputs, shapes: Any) -> ExportedProgr
         return torch.export.export(model, *inputs, dynamic_shapes=given, strict=False)
 
 
-def _largest(inputs: Inputs) -> int:
+def _max_batch(inputs: Inputs) -> int:
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim > 1]
-    return max((LARGEST_BATCH, *sizes))
+    return max((MAX_BATCH, *sizes))
 
 
-def _axes(value: Any, batch: Any) -> Any:
+def _dynamic_axes(value: Any, batch: Any) -> Any:
     return {0: batch} if isinstance(value, Tensor) and value.ndim > 1 else None
 
 
-def _lowered(program: ExportedProgram, about: dict[str, Any]) -> bytes:
+def _lower_program(program: ExportedProgram, description: dict[str, Any]) -> bytes:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: PLC0415
 
-    from scalepoint.formats.executorch.partitioning import DecomposeOnce, NotTakenError  # noqa: PLC0415
+    from scalepoint.formats.executorch.partitioning import DecomposeOnce, NotDelegatedError  # noqa: PLC0415
 
     try:
         with without_idle_passes():
             try:
-                return _program_bytes(program, DecomposeOnce(), about)
-            except NotTakenError:
-                return _program_bytes(program, XnnpackPartitioner(), about)
+                return _program_bytes(program, DecomposeOnce(), description)
+            except NotDelegatedError:
+                return _program_bytes(program, XnnpackPartitioner(), description)
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise ExportError(f"ExecuTorch cannot lower this model. {type(error).__name__}: {first}") from error
 
 
-def _program_bytes(program: ExportedProgram, partitioner: Any, about: dict[str, Any]) -> bytes:
+def _program_bytes(program: ExportedProgram, partitioner: Any, description: dict[str, Any]) -> bytes:
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower  # noqa: PLC0415
 
     from scalepoint.formats.executorch.partitioning import SeparateOutputs  # noqa: PLC0415
@@ -119,12 +127,12 @@ def _program_bytes(program: ExportedProgram, partitioner: Any, about: dict[str, 
         transform_passes=[infer_batch, SeparateOutputs()],
         partitioner=[partitioner],
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
-        constant_methods={ABOUT: json.dumps(about)},
+        constant_methods={DESCRIPTION_METHOD: json.dumps(description)},
     )
     return bytes(edge.to_executorch().buffer)
 
 
-def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:
+def _describe_inputs(program: ExportedProgram) -> list[dict[str, Any]]:
     """Name, type and shape of every tensor; None is the batch."""
     own = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     values = [(name, own[name].meta["val"]) for name in program.graph_signature.user_inputs if name in own]
@@ -139,17 +147,17 @@ def _inputs(program: ExportedProgram) -> list[dict[str, Any]]:
     ]
 
 
-def _outputs(program: ExportedProgram) -> list[str]:
+def _list_output_names(program: ExportedProgram) -> list[str]:
     gives: Any = next(node for node in program.graph.nodes if node.op == "output").args[0]
     return output_names(program, sum(isinstance(each, fx.Node) for each in gives))
 
 
-def _layers(model: nn.Module) -> dict[str, str]:
+def _list_layer_keys(model: nn.Module) -> dict[str, str]:
     """The keys under which XNNPACK keeps the scales of a layer, or its weight where that is float -> the layer."""
     found = {}
     for name, module in model.named_modules():
         path = re.sub(r"\.stored_\w+$", "", name)
-        if isinstance(module, StoredWeight):
+        if isinstance(module, XnnpackStoredWeight):
             scale = module.scale.to(torch.bfloat16) if module.block else module.scale
             found[f"scale_{_digest(scale)}"] = path
         else:
@@ -166,5 +174,5 @@ def _digest(value: Tensor) -> str:
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _put(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: bytes) -> None:
     path.write_bytes(data)
