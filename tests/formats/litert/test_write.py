@@ -8,7 +8,7 @@ from torch import nn
 import scalepoint
 from scalepoint.errors import ScalepointWarning, StoreError, TargetError
 from scalepoint.formats import ExportRequest, export, find_format, read_value
-from scalepoint.formats.litert.stored import StoredStub
+from scalepoint.formats.litert.stored import LiteRtStoredStub
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask, exchange
@@ -151,12 +151,12 @@ def test_codes_are_those_of_the_simulation_until_a_concat_changes_a_scale(deploy
 
 def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
     done, x, _, _ = deployed
-    made = StoredStub.__init__
+    made = LiteRtStoredStub.__init__
 
     def wrong(self, stub, factor):
         made(self, stub, factor * 3 if stub.name == "three_fused_quant" else factor)
 
-    monkeypatch.setattr(StoredStub, "__init__", wrong)
+    monkeypatch.setattr(LiteRtStoredStub, "__init__", wrong)
     monkeypatch.setattr("scalepoint.verification.running.worst", lambda agreements: 0.0)  # else it is not searched for
     found = verify(done.path, done.model, x).departure
     assert found.where == "three_fused_quant"

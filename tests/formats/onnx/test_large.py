@@ -98,10 +98,10 @@ class TestTwoFiles:
             warnings.simplefilter("ignore")
             from scalepoint import export
             from scalepoint.errors import StoreError
-            from scalepoint.formats.onnx import saving
+            from scalepoint.formats.onnx import save
             from scalepoint.quantize import quantize
             from tests.formats.onnx.test_large import Table
-            saving.LARGEST_IN_ONE_FILE = 10_000
+            save.MAX_SINGLE_FILE_BYTES = 10_000
             x = torch.randint(0, 400, (4, 3))
             quantized = quantize(Table(400).eval(), x, forward_loop=[x], target="onnxruntime")
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -9,23 +9,23 @@ import numpy as np
 import torch
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.genai.decoder import Decoder, Experts
-from scalepoint.formats.genai.graph import INT8_ACTIVATIONS, MICROSOFT, Graph
-from scalepoint.formats.genai.layout import Matrix, block_of, matrix, stacked
+from scalepoint.formats.genai.decoder import Decoder, DecoderExperts
+from scalepoint.formats.genai.graph import INT8_ACTIVATIONS, MICROSOFT, GraphBuilder
+from scalepoint.formats.genai.layout import PackedMatrix, pack_matrix, stack_matrices, stored_block_size
 
-Gated = Callable[[str, dict[str, str], str], str]
+WriteGatedMlp = Callable[[str, dict[str, str], str], str]
 
 
-def mixture(graph: Graph, decoder: Decoder, value: str, index: int, gated: Gated) -> str:
+def write_mixture(graph: GraphBuilder, decoder: Decoder, value: str, index: int, gated: WriteGatedMlp) -> str:
     """The mixture of a block, and the expert that all tokens share where there is one."""
     experts, names = decoder.experts, decoder.names
     if experts is None or decoder.activation != "silu":
         raise ExportError(f"experts with the activation {decoder.activation!r} cannot be written: QMoE has silu")
     prefix = names.block.format(block=index)
-    _check(graph, experts, prefix)
+    _check_experts(graph, experts, prefix)
     logits = graph.linear(value, names.of(index, "router"))
     logits = graph.node("Reshape", [logits, graph.constant([-1, experts.count])])
-    made = _chosen(graph, experts, value, logits, prefix)
+    made = _write_router(graph, experts, value, logits, prefix)
     if not decoder.has_shared:
         return made
     parts = {part: names.of(index, f"shared_{part}") for part in ("gate", "up", "down")}
@@ -34,18 +34,20 @@ def mixture(graph: Graph, decoder: Decoder, value: str, index: int, gated: Gated
     return graph.node("Add", [made, graph.node("Mul", [share, shared])])
 
 
-def _check(graph: Graph, experts: Experts, prefix: str) -> None:
+def _check_experts(graph: GraphBuilder, experts: DecoderExperts, prefix: str) -> None:
     for index in range(experts.count):
         for part in experts.names:
-            if not graph.is_packed(layer := _layer(experts, prefix, part, index)):
+            if not graph.is_packed(layer := _expert_layer_name(experts, prefix, part, index)):
                 raise ExportError(f"{layer} stays float: QMoE takes quantized experts; give every expert a width")
 
 
-def _chosen(graph: Graph, experts: Experts, value: str, logits: str, prefix: str) -> str:
+def _write_router(graph: GraphBuilder, experts: DecoderExperts, value: str, logits: str, prefix: str) -> str:
     weights = graph.node("Softmax", [logits], axis=-1)
-    block = min(block_of(graph.packed(_layer(experts, prefix, part, 0))) for part in ("gate", "up", "down"))
-    kind, *first = _tensors(graph, experts, prefix, ("gate", "up"), block)
-    other, *second = _tensors(graph, experts, prefix, ("down",), block)
+    block = min(
+        stored_block_size(graph.packed(_expert_layer_name(experts, prefix, part, 0))) for part in ("gate", "up", "down")
+    )
+    kind, *first = _store_experts(graph, experts, prefix, ("gate", "up"), block)
+    other, *second = _store_experts(graph, experts, prefix, ("down",), block)
     if kind.bits != other.bits:
         raise ExportError(
             f"{prefix}: experts of {kind.bits} bits, but their down projections of {other.bits}: QMoE takes one for all"
@@ -68,17 +70,17 @@ def _chosen(graph: Graph, experts: Experts, value: str, logits: str, prefix: str
     )
 
 
-def _tensors(
-    graph: Graph, experts: Experts, prefix: str, parts: Sequence[str], block: int
-) -> tuple[Matrix, str, str, str]:
+def _store_experts(
+    graph: GraphBuilder, experts: DecoderExperts, prefix: str, parts: Sequence[str], block: int
+) -> tuple[PackedMatrix, str, str, str]:
     """One of the matrices, and the names of the codes, scales and zero points ("": none) of all experts."""
-    first = _expert(graph, experts, prefix, parts, 0, block)
+    first = _read_expert(graph, experts, prefix, parts, 0, block)
     scales: list[np.ndarray] = []
     zeros: list[np.ndarray] = []
 
     def codes() -> Iterator[np.ndarray]:
         for index in range(experts.count):
-            found = _expert(graph, experts, prefix, parts, index, block)
+            found = _read_expert(graph, experts, prefix, parts, index, block)
             if found.kind != first.kind:
                 raise ExportError(f"{prefix}: experts {index} and 0 are quantized differently: QMoE takes one for all")
             scales.append(found.scales)
@@ -93,12 +95,16 @@ def _tensors(
     return first, f"{name}.codes", f"{name}.scales", store.add(f"{name}.zeros", np.stack(zeros)) if zeros else ""
 
 
-def _layer(experts: Experts, prefix: str, part: str, index: int) -> str:
+def _expert_layer_name(experts: DecoderExperts, prefix: str, part: str, index: int) -> str:
     return f"{prefix}{experts.names[part].format(expert=index)}"
 
 
-def _expert(graph: Graph, experts: Experts, prefix: str, parts: Sequence[str], index: int, block: int) -> Matrix:
+def _read_expert(
+    graph: GraphBuilder, experts: DecoderExperts, prefix: str, parts: Sequence[str], index: int, block: int
+) -> PackedMatrix:
     """The matrix of one expert; rows of several parts in turns."""
-    found = stacked([matrix(graph.packed(_layer(experts, prefix, part, index)), block) for part in parts])
+    found = stack_matrices(
+        [pack_matrix(graph.packed(_expert_layer_name(experts, prefix, part, index)), block) for part in parts]
+    )
     rows = torch.arange(found.rows).reshape(len(parts), -1).T.reshape(-1).numpy()
-    return found.taken(rows)
+    return found.select_rows(rows)

@@ -10,18 +10,18 @@ import torch
 from ml_dtypes import bfloat16
 from torch import Tensor
 
-SMALL = 1024  # bytes up to which a tensor lies in the graph itself
-ALIGNED = 4096  # where tensors begin, so that they can be mapped
+MAX_INLINE_BYTES = 1024  # bytes up to which a tensor lies in the graph itself
+ALIGNMENT = 4096  # where tensors begin, so that they can be mapped
 
 
-def array_of(tensor: Tensor) -> np.ndarray:
+def to_array(tensor: Tensor) -> np.ndarray:
     """A tensor for numpy, which knows bfloat16 by another package."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(bfloat16)
     return tensor.contiguous().numpy()
 
 
-class Store:
+class InitializerFile:
     """The data file beside a graph."""
 
     def __init__(self, path: Path) -> None:
@@ -48,17 +48,17 @@ class Store:
         dtype = np.dtype(dtype)
         tensor = TensorProto(name=name, dims=shape, data_type=helper.np_dtype_to_tensor_dtype(dtype))
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if size <= SMALL:
+        if size <= MAX_INLINE_BYTES:
             tensor.raw_data = b"".join(np.ascontiguousarray(piece).tobytes() for piece in pieces)
         else:
-            self._file.write(b"\0" * (-self._file.tell() % ALIGNED))
-            _refer(tensor, self.path.name, self._file.tell(), size)
+            self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
+            _set_external_data(tensor, self.path.name, self._file.tell(), size)
             for piece in pieces:
                 self._file.write(np.ascontiguousarray(piece).view(np.uint8).data)
         self.tensors[name] = tensor
         return name
 
-    def again(self, name: str, of: str, shape: tuple[int, ...]) -> str:
+    def add_view(self, name: str, of: str, shape: tuple[int, ...]) -> str:
         """The same bytes in another shape: stored once."""
         from onnx import TensorProto  # noqa: PLC0415
 
@@ -69,7 +69,7 @@ class Store:
         return name
 
 
-def _refer(tensor: Any, location: str, offset: int, length: int) -> None:
+def _set_external_data(tensor: Any, location: str, offset: int, length: int) -> None:
     from onnx import TensorProto  # noqa: PLC0415
 
     tensor.data_location = TensorProto.EXTERNAL

@@ -9,18 +9,18 @@ from typing import Any
 from scalepoint.checkpoints import Cache, QuantizedCheckpoint, Source
 from scalepoint.errors import DocumentError, ExportError
 from scalepoint.formats.genai.decoder import Decoder
-from scalepoint.formats.genai.families import decoder_of
-from scalepoint.formats.genai.graph import MICROSOFT, Graph
-from scalepoint.formats.genai.initializers import Store
-from scalepoint.formats.genai.network import PAST, PRESENT, Network
+from scalepoint.formats.genai.families import describe_decoder
+from scalepoint.formats.genai.graph import MICROSOFT, GraphBuilder
+from scalepoint.formats.genai.initializers import InitializerFile
+from scalepoint.formats.genai.network import PAST, PRESENT, NetworkWriter
 from scalepoint.support.files import replace_folder
 from scalepoint.support.untrusted import LARGEST_PROTOBUF, read_bytes, read_json
 from scalepoint.version import __version__
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
 OPSET, MICROSOFT_OPSET, IR = 23, 1, 11
-LONGEST = 4096  # tokens that memory is taken for by default: a program asks for more with max_length
-KNOWN = (
+DEFAULT_CONTEXT = 4096  # tokens that memory is taken for by default: a program asks for more with max_length
+KNOWN_MODEL_TYPES = (
     "gemma",
     "gemma2",
     "gemma3_text",
@@ -36,8 +36,8 @@ KNOWN = (
 
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """The whole folder or nothing; a tensor of the checkpoint in memory at a time."""
-    decoder = decoder_of(checkpoint.source.config)
-    replace_folder(path, lambda folder: _fill(checkpoint, decoder, folder))
+    decoder = describe_decoder(checkpoint.source.config)
+    replace_folder(path, lambda folder: _write_folder(checkpoint, decoder, folder))
 
 
 def tensor_bytes(path: Path) -> int:
@@ -51,22 +51,22 @@ def tensor_bytes(path: Path) -> int:
     return total
 
 
-def _fill(checkpoint: QuantizedCheckpoint, decoder: Decoder, folder: Path) -> None:
-    with Store(folder / DATA) as store:
-        graph = Graph(checkpoint, store)
-        Network(graph, decoder).write()
-    _save(graph, decoder, folder / MODEL, checkpoint.cache)
-    config = genai_config(decoder, _generation(checkpoint.source))
+def _write_folder(checkpoint: QuantizedCheckpoint, decoder: Decoder, folder: Path) -> None:
+    with InitializerFile(folder / DATA) as store:
+        graph = GraphBuilder(checkpoint, store)
+        NetworkWriter(graph, decoder).write()
+    _save_graph(graph, decoder, folder / MODEL, checkpoint.cache)
+    config = build_genai_config(decoder, _read_generation_config(checkpoint.source))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for each in checkpoint.source.tokenizer_files:
         shutil.copyfile(each, folder / each.name)
 
 
-def _save(graph: Graph, decoder: Decoder, path: Path, cache: Cache | None) -> None:
+def _save_graph(graph: GraphBuilder, decoder: Decoder, path: Path, cache: Cache | None) -> None:
     import onnx  # noqa: PLC0415  # only an export needs it
     from onnx import helper  # noqa: PLC0415
 
-    inputs, outputs = _interface(decoder, cache)
+    inputs, outputs = _declare_interface(decoder, cache)
     made = helper.make_graph(graph.nodes, decoder.kind, inputs, outputs, list(graph.store.tensors.values()))
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, MICROSOFT_OPSET)]
     model = helper.make_model(made, opset_imports=opsets, ir_version=IR, producer_name="scalepoint")
@@ -78,7 +78,7 @@ def _save(graph: Graph, decoder: Decoder, path: Path, cache: Cache | None) -> No
         raise ExportError(f"the graph is not sound: {error}") from error
 
 
-def _interface(decoder: Decoder, cache: Cache | None) -> tuple[list[Any], list[Any]]:
+def _declare_interface(decoder: Decoder, cache: Cache | None) -> tuple[list[Any], list[Any]]:
     from onnx import TensorProto, helper  # noqa: PLC0415
 
     bits = 32 if cache is None else cache.bits
@@ -102,7 +102,7 @@ def _interface(decoder: Decoder, cache: Cache | None) -> tuple[list[Any], list[A
     return inputs, outputs
 
 
-def genai_config(decoder: Decoder, generation: Mapping[str, Any]) -> dict[str, Any]:
+def build_genai_config(decoder: Decoder, generation: Mapping[str, Any]) -> dict[str, Any]:
     """What the runtime must know of the graph, and how it searches unless it is told otherwise: greedily."""
     given = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
     if decoder.names.positions:
@@ -118,7 +118,7 @@ def genai_config(decoder: Decoder, generation: Mapping[str, Any]) -> dict[str, A
     }
     return {
         "model": {
-            "type": decoder.kind if decoder.kind in KNOWN else "decoder",
+            "type": decoder.kind if decoder.kind in KNOWN_MODEL_TYPES else "decoder",
             **{key: value for key, value in tokens.items() if value is not None},
             "vocab_size": decoder.vocabulary,
             "context_length": decoder.context,
@@ -136,7 +136,7 @@ def genai_config(decoder: Decoder, generation: Mapping[str, Any]) -> dict[str, A
         },
         "search": {
             "do_sample": False,
-            "max_length": min(decoder.context, LONGEST),
+            "max_length": min(decoder.context, DEFAULT_CONTEXT),
             "min_length": 0,
             "num_beams": 1,
             "past_present_share_buffer": True,
@@ -148,7 +148,7 @@ def genai_config(decoder: Decoder, generation: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _generation(source: Source) -> dict[str, Any]:
+def _read_generation_config(source: Source) -> dict[str, Any]:
     """Tokens that begin, end and fill: generation_config.json knows best, then config.json."""
     found = {key: source.config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     path = source.folder / "generation_config.json"

@@ -8,40 +8,40 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from scalepoint.formats.litert.products import closed
-from scalepoint.formats.litert.schema import Quantized
-from scalepoint.formats.litert.values import Free, Held, NotFreeError, Value, plain
-from scalepoint.formats.litert.walk import Ending, UnfitError, Walk, form
+from scalepoint.formats.litert.products import quantize_result
+from scalepoint.formats.litert.schema import QuantizationParameters
+from scalepoint.formats.litert.values import DynamicExtent, FixedBatchError, QuantizedConstant, Value, model_order
+from scalepoint.formats.litert.walk import FusedEnding, UnsupportedOperationError, Walk, writes
 
 aten, own = torch.ops.aten, torch.ops.scalepoint
 
 
-@form(own.quantize.default)
+@writes(own.quantize.default)
 def quantize(walk: Walk, node: fx.Node) -> Any:
-    x, codes = walk.given(node.args[0]), walk.parameters(node)
-    if isinstance(x, Held) and codes.is_same(x.quantized):
+    x, codes = walk.argument(node.args[0]), walk.parameters(node)
+    if isinstance(x, QuantizedConstant) and codes.is_same(x.quantized):
         return x
-    if isinstance(x, Held | Tensor):
-        values = torch.from_numpy(x.values) if isinstance(x, Held) else x
-        data = own.quantize(values, *map(walk.given, node.args[1:]))
-        return Held(node.name, data.numpy(), "int8", codes)
+    if isinstance(x, QuantizedConstant | Tensor):
+        values = torch.from_numpy(x.values) if isinstance(x, QuantizedConstant) else x
+        data = own.quantize(values, *map(walk.argument, node.args[1:]))
+        return QuantizedConstant(node.name, data.numpy(), "int8", codes)
     if x.codes is not None and codes.is_same(x.codes):
         return x
-    return recoded(walk, x, codes)
+    return requantize(walk, x, codes)
 
 
-def recoded(walk: Walk, x: Any, codes: Quantized) -> Any:
+def requantize(walk: Walk, x: Any, codes: QuantizationParameters) -> Any:
     """The same values as other codes."""
     if isinstance(x, Value) and x.codes is not None and codes.is_same(x.codes):
         return x
     if not isinstance(x, Value):
-        raise UnfitError("joins constants and int8 tensors")
+        raise UnsupportedOperationError("joins constants and int8 tensors")
     order = x.order
     is_integer = x.codes is not None
     return walk.emit("QUANTIZE", [x.stored[order]], x.shape, "float32", order=order, codes=codes, is_integer=is_integer)
 
 
-@form(own.dequantize.default)
+@writes(own.dequantize.default)
 def dequantize(walk: Walk, node: fx.Node) -> Any:
     given = walk.arguments(node)
     codes = given["codes"]
@@ -49,18 +49,20 @@ def dequantize(walk: Walk, node: fx.Node) -> Any:
         return codes
     scale, zero = given["scale"], given["zero_point"]
     zeros = 0 if zero is None else int(zero.reshape(-1)[0])
-    told = Quantized(scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]), int(given["block"]))
+    told = QuantizationParameters(
+        scale.detach().to(torch.float32).numpy(), zeros, int(given["axis"]), int(given["block"])
+    )
     name = walk.names.get(id(codes), node.name).removesuffix(".codes")
-    return Held(name, codes.detach().numpy(), str(given["fmt"]), told)
+    return QuantizedConstant(name, codes.detach().numpy(), str(given["fmt"]), told)
 
 
-@form(own.rows.default)
-def rows(walk: Walk, node: fx.Node) -> Any:
-    x = walk.float_of(walk.arguments(node)["x"])
+@writes(own.rows.default)
+def quantize_rows(walk: Walk, node: fx.Node) -> Any:
+    x = walk.dequantized(walk.arguments(node)["x"])
     return Value(x.shape, x.kind, x.stored, is_rows=True) if isinstance(x, Value) else x
 
 
-@form(
+@writes(
     aten.clone.default,
     aten.alias.default,
     aten.detach.default,
@@ -68,11 +70,11 @@ def rows(walk: Walk, node: fx.Node) -> Any:
     aten.lift_fresh_copy.default,
     aten.dropout.default,
 )
-def same(walk: Walk, node: fx.Node) -> Any:
-    return walk.given(node.args[0])
+def copy_value(walk: Walk, node: fx.Node) -> Any:
+    return walk.argument(node.args[0])
 
 
-@form(
+@writes(
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
@@ -85,16 +87,16 @@ def same(walk: Walk, node: fx.Node) -> Any:
 )
 def reshape(walk: Walk, node: fx.Node) -> Any:
     x = walk.first(node)
-    shape, _ = walk.like(node)
+    shape, _ = walk.shape_and_dtype(node)
     if tuple(shape) == tuple(x.shape):
         return x
     return walk.reshaped(x, shape)
 
 
-@form(aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default)
+@writes(aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default)
 def permute(walk: Walk, node: fx.Node) -> Any:
     x, given = walk.first(node), walk.arguments(node)
-    axes = list(plain(x.rank))
+    axes = list(model_order(x.rank))
     if "dims" in given:
         axes = [axis % x.rank for axis in given["dims"]]
     elif x.rank > 1:
@@ -103,66 +105,72 @@ def permute(walk: Walk, node: fx.Node) -> Any:
     return x.permuted(axes)
 
 
-@form(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+@writes(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 def expand(walk: Walk, node: fx.Node) -> Any:
     """Not at all where all readers broadcast by themselves."""
-    x, (shape, kind) = walk.given(node.args[0]), walk.like(node)
+    x, (shape, kind) = walk.argument(node.args[0]), walk.shape_and_dtype(node)
     if tuple(shape) == tuple(x.shape):
         return x
     from scalepoint.formats.litert.elementwise import BROADCASTS  # noqa: PLC0415  # which knows this module
 
     if all(each.target in BROADCASTS for each in node.users):
         return x
-    return repeated(walk, walk.float_of(x), shape, kind)
+    return broadcast_to(walk, walk.dequantized(x), shape, kind)
 
 
-def repeated(walk: Walk, x: Any, shape: Sequence[int], kind: str) -> Value:
+def broadcast_to(walk: Walk, x: Any, shape: Sequence[int], kind: str) -> Value:
     """With every extent of one as long as the shape says."""
     rank = len(shape)
     here = [1] * (rank - len(x.shape)) + list(x.shape)
-    free = [axis for axis in range(rank) if isinstance(shape[axis], Free) and not isinstance(here[axis], Free)]
+    free = [
+        axis
+        for axis in range(rank)
+        if isinstance(shape[axis], DynamicExtent) and not isinstance(here[axis], DynamicExtent)
+    ]
     x = x.reshape(here) if isinstance(x, Tensor) else x if x.rank == rank else walk.reshaped(x, here)
     if free and (free != [0] or kind != "float32"):
-        raise NotFreeError("a tensor is repeated along the batch")
-    many = [1 if isinstance(n, Free) else n // int(was) for n, was in zip(shape, here, strict=True)]
+        raise FixedBatchError("a tensor is repeated along the batch")
+    many = [1 if isinstance(n, DynamicExtent) else n // int(was) for n, was in zip(shape, here, strict=True)]
     if any(each > 1 for each in many):
         grown = [
-            n if isinstance(n, Free) and axis not in free else int(here[axis]) * many[axis]
+            n if isinstance(n, DynamicExtent) and axis not in free else int(here[axis]) * many[axis]
             for axis, n in enumerate(shape)
         ]
         x = walk.emit("TILE", [walk.take(x), walk.ints(many)], grown, kind)
     if free:
         x = walk.emit("ADD", [walk.take(x), walk.take(walk.batch_of_zeros(rank))], shape, kind)
-    return x if isinstance(x, Value) else Value(tuple(shape), kind, {plain(rank): walk.take(x)})
+    return x if isinstance(x, Value) else Value(tuple(shape), kind, {model_order(rank): walk.take(x)})
 
 
-@form(aten.repeat.default, aten.tile.default)
+@writes(aten.repeat.default, aten.tile.default)
 def repeat(walk: Walk, node: fx.Node) -> Value:
-    x, (shape, kind) = walk.float_of(walk.first(node)), walk.like(node)
+    x, (shape, kind) = walk.dequantized(walk.first(node)), walk.shape_and_dtype(node)
     many = [1] * (len(shape) - x.rank) + list(x.shape)
-    if any(isinstance(each, Free) != isinstance(was, Free) for each, was in zip(shape, many, strict=True)):
-        raise NotFreeError("a tensor is repeated along the batch")
-    times = [1 if isinstance(n, Free) else n // was for n, was in zip(shape, many, strict=True)]
+    if any(
+        isinstance(each, DynamicExtent) != isinstance(was, DynamicExtent) for each, was in zip(shape, many, strict=True)
+    ):
+        raise FixedBatchError("a tensor is repeated along the batch")
+    times = [1 if isinstance(n, DynamicExtent) else n // was for n, was in zip(shape, many, strict=True)]
     x = x if x.rank == len(shape) else walk.reshaped(x, many)
     return walk.emit("TILE", [walk.take(x), walk.ints(times)], shape, kind)
 
 
-@form(aten.slice.Tensor, aten.narrow.default)
-def cut(walk: Walk, node: fx.Node) -> Any:
+@writes(aten.slice.Tensor, aten.narrow.default)
+def slice_axis(walk: Walk, node: fx.Node) -> Any:
     x, given = walk.first(node), walk.arguments(node)
-    shape, _ = walk.like(node)
+    shape, _ = walk.shape_and_dtype(node)
     axis = int(given["dim"]) % x.rank
     step = int(given.get("step", 1))
     start = given["start"] or 0
     if tuple(shape) == tuple(x.shape) and not start and step == 1:
         return x
-    if isinstance(x.shape[axis], Free) or isinstance(start, Free):
-        raise NotFreeError("a slice of the batch")
+    if isinstance(x.shape[axis], DynamicExtent) or isinstance(start, DynamicExtent):
+        raise FixedBatchError("a slice of the batch")
     start = int(start) + (x.shape[axis] if start < 0 else 0)
-    return piece(walk, x, axis, min(start, x.shape[axis]), (shape[axis], step))
+    return write_slice(walk, x, axis, min(start, x.shape[axis]), (shape[axis], step))
 
 
-def piece(walk: Walk, x: Value, axis: int, start: int, extent: tuple[int, int]) -> Value:
+def write_slice(walk: Walk, x: Value, axis: int, start: int, extent: tuple[int, int]) -> Value:
     """So many elements of an axis from one on, each `step` from the last."""
     (count, step), order = extent, x.order
     shape = [count if place == axis else size for place, size in enumerate(x.shape)]
@@ -175,78 +183,78 @@ def piece(walk: Walk, x: Value, axis: int, start: int, extent: tuple[int, int]) 
     return walk.emit("STRIDED_SLICE", inputs, shape, x.kind, order=order, codes=x.codes, options=masks)
 
 
-@form(aten.select.int)
+@writes(aten.select.int)
 def select(walk: Walk, node: fx.Node) -> Value:
     x, given = walk.first(node), walk.arguments(node)
     axis, index = int(given["dim"]) % x.rank, int(given["index"])
-    return _picked(walk, x, axis, index)
+    return _write_select(walk, x, axis, index)
 
 
-def _picked(walk: Walk, x: Value, axis: int, index: int) -> Value:
-    if isinstance(x.shape[axis], Free):
-        raise NotFreeError("one sample of the batch is picked")
-    found = piece(walk, x, axis, index % x.shape[axis], (1, 1))
+def _write_select(walk: Walk, x: Value, axis: int, index: int) -> Value:
+    if isinstance(x.shape[axis], DynamicExtent):
+        raise FixedBatchError("one sample of the batch is picked")
+    found = write_slice(walk, x, axis, index % x.shape[axis], (1, 1))
     order = tuple(each - (each > axis) for each in found.order if each != axis)
     shape = [size for place, size in enumerate(found.shape) if place != axis]
-    target = [-1 if isinstance(shape[each], Free) else shape[each] for each in order]
+    target = [-1 if isinstance(shape[each], DynamicExtent) else shape[each] for each in order]
     inputs = [found.stored[found.order], walk.ints(target)]
     return walk.emit("RESHAPE", inputs, shape, x.kind, order=order, codes=x.codes)
 
 
-@form(aten.unbind.int)
+@writes(aten.unbind.int)
 def unbind(walk: Walk, node: fx.Node) -> list[Value]:
     x, given = walk.first(node), walk.arguments(node)
     axis = int(given["dim"]) % x.rank
-    return [_picked(walk, x, axis, index) for index in range(x.shape[axis])]
+    return [_write_select(walk, x, axis, index) for index in range(x.shape[axis])]
 
 
-@form(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+@writes(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 def split(walk: Walk, node: fx.Node) -> list[Value]:
     x, given = walk.first(node), walk.arguments(node)
     axis = int(given["dim"]) % x.rank
-    if isinstance(x.shape[axis], Free):
-        raise NotFreeError("the batch is split")
+    if isinstance(x.shape[axis], DynamicExtent):
+        raise FixedBatchError("the batch is split")
     made, start = [], 0
     for part in node.meta["val"]:
         size = int(part.shape[axis])
-        made.append(piece(walk, x, axis, start, (size, 1)))
+        made.append(write_slice(walk, x, axis, start, (size, 1)))
         start += size
     return made
 
 
-@form(operator.getitem)
+@writes(operator.getitem)
 def item(walk: Walk, node: fx.Node) -> Any:
-    found: Any = walk.given(node.args[0])
+    found: Any = walk.argument(node.args[0])
     place: Any = node.args[1]
     return found[place]
 
 
-@form(aten.cat.default)
+@writes(aten.cat.default)
 def concat(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
     parts = [each for each in given["tensors"] if tuple(each.shape) != (0,)]
-    shape, kind = walk.like(node)
+    shape, kind = walk.shape_and_dtype(node)
     axis, end = int(given["dim"]) % len(shape), walk.ending(node, folds=False)
     listed: Any = node.args[0]
     sources = [each for each in listed if tuple(each.meta["val"].shape) != (0,)]
-    codes = _common(parts, end)
+    codes = _common_parameters(parts, end)
     if codes is not None:
-        parts = [recoded(walk, each, codes) for each in parts]
+        parts = [requantize(walk, each, codes) for each in parts]
     else:
-        wanted = [walk.like(each)[0] for each in sources]
+        wanted = [walk.shape_and_dtype(each)[0] for each in sources]
         parts = [
-            each if isinstance(each, Value) and tuple(each.shape) == whole else repeated(walk, each, whole, kind)
-            for each, whole in zip(map(walk.float_of, parts), wanted, strict=True)
+            each if isinstance(each, Value) and tuple(each.shape) == whole else broadcast_to(walk, each, whole, kind)
+            for each, whole in zip(map(walk.dequantized, parts), wanted, strict=True)
         ]
     order = parts[0].order
     inputs = [walk.take(each, order) for each in parts]
     made = walk.emit(
         "CONCATENATION", inputs, shape, kind, order=order, codes=codes, options={"axis": order.index(axis)}
     )
-    return closed(walk, node, end, made)
+    return quantize_result(walk, node, end, made)
 
 
-def _common(parts: Sequence[Any], end: Ending) -> Quantized | None:
+def _common_parameters(parts: Sequence[Any], end: FusedEnding) -> QuantizationParameters | None:
     """The codes that all parts can have: those of the result, or those that they have already."""
     own_codes = [each.codes if isinstance(each, Value) else None for each in parts]
     if any(each is None for each in own_codes):
@@ -257,51 +265,53 @@ def _common(parts: Sequence[Any], end: Ending) -> Quantized | None:
     return first if first is not None and all(first.is_same(each) for each in own_codes) else None
 
 
-@form(aten.stack.default)
+@writes(aten.stack.default)
 def stack(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
-    shape, kind = walk.like(node)
+    shape, kind = walk.shape_and_dtype(node)
     axis = int(given["dim"]) % len(shape)
     wide = [1 if place == axis else size for place, size in enumerate(shape)]
-    parts = [walk.float_of(each) for each in given["tensors"]]
+    parts = [walk.dequantized(each) for each in given["tensors"]]
     whole = [each.reshape(wide) if isinstance(each, Tensor) else walk.reshaped(each, wide) for each in parts]
     return walk.emit("CONCATENATION", [walk.take(each) for each in whole], shape, kind, options={"axis": axis})
 
 
-@form(aten.constant_pad_nd.default)
+@writes(aten.constant_pad_nd.default)
 def pad(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
     x, amounts, value = given["self"], list(given["pad"]), float(given["value"])
     pairs = [(0, 0)] * (x.rank - len(amounts) // 2) + [
         (amounts[at], amounts[at + 1]) for at in range(len(amounts) - 2, -1, -2)
     ]
-    shape, kind = walk.like(node)
+    shape, kind = walk.shape_and_dtype(node)
     if any(each < 0 for pair in pairs for each in pair):
-        return _cropped(walk, x, pairs, shape)
+        return _write_crop(walk, x, pairs, shape)
     end = walk.ending(node, folds=False)
-    x = walk.float_of(x) if value != 0 else x if end.codes is None else recoded(walk, x, end.codes)  # zeros have a code
+    x = (
+        walk.dequantized(x) if value != 0 else x if end.codes is None else requantize(walk, x, end.codes)
+    )  # zeros have a code
     order = x.order
     inputs = [x.stored[order], walk.constant(np.array([pairs[axis] for axis in order], np.int32), "paddings")]
     if value == 0:
         made = walk.emit("PAD", inputs, shape, kind, order=order, codes=x.codes)
-        return closed(walk, node, end, made)
+        return quantize_result(walk, node, end, made)
     filled = walk.number(value, kind)
     return walk.emit("PADV2", [*inputs, filled], shape, kind, order=order)
 
 
-def _cropped(walk: Walk, x: Value, pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> Value:
+def _write_crop(walk: Walk, x: Value, pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> Value:
     if any(each > 0 for pair in pairs for each in pair):
-        raise UnfitError("pads and crops at once")
+        raise UnsupportedOperationError("pads and crops at once")
     for axis, (before, _) in enumerate(pairs):
         if tuple(pairs[axis]) != (0, 0):
-            x = piece(walk, x, axis, -before, (int(shape[axis]), 1))
+            x = write_slice(walk, x, axis, -before, (int(shape[axis]), 1))
     return x
 
 
-@form(aten.flip.default)
+@writes(aten.flip.default)
 def flip(walk: Walk, node: fx.Node) -> Value:
     given = walk.arguments(node)
-    x: Value = walk.float_of(given["self"])
+    x: Value = walk.dequantized(given["self"])
     for axis in given["dims"]:
         x = walk.same("REVERSE_V2", x, [walk.ints([x.order.index(axis % x.rank)])])
     return x

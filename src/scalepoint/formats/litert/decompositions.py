@@ -8,18 +8,20 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from scalepoint.formats import recurrent
-from scalepoint.formats.litert.walk import FORMS
+from scalepoint.formats.litert.walk import OPERATION_WRITERS
 from scalepoint.formats.lowering import attention_from_core, mask_to_bias, pairwise_distances
 
 aten = torch.ops.aten
-LAST = 2**62  # an end beyond all that there is
+SLICE_TO_END = 2**62  # an end beyond all that there is
 
 
-def taken_apart(program: ExportedProgram) -> ExportedProgram:
+def decompose_program(program: ExportedProgram) -> ExportedProgram:
     """A program of operations that have a form, where their parts have one."""
     table: Any = torch.export.default_decompositions()
-    known = {target: parts for target, parts in table.items() if target not in FORMS and not _is_size(target)}
-    made: ExportedProgram = program.run_decompositions({**known, **PARTS})
+    known = {
+        target: parts for target, parts in table.items() if target not in OPERATION_WRITERS and not _is_size(target)
+    }
+    made: ExportedProgram = program.run_decompositions({**known, **DECOMPOSITIONS})
     return made
 
 
@@ -100,14 +102,14 @@ def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -
     return (torch.relu(x) if scale == 1 else torch.relu(x) * scale) + below
 
 
-def average_of_line(
+def average_pool_1d(
     x: Tensor, size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), *rest: Any
 ) -> Any:
     pads = [0, *padding]
     return aten.avg_pool2d(x.unsqueeze(2), [1, *size], [1, *(stride or size)], pads, *rest[:2]).squeeze(2)
 
 
-def largest_of_line(
+def max_pool_1d(
     x: Tensor, size: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), *rest: Any
 ) -> Any:
     dilation = [1, *rest[0]] if rest else [1, 1]
@@ -119,11 +121,11 @@ def adaptive_average(x: Tensor, size: Sequence[int]) -> Any:
     """In windows of several sizes: a product with what each contributes, along either axis."""
     if all(int(whole) % part == 0 for whole, part in zip(x.shape[2:], size, strict=True)):
         return NotImplemented
-    rows, columns = (_shares(int(whole), part) for whole, part in zip(x.shape[2:], size, strict=True))
+    rows, columns = (_window_weights(int(whole), part) for whole, part in zip(x.shape[2:], size, strict=True))
     return torch.matmul(torch.matmul(x, columns).transpose(2, 3), rows).transpose(2, 3)
 
 
-def _shares(whole: int, part: int) -> Tensor:
+def _window_weights(whole: int, part: int) -> Tensor:
     """(whole, part): 1 / length of a window for its elements, 0 for others."""
     window, place = torch.arange(part), torch.arange(whole)[:, None]
     start, end = window * whole // part, ((window + 1) * whole + part - 1) // part
@@ -133,7 +135,7 @@ def _shares(whole: int, part: int) -> Tensor:
 def slice_scatter(x: Tensor, piece: Tensor, axis: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """A slice that is written: what stands before it, it, and what stands behind it."""
     size = x.shape[axis]
-    if step == 1 and not start and (end is None or end >= LAST):
+    if step == 1 and not start and (end is None or end >= SLICE_TO_END):
         return piece
     if step != 1 or not isinstance(size, int):
         return NotImplemented
@@ -156,7 +158,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     return torch.where(indices[0], values.to(x.dtype).reshape(()), x)
 
 
-PARTS: dict[Any, Callable[..., Any]] = {
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **recurrent.RECURRENT_DECOMPOSITIONS,
     aten.slice_scatter.default: slice_scatter,
     aten.copy.default: lambda x, values, *_: values.to(x.dtype).expand(x.shape),
@@ -183,8 +185,8 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.roll.default: roll,
     aten.pixel_shuffle.default: pixel_shuffle,
     aten.adaptive_avg_pool2d.default: adaptive_average,
-    aten.avg_pool1d.default: average_of_line,
-    aten.max_pool1d.default: largest_of_line,
+    aten.avg_pool1d.default: average_pool_1d,
+    aten.max_pool1d.default: max_pool_1d,
     aten.adaptive_avg_pool1d.default: lambda x, size: aten.adaptive_avg_pool2d(x.unsqueeze(2), [1, *size]).squeeze(2),
     aten.sigmoid_.default: torch.sigmoid,
 }

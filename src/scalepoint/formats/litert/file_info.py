@@ -9,34 +9,34 @@ import numpy as np
 
 from scalepoint.errors import DocumentError, ExportError, StoreError
 from scalepoint.formats.format import FileInfo, FileInput
-from scalepoint.formats.litert.schema import ABOUT, IDENTIFIER, TYPES, schema
+from scalepoint.formats.litert.schema import DESCRIPTION_NAME, IDENTIFIER, TYPES, import_schema
 from scalepoint.formats.metadata import FileDescription, read_description, read_target_options
 from scalepoint.support.untrusted import LARGEST_FLATBUFFER, read_bytes, read_head
 
 # What the flatbuffers package raises where an offset or a length is wrong: it follows them without a check.
-DAMAGED = (struct.error, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError)
+DAMAGED_FILE_ERRORS = (struct.error, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError)
 
 
-def files_of(path: Path) -> Sequence[Path]:
+def list_files(path: Path) -> Sequence[Path]:
     return [path]
 
 
-def about(path: Path) -> FileInfo:
+def read_info(path: Path) -> FileInfo:
     """Its inputs, and what it was made for; of files that others wrote only the inputs."""
-    data = _bytes(path)
+    data = _read_bytes(path)
     try:
-        known = schema()
+        known = import_schema()
     except ExportError as error:
         raise StoreError(f"a .tflite file is read by its schema: {error}") from error
     try:
         model = known.Model.GetRootAs(data, 0)
         _check_lengths(model)
-        said = _description(model)
+        said = _read_description(model)
         graph = model.Subgraphs(0)
-        inputs = tuple(_input(graph.Tensors(graph.Inputs(place))) for place in range(graph.InputsLength()))
+        inputs = tuple(_read_input(graph.Tensors(graph.Inputs(place))) for place in range(graph.InputsLength()))
     except StoreError as error:
         raise StoreError(f"{path}: {error.args[0]}") from error
-    except DAMAGED as error:
+    except DAMAGED_FILE_ERRORS as error:
         raise StoreError(f"{path} is damaged, or only a part of a .tflite file: {error}") from error
     return FileInfo(
         size=len(data),
@@ -47,7 +47,7 @@ def about(path: Path) -> FileInfo:
     )
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         if read_head(path, 8)[4:] != IDENTIFIER:  # before all of it is read
             raise StoreError(f"{path} is no .tflite file")
@@ -66,16 +66,16 @@ def _check_lengths(model: Any) -> None:
         raise ValueError("it holds no graph")
 
 
-def _description(model: Any) -> FileDescription:
+def _read_description(model: Any) -> FileDescription:
     for place in range(model.MetadataLength()):
         each = model.Metadata(place)
-        if each.Name() == ABOUT.encode():
+        if each.Name() == DESCRIPTION_NAME.encode():
             return read_description(bytes(model.Buffers(each.Buffer()).DataAsNumpy()).decode())
     return FileDescription()
 
 
-def _input(tensor: Any) -> FileInput:
-    types = {getattr(schema().TensorType, name): kind for kind, name in TYPES.items()}
+def _read_input(tensor: Any) -> FileInput:
+    types = {getattr(import_schema().TensorType, name): kind for kind, name in TYPES.items()}
     kind = types.get(tensor.Type())
     if kind is None:
         raise StoreError(f"input {tensor.Name().decode()!r} is of a type that is not known here: {tensor.Type()}")

@@ -13,7 +13,7 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
-class StoredWeight(WeightedOperation):
+class LiteRtStoredWeight(WeightedOperation):
     """An operation over codes as (out, in, ..)."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -45,7 +45,7 @@ class StoredWeight(WeightedOperation):
         return self.product(x, weight, bias)
 
 
-class StoredTable(nn.Module):
+class LiteRtStoredTable(nn.Module):
     """Rows looked up as codes, by an operator that multiplies each by its scale."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -60,7 +60,7 @@ class StoredTable(nn.Module):
         return F.embedding(x, dequantize(self.codes, self.scale, None, 0, 0, "int8"))
 
 
-class StoredStub(nn.Module):
+class LiteRtStoredStub(nn.Module):
     """A stub with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float) -> None:
@@ -77,7 +77,7 @@ class StoredStub(nn.Module):
         return values
 
 
-class StoredRows(nn.Module):
+class LiteRtDynamicStub(nn.Module):
     """A stub that finds the parameters of every row anew, which the kernel after it does."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,4 +85,6 @@ class StoredRows(nn.Module):
         return values
 
 
-PARTS = int8_module_factories("LiteRT", (StoredWeight, StoredTable), (StoredStub, StoredRows))
+LITERT_FACTORIES = int8_module_factories(
+    "LiteRT", (LiteRtStoredWeight, LiteRtStoredTable), (LiteRtStoredStub, LiteRtDynamicStub)
+)

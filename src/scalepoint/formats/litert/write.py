@@ -22,11 +22,11 @@ from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.litert import data_movement, elementwise, lookups, pools, products, reductions
-from scalepoint.formats.litert.decompositions import taken_apart
-from scalepoint.formats.litert.schema import schema
-from scalepoint.formats.litert.stored import PARTS
-from scalepoint.formats.litert.values import NotFreeError, Value
-from scalepoint.formats.litert.walk import FORMS, Walk
+from scalepoint.formats.litert.decompositions import decompose_program
+from scalepoint.formats.litert.schema import import_schema
+from scalepoint.formats.litert.stored import LITERT_FACTORIES
+from scalepoint.formats.litert.values import FixedBatchError, Value
+from scalepoint.formats.litert.walk import OPERATION_WRITERS, Walk
 from scalepoint.formats.pre_export import prepare_graph
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
 from scalepoint.graph.blame import user_level
@@ -34,51 +34,53 @@ from scalepoint.graph.export import export_graph, quiet
 from scalepoint.support.files import replace_file
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-ROOMS = (lookups, data_movement, elementwise, pools, products, reductions)  # each brings forms
+OPERATION_MODULES = (lookups, data_movement, elementwise, pools, products, reductions)  # each brings forms
 
 
 def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     """The quantized model, and the float one of the same capture where it is asked for."""
-    _tell(_write(build_stored_graph(model, PARTS), path, request, {"made_for": dict(request.metadata)}))
+    _warn_about_fixed_batch(
+        _write_file(build_stored_graph(model, LITERT_FACTORIES), path, request, {"made_for": dict(request.metadata)})
+    )
     if request.float_path is not None:
         write_float(model, request.float_path, request)
 
 
 def write_float(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     """A graph with or without quantizers, in float."""
-    _write(build_float_graph(model, PARTS), path, request, {})
+    _write_file(build_float_graph(model, LITERT_FACTORIES), path, request, {})
 
 
-def write_exposed(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
+def write_with_layer_outputs(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     """The same file with the codes at every constant quantizer as further outputs: to be run, not kept."""
-    _write(build_stored_graph(model, PARTS), path, request, {}, exposed=True)
+    _write_file(build_stored_graph(model, LITERT_FACTORIES), path, request, {}, exposed=True)
 
 
 def check(model: fx.GraphModule, request: ExportRequest) -> None:
     """Refuse a model that has an operation without a form, before anything is calibrated."""
-    _walked(build_float_graph(model, PARTS), request)
+    _walk_program(build_float_graph(model, LITERT_FACTORIES), request)
 
 
-def _write(
+def _write_file(
     model: fx.GraphModule, path: Path, request: ExportRequest, about: Mapping[str, Any], *, exposed: bool = False
 ) -> Walk:
-    walk, program = _walked(model, request)
+    walk, program = _walk_program(model, request)
     values = [each for each in walk.outputs if isinstance(each, Value | Tensor)]
     names = output_names(program, len(values))
     outputs: dict[str, int] = {}
     for name, value in zip(names, values, strict=True):
-        outputs[name] = _own(walk, name, value, {*outputs.values(), *_places(walk)})
+        outputs[name] = _separate_output(walk, name, value, {*outputs.values(), *_output_indices(walk)})
     codes = {}
     for name, value in walk.quantizers.items() if exposed else ():
         codes[name] = walk.take(value)
     said = {**about, "outputs": [*outputs, *codes], "quantizers": {name: name for name in codes}}
     inputs = {name: walk.take(value) for name, value in walk.inputs.items()}
-    data = walk.file.finished(inputs, {**outputs, **codes}, json.dumps(said).encode())
-    replace_file(path, lambda temporary: _put(temporary, data))
+    data = walk.file.serialize(inputs, {**outputs, **codes}, json.dumps(said).encode())
+    replace_file(path, lambda temporary: _write_bytes(temporary, data))
     return walk
 
 
-def _tell(walk: Walk) -> None:
+def _warn_about_fixed_batch(walk: Walk) -> None:
     """Why the batch is fixed, where it was to be free."""
     if walk.why_fixed:
         message = (
@@ -88,13 +90,13 @@ def _tell(walk: Walk) -> None:
         warnings.warn(ScalepointWarning(message), stacklevel=user_level())
 
 
-def _places(walk: Walk) -> set[int]:
+def _output_indices(walk: Walk) -> set[int]:
     return {place for value in walk.inputs.values() for place in value.stored.values()}
 
 
-def _own(walk: Walk, name: str, value: Any, taken: set[int]) -> int:
+def _separate_output(walk: Walk, name: str, value: Any, taken: set[int]) -> int:
     """A float tensor that is this output alone, under its name."""
-    value = walk.float_of(value)
+    value = walk.dequantized(value)
     place = walk.take(value)
     if place in taken or isinstance(value, Tensor):
         shape = value.shape
@@ -105,41 +107,41 @@ def _own(walk: Walk, name: str, value: Any, taken: set[int]) -> int:
         )
         place = walk.take(walk.reshaped(source, source.shape))
     tensor = walk.file.graph.tensors[place]
-    tensor.name = walk.file.free_name(name).encode()
+    tensor.name = walk.file.unused_name(name).encode()
     return place
 
 
-def _walked(model: fx.GraphModule, request: ExportRequest) -> tuple[Walk, ExportedProgram]:
+def _walk_program(model: fx.GraphModule, request: ExportRequest) -> tuple[Walk, ExportedProgram]:
     """With a free batch where every operation allows one, else with that of the example."""
-    schema()
+    import_schema()
     inputs = pytree.tree_map(_contiguous, inputs_to_float32(request.inputs))
     model = prepare_graph(model)
     why_fixed = ""
     if request.dynamic:
         try:
-            return _once(model, inputs, True)
-        except NotFreeError as error:
+            return _export_and_walk(model, inputs, True)
+        except FixedBatchError as error:
             why_fixed = str(error)
-    walk, program = _once(model, inputs, False)
+    walk, program = _export_and_walk(model, inputs, False)
     walk.why_fixed = why_fixed
     return walk, program
 
 
-def _once(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> tuple[Walk, ExportedProgram]:
+def _export_and_walk(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> tuple[Walk, ExportedProgram]:
     try:
         with torch.no_grad(), quiet():
-            program = taken_apart(export_graph(model, *inputs, dynamic, _free))
-            walk = Walk(program, _batch(inputs))
+            program = decompose_program(export_graph(model, *inputs, dynamic, _dynamic_axes))
+            walk = Walk(program, _batch_size(inputs))
             walk.run()
             return walk, program
-    except (ScalepointError, NotFreeError):
+    except (ScalepointError, FixedBatchError):
         raise
     except Exception as error:  # torch raises every kind
         first = next(iter(str(error).strip().splitlines()), "")
         raise ExportError(f"torch cannot export this model for LiteRT. {type(error).__name__}: {first}") from error
 
 
-def _free(name: str, value: Tensor) -> tuple[int, ...]:
+def _dynamic_axes(name: str, value: Tensor) -> tuple[int, ...]:
     """The batch: shapes of a .tflite file are planned, lengths of sentences are those of the example."""
     return (0,) if value.ndim > 1 else ()
 
@@ -148,14 +150,14 @@ def _contiguous(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) and value.layout == torch.strided else value
 
 
-def _batch(inputs: Inputs) -> int:
+def _batch_size(inputs: Inputs) -> int:
     """Of the example."""
     leaves = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor) and each.ndim]
     return int(leaves[0].shape[0]) if leaves else 1
 
 
-def _put(path: Path, data: bytes) -> None:
+def _write_bytes(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-__all__ = ["FORMS", "check", "write", "write_exposed"]
+__all__ = ["OPERATION_WRITERS", "check", "write", "write_with_layer_outputs"]
