@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the tests own
 from architectures import ARCHITECTURES, Architecture, Inputs, torchvision_models
 from library_models import FURTHER, MORE
 from scalepoint.errors import ScalepointError
-from scalepoint.formats import Writing, export, find_format
+from scalepoint.formats import ExportRequest, export, find_format
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.inline_blocks import autocast_off
 from scalepoint.graph.origin import get_origin
@@ -96,7 +96,7 @@ def travel(journey: Journey, architecture: Architecture, target: Target, folder:
     with journey.at("capture"):
         result = transform(model, inputs, target=target)
         if form.check is not None:
-            form.check(result.model, Writing(as_inputs(inputs, None), target))
+            form.check(result.model, ExportRequest(as_inputs(inputs, None), target))
         row.parity = parity(model, result.model, inputs)
     with journey.at("insert"):
         quantized = insert_qdq(result.model, result.matches, copy=False)

@@ -53,7 +53,7 @@ from onnx_files import (
     sqnr,
     with_weights,
 )
-from scalepoint.formats import Writing
+from scalepoint.formats import ExportRequest
 from scalepoint.formats.onnx import ONNX
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq, quantize
@@ -125,7 +125,7 @@ def judge_files(
 ) -> list[dict[str, Any]]:
     """What each file gives in its runtime, and how fast."""
     expected, feeds = run(subject.model, subject.held_out), arrays(subject.model, subject.held_out)
-    with plain_file(subject.model, ONNX, Writing(as_inputs(subject.inputs, None), None)) as other:
+    with plain_file(subject.model, ONNX, ExportRequest(as_inputs(subject.inputs, None), None)) as other:
         plains = [plain, *([other] if other else [])]
         found = speeds([*plains, *paths.values()], arrays(subject.model, subject.inputs), runtime)
     ratios = [each / max(found[: len(plains)]) for each in found[len(plains) :]]

@@ -42,7 +42,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.formats.packed.tiny import logits_of, make, quantize, reference
+from tests.formats.checkpoint_folder.tiny import logits_of, make, quantize, reference
 
 from measure import publish, run_part
 from scalepoint import deploy_checkpoint, tensorrt

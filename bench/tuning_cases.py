@@ -1,6 +1,6 @@
 """Trained networks quantized in several ways: calibration and judging data, result rows, and the limits they must keep.
 
-`Kept` writes the rows to a JSON file after each one, so that a stopped run can continue.
+`StoredMatrix` writes the rows to a JSON file after each one, so that a stopped run can continue.
 """
 
 import json

@@ -114,7 +114,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
     return {
         "manifest": File(here / "kept" / "scalepoint.json", load),
         "tensors": File(next((here / "kept").glob("*.safetensors")), load),
-        "ONNX": File(here / "model.onnx", lambda path: find_format("onnx").about(path)),
+        "ONNX": File(here / "model.onnx", lambda path: find_format("onnx").read_info(path)),
         "ONNX, checked": File(here / "model.onnx", scalepoint.check),
         "report": File(here / "run" / "report.json", lambda path: compare_runs(path.parent, here / "other")),
         "config of a run": File(here / "run" / "config.yaml", lambda path: compare_runs(path.parent, here / "other")),

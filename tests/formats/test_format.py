@@ -11,7 +11,7 @@ from scalepoint.quantize import quantize
 from tests.errors import raises
 
 
-def write(model, path, writing):
+def write(model, path, request):
     """Nothing."""
 
 
@@ -35,15 +35,15 @@ def test_an_unknown_one_is_told_with_the_nearest():
     [
         ({"name": ""}, "has a name"),
         ({"suffix": "mine"}, "begins with a dot"),
-        ({"write": one}, r"write=.*\(model, path, writing\)"),
+        ({"write": one}, r"write=.*\(model, path, request\)"),
         ({"files": write}, r"files=.*\(path\)"),
-        ({"about": None}, r"about=.*\(path\).*None"),
-        ({"plain": one}, r"plain=.*\(model, path, writing\)"),
-        ({"exposed": one}, r"exposed=.*\(model, path, writing\)"),
+        ({"read_info": None}, r"read_info=.*\(path\).*None"),
+        ({"write_baseline": one}, r"write_baseline=.*\(model, path, request\)"),
+        ({"write_with_layer_outputs": one}, r"write_with_layer_outputs=.*\(model, path, request\)"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(fields, why):
-    given = {"name": "mine", "suffix": ".mine", "write": write, "files": one, "about": one} | fields
+    given = {"name": "mine", "suffix": ".mine", "write": write, "files": one, "read_info": one} | fields
     with pytest.raises(UsageError, match=why):
         FileFormat(**given)
 

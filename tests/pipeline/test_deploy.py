@@ -22,7 +22,7 @@ from scalepoint.errors import (
     TargetError,
     UsageError,
 )
-from scalepoint.formats.onnx import saving
+from scalepoint.formats.onnx import save
 from scalepoint.pipeline import stages
 from scalepoint.pipeline.job import with_speed
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig
@@ -200,7 +200,7 @@ def test_a_metric_that_is_nan_for_the_file_gets_a_word(model, data, tmp_path):
 
 def test_weights_beside_the_file_come_along_and_old_ones_go(tmp_path, monkeypatch):
     """A model of more than 2 GB has its weights in files of their own; here everything counts as that large."""
-    monkeypatch.setattr(saving, "LARGEST_IN_ONE_FILE", 100)
+    monkeypatch.setattr(save, "MAX_SINGLE_FILE_BYTES", 100)
     x = torch.randn(2, 64)
     seen = set()
     for seed in (0, 1):

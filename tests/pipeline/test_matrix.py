@@ -231,7 +231,7 @@ def check_result(case: Case, done: scalepoint.Deployment) -> None:
     assert (done.score is not None) == (case["goal"] == "max_drop")
     if "=" in str(case["goal"]):
         assert done.allocation is not None
-    names = [each.name for each in find_format(find_target(str(case["target"])).format).about(done.path).inputs]
+    names = [each.name for each in find_format(find_target(str(case["target"])).format).read_info(done.path).inputs]
     assert names == (["x"] if case["inputs"] == "positional" else ["x", "gain"])
     if case["outputs"] == "dict":
         assert output_names(done.path) in (OUTPUTS[str(case["net"])], None)

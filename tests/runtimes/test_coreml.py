@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 import scalepoint
 from scalepoint.errors import VerificationError
-from scalepoint.formats import Writing, find_format
+from scalepoint.formats import ExportRequest, find_format
 from scalepoint.runtimes import find_runtime
 from scalepoint.verification import Status
 from tests.errors import raises
-from tests.formats.coreml.conftest import net, pictures, quantized
-from tests.formats.coreml.test_package import written
+from tests.formats.apple.conftest import net, pictures, quantized
+from tests.formats.apple.test_package import written
 from tests.pace import fast
 
 pytestmark = pytest.mark.skipif(
@@ -133,8 +133,8 @@ def test_operations_are_evaluated_as_torch_computes_them(tmp_path: Path, file_cl
     model, x = Many().eval(), torch.randn(2, 8, 12, 12)
     made = scalepoint.quantize.quantize(model, x, scalepoint.quantize.QuantConfig.weight_only("int8", None),
                                         target="coreml", freeze_weights=True)  # fmt: skip
-    writing = Writing(((x,), {}), None, tmp_path / "f.mlpackage")
-    find_format("coreml").write(made, tmp_path / "m.mlpackage", writing)
+    request = ExportRequest(((x,), {}), None, tmp_path / "f.mlpackage")
+    find_format("coreml").write(made, tmp_path / "m.mlpackage", request)
     outputs = file_class(str(tmp_path / "f.mlpackage"), {"threads": 1}).run({"x": x.numpy()})
     with torch.no_grad():
         for expected, (_, found) in zip(model(x), outputs, strict=True):

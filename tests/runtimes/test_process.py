@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from scalepoint.errors import VerificationError
-from scalepoint.formats import Writing
-from scalepoint.formats.onnx.plain import write_plain
+from scalepoint.formats import ExportRequest
+from scalepoint.formats.onnx.float_baseline import write_baseline
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import all_memory, ask, exchange, precision
 from scalepoint.runtimes.serving import Served
@@ -159,7 +159,7 @@ def test_a_real_runtime_that_needs_more_than_it_may_have_is_a_finding(name, tmp_
     if not find_runtime(name).is_here:
         pytest.skip(f"{name} is not installed")
     path, model, x = tmp_path / "m.onnx", nn.Linear(8, 4000).eval(), torch.randn(30_000, 8)
-    write_plain(model, path, Writing(((x,), {})))
+    write_baseline(model, path, ExportRequest(((x,), {})))
     found = verify(path, model, x, runtime=name, memory=300_000_000)
     assert found.status == Status.FAILED, found.message
     assert "needs more memory than the 0.30 GB it may have" in found.message

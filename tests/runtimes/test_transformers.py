@@ -11,7 +11,7 @@ from scalepoint.formats import find_checkpoint_format
 from scalepoint.runtimes import Status, find_runtime
 from scalepoint.runtimes.process import ask, exchange
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
-from tests.formats.packed.tiny import FAMILIES, logits_of, make, quantize, reference
+from tests.formats.checkpoint_folder.tiny import FAMILIES, logits_of, make, quantize, reference
 
 RUNTIME = find_runtime("transformers")
 BLOCKS = {"type": "per_block", "block_size": 32, "axis": 1}

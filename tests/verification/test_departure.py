@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from scalepoint import export, verify
 from scalepoint.errors import VerificationError
-from scalepoint.formats.onnx.turned import TURNED
+from scalepoint.formats.onnx.channels_first import CHANNELS_FIRST_SUFFIX
 from scalepoint.quantize import quantize
 from scalepoint.verification.departure import departure, matched
 from tests.errors import raises
@@ -76,7 +76,10 @@ def test_calls_are_paired_with_tensors_of_their_shape_in_order():
 
 def test_a_tensor_that_the_file_has_turned_is_compared_as_the_model_has_it():
     codes = torch.arange(24, dtype=torch.int32).view(2, 3, 4)
-    nodes, found = {"a/QuantizeLinear": f"t{TURNED}"}, {f"t{TURNED}": codes.numpy().astype(np.uint8).transpose(0, 2, 1)}
+    nodes, found = (
+        {"a/QuantizeLinear": f"t{CHANNELS_FIRST_SUFFIX}"},
+        {f"t{CHANNELS_FIRST_SUFFIX}": codes.numpy().astype(np.uint8).transpose(0, 2, 1)},
+    )
     ((call, array),) = matched("a", [codes], nodes, found)
     assert np.array_equal(call, array)
     assert departure({"a": [codes]}, nodes, found, (), ()) is None

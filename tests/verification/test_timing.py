@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scalepoint import benchmark, export, verify
 from scalepoint.errors import UsageError, VerificationError
-from scalepoint.formats import Writing, find_format
+from scalepoint.formats import ExportRequest, find_format
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import Runtime, find_runtime
 from scalepoint.verification.files import runtime_for
@@ -78,8 +78,8 @@ def test_throughput_is_told_at_each_batch_and_a_file_with_a_fixed_one_says_so(fi
 
 def test_the_plain_exporter_takes_what_deploy_takes(files):
     model, *_ = files
-    with plain_file(model, find_format("onnx"), Writing((ARGS, KWARGS), names=("given_x", "offset"))) as path:
-        assert [each.name for each in find_format("onnx").about(path).inputs] == ["given_x", "offset"]
+    with plain_file(model, find_format("onnx"), ExportRequest((ARGS, KWARGS), names=("given_x", "offset"))) as path:
+        assert [each.name for each in find_format("onnx").read_info(path).inputs] == ["given_x", "offset"]
     assert not path.exists()
 
 
@@ -88,7 +88,7 @@ def test_a_model_that_the_plain_exporter_cannot_take_has_no_plain_file(capfd):
         def forward(self, x: Tensor) -> Tensor:
             return torch.special.bessel_j0(x)
 
-    with plain_file(Odd(), find_format("onnx"), Writing(((torch.randn(2),), {}))) as path:
+    with plain_file(Odd(), find_format("onnx"), ExportRequest(((torch.randn(2),), {}))) as path:
         assert path is None
     assert capfd.readouterr().out == ""
 

@@ -2,17 +2,17 @@
 
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.export import export
-from scalepoint.formats.format import About, FileFormat, FileInput, ShownChoices, Writing
+from scalepoint.formats.format import ChoiceOutputs, ExportRequest, FileFormat, FileInfo, FileInput
 from scalepoint.formats.metadata import check_metadata, read_value
 from scalepoint.formats.registry import find_checkpoint_format, find_format, list_checkpoint_formats, list_formats
 
 __all__ = [
-    "About",
     "CheckpointFormat",
+    "ChoiceOutputs",
+    "ExportRequest",
     "FileFormat",
+    "FileInfo",
     "FileInput",
-    "ShownChoices",
-    "Writing",
     "check_metadata",
     "export",
     "find_checkpoint_format",

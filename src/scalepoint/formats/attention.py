@@ -25,7 +25,7 @@ class PlainAttention(nn.Module):
         return torch.softmax(query @ key.transpose(-2, -1), -1) @ value
 
 
-def lay_out(model: fx.GraphModule) -> None:
+def copy_after_masked_attention(model: fx.GraphModule) -> None:
     """After attention with a mask, a copy in the layout that its shape says, and reshapes that do not ask for another.
 
     torch's kernel gives another layout, in which torch.export takes a reshape for a view and leaves `contiguous` away;
@@ -59,9 +59,9 @@ def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:
             calls[str(node.target)] = calls.get(str(node.target), 0) + 1
     factors: dict[str, float] = {}
     for node in list(model.graph.nodes):
-        factor = _factor(model, node)
+        factor = _find_scale_factor(model, node)
         stub = node.args[0] if node.args else None
-        if factor is None or not isinstance(stub, fx.Node) or not _is_own(model, stub, calls):
+        if factor is None or not isinstance(stub, fx.Node) or not _is_private_stub(model, stub, calls):
             continue
         with model.graph.inserting_before(stub):
             scaled = model.graph.call_function(operator.mul, (stub.args[0], factor))
@@ -76,7 +76,7 @@ def scale_before_quantizing(model: fx.GraphModule) -> dict[str, float]:
     return factors
 
 
-def _factor(model: fx.GraphModule, node: fx.Node) -> float | None:
+def _find_scale_factor(model: fx.GraphModule, node: fx.Node) -> float | None:
     """The scaling of a plain attention group; None for other groups, masks, causal and grouped-query attention."""
     fused = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     if not isinstance(fused, Fused) or len(fused.parts) != 1 or fused.wiring != [[0, 1, 2]]:
@@ -96,7 +96,7 @@ def _factor(model: fx.GraphModule, node: fx.Node) -> float | None:
     return None if query is None or not isinstance(query.shape[-1], int) else 1 / sqrt(query.shape[-1])
 
 
-def _is_own(model: fx.GraphModule, stub: fx.Node, calls: dict[str, int]) -> bool:
+def _is_private_stub(model: fx.GraphModule, stub: fx.Node, calls: dict[str, int]) -> bool:
     """Whether a node is a stub that nobody else reads or calls."""
     if stub.op != "call_module" or calls[str(stub.target)] != 1 or len(stub.users) != 1:
         return False

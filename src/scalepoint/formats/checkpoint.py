@@ -16,9 +16,9 @@ from torch import Tensor
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
 from scalepoint.spec import QuantizationSpec
 
-Snap = Callable[[QuantizationSpec, int, Tensor], Tensor]  # (spec, columns, scales (rows, blocks)) -> the same
-SnapMinima = Callable[[QuantizationSpec, int, Tensor, Tensor], tuple[Tensor, Tensor]]
-Check = Callable[[Source, QuantizationSpec | None, QuantizationSpec | None], None]
+RoundScales = Callable[[QuantizationSpec, int, Tensor], Tensor]  # (spec, columns, scales (rows, blocks)) -> the same
+RoundScalesAndMinima = Callable[[QuantizationSpec, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+CheckSource = Callable[[Source, QuantizationSpec | None, QuantizationSpec | None], None]
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,18 @@ class CheckpointFormat:
     name: str
     suffix: str  # of the file; "": it is a folder
     write: Callable[[QuantizedCheckpoint, Path], None]
-    check: Check  # (source, weight, activation): TargetError or ExportError with the way out
+    check: CheckSource  # (source, weight, activation): TargetError or ExportError with the way out
     # What it stores scales in: they are rounded to it before codes are chosen. None: the type of the source's weight.
     scale_dtype: torch.dtype | None = torch.float32
     summary: str = ""
-    snap: Snap | None = None  # where scales of blocks must lie beyond that; they are moved before codes are chosen
+    round_scales: RoundScales | None = (
+        None  # where scales of blocks must lie beyond that; they are moved before codes are chosen
+    )
     # The same for weights with a minimum, (spec, columns, scales, minima) -> scales and minima; None: it holds none.
-    snap_minima: SnapMinima | None = None
+    round_scales_and_minima: RoundScalesAndMinima | None = None
     # The largest blocks, up to a size, that all its layers can have: what the target's default becomes.
     blocks: Callable[[Source, int], int] = lambda source, size: size
     holds: Callable[[Source, str], bool] = lambda source, name: True  # whether it can hold this weight quantized
     tensor_bytes: Callable[[Path], int] | None = None  # bytes of all tensors in what was written; None: its whole size
     # (spec, columns): why codes are stored with more bits than their type has; "": they are not.
-    wider: Callable[[QuantizationSpec, int], str] = lambda spec, columns: ""
+    describe_wider_type: Callable[[QuantizationSpec, int], str] = lambda spec, columns: ""

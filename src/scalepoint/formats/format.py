@@ -1,13 +1,14 @@
 """A file format as a declaration: how it is written, which files it is, what it says of itself.
 
-    FileFormat("mine", ".mine", write=write, files=files, about=about)
+    FileFormat("mine", ".mine", write=write, files=files, read_info=read_info)
 
-`write(model, path, writing)` puts a quantized model there, whole or not at all, and the float model of the same capture
-at writing.float_path where that is given; `files(path)` names all that it wrote, the file itself last; `about(path)`
-reads it back without running anything. `check(model, writing)`, where a format has it, refuses a graph that has an
-operation without a form, before anything is calibrated. `compare(path, model)`, where a format has it, reads all codes,
-scales and tables back and says in words where they are others than the model's, bit by bit. `show_choices(path, copy)`,
-where a format has it, writes a copy of a file whose further outputs are the scores and the indices of every top-k.
+`write(model, path, request)` puts a quantized model there, whole or not at all, and the float model of the same
+capture at request.float_path where that is given; `files(path)` names all that it wrote, the file itself last;
+`read_info(path)` reads it back without running anything. `check(model, request)`, where a format has it, refuses a
+graph that has an operation without a form, before anything is calibrated. `compare(path, model)`, where a format has
+it, reads all codes, scales and tables back and says in words where they are others than the model's, bit by bit.
+`show_choices(path, copy)`, where a format has it, writes a copy of a file whose further outputs are the scores and
+the indices of every top-k.
 """
 
 import inspect
@@ -25,7 +26,7 @@ from scalepoint.targets import Target
 
 
 @dataclass(frozen=True)
-class Writing:
+class ExportRequest:
     """How a model is written."""
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -33,7 +34,7 @@ class Writing:
     float_path: Path | None = None
     float_dtype: torch.dtype = torch.float32  # of what is not quantized
     dynamic: bool = True  # whether the batch is free
-    names: tuple[str, ...] = ()  # of the tensors among the inputs, for `plain`
+    names: tuple[str, ...] = ()  # of the tensors among the inputs, for `write_baseline`
     metadata: Mapping[str, str] = field(default_factory=dict)  # what the quantized file says of itself
 
 
@@ -47,7 +48,7 @@ class FileInput:
 
 
 @dataclass(frozen=True)
-class About:
+class FileInfo:
     """What a file says of itself."""
 
     size: int  # bytes, with the data beside it
@@ -58,7 +59,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class ShownChoices:
+class ChoiceOutputs:
     """The outputs of a copy of a file that shows by which scores it chooses indices."""
 
     outputs: tuple[str, ...]  # all of them, in order: first those of the file
@@ -71,15 +72,19 @@ class FileFormat:
 
     name: str
     suffix: str
-    write: Callable[[fx.GraphModule, Path, Writing], None]
+    write: Callable[[fx.GraphModule, Path, ExportRequest], None]
     files: Callable[[Path], Sequence[Path]]
-    about: Callable[[Path], About]
+    read_info: Callable[[Path], FileInfo]
     summary: str = ""
-    plain: Callable[[nn.Module, Path, Writing], None] | None = None  # the float model by the exporter that people use
-    exposed: Callable[[fx.GraphModule, Path, Writing], None] | None = None  # with the codes of activations as outputs
-    check: Callable[[fx.GraphModule, Writing], None] | None = None  # raises for a model that cannot be written
+    write_baseline: Callable[[nn.Module, Path, ExportRequest], None] | None = (
+        None  # the float model by the exporter that people use
+    )
+    write_with_layer_outputs: Callable[[fx.GraphModule, Path, ExportRequest], None] | None = (
+        None  # with the codes of activations as outputs
+    )
+    check: Callable[[fx.GraphModule, ExportRequest], None] | None = None  # raises for a model that cannot be written
     compare: Callable[[Path, fx.GraphModule], Sequence[str]] | None = None  # what a file holds that the model does not
-    show_choices: Callable[[Path, Path], ShownChoices | None] | None = None  # writes a copy that shows them
+    show_choices: Callable[[Path, Path], ChoiceOutputs | None] | None = None  # writes a copy that shows them
     package: str = ""  # that has to be installed to write such files, where scalepoint does not bring it
     install: str = ""  # how it is installed
 
@@ -88,18 +93,18 @@ class FileFormat:
             raise UsageError(f"a format has a name, not {shown(self.name)}")
         if not (isinstance(self.suffix, str) and self.suffix.startswith(".") and len(self.suffix) > 1):
             raise UsageError(f"format {self.name!r}: suffix= begins with a dot, such as '.onnx', not {self.suffix!r}")
-        calls = {"write": ("model", "path", "writing"), "files": ("path",), "about": ("path",)}
-        for extra in ("plain", "exposed"):
+        signatures = {"write": ("model", "path", "request"), "files": ("path",), "read_info": ("path",)}
+        for extra in ("write_baseline", "write_with_layer_outputs"):
             if getattr(self, extra) is not None:
-                calls[extra] = ("model", "path", "writing")
+                signatures[extra] = ("model", "path", "request")
         if self.check is not None:
-            calls["check"] = ("model", "writing")
+            signatures["check"] = ("model", "request")
         if self.compare is not None:
-            calls["compare"] = ("path", "model")
+            signatures["compare"] = ("path", "model")
         if self.show_choices is not None:
-            calls["show_choices"] = ("path", "copy")
-        for called, given in calls.items():
-            _check_call(f"format {self.name!r}: {called}=", getattr(self, called), given)
+            signatures["show_choices"] = ("path", "copy")
+        for argument, parameters in signatures.items():
+            _check_call(f"format {self.name!r}: {argument}=", getattr(self, argument), parameters)
 
     def check_installed(self) -> None:
         """Raise ExportError if the package that writes such files is not installed; nothing is imported."""
@@ -110,14 +115,14 @@ class FileFormat:
             )
 
 
-def _check_call(where: str, function: Any, given: Sequence[str]) -> None:
+def _check_call(where: str, function: Any, parameters: Sequence[str]) -> None:
     """It must take so many arguments: told now, not in the middle of an export."""
-    takes = f"a function of ({', '.join(given)})"
+    expected = f"a function of ({', '.join(parameters)})"
     if not callable(function):
-        raise UsageError(f"{where} is {takes}, not {shown(function)}")
+        raise UsageError(f"{where} is {expected}, not {shown(function)}")
     try:
-        inspect.signature(function).bind(*given)
+        inspect.signature(function).bind(*parameters)
     except TypeError as error:
-        raise UsageError(f"{where} is {takes}: {getattr(function, '__name__', function)}: {error}") from error
+        raise UsageError(f"{where} is {expected}: {getattr(function, '__name__', function)}: {error}") from error
     except ValueError:  # a builtin without a signature
         return

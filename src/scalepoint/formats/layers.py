@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.form import Parts
+from scalepoint.formats.stored_graph import ModuleFactories
 from scalepoint.quantize.parts import TABLE, run_with
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -22,7 +22,7 @@ from scalepoint.spec import PerTensorGranularity, PerTokenGranularity
 LOW, HIGH = -128, 127  # of int8
 
 
-class Layer(nn.Module):
+class WeightedOperation(nn.Module):
     """An operation that is given its weight and bias."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -37,7 +37,7 @@ class Layer(nn.Module):
         return run_with(operation, x, weight, bias)
 
 
-class FloatWeight(Layer):
+class FloatWeight(WeightedOperation):
     """The same operation in float, with the batch norm folded in: what the quantized file is compared with."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -81,25 +81,25 @@ class InputFirstFloatWeight(nn.Module):
         return run_with(operation, x, self.weight, self.bias)
 
 
-def int8_parts(
+def int8_module_factories(
     runtime: str,
     weights: tuple[Callable[[QuantizedWeighted], nn.Module], Callable[[QuantizedWeighted], nn.Module]],
     stubs: tuple[Callable[[QuantStub, float], nn.Module], Callable[[], nn.Module]],
-) -> Parts:
+) -> ModuleFactories:
     """Of a runtime by its name: weights and tables; stubs with constant parameters and with those of every row."""
-    (weight, table), (constant, rows) = weights, stubs
+    (weight_layer, table_layer), (constant_stub, row_stub) = weights, stubs
 
     def weight_of(source: QuantizedWeighted) -> nn.Module:
-        return table(source) if source.kind == TABLE else weight(source)
+        return table_layer(source) if source.kind == TABLE else weight_layer(source)
 
     def stub_of(stub: QuantStub, factor: float) -> nn.Module:
         granularity, found = stub.calculator.granularity, stub.quantizer.grid.format.name
         if found != "int8":
             raise ExportError(f"{stub.name}: {runtime}'s activations are int8, not {found}")
         if isinstance(granularity, PerTokenGranularity) and stub.calculator.always_called:
-            return rows()
+            return row_stub()
         if not isinstance(granularity, PerTensorGranularity) or (stub.calculator.always_called and not stub.is_learned):
             raise ExportError(f"{stub.name}: {runtime}'s activations have one scale, or one a row that is found anew")
-        return constant(stub, factor)
+        return constant_stub(stub, factor)
 
-    return Parts(weight=weight_of, stub=stub_of, plain=FloatWeight)
+    return ModuleFactories(weight=weight_of, stub=stub_of, plain=FloatWeight)

@@ -32,47 +32,53 @@ from scalepoint.targets import Target
 from scalepoint.targets.target import LABEL
 from scalepoint.version import __version__
 
-OURS = "scalepoint."
-KEPT = (str, Number, Enum, PathLike, date, time, torch.dtype, type(None))
-LARGEST = 1_000_000  # characters of all that is given
-LARGEST_DESCRIPTION = 64_000_000  # bytes: quantizers and layers of large models are in it too
+KEY_PREFIX = "scalepoint."
+STORABLE_TYPES = (str, Number, Enum, PathLike, date, time, torch.dtype, type(None))
+MAX_METADATA_CHARACTERS = 1_000_000  # characters of all that is given
+MAX_DESCRIPTION_BYTES = 64_000_000  # bytes: quantizers and layers of large models are in it too
 
 
-def metadata_of(model: fx.GraphModule, target: Target | None, given: Mapping[str, Any] | None = None) -> dict[str, str]:
+def build_metadata(
+    model: fx.GraphModule, target: Target | None, user_metadata: Mapping[str, Any] | None = None
+) -> dict[str, str]:
     """All that the file of a model will say; keys in the order in which they are shown."""
-    found = {f"{OURS}version": __version__, f"{OURS}torch": str(torch.__version__)}
-    found |= {} if target is None else target.labels
+    metadata = {f"{KEY_PREFIX}version": __version__, f"{KEY_PREFIX}torch": str(torch.__version__)}
+    metadata |= {} if target is None else target.labels
     if has_record(model):
         record = record_of(model)
-        found[f"{OURS}config"] = _text(record.config.to_dict())
+        metadata[f"{KEY_PREFIX}config"] = _to_json(record.config.to_dict())
         if record.calibrated is not None:
-            found[f"{OURS}calibration"] = _text(dict(zip(("batches", "samples"), record.calibrated, strict=True)))
+            metadata[f"{KEY_PREFIX}calibration"] = _to_json(
+                dict(zip(("batches", "samples"), record.calibrated, strict=True))
+            )
         if record.tuned_threads is not None:
-            found[f"{OURS}tuning.threads"] = str(record.tuned_threads)
-    return found | check_metadata(given)
+            metadata[f"{KEY_PREFIX}tuning.threads"] = str(record.tuned_threads)
+    return metadata | check_metadata(user_metadata)
 
 
-def check_metadata(given: Mapping[str, Any] | None) -> dict[str, str]:
+def check_metadata(user_metadata: Mapping[str, Any] | None) -> dict[str, str]:
     """What a maker gives, as the text that is kept; in the order of the keys."""
-    if given is None:
+    if user_metadata is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise UsageError(f"metadata= maps keys to values, such as {{'labels': ['cat', 'dog']}}, not {shown(given)}")
-    found: dict[str, str] = {}
-    for key in sorted(given, key=str):
+    if not isinstance(user_metadata, Mapping):
+        raise UsageError(
+            f"metadata= maps keys to values, such as {{'labels': ['cat', 'dog']}}, not {shown(user_metadata)}"
+        )
+    texts: dict[str, str] = {}
+    for key in sorted(user_metadata, key=str):
         if not isinstance(key, str) or not key or one_line(key) != key:
             raise UsageError(f"metadata: a key is a text that can be printed, not {shown(key)}")
-        if key.startswith(OURS):
-            raise UsageError(f"metadata: {key!r}: keys that begin with {OURS!r} are ours; choose another")
-        found[key] = _kept(key, given[key])
-    if sum(len(key) + len(value) for key, value in found.items()) > LARGEST:
-        raise UsageError(f"metadata: more than {LARGEST} characters: keep it beside the file instead")
-    return found
+        if key.startswith(KEY_PREFIX):
+            raise UsageError(f"metadata: {key!r}: keys that begin with {KEY_PREFIX!r} are ours; choose another")
+        texts[key] = _to_text(key, user_metadata[key])
+    if sum(len(key) + len(value) for key, value in texts.items()) > MAX_METADATA_CHARACTERS:
+        raise UsageError(f"metadata: more than {MAX_METADATA_CHARACTERS} characters: keep it beside the file instead")
+    return texts
 
 
-def _kept(key: str, value: Any) -> str:
+def _to_text(key: str, value: Any) -> str:
     try:
-        text = value if isinstance(value, str) else _text(_checked(key, value))
+        text = value if isinstance(value, str) else _to_json(_check_storable(key, value))
         text.encode()
     except RecursionError as error:
         raise UsageError(f"metadata: {key!r} holds itself, or is nested too deep for JSON") from error
@@ -81,28 +87,30 @@ def _kept(key: str, value: Any) -> str:
     return text
 
 
-def _checked(key: str, value: Any) -> Any:
+def _check_storable(key: str, value: Any) -> Any:
     """The value, if it has a form that says what it is: of other objects only a type and an address would be kept."""
     if isinstance(value, Mapping):
-        for each in value.values():
-            _checked(key, each)
+        for item in value.values():
+            _check_storable(key, item)
     elif isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
-        for each in value:
-            _checked(key, each)
-    elif not (isinstance(value, KEPT) or is_dataclass(value) or hasattr(value, "tolist")) or isinstance(value, type):
+        for item in value:
+            _check_storable(key, item)
+    elif not (isinstance(value, STORABLE_TYPES) or is_dataclass(value) or hasattr(value, "tolist")) or isinstance(
+        value, type
+    ):
         raise UsageError(
             f"metadata: {key!r} holds {shown(value)}, which a file cannot hold: give text, numbers, lists or mappings"
         )
     return value
 
 
-def made_for(found: Mapping[str, str]) -> dict[str, str]:
+def read_target_options(metadata: Mapping[str, str]) -> dict[str, str]:
     """The target of a file that scalepoint wrote, and its options: {"target": "onnxruntime", "cpu": "avx2"}."""
-    mine = {key.removeprefix(f"{LABEL}."): value for key, value in found.items() if key.startswith(f"{LABEL}.")}
-    return {"target": found[LABEL], **mine} if LABEL in found else {}
+    options = {key.removeprefix(f"{LABEL}."): value for key, value in metadata.items() if key.startswith(f"{LABEL}.")}
+    return {"target": metadata[LABEL], **options} if LABEL in metadata else {}
 
 
-class DescribedInput(BaseModel):
+class DescriptionInput(BaseModel):
     """One input, as a file states it."""
 
     name: str
@@ -110,18 +118,18 @@ class DescribedInput(BaseModel):
     shape: tuple[int | None, ...]
 
 
-class Description(BaseModel):
+class FileDescription(BaseModel):
     """What a .pte or .tflite file states about itself, as JSON; other keys are for its runtime."""
 
     made_for: dict[str, str] = {}
     quantizers: dict[str, str] = {}
-    inputs: tuple[DescribedInput, ...] = ()
+    inputs: tuple[DescriptionInput, ...] = ()
 
 
-def read_description(text: str) -> Description:
+def read_description(text: str) -> FileDescription:
     """Parse the description in a file, which anybody may have written."""
     try:
-        return Description.model_validate(parse_json(text, LARGEST_DESCRIPTION))
+        return FileDescription.model_validate(parse_json(text, MAX_DESCRIPTION_BYTES))
     except DocumentError as error:
         raise StoreError(f"its description cannot be read: {error.args[0]}") from error
     except ValidationError as error:
@@ -135,10 +143,10 @@ def read_value(text: str) -> Any:
     if not text.startswith(("{", "[")):
         return text
     try:
-        return parse_json(text, LARGEST_DESCRIPTION)
+        return parse_json(text, MAX_DESCRIPTION_BYTES)
     except DocumentError:  # text that only begins like JSON
         return text
 
 
-def _text(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(to_jsonable(value), ensure_ascii=False)

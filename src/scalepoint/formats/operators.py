@@ -20,7 +20,7 @@ from scalepoint.spec.spec import to_dtype
 @torch.library.custom_op("scalepoint::quantize", mutates_args=())
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: float, high: float, fmt: str) -> Tensor:
     """The codes in their storage type; of a float format the zero point is 0."""
-    scale, zero = _along(scale, zero_point, x.ndim, axis)
+    scale, zero = _broadcast_along_axis(scale, zero_point, x.ndim, axis)
     steps = x.to(torch.float32) / scale
     storage = get_format(to_dtype(fmt)).storage
     codes = steps if storage.is_floating_point else steps.round() + zero
@@ -39,7 +39,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: in
     if block:
         scale, zero = (value.to(torch.float32).repeat_interleave(block, axis) for value in (scale, zero))
     else:
-        scale, zero = _along(scale, zero, codes.ndim, axis)
+        scale, zero = _broadcast_along_axis(scale, zero, codes.ndim, axis)
     return (codes.to(torch.float32) - zero) * scale
 
 
@@ -61,7 +61,7 @@ def _(codes: Tensor, tables: Tensor, axis: int, fmt: str) -> Tensor:
 
 
 @torch.library.custom_op("scalepoint::rows", mutates_args=())
-def rows(x: Tensor) -> Tensor:
+def quantize_rows(x: Tensor) -> Tensor:
     """Asymmetric, of ranges that hold zero, over the last axis."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
@@ -69,12 +69,12 @@ def rows(x: Tensor) -> Tensor:
     return (((x / scale).round() + zero).clamp(-128, 127) - zero) * scale
 
 
-@rows.register_fake
+@quantize_rows.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def _along(scale: Tensor, zero_point: Tensor, rank: int, axis: int) -> tuple[Tensor, Tensor]:
+def _broadcast_along_axis(scale: Tensor, zero_point: Tensor, rank: int, axis: int) -> tuple[Tensor, Tensor]:
     """Both as they broadcast against a tensor of so many axes."""
     shape = [1] * rank
     if scale.ndim:

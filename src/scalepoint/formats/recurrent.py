@@ -32,7 +32,7 @@ def lstm(
     """aten.lstm.input in eval; with a projection where a fifth weight says so."""
     how = (has_biases, num_layers, bidirectional, batch_first)
     projects = has_projection(params, has_biases, num_layers, bidirectional)
-    y, (h, c) = _layers(_lstm_step, x, hx, params, how, projects=projects)
+    y, (h, c) = _run_layers(_lstm_step, x, hx, params, how, projects=projects)
     return y, h, c
 
 
@@ -43,7 +43,7 @@ def has_projection(params: Sequence[Any], has_biases: bool, num_layers: int, bid
 
 def gru(x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, *rest: Any) -> Any:
     """aten.gru.input in eval."""
-    y, (h,) = _layers(_gru_step, x, (hx,), params, (has_biases, num_layers, *rest[2:]))
+    y, (h,) = _run_layers(_gru_step, x, (hx,), params, (has_biases, num_layers, *rest[2:]))
     return y, h
 
 
@@ -51,89 +51,91 @@ def rnn(act: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """aten.rnn_tanh.input or aten.rnn_relu.input in eval."""
 
     def run(x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, *rest: Any) -> Any:
-        y, (h,) = _layers(partial(_rnn_step, act), x, (hx,), params, (has_biases, num_layers, *rest[2:]))
+        y, (h,) = _run_layers(partial(_rnn_step, act), x, (hx,), params, (has_biases, num_layers, *rest[2:]))
         return y, h
 
     return run
 
 
-def _lstm_step(given: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
+def _lstm_step(input_product: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
     h, c = state
     _, u, _, bias, projection = weights
-    i, f, g, o = (given + torch.nn.functional.linear(h, _some(u), bias)).chunk(4, -1)
+    i, f, g, o = (input_product + torch.nn.functional.linear(h, _require_weight(u), bias)).chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     h = torch.sigmoid(o) * torch.tanh(c)
     return (h if projection is None else torch.nn.functional.linear(h, projection)), c
 
 
-def _gru_step(given: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
+def _gru_step(input_product: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
     (h,) = state
-    r, z, n = given.chunk(3, -1)
-    own_r, own_z, own_n = torch.nn.functional.linear(h, _some(weights[1]), weights[3]).chunk(3, -1)
-    n = torch.tanh(n + torch.sigmoid(r + own_r) * own_n)
-    return (n + torch.sigmoid(z + own_z) * (h - n),)
+    r, z, n = input_product.chunk(3, -1)
+    state_r, state_z, state_n = torch.nn.functional.linear(h, _require_weight(weights[1]), weights[3]).chunk(3, -1)
+    n = torch.tanh(n + torch.sigmoid(r + state_r) * state_n)
+    return (n + torch.sigmoid(z + state_z) * (h - n),)
 
 
-def _rnn_step(act: Callable[[Tensor], Tensor], given: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
-    return (act(given + torch.nn.functional.linear(state[0], _some(weights[1]), weights[3])),)
+def _rnn_step(
+    act: Callable[[Tensor], Tensor], input_product: Tensor, state: State, weights: Sequence[Tensor | None]
+) -> State:
+    return (act(input_product + torch.nn.functional.linear(state[0], _require_weight(weights[1]), weights[3])),)
 
 
-def _some(weight: Tensor | None) -> Tensor:
+def _require_weight(weight: Tensor | None) -> Tensor:
     assert weight is not None  # noqa: S101  # only biases and projections may be missing
     return weight
 
 
-def _layers(
+def _run_layers(
     step: Step,
     x: Tensor,
     states: Sequence[Tensor],
     params: Sequence[Tensor],
-    how: tuple[bool, int, bool, bool],
+    options: tuple[bool, int, bool, bool],
     *,
     projects: bool = False,
 ) -> tuple[Tensor, State]:
     """All layers, and in each both directions where there are two; the samples stand first in between."""
-    has_biases, layers, is_both, is_first = how
-    is_single = x.ndim == 2  # no batch
-    x = x.unsqueeze(0) if is_single else x if is_first else x.transpose(0, 1)
-    states = [each.unsqueeze(1) for each in states] if is_single else states
-    weights = _weights(params, has_biases, projects)
-    last: list[State] = []
+    has_biases, layers, is_bidirectional, is_batch_first = options
+    is_unbatched = x.ndim == 2  # no batch
+    x = x.unsqueeze(0) if is_unbatched else x if is_batch_first else x.transpose(0, 1)
+    states = [state.unsqueeze(1) for state in states] if is_unbatched else states
+    weights = _iterate_weights(params, has_biases, projects)
+    final_states: list[State] = []
     for layer in range(layers):
-        made = []
-        for direction in range(2 if is_both else 1):
-            begin = tuple(each[layer * (2 if is_both else 1) + direction] for each in states)
-            y, end = _direction(step, x, begin, next(weights), is_back=direction == 1)
-            made.append(y)
-            last.append(end)
-        x = made[0] if len(made) == 1 else torch.cat(made, -1)
-    ends = tuple(torch.stack(each) for each in zip(*last, strict=True))
-    if is_single:
-        return x.squeeze(0), tuple(each.squeeze(1) for each in ends)
-    return (x if is_first else x.transpose(0, 1)), ends
+        outputs = []
+        for direction in range(2 if is_bidirectional else 1):
+            initial_state = tuple(state[layer * (2 if is_bidirectional else 1) + direction] for state in states)
+            y, final_state = _run_direction(step, x, initial_state, next(weights), is_reversed=direction == 1)
+            outputs.append(y)
+            final_states.append(final_state)
+        x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    stacked_states = tuple(torch.stack(state) for state in zip(*final_states, strict=True))
+    if is_unbatched:
+        return x.squeeze(0), tuple(state.squeeze(1) for state in stacked_states)
+    return (x if is_batch_first else x.transpose(0, 1)), stacked_states
 
 
-def _weights(params: Sequence[Tensor], has_biases: bool, projects: bool) -> Iterator[list[Tensor | None]]:
+def _iterate_weights(params: Sequence[Tensor], has_biases: bool, projects: bool) -> Iterator[list[Tensor | None]]:
     """Of one direction after the other: W, U, b, b', P."""
-    given = iter(params)
-    for w in given:
-        found: list[Tensor | None] = [w, next(given)]
-        found += [next(given), next(given)] if has_biases else [None, None]
-        yield [*found, next(given) if projects else None]
+    tensors = iter(params)
+    for w in tensors:
+        weights: list[Tensor | None] = [w, next(tensors)]
+        weights += [next(tensors), next(tensors)] if has_biases else [None, None]
+        yield [*weights, next(tensors) if projects else None]
 
 
-def _direction(
-    step: Step, x: Tensor, state: State, weights: Sequence[Tensor | None], *, is_back: bool
+def _run_direction(
+    step: Step, x: Tensor, state: State, weights: Sequence[Tensor | None], *, is_reversed: bool
 ) -> tuple[Tensor, State]:
-    given = torch.nn.functional.linear(x, _some(weights[0]), weights[2])
+    input_products = torch.nn.functional.linear(x, _require_weight(weights[0]), weights[2])
     outputs: list[Tensor] = []
-    for place in range(x.shape[1]):
-        state = step(given[:, -1 - place if is_back else place], state, weights)
+    for step_index in range(x.shape[1]):
+        state = step(input_products[:, -1 - step_index if is_reversed else step_index], state, weights)
         outputs.append(state[0])
-    return torch.stack(outputs[::-1] if is_back else outputs, 1), state
+    return torch.stack(outputs[::-1] if is_reversed else outputs, 1), state
 
 
-PARTS: dict[Any, Callable[..., Any]] = {
+RECURRENT_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.lstm.input: lstm,
     torch.ops.aten.gru.input: gru,
     torch.ops.aten.rnn_tanh.input: rnn(torch.tanh),

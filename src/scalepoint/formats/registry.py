@@ -16,7 +16,7 @@ _FILE_FORMATS = Registry(
         "onnx": "scalepoint.formats.onnx:ONNX",
         "executorch": "scalepoint.formats.executorch:EXECUTORCH",
         "litert": "scalepoint.formats.litert:LITERT",
-        "coreml": "scalepoint.formats.coreml:COREML",
+        "coreml": "scalepoint.formats.apple:COREML",
     },
     UsageError,
 )
@@ -24,9 +24,9 @@ _CHECKPOINT_FORMATS = Registry(
     CheckpointFormat,
     "scalepoint.checkpoint_formats",
     {
-        "compressed-tensors": "scalepoint.formats.packed:COMPRESSED_TENSORS",
-        "gptq": "scalepoint.formats.packed:GPTQ",
-        "awq": "scalepoint.formats.packed:AWQ",
+        "compressed-tensors": "scalepoint.formats.checkpoint_folder:COMPRESSED_TENSORS",
+        "gptq": "scalepoint.formats.checkpoint_folder:GPTQ",
+        "awq": "scalepoint.formats.checkpoint_folder:AWQ",
         "ort-genai": "scalepoint.formats.genai:ORT_GENAI",
         "gguf": "scalepoint.formats.gguf:GGUF",
     },

@@ -10,7 +10,7 @@ import torch
 
 from scalepoint import targets
 from scalepoint.analysis import compare, histograms
-from scalepoint.formats.otherwise import otherwise, uncast
+from scalepoint.formats.differences import describe_differences, describe_removed_casts
 from scalepoint.options import DeployConfig, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import SMOKE_BATCHES, Job
@@ -96,7 +96,7 @@ def config_file(job: Job) -> str:
 def _warnings(job: Job, best: Trial) -> tuple[str, ...]:
     constant = record_of(best.model).constant
     own = (*((SMOKE,) if job.is_smoke else ()), *((constant,) if constant else ()))
-    return (*own, *otherwise(best.model, job.example), *uncast(best.model))
+    return (*own, *describe_differences(best.model, job.example), *describe_removed_casts(best.model))
 
 
 def _layer_errors(job: Job, best: Trial) -> tuple[tuple[LayerError, ...], tuple[TensorHistogram, ...]]:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from scalepoint.checkpoints import Cache, Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import CaptureError, UsageError
-from scalepoint.formats.packed import attention_layers
+from scalepoint.formats.checkpoint_folder import attention_layers
 from scalepoint.numerics import get_format
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.quantize import QuantConfig
@@ -25,7 +25,7 @@ from scalepoint.quantize.stubs import QuantStub
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.untrusted import open_tensors
 from scalepoint.targets import Target, find_target, list_targets
-from scalepoint.targets.language import with_cache
+from scalepoint.targets.language_models import with_cache
 from scalepoint.tuning.checkpoint import Checkpoint
 
 ATTENTION = "attention"

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from scalepoint import distributed
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, shown
-from scalepoint.formats import FileFormat, Writing, export, find_format
+from scalepoint.formats import FileFormat, ExportRequest, export, find_format
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.options import stage_values
 from scalepoint.pipeline.accuracy import tuning_for
@@ -92,7 +92,7 @@ class StageContext:
                 dynamic_axes=job.dynamic_axes,
             )
             if self.format.check is not None:
-                self.format.check(result.model, Writing(job.example, job.target))
+                self.format.check(result.model, ExportRequest(job.example, job.target))
         return result
 
     def path(self, folder: Path, name: str) -> Path:
@@ -278,7 +278,7 @@ def _export_plain(context: StageContext, model: fx.GraphModule) -> None:
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
     if runtime is not None and runtime.is_here and not runtime.why_not_run:
-        writing = Writing(job.example, names=tuple(feeds_of(model, job.example)))
+        writing = ExportRequest(job.example, names=tuple(feeds_of(model, job.example)))
         write_plain_file(job.model, context.format, writing, context.path(context.workspace.work, PLAIN_FILE))
 
 
@@ -327,12 +327,12 @@ def _verify(
         threads=job.options.threads,
         layers=not job.is_smoke,
     )
-    return result if job.is_smoke else replace(result, float_size=context.format.about(float_path).size)
+    return result if job.is_smoke else replace(result, float_size=context.format.read_info(float_path).size)
 
 
 def file_sizes(context: StageContext, *paths: Path) -> list[int]:
     """Sizes in bytes, external data included."""
-    about = context.format.about
+    about = context.format.read_info
     return distributed.run_on_main("the sizes", lambda: [about(path).size for path in paths], list[int])
 
 

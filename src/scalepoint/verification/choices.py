@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalepoint.formats import ShownChoices
+from scalepoint.formats import ChoiceOutputs
 from scalepoint.verification.agreement import agreements
 from scalepoint.verification.result import Choice
 
@@ -36,7 +36,7 @@ class RuntimeChoice(NamedTuple):
     indices: np.ndarray
 
 
-def runtime_choices(shown: ShownChoices, outputs: Mapping[str, np.ndarray]) -> list[RuntimeChoice]:
+def runtime_choices(shown: ChoiceOutputs, outputs: Mapping[str, np.ndarray]) -> list[RuntimeChoice]:
     """The choices that a run shows. Outputs are taken by position: OpenVINO may give them another name."""
     if len(outputs) != len(shown.outputs):
         return []

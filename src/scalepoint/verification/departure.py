@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from scalepoint.formats.onnx.turned import as_in_model
+from scalepoint.formats.onnx.channels_first import to_model_layout
 from scalepoint.support.cpu import instruction_set
 from scalepoint.verification.agreement import Agreement, worst
 from scalepoint.verification.result import Departure
@@ -54,7 +54,7 @@ def matched(
         array = None if tensor is None else found.get(tensor)
         if tensor is None or array is None:
             continue
-        seen = [as_in_model(tensor, array, call.ndim) for call in calls]
+        seen = [to_model_layout(tensor, array, call.ndim) for call in calls]
         index = next((at for at, call in enumerate(calls) if call.shape == seen[at].shape), None)
         if index is not None:
             pairs.append((calls[index], seen[index]))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from scalepoint.errors import StoreError, UsageError
-from scalepoint.formats import About, FileFormat, find_format, list_formats
+from scalepoint.formats import FileFormat, FileInfo, find_format, list_formats
 from scalepoint.runtimes import Runtime, find_runtime, list_runtimes
 
 
@@ -34,7 +34,7 @@ def _suffixes(runtime: Runtime) -> list[str]:
     return [find_format(name).suffix for name in runtime.formats if name in list_formats()]
 
 
-def about_file(path: str | Path, runtime: Runtime) -> About:
+def about_file(path: str | Path, runtime: Runtime) -> FileInfo:
     """What a file says of itself."""
     path = existing(path)
-    return format_of(path, runtime).about(path)
+    return format_of(path, runtime).read_info(path)

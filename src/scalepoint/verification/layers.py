@@ -16,7 +16,7 @@ import numpy as np
 from torch import fx
 
 from scalepoint.errors import VerificationError
-from scalepoint.formats.onnx.turned import as_in_file
+from scalepoint.formats.onnx.channels_first import to_file_layout
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Status, find_runtime
@@ -187,7 +187,7 @@ def _matched(graph: Any, codes: Calls, free: Mapping[str, np.ndarray]) -> dict[s
         if node.op_type != "QuantizeLinear":
             continue
         calls, tensor = left.get(node.name.rpartition("/")[0], []), node.output[0]
-        given = [as_in_file(tensor, value) for value in calls]
+        given = [to_file_layout(tensor, value) for value in calls]
         place = next((index for index, value in enumerate(given) if value.shape == free[tensor].shape), None)
         if place is not None:
             found[tensor] = given[place].astype(free[tensor].dtype)
@@ -211,7 +211,7 @@ def _float_outputs(graph: Any, floats: Calls) -> dict[str, np.ndarray]:
         value = left[weight.input[1]].pop(0)
         end = _with_bias(node, readers, makers)
         if not _is_quantized(end, readers):
-            found[end.output[0]] = as_in_file(end.output[0], value)
+            found[end.output[0]] = to_file_layout(end.output[0], value)
     return found
 
 

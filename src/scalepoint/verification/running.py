@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from scalepoint.errors import ScalepointWarning, StoreError, VerificationError
-from scalepoint.formats import About, Writing
+from scalepoint.formats import ExportRequest, FileInfo
 from scalepoint.graph.capture import as_inputs
 from scalepoint.graph.dynamic_axes import resize_inputs
 from scalepoint.graph.nodes import find_random_nodes
@@ -128,7 +128,7 @@ def _speed(
     if plain is not None or float_model is None:
         return measure(plain_path=plain)
     form = format_of(run.path, run.runtime)
-    with plain_file(float_model, form, Writing(inputs, names=tuple(feeds))) as written:
+    with plain_file(float_model, form, ExportRequest(inputs, names=tuple(feeds))) as written:
         found = measure(plain_path=written)
     return found if found.baseline == OWN_BASELINE else replace(found, baseline_file="")  # it is gone by now
 
@@ -246,7 +246,7 @@ def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | 
         return replace(found, agreed=other.compared(answer).agreed)
 
 
-def _about(path: Path, runtime: Runtime) -> About | None:
+def _about(path: Path, runtime: Runtime) -> FileInfo | None:
     try:
         return about_file(path, runtime)
     except StoreError:  # the runtime will say so
@@ -259,7 +259,7 @@ def _differences(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, .
     return () if compare is None or not isinstance(model, fx.GraphModule) else tuple(compare(path, model))
 
 
-def _expected(path: Path, runtime: Runtime, said: About | None, bound: float) -> Verification:
+def _expected(path: Path, runtime: Runtime, said: FileInfo | None, bound: float) -> Verification:
     """What the file itself says, before it runs."""
     found = Verification(str(path), runtime.name, Status.OK, bound=bound, machine_cpu=instruction_set())
     if said is None:
@@ -277,7 +277,7 @@ class Shown(NamedTuple):
     inputs: tuple[Any, Any]
 
 
-def _departure(run: _Run, codes: Codes, said: About, found: Verification, shown: Shown) -> Departure | None:
+def _departure(run: _Run, codes: Codes, said: FileInfo, found: Verification, shown: Shown) -> Departure | None:
     """By the runtime where it shows codes; else by a file that does, which is written only where outputs disagree."""
     if run.runtime.shows_codes:
         answer, quantizers = run.answer(expose=True), said.quantizers
@@ -291,9 +291,9 @@ def _departure(run: _Run, codes: Codes, said: About, found: Verification, shown:
 
 def _exposed(run: _Run, shown: Shown) -> tuple[Any, Mapping[str, str]]:
     form = format_of(run.path, run.runtime)
-    if form.exposed is None:
+    if form.write_with_layer_outputs is None:
         return None, {}
     with TemporaryFolder() as folder:
         path = folder / f"exposed{form.suffix}"
-        form.exposed(shown.model, path, Writing(shown.inputs))
-        return replace(run, path=path).answer(), form.about(path).quantizers
+        form.write_with_layer_outputs(shown.model, path, ExportRequest(shown.inputs))
+        return replace(run, path=path).answer(), form.read_info(path).quantizers

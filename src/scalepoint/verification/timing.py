@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from scalepoint.errors import UsageError, VerificationError, nearest, shown
-from scalepoint.formats import FileFormat, Writing
+from scalepoint.formats import ExportRequest, FileFormat
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import Answer, Exchange, ask, exchange
 from scalepoint.support.files import TemporaryFolder
@@ -119,18 +119,18 @@ def _spread(quarters: Sequence[float]) -> float:
 
 
 @contextmanager
-def plain_file(model: nn.Module, form: FileFormat, writing: Writing) -> Iterator[Path | None]:
+def plain_file(model: nn.Module, form: FileFormat, request: ExportRequest) -> Iterator[Path | None]:
     """The float model as the exporter that people use writes it, for a while; None where that cannot."""
     with TemporaryFolder() as folder:
-        yield write_plain_file(model, form, writing, folder / f"plain{form.suffix}")
+        yield write_plain_file(model, form, request, folder / f"plain{form.suffix}")
 
 
-def write_plain_file(model: nn.Module, form: FileFormat, writing: Writing, path: Path) -> Path | None:
+def write_plain_file(model: nn.Module, form: FileFormat, request: ExportRequest, path: Path) -> Path | None:
     """Write the float model as the exporter that people use writes it. None where that cannot."""
     size = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
-    if form.plain is not None and size < LARGEST_PLAIN:
+    if form.write_baseline is not None and size < LARGEST_PLAIN:
         with suppress(Exception):  # an exporter raises what it likes, and then there is no such file to beat
-            form.plain(model, path, writing)
+            form.write_baseline(model, path, request)
     return path if path.is_file() else None
 
 

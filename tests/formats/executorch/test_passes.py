@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from scalepoint.formats.executorch import passes
-from scalepoint.formats.executorch.writing import with_executorch
+from scalepoint.formats.executorch.write import executorch_imported
 from scalepoint.formats.export import export
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.runtimes import find_runtime
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: p
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """ExecuTorch warns when it is imported."""
-    with with_executorch():
+    with executorch_imported():
         from scalepoint.formats.executorch import partitioning  # noqa: F401
 
 
@@ -113,7 +113,7 @@ def test_a_program_has_the_bytes_that_executorch_writes_by_itself(
 
     model, inputs = _quantized(name)
     ours = export(model, tmp_path / "ours.pte", inputs).read_bytes()
-    monkeypatch.setattr(passes, "TESTED", ())
+    monkeypatch.setattr(passes, "TESTED_VERSIONS", ())
     monkeypatch.setattr(partitioning, "DecomposeOnce", XnnpackPartitioner)
     assert export(model, tmp_path / "plain.pte", inputs).read_bytes() == ours
 
@@ -134,7 +134,7 @@ def test_the_installed_executorch_is_a_tested_one_whose_passes_are_known() -> No
 
     outside, inside = _managers()
     assert inside is not outside
-    assert all(hasattr(_passes, name) for name in passes.CHANGES)
+    assert all(hasattr(_passes, name) for name in passes.CHANGES_BY_PASS)
 
 
 @pytest.mark.parametrize("found", ["0.9.0", "99.0", None])

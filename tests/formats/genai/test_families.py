@@ -4,7 +4,7 @@ import pytest
 import transformers
 
 from scalepoint.errors import TargetError
-from scalepoint.formats.genai.families import decoder_of
+from scalepoint.formats.genai.families import describe_decoder
 from tests.formats.genai.tiny import BASE
 
 OLD = ("layer_types", "rope_parameters")
@@ -15,7 +15,7 @@ def config_of(kind: str, **further):
 
 
 def windows(config) -> list[bool]:
-    return [each.window is not None for each in decoder_of(config).blocks]
+    return [each.window is not None for each in describe_decoder(config).blocks]
 
 
 @pytest.mark.parametrize(
@@ -43,25 +43,25 @@ def test_mistral_has_a_window_in_all_blocks_or_in_none(window, has_one):
 def test_angles_by_their_old_names():
     config = {key: value for key, value in config_of("LlamaConfig").items() if key not in OLD}
     old = {**config, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    [rotary] = {each.rotary.kind: each.rotary for each in decoder_of(old).blocks}.values()
-    assert (rotary.base, rotary.kind, rotary.about["factor"], rotary.size) == (500.0, "linear", 2.0, 16)
+    [rotary] = {each.rotary.kind: each.rotary for each in describe_decoder(old).blocks}.values()
+    assert (rotary.base, rotary.kind, rotary.settings["factor"], rotary.size) == (500.0, "linear", 2.0, 16)
 
 
 def test_blocks_with_a_window_keep_their_own_angles():
     config = {key: value for key, value in config_of("Gemma3TextConfig", head_dim=32).items() if key not in OLD}
     scaled = {"rope_type": "linear", "factor": 8.0}
     old = {**config, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaled}
-    blocks = decoder_of(old).blocks
+    blocks = describe_decoder(old).blocks
     found = {block.window is not None: (block.rotary.base, block.rotary.kind) for block in blocks if block.rotary}
     assert found == {True: (1e4, "default"), False: (1e6, "linear")}
 
 
 def test_a_part_of_every_head_is_turned():
     config = {key: value for key, value in config_of("GPTNeoXConfig", hidden_size=256).items() if key not in OLD}
-    assert decoder_of({**config, "rotary_pct": 0.25}).blocks[0].rotary.size == 16
+    assert describe_decoder({**config, "rotary_pct": 0.25}).blocks[0].rotary.size == 16
 
 
 def test_gpt2_with_other_arithmetic_is_refused():
     config = transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True).to_dict()
     with pytest.raises(TargetError, match="scale_attn_by_inverse_layer_idx"):
-        decoder_of(config)
+        describe_decoder(config)

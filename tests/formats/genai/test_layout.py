@@ -6,11 +6,11 @@ import torch
 
 from scalepoint.checkpoints import Packed
 from scalepoint.errors import ExportError
-from scalepoint.formats.genai.layout import Matrix, matrix, stacked
+from scalepoint.formats.genai.layout import PackedMatrix, pack_matrix, stack_matrices
 from tests.formats.genai.tiny import int_spec, nearest
 
 
-def unpacked(found: Matrix) -> np.ndarray:
+def unpacked(found: PackedMatrix) -> np.ndarray:
     """By the definition of MatMulNBits: low bits first, (code - zero point) scale, the middle where there is none."""
     mask, many = 2**found.bits - 1, 8 // found.bits
 
@@ -39,7 +39,7 @@ def unpacked(found: Matrix) -> np.ndarray:
 )
 def test_values_are_kept_bit_for_bit(bits, given, columns, stored, is_symmetric):
     packed = nearest(torch.randn(6, columns), int_spec(bits, given, is_symmetric=is_symmetric))
-    found = matrix(packed)
+    found = pack_matrix(packed)
     assert (found.bits, found.block, found.columns) == (bits, stored, columns)
     assert (found.zeros is None) is is_symmetric
     assert np.array_equal(unpacked(found), packed.values().numpy())
@@ -48,7 +48,7 @@ def test_values_are_kept_bit_for_bit(bits, given, columns, stored, is_symmetric)
 def test_unsigned_codes_around_their_middle_need_no_zero_points():
     spec = int_spec(4, 16, is_symmetric=False).replace(qscheme="symmetric")
     packed = Packed(torch.randint(0, 16, (2, 32), dtype=torch.uint8), torch.ones(2, 2), spec, torch.full((2, 2), 8))
-    found = matrix(packed)
+    found = pack_matrix(packed)
     assert found.zeros is None
     assert np.array_equal(unpacked(found), packed.values().numpy())
 
@@ -56,18 +56,18 @@ def test_unsigned_codes_around_their_middle_need_no_zero_points():
 def test_unsigned_codes_without_zero_points_count_from_zero():
     spec = int_spec(4, 16, is_symmetric=False).replace(qscheme="symmetric")
     packed = Packed(torch.randint(0, 16, (2, 32), dtype=torch.uint8), torch.ones(2, 2), spec)
-    assert np.array_equal(unpacked(matrix(packed)), packed.values().numpy())
+    assert np.array_equal(unpacked(pack_matrix(packed)), packed.values().numpy())
 
 
 def test_matrices_of_one_kind_are_stacked():
     parts = [nearest(torch.randn(rows, 64), int_spec(4, is_symmetric=False)) for rows in (3, 5)]
-    found = stacked([matrix(each) for each in parts])
+    found = stack_matrices([pack_matrix(each) for each in parts])
     assert np.array_equal(unpacked(found), torch.cat([each.values() for each in parts]).numpy())
-    assert np.array_equal(unpacked(found.taken(np.array([7, 0]))), unpacked(found)[[7, 0]])
+    assert np.array_equal(unpacked(found.select_rows(np.array([7, 0]))), unpacked(found)[[7, 0]])
     with pytest.raises(ExportError, match="several kinds"):
-        stacked([matrix(parts[0]), matrix(nearest(torch.randn(3, 64), int_spec(8)))])
+        stack_matrices([pack_matrix(parts[0]), pack_matrix(nearest(torch.randn(3, 64), int_spec(8)))])
 
 
 def test_blocks_that_no_kernel_has_are_refused():
     with pytest.raises(ExportError, match="blocks of 8 columns"):
-        matrix(nearest(torch.randn(2, 64), int_spec(4, 8)))
+        pack_matrix(nearest(torch.randn(2, 64), int_spec(4, 8)))

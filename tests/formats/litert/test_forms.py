@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from scalepoint.errors import TargetError
-from scalepoint.formats import Writing, find_format
-from scalepoint.formats.litert.writing import write_float
+from scalepoint.formats import ExportRequest, find_format
+from scalepoint.formats.litert.write import write_float
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import ask, exchange
 from scalepoint.transformation import transform
@@ -116,7 +116,7 @@ class Rows(nn.Module):
 def written(model, inputs, path):
     """The float file of a model, by the road that every model goes."""
     result = transform(model.eval(), inputs, target="litert")
-    write_float(result.model, path, Writing((inputs, {})))
+    write_float(result.model, path, ExportRequest((inputs, {})))
     return path
 
 
@@ -140,7 +140,7 @@ def test_pictures(tmp_path):
     torch.manual_seed(0)
     model = Pictures()
     path = written(model, (torch.randn(2, 4, 8, 8),), tmp_path / "pictures.tflite")
-    assert find_format("litert").about(path).inputs[0].shape == (None, 4, 8, 8)
+    assert find_format("litert").read_info(path).inputs[0].shape == (None, 4, 8, 8)
     for batch in (2, 3):
         feeds = {"x": torch.randn(batch, 4, 8, 8)}
         compare(model, feeds, run(path, feeds))
@@ -166,7 +166,7 @@ def test_what_is_told_its_size_has_the_batch_of_the_example(tmp_path):
     torch.manual_seed(0)
     model, feeds = Transposed(), {"x": torch.randn(2, 4, 5, 5)}
     path = written(model, (feeds["x"],), tmp_path / "transposed.tflite")
-    assert find_format("litert").about(path).inputs[0].shape == (2, 4, 5, 5)
+    assert find_format("litert").read_info(path).inputs[0].shape == (2, 4, 5, 5)
     compare(model, feeds, run(path, feeds))
     with exchange({"x": torch.randn(3, 4, 5, 5).numpy()}) as files:
         answer = ask(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})

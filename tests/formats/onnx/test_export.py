@@ -16,7 +16,7 @@ from scalepoint import transform
 from scalepoint.checking import check
 from scalepoint.errors import ExportError
 from scalepoint.formats import export
-from scalepoint.formats.onnx.passes import share_equal
+from scalepoint.formats.onnx.passes import share_equal_initializers
 from scalepoint.quantize import (
     QuantConfig,
     TensorQuantConfig,
@@ -336,6 +336,6 @@ def test_equal_constants_are_shared_bit_by_bit():
     nodes = [onnx.helper.make_node("Identity", [name], [f"of {name}"]) for name in arrays]
     outputs = [onnx.helper.make_tensor_value_info(f"of {name}", 1, None) for name in arrays]
     model = ir.from_proto(onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], outputs, stored)))
-    share_equal(model)
+    share_equal_initializers(model)
     assert list(model.graph.initializers) == ["a", "c", "d", "e"]
     assert [node.inputs[0].name for node in model.graph] == ["a", "a", "c", "d", "e"]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from scalepoint import check, export, verify
-from scalepoint.formats.onnx import saving
-from scalepoint.formats.onnx.about import about
+from scalepoint.formats.onnx import save
+from scalepoint.formats.onnx.file_info import read_info
 from scalepoint.quantize import Override, QuantConfig, quantize
 from scalepoint.verification import benchmark
 from tests.warm import warm
@@ -32,7 +32,7 @@ class Table(nn.Module):
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(saving, "LARGEST_IN_ONE_FILE", 10_000)
+    monkeypatch.setattr(save, "MAX_SINGLE_FILE_BYTES", 10_000)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ class TestTwoFiles:
         assert found.low_precision == 1
         data = next(tmp_path.glob("m.*.data"))
         assert (
-            found.size == about(tmp_path / "m.onnx").size == data.stat().st_size + (tmp_path / "m.onnx").stat().st_size
+            found.size
+            == read_info(tmp_path / "m.onnx").size
+            == data.stat().st_size + (tmp_path / "m.onnx").stat().st_size
         )
         assert 500 * 256 < found.size < 2 * 500 * 256  # the table in int8
         assert found.float_size - found.size > 64 * 256 * 2
@@ -81,7 +83,7 @@ class TestTwoFiles:
         second = names(tmp_path)
         assert len(first) == len(second) == 3
         assert first != second
-        monkeypatch.setattr(saving, "LARGEST_IN_ONE_FILE", 10**9)
+        monkeypatch.setattr(save, "MAX_SINGLE_FILE_BYTES", 10**9)
         export(other, tmp_path / "m.onnx", x % 400)
         assert names(tmp_path) == ["m.onnx", "m.other.data"]
 
@@ -96,10 +98,10 @@ class TestTwoFiles:
             warnings.simplefilter("ignore")
             from scalepoint import export
             from scalepoint.errors import StoreError
-            from scalepoint.formats.onnx import saving
+            from scalepoint.formats.onnx import save
             from scalepoint.quantize import quantize
             from tests.formats.onnx.test_large import Table
-            saving.LARGEST_IN_ONE_FILE = 10_000
+            save.MAX_SINGLE_FILE_BYTES = 10_000
             x = torch.randint(0, 400, (4, 3))
             quantized = quantize(Table(400).eval(), x, forward_loop=[x], target="onnxruntime")
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -129,7 +131,7 @@ def test_a_model_of_more_than_two_gigabytes(tmp_path):
     quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime")
     path = export(quantized, tmp_path / "large.onnx", x)
     assert path.stat().st_size < 1_000_000
-    assert about(path).size > 2**31
+    assert read_info(path).size > 2**31
     found = verify(path, quantized, x)
     assert found.holds
     assert found.low_precision == 1

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from scalepoint.formats.form import stored_form
-from scalepoint.formats.onnx.blocks import onnx_parts
+from scalepoint.formats.onnx.block_formats import onnx_module_factories
 from scalepoint.formats.operators import dequantize
 from scalepoint.formats.operators import quantize as to_codes
+from scalepoint.formats.stored_graph import build_stored_graph
 from scalepoint.graph.torch_export import export as exported
 from scalepoint.quantize import QuantStub, quantize
 
@@ -26,7 +26,7 @@ def case():
 
 def test_weights_and_stubs_are_in_the_same_two_operators(case):
     quantized, x = case
-    program = exported(stored_form(quantized, onnx_parts()), (x,), {}, True)
+    program = exported(build_stored_graph(quantized, onnx_module_factories()), (x,), {}, True)
     called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     stubs = sum(isinstance(module, QuantStub) and module.enabled for module in quantized.modules())
     assert sum(name.startswith("scalepoint.quantize") for name in called) == stubs
@@ -37,7 +37,9 @@ def test_weights_and_stubs_are_in_the_same_two_operators(case):
 def test_the_stored_graph_computes_what_the_simulation_does(case):
     quantized, x = case
     with torch.no_grad():
-        torch.testing.assert_close(stored_form(quantized, onnx_parts())(x), quantized(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            build_stored_graph(quantized, onnx_module_factories())(x), quantized(x), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(

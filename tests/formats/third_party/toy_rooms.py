@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from torch import fx, nn
 
-from scalepoint.formats import About, FileFormat, FileInput, Writing
+from scalepoint.formats import ExportRequest, FileFormat, FileInfo, FileInput
 from scalepoint.patterns import Fused
 from scalepoint.quantize import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -16,12 +16,12 @@ from scalepoint.support.files import replace_file
 from scalepoint.targets import onnxruntime_target
 
 
-def write(model: fx.GraphModule, path: Path, writing: Writing) -> None:
+def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
     """A zip of arrays: the steps in JSON, what they multiply by beside them."""
-    labels = {} if writing.target is None else {"target": writing.target.name}
+    labels = {} if request.target is None else {"target": request.target.name}
     _save(path, *_steps(model, is_float=False), labels)
-    if writing.float_path is not None:
-        _save(writing.float_path, *_steps(model, is_float=True), {})
+    if request.float_path is not None:
+        _save(request.float_path, *_steps(model, is_float=True), {})
 
 
 def _steps(model: fx.GraphModule, is_float: bool) -> tuple[list[dict], dict[str, np.ndarray]]:
@@ -64,11 +64,11 @@ def _save(path: Path, steps: list[dict], arrays: dict[str, np.ndarray], labels: 
     replace_file(path, put)
 
 
-def about(path: Path) -> About:
+def about(path: Path) -> FileInfo:
     with np.load(path) as file:
         labels = json.loads(file["steps"].tobytes())["labels"]
         first = next(value for name in file.files if name.endswith(".codes") for value in [file[name]])
-    return About(path.stat().st_size, (FileInput("x", "float32", (None, first.shape[1])),), labels)
+    return FileInfo(path.stat().st_size, (FileInput("x", "float32", (None, first.shape[1])),), labels)
 
 
 def files(path: Path) -> list[Path]:

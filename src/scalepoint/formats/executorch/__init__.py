@@ -1,19 +1,19 @@
 """ExecuTorch programs (.pte): int8 and int4 weights, Q/DQ as XNNPACK's partitioner takes them for its kernels."""
 
 from scalepoint.errors import install_hint
-from scalepoint.formats.executorch.about import about, files_of
-from scalepoint.formats.executorch.exposing import write_exposed
-from scalepoint.formats.executorch.writing import write
+from scalepoint.formats.executorch.file_info import list_files, read_info
+from scalepoint.formats.executorch.layer_outputs import write_with_layer_outputs
+from scalepoint.formats.executorch.write import write
 from scalepoint.formats.format import FileFormat
 
 EXECUTORCH = FileFormat(
     name="executorch",
     suffix=".pte",
     write=write,
-    files=files_of,
-    about=about,
+    files=list_files,
+    read_info=read_info,
     summary="an ExecuTorch program, lowered to XNNPACK",
-    exposed=write_exposed,
+    write_with_layer_outputs=write_with_layer_outputs,
     package="executorch",
     install=install_hint("executorch"),
 )

@@ -9,11 +9,11 @@ runs outside of XNNPACK.
 import torch
 from torch import Tensor, fx
 
-from scalepoint.formats.spelled import added, spelled_out
+from scalepoint.formats.lowering import attention_from_core, mask_to_bias
 from scalepoint.graph import Operation
 
 
-def spell_out(model: fx.GraphModule) -> fx.GraphModule:
+def decompose_attention(model: fx.GraphModule) -> fx.GraphModule:
     """In place."""
     for module in model.modules():
         if isinstance(module, Operation) and module.kind == "attention":
@@ -21,14 +21,14 @@ def spell_out(model: fx.GraphModule) -> fx.GraphModule:
     return model
 
 
-def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
+def attention_core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float) -> Tensor:
     shape, (rows, width), columns = query.shape, query.shape[-2:], key.shape[-2]
     scaled = query * torch.tensor(factor, dtype=query.dtype)
     scores = torch.bmm(scaled.reshape(-1, rows, width), key.reshape(-1, columns, width).transpose(1, 2))
     if mask is not None:
-        scores = (scores.reshape(*shape[:-1], columns) + added(mask, query.dtype)).reshape(-1, rows, columns)
+        scores = (scores.reshape(*shape[:-1], columns) + mask_to_bias(mask, query.dtype)).reshape(-1, rows, columns)
     made = torch.bmm(torch.softmax(scores, -1), value.reshape(-1, columns, value.shape[-1]))
     return made.reshape(*shape[:-1], value.shape[-1])
 
 
-attention = spelled_out(core)
+attention = attention_from_core(attention_core)

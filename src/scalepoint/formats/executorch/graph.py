@@ -20,25 +20,25 @@ from torch.fx.passes.infra.pass_base import PassResult
 aten = torch.ops.aten
 
 
-def prepared(program: ExportedProgram) -> ExportedProgram:
+def prepare_program(program: ExportedProgram) -> ExportedProgram:
     """In place, before it is lowered."""
     graph = program.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and "dequantize_per_" in str(node.target):
-            _one_for_each(node)
-        elif node.op == "call_function" and node.target is aten.mean.dim and _is_over_picture(node):
-            _keep_extents(node)
+            _copy_for_each_reader(node)
+        elif node.op == "call_function" and node.target is aten.mean.dim and _is_over_image_axes(node):
+            _fix_pool_extents(node)
         elif node.op == "call_function" and node.target is aten.cat.default:
-            _join_at_one_scale(node)
+            _concat_at_one_scale(node)
         elif node.op == "call_function" and node.target is aten.rrelu.default:
             _use_mean_slope(node)
-    _drop_unused(program)
+    _remove_unused(program)
     graph.lint()
     program.graph_module.recompile()
     return program
 
 
-def _drop_unused(program: ExportedProgram) -> None:
+def _remove_unused(program: ExportedProgram) -> None:
     """Weights that codes took the place of, and batch norms that were folded: the file would hold some of them."""
     held = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder" and not node.users}
@@ -50,16 +50,16 @@ def _drop_unused(program: ExportedProgram) -> None:
         program.constants.pop(spec.target, None)
 
 
-def _one_for_each(node: fx.Node) -> None:
+def _copy_for_each_reader(node: fx.Node) -> None:
     for reader in list(node.users)[1:]:
-        reader.replace_input_with(node, _copied(node))
+        reader.replace_input_with(node, _copy_quantizer(node))
 
 
-def _join_at_one_scale(cat: fx.Node) -> None:
+def _concat_at_one_scale(cat: fx.Node) -> None:
     """XNNPACK takes a concat between Q/DQ for one of int8, and does not load it where a scale is not its output's. What
     is rounded before it is joined is what would be rounded after."""
     readers, joined = list(cat.users), cat.all_input_nodes
-    is_between = readers and all(_is_static(each, "quantize") for each in readers) and _is_one(readers)
+    is_between = readers and all(_is_static(each, "quantize") for each in readers) and _have_same_parameters(readers)
     if not is_between or not all(_is_static(each, "dequantize") for each in joined):
         return
     for given in joined:
@@ -78,35 +78,35 @@ def _is_static(node: fx.Node, what: str) -> bool:
     return node.op == "call_function" and str(node.target) == f"quantized_decomposed.{what}_per_tensor.default"
 
 
-def _is_one(quantizers: list[fx.Node]) -> bool:
+def _have_same_parameters(quantizers: list[fx.Node]) -> bool:
     return len({each.args[1:] for each in quantizers}) == 1
 
 
-def _copied(node: fx.Node) -> fx.Node:
+def _copy_quantizer(node: fx.Node) -> fx.Node:
     """With all that finds the parameters of its rows: shared, they tie delegates into cycles that cannot be cut."""
     own: dict[fx.Node, fx.Node] = {}
-    for each in _chain(node):
+    for each in _find_quantizer_chain(node):
         with node.graph.inserting_before(node):
             own[each] = node.graph.node_copy(each, lambda source: own.get(source, source))
     return own[node]
 
 
-def _chain(node: fx.Node) -> list[fx.Node]:
+def _find_quantizer_chain(node: fx.Node) -> list[fx.Node]:
     """Its own quantize and choose_qparams, where there are such, in order, and itself."""
     found = [node]
     for each in found:
-        found += [source for source in each.all_input_nodes if _is_of_rows(source) and source not in found]
+        found += [source for source in each.all_input_nodes if _is_per_row(source) and source not in found]
     order = list(node.graph.nodes)
     return sorted(found, key=order.index)
 
 
-def _is_of_rows(node: fx.Node) -> bool:
+def _is_per_row(node: fx.Node) -> bool:
     if node.target is operator.getitem:
-        return _is_of_rows(node.all_input_nodes[0])
+        return _is_per_row(node.all_input_nodes[0])
     return any(name in str(node.target) for name in ("choose_qparams_per_token", ".quantize_per_token"))
 
 
-def _is_over_picture(node: fx.Node) -> bool:
+def _is_over_image_axes(node: fx.Node) -> bool:
     value: Any = node.args[0]
     axes: Any = node.args[1]
     is_kept = len(node.args) > 2 and bool(node.args[2])
@@ -114,7 +114,7 @@ def _is_over_picture(node: fx.Node) -> bool:
     return rank == 4 and not is_kept and sorted(axis % 4 for axis in axes) == [2, 3] and not node.kwargs.get("dtype")
 
 
-def _keep_extents(node: fx.Node) -> None:
+def _fix_pool_extents(node: fx.Node) -> None:
     value, axes = node.args[:2]
     with node.graph.inserting_before(node):
         kept = node.graph.call_function(aten.mean.dim, (value, axes, True))

@@ -18,7 +18,7 @@ from executorch.exir.pass_base import ExportedProgramPassBase, ExportedProgramPa
 from torch import fx
 from torch.export import ExportedProgram
 
-Filter = Callable[[fx.Node], bool]
+NodeFilter = Callable[[fx.Node], bool]
 
 
 class SeparateOutputs(ExportedProgramPassBase):  # type: ignore[misc]
@@ -33,7 +33,7 @@ class SeparateOutputs(ExportedProgramPassBase):  # type: ignore[misc]
         shared = [node for node in exported_program.graph.nodes if _is_dequantize(node) and len(node.users) > 1]
         partitions = XnnpackPartitioner().generate_partitions(exported_program) if shared else []
         delegates = {node: partition.id for partition in partitions for node in partition.nodes}
-        changed = [_separate(node, delegates) for node in shared if node in delegates]
+        changed = [_copy_for_other_delegates(node, delegates) for node in shared if node in delegates]
         return ExportedProgramPassResult(exported_program, any(changed))
 
 
@@ -41,7 +41,7 @@ def _is_dequantize(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "quantized_decomposed.dequantize_per_tensor.default"
 
 
-def _separate(node: fx.Node, delegates: dict[fx.Node, int]) -> bool:
+def _copy_for_other_delegates(node: fx.Node, delegates: dict[fx.Node, int]) -> bool:
     """One copy for each other delegate that reads it, and one for all readers in none."""
     copies: dict[int | None, fx.Node] = {delegates[node]: node}
     for reader in list(node.users):
@@ -53,7 +53,7 @@ def _separate(node: fx.Node, delegates: dict[fx.Node, int]) -> bool:
     return len(copies) > 1
 
 
-class NotTakenError(Exception):
+class NotDelegatedError(Exception):
     """A decomposition made one of these operations, and XNNPACK does not take it: decompose the program again."""
 
 
@@ -62,19 +62,19 @@ class DecomposeOnce(XnnpackPartitioner):  # type: ignore[misc]
 
     is_filtered = False  # True: ExecuTorch decomposes twice, and asks again in between
 
-    def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[Any], Filter | None]:
+    def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[Any], NodeFilter | None]:
         whole, is_taken = super().ops_to_not_decompose(ep)
-        self.is_filtered = self.is_filtered or not _takes_all(ep, whole, is_taken)
+        self.is_filtered = self.is_filtered or not _delegates_all(ep, whole, is_taken)
         return whole, is_taken if self.is_filtered else None
 
     def partition(self, exported_program: ExportedProgram) -> Any:
         whole, is_taken = super().ops_to_not_decompose(exported_program)
-        if not self.is_filtered and not _takes_all(exported_program, whole, is_taken):
-            raise NotTakenError
+        if not self.is_filtered and not _delegates_all(exported_program, whole, is_taken):
+            raise NotDelegatedError
         return super().partition(exported_program)
 
 
-def _takes_all(program: ExportedProgram, whole: list[Any], is_taken: Filter) -> bool:
+def _delegates_all(program: ExportedProgram, whole: list[Any], is_taken: NodeFilter) -> bool:
     """Whether XNNPACK takes every such operation of a program."""
     names = {name for operation in whole for name in (operation.__name__, str(operation))}  # in aten, and in edge
     return all(is_taken(node) for node in program.graph.nodes if getattr(node.target, "__name__", "") in names)

@@ -15,26 +15,26 @@ from typing import Any
 
 from torch import fx
 
-TESTED = ("1.5.",)  # versions of ExecuTorch, by how they begin
-LONGEST_CONCAT = 5  # inputs; DecomposeConcatenate splits longer ones
+TESTED_VERSIONS = ("1.5.",)  # versions of ExecuTorch, by how they begin
+MAX_CONCAT_INPUTS = 5  # inputs; DecomposeConcatenate splits longer ones
 
 
-def _has(*words: str) -> Callable[[fx.Node], bool]:
-    return lambda node: any(word in _name(node) for word in words)
+def _contains(*words: str) -> Callable[[fx.Node], bool]:
+    return lambda node: any(word in _operation_name(node) for word in words)
 
 
-def _name(node: fx.Node) -> str:
+def _operation_name(node: fx.Node) -> str:
     """aten.cat.default; the text of the operation itself has its arguments too."""
     return str(getattr(node.target, "__name__", node.target))
 
 
 def _is_long_concat(node: fx.Node) -> bool:
     joined: Any = node.args[0]
-    return _name(node) == "aten.cat.default" and len(joined) > LONGEST_CONCAT
+    return _operation_name(node) == "aten.cat.default" and len(joined) > MAX_CONCAT_INPUTS
 
 
 def _is_conv1d(node: fx.Node) -> bool:
-    return _name(node) == "aten.convolution.default" and node.all_input_nodes[1].meta["val"].ndim == 3
+    return _operation_name(node) == "aten.convolution.default" and node.all_input_nodes[1].meta["val"].ndim == 3
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -45,23 +45,23 @@ def _has_custom_meta(node: fx.Node) -> bool:
     return any("custom" in source.meta for source in node.all_input_nodes)
 
 
-CHANGES: dict[str, Callable[[fx.Node], bool]] = {
-    "XNNPACKRemoveCloneOpsTransform": _has("clone"),
-    "DimOrderOpsRevertPass": _has("dim_order"),
-    "ConvertToUpsampleBilinear2d": _has("index", "upsample"),
-    "ConvertToLinearPass": _has("mm.", "linear"),
+CHANGES_BY_PASS: dict[str, Callable[[fx.Node], bool]] = {
+    "XNNPACKRemoveCloneOpsTransform": _contains("clone"),
+    "DimOrderOpsRevertPass": _contains("dim_order"),
+    "ConvertToUpsampleBilinear2d": _contains("index", "upsample"),
+    "ConvertToLinearPass": _contains("mm.", "linear"),
     "PropagateCustomMetaPass": _has_custom_meta,
-    "ConvertToSDPAPass": _has("softmax"),
+    "ConvertToSDPAPass": _contains("softmax"),
     "ConstPropPass": _is_constant,
-    "FuseBatchNormPass": _has("batch_norm"),
-    "DecomposeBatchNorm": _has("batch_norm"),
-    "FuseActivationPass": _has("relu", "hardtanh"),
+    "FuseBatchNormPass": _contains("batch_norm"),
+    "DecomposeBatchNorm": _contains("batch_norm"),
+    "FuseActivationPass": _contains("relu", "hardtanh"),
     "DecomposeConcatenate": _is_long_concat,
-    "RemoveGetItemPass": _has("max_pool2d_with_indices", "aten.max.dim"),
-    "InsertPadQDQPass": _has("constant_pad_nd"),
+    "RemoveGetItemPass": _contains("max_pool2d_with_indices", "aten.max.dim"),
+    "InsertPadQDQPass": _contains("constant_pad_nd"),
     "Conv1dUnsqueezePass": _is_conv1d,
-    "PReLUReshapePass": _has("prelu"),
-    "RemoveRedundantCopyPass": _has("_to_copy"),
+    "PReLUReshapePass": _contains("prelu"),
+    "RemoveRedundantCopyPass": _contains("_to_copy"),
 }
 
 
@@ -92,12 +92,12 @@ def without_idle_passes() -> Iterator[None]:
 
 def _is_tested() -> bool:
     try:
-        return version("executorch").startswith(TESTED)
+        return version("executorch").startswith(TESTED_VERSIONS)
     except PackageNotFoundError:  # built from source, without metadata
         return False
 
 
 def _can_change(name: str, graph: fx.Graph) -> bool:
-    if name not in CHANGES:
+    if name not in CHANGES_BY_PASS:
         return True
-    return any(CHANGES[name](node) for node in graph.nodes if node.op == "call_function")
+    return any(CHANGES_BY_PASS[name](node) for node in graph.nodes if node.op == "call_function")

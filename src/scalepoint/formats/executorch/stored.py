@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.layers import HIGH, LOW, Layer, int8_parts
+from scalepoint.formats.layers import HIGH, LOW, WeightedOperation, int8_module_factories
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
-def operators() -> Any:
+def quantized_decomposed() -> Any:
     """torch.ops.quantized_decomposed, which exist once ExecuTorch is imported."""
     return torch.ops.quantized_decomposed
 
 
-class StoredWeight(Layer):
+class XnnpackStoredWeight(WeightedOperation):
     """An operation over stored codes."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -57,13 +57,15 @@ class StoredWeight(Layer):
         parameters = (self.codes, self.scale, self.zero_point)
         if self.block:
             limits = (self.low, self.high, torch.int8, self.block, torch.float32)
-            weight = operators().dequantize_per_channel_group(*parameters, *limits)
+            weight = quantized_decomposed().dequantize_per_channel_group(*parameters, *limits)
         else:
-            weight = operators().dequantize_per_channel(*parameters, self.axis, self.low, self.high, torch.int8)
+            weight = quantized_decomposed().dequantize_per_channel(
+                *parameters, self.axis, self.low, self.high, torch.int8
+            )
         return self.product(x, weight, self.bias)
 
 
-class StoredTable(nn.Module):
+class XnnpackStoredTable(nn.Module):
     """Rows looked up as codes and as scales."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -78,7 +80,7 @@ class StoredTable(nn.Module):
         return F.embedding(x, self.codes).to(torch.float32) * F.embedding(x, self.scale)
 
 
-class StoredStub(nn.Module):
+class XnnpackStoredStub(nn.Module):
     """A stub with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float) -> None:
@@ -89,24 +91,30 @@ class StoredStub(nn.Module):
         return self.values(self.codes(x))
 
     def codes(self, x: Tensor) -> Tensor:
-        found: Tensor = operators().quantize_per_tensor(x, self.scale, self.zero_point, LOW, HIGH, torch.int8)
+        found: Tensor = quantized_decomposed().quantize_per_tensor(
+            x, self.scale, self.zero_point, LOW, HIGH, torch.int8
+        )
         return found
 
     def values(self, codes: Tensor) -> Tensor:
-        found: Tensor = operators().dequantize_per_tensor(codes, self.scale, self.zero_point, LOW, HIGH, torch.int8)
+        found: Tensor = quantized_decomposed().dequantize_per_tensor(
+            codes, self.scale, self.zero_point, LOW, HIGH, torch.int8
+        )
         return found
 
 
-class StoredDynamicStub(nn.Module):
+class XnnpackDynamicStub(nn.Module):
     """A stub that finds the parameters of every row anew."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scale, zero_point = operators().choose_qparams_per_token_asymmetric(x, torch.int8)
-        codes = operators().quantize_per_token(x, scale, zero_point, LOW, HIGH, torch.int8)
-        values: Tensor = operators().dequantize_per_token(
+        scale, zero_point = quantized_decomposed().choose_qparams_per_token_asymmetric(x, torch.int8)
+        codes = quantized_decomposed().quantize_per_token(x, scale, zero_point, LOW, HIGH, torch.int8)
+        values: Tensor = quantized_decomposed().dequantize_per_token(
             codes, scale, zero_point, LOW, HIGH, torch.int8, torch.float32
         )
         return values
 
 
-PARTS = int8_parts("XNNPACK", (StoredWeight, StoredTable), (StoredStub, StoredDynamicStub))
+XNNPACK_FACTORIES = int8_module_factories(
+    "XNNPACK", (XnnpackStoredWeight, XnnpackStoredTable), (XnnpackStoredStub, XnnpackDynamicStub)
+)

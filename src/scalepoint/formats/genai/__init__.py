@@ -1,9 +1,9 @@
 """Language models for ONNX Runtime GenAI: a folder with a graph that keeps keys and values, 4- or 8-bit weights."""
 
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.formats.genai.checking import check
-from scalepoint.formats.genai.layout import wider
-from scalepoint.formats.genai.writing import tensor_bytes, write
+from scalepoint.formats.genai.check_support import check
+from scalepoint.formats.genai.layout import describe_wider_type
+from scalepoint.formats.genai.write import tensor_bytes, write
 
 ORT_GENAI = CheckpointFormat(
     name="ort-genai",
@@ -12,7 +12,7 @@ ORT_GENAI = CheckpointFormat(
     check=check,
     summary="A folder for ONNX Runtime GenAI: ONNX with a cache of keys and values, 2-, 4- and 8-bit weights",
     tensor_bytes=tensor_bytes,
-    wider=wider,
+    describe_wider_type=describe_wider_type,
 )
 
 __all__ = ["ORT_GENAI"]

@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True)
-class Block:
+class DecoderBlock:
     """What may differ from block to block."""
 
     rotary: Rotary | None = None
@@ -27,7 +27,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Experts:
+class DecoderExperts:
     """A mixture: `used` of `count` experts for every token."""
 
     count: int
@@ -37,7 +37,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Names:
+class TensorNames:
     """Tensors without ".weight" or ".bias"; those of a block after `block`."""
 
     embedding: str
@@ -66,8 +66,8 @@ class Decoder:
     head: int  # channels of one
     context: int
     epsilon: float
-    names: Names
-    blocks: tuple[Block, ...]
+    names: TensorNames
+    blocks: tuple[DecoderBlock, ...]
     is_tied: bool
     activation: Activation = "silu"
     norm: Literal["rms", "layer"] = "rms"
@@ -81,7 +81,7 @@ class Decoder:
     embedding_scale: float = 1.0
     is_transposed: bool = False  # the checkpoint keeps (in, out)
     is_mixed: bool = False  # queries, keys and values of a head lie together
-    experts: Experts | None = None
+    experts: DecoderExperts | None = None
     has_shared: bool = False  # an expert for all tokens beside the chosen ones
 
     def layers(self, block: int) -> list[str]:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from scalepoint.errors import TargetError
-from scalepoint.formats.genai.decoder import Activation, Block, Decoder, Experts, Names
-from scalepoint.formats.genai.rotary import rotary_of
+from scalepoint.formats.genai.decoder import Activation, Decoder, DecoderBlock, DecoderExperts, TensorNames
+from scalepoint.formats.genai.rotary import describe_rotary
 
 Config = Mapping[str, Any]
 
@@ -21,9 +21,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 ATTENTION = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
 GATED = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-PRE = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
-POST = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
-SANDWICH = {**POST, "before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}
+PRE_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+POST_NORMS = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
+SANDWICH_NORMS = {**POST_NORMS, "before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}
 QK_NORM = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 ROUTER = {"router": "mlp.gate"}
 SHARED = {
@@ -38,7 +38,7 @@ MIXTRAL = {
 }
 
 
-def decoder_of(config: Config) -> Decoder:
+def describe_decoder(config: Config) -> Decoder:
     """The description of a model, or what can be written instead."""
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
@@ -52,7 +52,7 @@ def decoder_of(config: Config) -> Decoder:
         raise TargetError(f"config.json of a {kind} model lacks {error.args[0]!r}") from error
 
 
-def _plain(config: Config, kind: str, parts: Mapping[str, str], **further: Any) -> Decoder:
+def _llama_like(config: Config, kind: str, parts: Mapping[str, str], **further: Any) -> Decoder:
     """Llama, and what is called as it is there."""
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     head = int(config.get("head_dim") or hidden // heads)
@@ -65,23 +65,25 @@ def _plain(config: Config, kind: str, parts: Mapping[str, str], **further: Any) 
         "head": head,
         "context": int(config["max_position_embeddings"]),
         "epsilon": float(config.get("rms_norm_eps") or 1e-5),
-        "names": Names("model.embed_tokens", "model.norm", "lm_head", "model.layers.{block}.", parts),
-        "blocks": _blocks(config, head),
+        "names": TensorNames("model.embed_tokens", "model.norm", "lm_head", "model.layers.{block}.", parts),
+        "blocks": _describe_blocks(config, head),
         "is_tied": bool(config.get("tie_word_embeddings", False)),
-        "activation": _activation(config.get("hidden_act") or config["hidden_activation"]),
+        "activation": _find_activation(config.get("hidden_act") or config["hidden_activation"]),
     }
     made = Decoder(**{**found, **further})
     longest = [each.rotary.longest for each in made.blocks if each.rotary and each.rotary.longest]
     return Decoder(**{**found, **further, "context": min([made.context, *longest])})
 
 
-def _blocks(config: Config, head: int) -> tuple[Block, ...]:
+def _describe_blocks(config: Config, head: int) -> tuple[DecoderBlock, ...]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    kinds = config.get("layer_types") or [_kind(config, index) for index in range(int(config["num_hidden_layers"]))]
+    kinds = config.get("layer_types") or [
+        _attention_kind(config, index) for index in range(int(config["num_hidden_layers"]))
+    ]
     base = {"sliding_attention": config.get("rope_local_base_freq")}
     return tuple(
-        Block(
-            rotary_of(config, head, kind, base.get(kind)),
+        DecoderBlock(
+            describe_rotary(config, head, kind, base.get(kind)),
             int(window) if window and kind == "sliding_attention" else None,
             _has_experts(config, index),
         )
@@ -89,7 +91,7 @@ def _blocks(config: Config, head: int) -> tuple[Block, ...]:
     )
 
 
-def _kind(config: Config, index: int) -> str:
+def _attention_kind(config: Config, index: int) -> str:
     """Whether a block has the window, where an older config leaves it to the code."""
     family = str(config["model_type"])
     every = {"gemma2": 2, "gemma3_text": int(config.get("sliding_window_pattern") or 6), "olmo3": 4}
@@ -108,23 +110,23 @@ def _has_experts(config: Config, index: int) -> bool:
     return bool(count and is_sparse and index not in (config.get("mlp_only_layers") or ()))
 
 
-def _activation(name: str) -> Activation:
+def _find_activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise TargetError(f"ort-genai writes the activations {', '.join(ACTIVATIONS)}, not {name!r}")
     return ACTIVATIONS[name]
 
 
 def _llama(config: Config) -> Decoder:
-    return _plain(config, str(config["model_type"]), {**ATTENTION, **GATED, **PRE})
+    return _llama_like(config, str(config["model_type"]), {**ATTENTION, **GATED, **PRE_NORMS})
 
 
 def _qwen3(config: Config) -> Decoder:
-    return _plain(config, "qwen3", {**ATTENTION, **GATED, **PRE, **QK_NORM}, qk_norm="head")
+    return _llama_like(config, "qwen3", {**ATTENTION, **GATED, **PRE_NORMS, **QK_NORM}, qk_norm="head")
 
 
 def _phi3(config: Config) -> Decoder:
     parts = {"qkv": "self_attn.qkv_proj", "o": "self_attn.o_proj", "gate_up": "mlp.gate_up_proj"}
-    return _plain(config, "phi3", {**parts, "down": "mlp.down_proj", **PRE})
+    return _llama_like(config, "phi3", {**parts, "down": "mlp.down_proj", **PRE_NORMS})
 
 
 def _phi(config: Config) -> Decoder:
@@ -137,21 +139,21 @@ def _phi(config: Config) -> Decoder:
         "down": "mlp.fc2",
         "before_attention": "input_layernorm",
     }
-    names = Names("model.embed_tokens", "model.final_layernorm", "lm_head", "model.layers.{block}.", parts)
+    names = TensorNames("model.embed_tokens", "model.final_layernorm", "lm_head", "model.layers.{block}.", parts)
     epsilon = float(config["layer_norm_eps"])
-    return _plain(config, "phi", parts, names=names, norm="layer", is_parallel=True, epsilon=epsilon)
+    return _llama_like(config, "phi", parts, names=names, norm="layer", is_parallel=True, epsilon=epsilon)
 
 
 def _gemma(config: Config) -> Decoder:
     hidden = config.get("hidden_activation") or "gelu_pytorch_tanh"  # what its code takes, whatever hidden_act says
-    return _plain(config, "gemma", {**ATTENTION, **GATED, **PRE}, **_gemma_kind(config, hidden))
+    return _llama_like(config, "gemma", {**ATTENTION, **GATED, **PRE_NORMS}, **_gemma_settings(config, hidden))
 
 
 def _gemma2(config: Config) -> Decoder:
     kind = str(config["model_type"])
     is_third = kind == "gemma3_text"
-    parts = {**ATTENTION, **GATED, **SANDWICH, **(QK_NORM if is_third else {})}
-    return _plain(
+    parts = {**ATTENTION, **GATED, **SANDWICH_NORMS, **(QK_NORM if is_third else {})}
+    return _llama_like(
         config,
         kind,
         parts,
@@ -159,17 +161,17 @@ def _gemma2(config: Config) -> Decoder:
         scale=float(config["query_pre_attn_scalar"]) ** -0.5,
         softcap=float(config.get("attn_logit_softcapping") or 0.0),
         logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
-        **_gemma_kind(config, config["hidden_activation"]),
+        **_gemma_settings(config, config["hidden_activation"]),
     )
 
 
-def _gemma_kind(config: Config, activation: str) -> dict[str, Any]:
+def _gemma_settings(config: Config, activation: str) -> dict[str, Any]:
     if config.get("use_bidirectional_attention"):
         raise TargetError(
             "ort-genai writes decoders: this Gemma looks at later words too (use_bidirectional_attention)"
         )
     return {
-        "activation": _activation(activation),
+        "activation": _find_activation(activation),
         "norm_offset": 1.0,
         "embedding_scale": math.sqrt(float(config["hidden_size"])),
         "is_tied": bool(config.get("tie_word_embeddings", True)),
@@ -177,28 +179,28 @@ def _gemma_kind(config: Config, activation: str) -> dict[str, Any]:
 
 
 def _olmo(config: Config) -> Decoder:
-    parts = {**ATTENTION, **GATED, **PRE}
-    return _plain(config, "olmo", parts, norm="layer", epsilon=1e-5, clip=config.get("clip_qkv"))
+    parts = {**ATTENTION, **GATED, **PRE_NORMS}
+    return _llama_like(config, "olmo", parts, norm="layer", epsilon=1e-5, clip=config.get("clip_qkv"))
 
 
 def _olmo2(config: Config) -> Decoder:
-    parts = {**ATTENTION, **GATED, **POST, **QK_NORM}
-    return _plain(config, str(config["model_type"]), parts, qk_norm="all")
+    parts = {**ATTENTION, **GATED, **POST_NORMS, **QK_NORM}
+    return _llama_like(config, str(config["model_type"]), parts, qk_norm="all")
 
 
 def _mixture(config: Config, **further: Any) -> Decoder:
     """Qwen-MoE, OLMoE, Mixtral: experts by their names in the checkpoint."""
     kind = str(config["model_type"])
     is_mixtral = kind == "mixtral"
-    experts = Experts(
+    experts = DecoderExperts(
         count=int(config.get("num_experts") or config["num_local_experts"]),
         used=int(config["num_experts_per_tok"]),
         is_normalized=is_mixtral or bool(config.get("norm_topk_prob", False)),
         names=MIXTRAL if is_mixtral else EXPERTS,
     )
     router = {"router": "block_sparse_moe.gate"} if is_mixtral else ROUTER
-    parts = {**ATTENTION, **GATED, **PRE, **router, **further.pop("parts", {})}
-    return _plain(config, kind, parts, experts=experts, **further)
+    parts = {**ATTENTION, **GATED, **PRE_NORMS, **router, **further.pop("parts", {})}
+    return _llama_like(config, kind, parts, experts=experts, **further)
 
 
 def _qwen2_moe(config: Config) -> Decoder:
@@ -234,10 +236,10 @@ def _gpt2(config: Config) -> Decoder:
         head=hidden // heads,
         context=int(config["n_positions"]),
         epsilon=float(config["layer_norm_epsilon"]),
-        names=Names("wte", "ln_f", "lm_head", "h.{block}.", parts, "wpe"),
-        blocks=(Block(),) * int(config["n_layer"]),
+        names=TensorNames("wte", "ln_f", "lm_head", "h.{block}.", parts, "wpe"),
+        blocks=(DecoderBlock(),) * int(config["n_layer"]),
         is_tied=bool(config.get("tie_word_embeddings", True)),
-        activation=_activation(config["activation_function"]),
+        activation=_find_activation(config["activation_function"]),
         norm="layer",
         scale=None if config.get("scale_attn_weights", True) else 1.0,
         is_transposed=True,
@@ -250,10 +252,12 @@ def _gpt_neox(config: Config) -> Decoder:
         "o": "attention.dense",
         "up": "mlp.dense_h_to_4h",
         "down": "mlp.dense_4h_to_h",
-        **PRE,
+        **PRE_NORMS,
     }
-    names = Names("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out", "gpt_neox.layers.{block}.", parts)
-    return _plain(
+    names = TensorNames(
+        "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out", "gpt_neox.layers.{block}.", parts
+    )
+    return _llama_like(
         config,
         "gpt_neox",
         parts,

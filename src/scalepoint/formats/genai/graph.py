@@ -10,8 +10,8 @@ from torch import Tensor
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint
 from scalepoint.errors import ExportError, nearest
-from scalepoint.formats.genai.layout import Matrix, matrix, stacked
-from scalepoint.formats.genai.store import Store, array_of
+from scalepoint.formats.genai.initializers import InitializerFile, to_array
+from scalepoint.formats.genai.layout import PackedMatrix, pack_matrix, stack_matrices
 
 MICROSOFT = "com.microsoft"
 FLOAT = 1  # as ONNX numbers types
@@ -19,14 +19,14 @@ INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: the fast kernels
 PREFIXES = ("", "model.", "transformer.")  # with which a folder may name the same tensor
 
 
-def spelled(tensor: str, is_there: Callable[[str], bool]) -> str | None:
+def find_tensor_name(tensor: str, is_there: Callable[[str], bool]) -> str | None:
     """A tensor's name as a folder spells it; None: it is not there."""
     names = [name for prefix in PREFIXES for name in (f"{prefix}{tensor}", tensor.removeprefix(prefix))]
     return next((name for name in names if is_there(name)), None)
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredMatrix:
     """A quantized weight in the store."""
 
     names: tuple[str, ...]  # codes, scales and, where there are any, zero points
@@ -36,13 +36,13 @@ class Kept:
     block: int
 
 
-class Graph:
+class GraphBuilder:
     """Nodes in order; every method adds some and gives the name of what they make."""
 
-    def __init__(self, checkpoint: QuantizedCheckpoint, store: Store) -> None:
+    def __init__(self, checkpoint: QuantizedCheckpoint, store: InitializerFile) -> None:
         self.checkpoint, self.store = checkpoint, store
         self.nodes: list[Any] = []
-        self.stored: dict[str, Kept] = {}  # by layer, or by what layers were stacked to
+        self.stored: dict[str, StoredMatrix] = {}  # by layer, or by what layers were stacked to
         self._constants: dict[tuple[Any, ...], str] = {}
 
     def node(self, kind: str, inputs: Sequence[str], *, name: str = "", domain: str = "", **attributes: Any) -> str:
@@ -68,14 +68,14 @@ class Graph:
 
     def name_of(self, tensor: str) -> str:
         """As the folder calls it."""
-        name = spelled(tensor, self.is_there)
+        name = find_tensor_name(tensor, self.is_there)
         if name is None:
             known = [*self.checkpoint.source.tensors]
             raise ExportError(f"{self.checkpoint.source.folder} has no tensor {tensor!r}: {nearest(tensor, known)}")
         return name
 
     def has(self, tensor: str) -> bool:
-        return spelled(tensor, self.is_there) is not None
+        return find_tensor_name(tensor, self.is_there) is not None
 
     def is_there(self, name: str) -> bool:
         found = self.checkpoint
@@ -89,7 +89,7 @@ class Graph:
         """An initializer of a float tensor, or of what was made of it."""
         if tensor in self.store.tensors:
             return tensor
-        return self.store.add(tensor, array_of(self.values(tensor) if values is None else values))
+        return self.store.add(tensor, to_array(self.values(tensor) if values is None else values))
 
     def table(self, layer: str, rows: Tensor | None = None) -> str:
         """An initializer of a float matrix, in 16 bits where the checkpoint has it in 16 bits."""
@@ -97,10 +97,10 @@ class Graph:
         if name not in self.store.tensors:
             found = self.checkpoint.tensor(self.name_of(name))
             found = found if found.dtype in (torch.float16, torch.bfloat16) else found.float()
-            self.store.add(name, array_of(found if rows is None else found[rows]))
+            self.store.add(name, to_array(found if rows is None else found[rows]))
         return name
 
-    def widened(self, value: str, table: str) -> str:
+    def to_float32(self, value: str, table: str) -> str:
         """What comes from a table, or the table itself, in float32."""
         return value if self.store.tensors[table].data_type == FLOAT else self.node("Cast", [value], to=FLOAT)
 
@@ -116,18 +116,18 @@ class Graph:
         if not self.is_packed(layer):
             return self._float_linear(value, layer, rows, name, **kind)
         if layer not in self.stored:
-            found = matrix(self.packed(layer))
-            self.keep(layer, found if rows is None else found.taken(rows.numpy()))
+            found = pack_matrix(self.packed(layer))
+            self.store_matrix(layer, found if rows is None else found.select_rows(rows.numpy()))
         return self.product(value, layer, self.bias([layer], rows), name)
 
     def stack(self, value: str, layers: Sequence[str], label: str) -> str | None:
         """Several layers of one input as one product, where their codes have one layout; else None."""
         if not all(self.is_packed(each) for each in layers):
             return None
-        matrices = [matrix(self.packed(each)) for each in layers]
+        matrices = [pack_matrix(self.packed(each)) for each in layers]
         if len({each.kind for each in matrices}) != 1:
             return None
-        self.keep(label, stacked(matrices))
+        self.store_matrix(label, stack_matrices(matrices))
         return self.product(value, label, self.bias(layers))
 
     def bias(self, layers: Sequence[str], rows: Tensor | None = None) -> Tensor | None:
@@ -138,11 +138,11 @@ class Graph:
         together = torch.cat(found)
         return together if rows is None else together[rows]
 
-    def keep(self, label: str, weight: Matrix) -> Kept:
+    def store_matrix(self, label: str, weight: PackedMatrix) -> StoredMatrix:
         """Codes, scales and zero points as initializers."""
         arrays = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros}
         names = tuple(self.store.add(f"{label}.{key}", each) for key, each in arrays.items() if each is not None)
-        self.stored[label] = Kept(names, weight.rows, weight.columns, weight.bits, weight.block)
+        self.stored[label] = StoredMatrix(names, weight.rows, weight.columns, weight.bits, weight.block)
         return self.stored[label]
 
     def product(self, value: str, label: str, bias: Tensor | None, name: str = "") -> str:
@@ -169,7 +169,7 @@ class Graph:
         bias, table = self.bias([layer], rows), self.table(layer, rows)
         made = self.node(
             "FusedMatMul",
-            [value, self.widened(table, table)],
+            [value, self.to_float32(table, table)],
             name=f"{layer}.product" if bias is not None or not name else name,
             domain=MICROSOFT,
             transB=int(not is_transposed),

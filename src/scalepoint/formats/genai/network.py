@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import torch
 
 from scalepoint.checkpoints import Cache
-from scalepoint.formats.genai.decoder import Block, Decoder
-from scalepoint.formats.genai.experts import mixture
-from scalepoint.formats.genai.graph import MICROSOFT, Graph
-from scalepoint.formats.genai.layout import matrix
+from scalepoint.formats.genai.decoder import Decoder, DecoderBlock
+from scalepoint.formats.genai.expert_layout import write_mixture
+from scalepoint.formats.genai.graph import MICROSOFT, GraphBuilder
+from scalepoint.formats.genai.layout import pack_matrix
 from scalepoint.formats.genai.rotary import Rotary
 
 LAST = "last"  # the node that leaves the last word of every text
@@ -16,10 +16,10 @@ PAST, PRESENT = "past_key_values.{block}.{part}", "present.{block}.{part}"
 
 
 @dataclass
-class Network:
+class NetworkWriter:
     """What the blocks share while the graph is written."""
 
-    graph: Graph
+    graph: GraphBuilder
     decoder: Decoder
     lengths: tuple[str, str] = ("", "")  # of every text, less one; of the longest
     rotaries: list[Rotary] = field(default_factory=list)  # those with tables
@@ -58,11 +58,11 @@ class Network:
         graph = self.graph
         if not graph.is_packed(layer):
             table = graph.table(layer)
-            return graph.widened(graph.node("Gather", [table, indices], name=f"{layer}.rows", axis=0), table)
-        kept = graph.keep(layer, matrix(graph.packed(layer)))
+            return graph.to_float32(graph.node("Gather", [table, indices], name=f"{layer}.rows", axis=0), table)
+        kept = graph.store_matrix(layer, pack_matrix(graph.packed(layer)))
         blocks = -(-kept.columns // kept.block)
         codes, *others = kept.names
-        table = graph.store.again(f"{layer}.table", codes, (kept.rows, blocks * kept.block * kept.bits // 8))
+        table = graph.store.add_view(f"{layer}.table", codes, (kept.rows, blocks * kept.block * kept.bits // 8))
         value = graph.node(
             "GatherBlockQuantized",
             [table, indices, *others],
@@ -77,21 +77,21 @@ class Network:
             return value
         return graph.node("Slice", [value, *(graph.constant([each]) for each in (0, kept.columns, -1))])
 
-    def _block(self, value: str, index: int, block: Block) -> str:
+    def _block(self, value: str, index: int, block: DecoderBlock) -> str:
         decoder, graph = self.decoder, self.graph
         named = f"blocks.{index}"
-        given = self._normed(value, index, "before_attention")
-        attended = self._normed(self._attention(given, index, block), index, "after_attention")
+        given = self._write_norm(value, index, "before_attention")
+        attended = self._write_norm(self._attention(given, index, block), index, "after_attention")
         if decoder.is_parallel:
-            given = self._normed(value, index, "before_mlp") if decoder.names.has("before_mlp") else given
+            given = self._write_norm(value, index, "before_mlp") if decoder.names.has("before_mlp") else given
             both = graph.node("Add", [attended, self._mlp(given, index, block)])
             return graph.node("Add", [value, both], name=named)
         value = graph.node("Add", [value, attended], name=f"{named}.attended")
-        made = self._mlp(self._normed(value, index, "before_mlp"), index, block)
-        made = self._normed(made, index, "after_mlp")
+        made = self._mlp(self._write_norm(value, index, "before_mlp"), index, block)
+        made = self._write_norm(made, index, "after_mlp")
         return graph.node("Add", [value, made], name=named)
 
-    def _normed(self, value: str, index: int, part: str) -> str:
+    def _write_norm(self, value: str, index: int, part: str) -> str:
         names = self.decoder.names
         return self.norm(value, names.of(index, part)) if names.has(part) else value
 
@@ -107,7 +107,7 @@ class Network:
             inputs.append(graph.floats(f"{layer}.bias"))
         return graph.node(kind, inputs, name=f"{label}.normed", axis=-1, epsilon=decoder.epsilon)
 
-    def _attention(self, value: str, index: int, block: Block) -> str:
+    def _attention(self, value: str, index: int, block: DecoderBlock) -> str:
         graph, decoder, names = self.graph, self.decoder, self.decoder.names
         query, key, keyed = self._projections(value, index)
         past = [PAST.format(block=index, part=part) for part in ("key", "value")]
@@ -145,7 +145,7 @@ class Network:
             layers = [names.of(index, part) for part in ("q", "k", "v")]
             together = graph.stack(value, layers, f"{names.block.format(block=index)}qkv")
         if together is not None and decoder.clip is not None:
-            together = self._clipped(together)
+            together = self._write_clip(together)
         if together is not None and not decoder.qk_norm:
             return together, "", ""
         if together is not None:
@@ -153,7 +153,7 @@ class Network:
             parts = graph.node_of("Split", [together, sizes], [f"{together}.{part}" for part in "qkv"], axis=-1)
         else:
             parts = [graph.linear(value, layer) for layer in layers]
-            parts = [self._clipped(part) for part in parts] if decoder.clip is not None else parts
+            parts = [self._write_clip(part) for part in parts] if decoder.clip is not None else parts
         if decoder.qk_norm:
             parts[:2] = [self._qk_norm(part, index, kind) for part, kind in zip(parts, "qk", strict=False)]
         return parts[0], parts[1], parts[2]
@@ -166,7 +166,7 @@ class Network:
         rows = torch.arange(3 * decoder.heads * decoder.head).reshape(decoder.heads, 3, decoder.head)
         return rows.transpose(0, 1).reshape(-1)
 
-    def _clipped(self, value: str) -> str:
+    def _write_clip(self, value: str) -> str:
         limit = float(self.decoder.clip or 0.0)
         return self.graph.node("Clip", [value, *(self.graph.constant(each, "float32") for each in (-limit, limit))])
 
@@ -189,14 +189,14 @@ class Network:
             self.rotaries.append(rotary)
         return [f"rotary.{self.rotaries.index(rotary)}.{part}" for part in ("cos", "sin")]
 
-    def _mlp(self, value: str, index: int, block: Block) -> str:
+    def _mlp(self, value: str, index: int, block: DecoderBlock) -> str:
         if block.has_experts:
-            return mixture(self.graph, self.decoder, value, index, self.gated)
+            return write_mixture(self.graph, self.decoder, value, index, self.write_gated_mlp)
         names = self.decoder.names
         parts = {part: names.of(index, part) for part in ("gate", "up", "down", "gate_up") if names.has(part)}
-        return self.gated(value, parts, f"{names.block.format(block=index)}mlp")
+        return self.write_gated_mlp(value, parts, f"{names.block.format(block=index)}mlp")
 
-    def gated(self, value: str, parts: dict[str, str], label: str) -> str:
+    def write_gated_mlp(self, value: str, parts: dict[str, str], label: str) -> str:
         """down(act(gate(x)) up(x)), or down(act(up(x))) where there is no gate."""
         graph, is_transposed = self.graph, self.decoder.is_transposed
         both = self._gate_and_up(value, parts, label)

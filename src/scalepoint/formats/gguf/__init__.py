@@ -3,8 +3,8 @@
 import torch
 
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.formats.gguf.kinds import planned, snap, snap_minima, snapped, wider
-from scalepoint.formats.gguf.writing import check, holds, tensor_bytes, write
+from scalepoint.formats.gguf.block_types import planned, snap, snap_minima, snapped, wider
+from scalepoint.formats.gguf.write import check, holds, tensor_bytes, write
 
 GGUF = CheckpointFormat(
     name="gguf",
@@ -12,11 +12,11 @@ GGUF = CheckpointFormat(
     write=write,
     check=check,
     scale_dtype=torch.float16,
-    snap=snap,
-    snap_minima=snap_minima,
+    round_scales=snap,
+    round_scales_and_minima=snap_minima,
     holds=holds,
     tensor_bytes=tensor_bytes,
-    wider=wider,
+    describe_wider_type=wider,
     summary="GGUF, for llama.cpp and what is built on it",
 )
 

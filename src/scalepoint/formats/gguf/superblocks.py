@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.gguf.forms import Bytes, Form
+from scalepoint.formats.gguf.layer_types import Bytes, Form
 
 SIZE = 256
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf.architectures import Architecture, architecture_of
-from scalepoint.formats.gguf.forms import Bytes
-from scalepoint.formats.gguf.kinds import Kind, bytes_of, kind_of
+from scalepoint.formats.gguf.block_types import Kind, bytes_of, kind_of
+from scalepoint.formats.gguf.layer_types import Bytes
 from scalepoint.formats.gguf.metadata import blocks_of, rope_factors
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")

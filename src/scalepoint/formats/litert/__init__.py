@@ -2,17 +2,17 @@
 
 from scalepoint.errors import install_hint
 from scalepoint.formats.format import FileFormat
-from scalepoint.formats.litert.about import about, files_of
-from scalepoint.formats.litert.writing import check, write, write_exposed
+from scalepoint.formats.litert.file_info import list_files, read_info
+from scalepoint.formats.litert.write import check, write, write_with_layer_outputs
 
 LITERT = FileFormat(
     name="litert",
     suffix=".tflite",
     write=write,
-    files=files_of,
-    about=about,
+    files=list_files,
+    read_info=read_info,
     summary="LiteRT models (TensorFlow Lite): int8 operators, channels last inside",
-    exposed=write_exposed,
+    write_with_layer_outputs=write_with_layer_outputs,
     check=check,
     package="ai_edge_litert",
     install=install_hint("litert"),

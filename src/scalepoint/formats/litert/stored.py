@@ -5,15 +5,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.layers import HIGH, LOW, Layer, int8_parts
-from scalepoint.formats.operators import dequantize, quantize, rows
+from scalepoint.formats.layers import HIGH, LOW, WeightedOperation, int8_module_factories
+from scalepoint.formats.operators import dequantize, quantize, quantize_rows
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
-class StoredWeight(Layer):
+class LiteRtStoredWeight(WeightedOperation):
     """An operation over codes as (out, in, ..)."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -45,7 +45,7 @@ class StoredWeight(Layer):
         return self.product(x, weight, bias)
 
 
-class StoredTable(nn.Module):
+class LiteRtStoredTable(nn.Module):
     """Rows looked up as codes, by an operator that multiplies each by its scale."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
@@ -60,7 +60,7 @@ class StoredTable(nn.Module):
         return F.embedding(x, dequantize(self.codes, self.scale, None, 0, 0, "int8"))
 
 
-class StoredStub(nn.Module):
+class LiteRtStoredStub(nn.Module):
     """A stub with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float) -> None:
@@ -77,12 +77,14 @@ class StoredStub(nn.Module):
         return values
 
 
-class StoredRows(nn.Module):
+class LiteRtDynamicStub(nn.Module):
     """A stub that finds the parameters of every row anew, which the kernel after it does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        values: Tensor = rows(x)
+        values: Tensor = quantize_rows(x)
         return values
 
 
-PARTS = int8_parts("LiteRT", (StoredWeight, StoredTable), (StoredStub, StoredRows))
+LITERT_FACTORIES = int8_module_factories(
+    "LiteRT", (LiteRtStoredWeight, LiteRtStoredTable), (LiteRtStoredStub, LiteRtDynamicStub)
+)

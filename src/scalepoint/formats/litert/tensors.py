@@ -7,22 +7,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.litert.schema import TYPES, File, Quantized
-from scalepoint.formats.litert.values import Free, Held, NotFreeError, Order, Value, plain
+from scalepoint.formats.litert.schema import TYPES, LiteRtFile, QuantizationParameters
+from scalepoint.formats.litert.values import (
+    DynamicExtent,
+    FixedBatchError,
+    Order,
+    QuantizedConstant,
+    Value,
+    model_order,
+)
 
 
-class Tensors:
+class TensorWriter:
     """A file as it grows, value by value."""
 
     def __init__(self) -> None:
-        self.file = File()
+        self.file = LiteRtFile()
         self.constants: dict[tuple[int, Order], int] = {}
         self.held: dict[tuple[Any, ...], int] = {}
         self.alive: list[Any] = []  # an id is that of one constant as long as it lives
         self.names: dict[int, str] = {}
         self.inputs: dict[str, Value] = {}
 
-    def called(self, value: Tensor, name: str) -> Tensor:
+    def name_constant(self, value: Tensor, name: str) -> Tensor:
         """The same constant, which has a name in the file."""
         self.alive.append(value)
         self.names[id(value)] = name
@@ -37,17 +44,17 @@ class Tensors:
 
     def take(self, value: Any, order: Order | None = None) -> int:
         """The place of a tensor whose axes stand in this order: as the model has them unless told."""
-        if isinstance(value, Held):
-            return self._held(value)
+        if isinstance(value, QuantizedConstant):
+            return self._store_quantized(value)
         if isinstance(value, Tensor):
-            return self._constant(value, order or plain(value.ndim))
+            return self._constant(value, order or model_order(value.ndim))
         stored: dict[Order, int] = value.stored
-        wanted = order or plain(value.rank)
+        wanted = order or model_order(value.rank)
         if wanted not in stored:
-            stored[wanted] = self._reordered(value, wanted)
+            stored[wanted] = self._write_transpose(value, wanted)
         return stored[wanted]
 
-    def _held(self, value: Held) -> int:
+    def _store_quantized(self, value: QuantizedConstant) -> int:
         """Once, also where several operations multiply by it."""
         data = value.data
         key = (data.__array_interface__["data"][0], data.shape, data.strides, value.kind, value.quantized.axis)
@@ -64,23 +71,23 @@ class Tensors:
             self.constants[key] = self.constant(value.permute(order), name)
         return self.constants[key]
 
-    def _reordered(self, value: Value, wanted: Order) -> int:
+    def _write_transpose(self, value: Value, wanted: Order) -> int:
         before = value.order
         shape = [value.shape[axis] for axis in wanted]
         source = value.stored[before]
         made = self.file.tensor("transposed", shape, "int8" if value.codes else value.kind, value.codes)
         is_integer = value.codes is not None
-        if _wide(before, value.shape) == _wide(wanted, value.shape):
-            self.file.operation("RESHAPE", [source, self.ints(sizes(shape))], [made], is_integer, {})
+        if _axes_longer_than_one(before, value.shape) == _axes_longer_than_one(wanted, value.shape):
+            self.file.operation("RESHAPE", [source, self.ints(reshape_sizes(shape))], [made], is_integer, {})
         else:
             axes = self.ints([before.index(axis) for axis in wanted])
             self.file.operation("TRANSPOSE", [source, axes], [made], is_integer, {})
         return made
 
-    def float_of(self, value: Any) -> Any:
+    def dequantized(self, value: Any) -> Any:
         """Where codes stand for floats, the floats."""
-        if isinstance(value, Held):
-            return self.called(torch.from_numpy(value.values), value.name)
+        if isinstance(value, QuantizedConstant):
+            return self.name_constant(torch.from_numpy(value.values), value.name)
         if not isinstance(value, Value) or value.codes is None:
             return value
         if value.as_float is None:
@@ -96,13 +103,13 @@ class Tensors:
         kind: str,
         *,
         order: Order | None = None,
-        codes: Quantized | None = None,
+        codes: QuantizationParameters | None = None,
         name: str = "",
         is_integer: bool | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Value:
         """An operator, and what it gives: a value of this shape, stored in this order."""
-        order = order or plain(len(shape))
+        order = order or model_order(len(shape))
         place = self.file.tensor(
             name or operator.lower(), [shape[axis] for axis in order], "int8" if codes else kind, codes
         )
@@ -112,19 +119,21 @@ class Tensors:
 
     def reshaped(self, value: Value, shape: Sequence[int], order: Order | None = None) -> Value:
         """The same numbers, row by row as the model sees them, in another shape, stored in this order."""
-        order = order or plain(len(shape))
-        same = next((each for each in value.stored if _is_plain(each, value.shape)), plain(value.rank))
+        order = order or model_order(len(shape))
+        same = next((each for each in value.stored if _is_model_order(each, value.shape)), model_order(value.rank))
         source = self.take(value, same)
         target = [shape[axis] for axis in order]
         return self.emit(
-            "RESHAPE", [source, self.ints(sizes(target))], shape, value.kind, order=order, codes=value.codes
+            "RESHAPE", [source, self.ints(reshape_sizes(target))], shape, value.kind, order=order, codes=value.codes
         )
 
     def batch_of_zeros(self, rank: int) -> Value:
         """As long as the batch, with extents of one besides: what is added to it is repeated for every sample."""
-        source = next((each for each in self.inputs.values() if each.rank and isinstance(each.shape[0], Free)), None)
+        source = next(
+            (each for each in self.inputs.values() if each.rank and isinstance(each.shape[0], DynamicExtent)), None
+        )
         if source is None:
-            raise NotFreeError("no input has a batch")
+            raise FixedBatchError("no input has a batch")
         ones = [source.shape[0], *[1] * (source.rank - 1)]
         begin, end, steps = [0] * source.rank, ones, [1] * source.rank
         inputs = [self.take(source), *(self.ints([int(size) for size in each]) for each in (begin, end, steps))]
@@ -150,18 +159,18 @@ class Tensors:
         return self.file.constant("number", np.full(1, value, np.dtype(kind)))
 
 
-def sizes(shape: Sequence[int]) -> list[int]:
+def reshape_sizes(shape: Sequence[int]) -> list[int]:
     """Of a RESHAPE: one extent may be free."""
-    found = [-1 if isinstance(each, Free) else int(each) for each in shape]
+    found = [-1 if isinstance(each, DynamicExtent) else int(each) for each in shape]
     if found.count(-1) > 1:
-        raise NotFreeError(f"a reshape to {found}")
+        raise FixedBatchError(f"a reshape to {found}")
     return found
 
 
-def _wide(order: Order, shape: Sequence[int]) -> list[int]:
+def _axes_longer_than_one(order: Order, shape: Sequence[int]) -> list[int]:
     """The axes that are longer than one, in order."""
-    return [axis for axis in order if isinstance(shape[axis], Free) or shape[axis] != 1]
+    return [axis for axis in order if isinstance(shape[axis], DynamicExtent) or shape[axis] != 1]
 
 
-def _is_plain(order: Order, shape: Sequence[int]) -> bool:
-    return _wide(order, shape) == _wide(plain(len(shape)), shape)
+def _is_model_order(order: Order, shape: Sequence[int]) -> bool:
+    return _axes_longer_than_one(order, shape) == _axes_longer_than_one(model_order(len(shape)), shape)

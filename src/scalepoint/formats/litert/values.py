@@ -14,34 +14,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.litert.schema import Quantized
+from scalepoint.formats.litert.schema import QuantizationParameters
 
 Order = tuple[int, ...]
 
 
-class Free(int):
+class DynamicExtent(int):
     """An extent that follows the batch; as a number it is that of the example."""
 
     is_free = True
 
 
-class NotFreeError(Exception):
+class FixedBatchError(Exception):
     """The batch cannot be free in this file."""
 
 
-class NotPlannedError(Exception):
+class DataDependentSizeError(Exception):
     """A size that is only known once the data is there: shapes of a file are planned."""
 
 
-def plain(rank: int) -> Order:
+def model_order(rank: int) -> Order:
     return tuple(range(rank))
 
 
 def channels_last(rank: int) -> Order:
-    return (0, *range(2, rank), 1) if rank > 2 else plain(rank)
+    return (0, *range(2, rank), 1) if rank > 2 else model_order(rank)
 
 
-def moved(order: Order, axes: Sequence[int]) -> Order:
+def permute_order(order: Order, axes: Sequence[int]) -> Order:
     """The order of the same form for the value whose axis i is axis axes[i]."""
     place = {axis: new for new, axis in enumerate(axes)}
     return tuple(place[axis] for axis in order)
@@ -54,7 +54,7 @@ class Value:
     shape: tuple[int, ...]
     kind: str  # of the values, as numpy names it
     stored: dict[Order, int] = field(default_factory=dict)
-    codes: Quantized | None = None
+    codes: QuantizationParameters | None = None
     is_rows: bool = False  # whether who multiplies it finds a scale for each of its rows
     as_float: "Value | None" = None  # once it is dequantized
 
@@ -69,20 +69,20 @@ class Value:
 
     def permuted(self, axes: Sequence[int]) -> "Value":
         made = Value(tuple(self.shape[axis] for axis in axes), self.kind, {}, self.codes)
-        made.stored = {moved(order, axes): place for order, place in self.stored.items()}
+        made.stored = {permute_order(order, axes): place for order, place in self.stored.items()}
         if self.as_float is not None:
             made.as_float = self.as_float.permuted(axes)
         return made
 
 
 @dataclass(frozen=True)
-class Held:
+class QuantizedConstant:
     """A constant of codes."""
 
     name: str
     data: np.ndarray  # int8
     kind: str  # int8, int4 or int32
-    quantized: Quantized
+    quantized: QuantizationParameters
 
     @property
     def values(self) -> np.ndarray:
@@ -96,21 +96,21 @@ class Held:
         return ((self.data.astype(np.float32) - zero) * scale).astype(np.float32)
 
 
-def shape_of(value: Tensor, batch: int) -> tuple[int, ...]:
+def read_shape(value: Tensor, batch: int) -> tuple[int, ...]:
     """With the extents of the example; what follows from the batch is free."""
-    return tuple(extent_of(each, batch) for each in value.shape)
+    return tuple(read_extent(each, batch) for each in value.shape)
 
 
-def extent_of(size: Any, batch: int) -> int:
+def read_extent(size: Any, batch: int) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression: Any = size.node.expr
     if not expression.free_symbols:
         return int(expression)
     if any(str(symbol).startswith("u") for symbol in expression.free_symbols):  # as torch names what it cannot know
-        raise NotPlannedError("has a size that depends on the data")
-    return Free(int(expression.subs(dict.fromkeys(expression.free_symbols, batch))))
+        raise DataDependentSizeError("has a size that depends on the data")
+    return DynamicExtent(int(expression.subs(dict.fromkeys(expression.free_symbols, batch))))
 
 
-def kind_of_dtype(dtype: torch.dtype) -> str:
+def to_numpy_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,19 +1,19 @@
 """ONNX: real integer weights, activations between QuantizeLinear and DequantizeLinear."""
 
 from scalepoint.formats.format import FileFormat
-from scalepoint.formats.onnx.about import about
-from scalepoint.formats.onnx.choosing import show_choices
-from scalepoint.formats.onnx.plain import write_plain
-from scalepoint.formats.onnx.saving import files_of
-from scalepoint.formats.onnx.writing import write
+from scalepoint.formats.onnx.choices import show_choices
+from scalepoint.formats.onnx.file_info import read_info
+from scalepoint.formats.onnx.float_baseline import write_baseline
+from scalepoint.formats.onnx.save import list_files
+from scalepoint.formats.onnx.write import write
 
 ONNX = FileFormat(
     name="onnx",
     suffix=".onnx",
     write=write,
-    files=files_of,
-    about=about,
+    files=list_files,
+    read_info=read_info,
     summary="ONNX with QuantizeLinear and DequantizeLinear",
-    plain=write_plain,
+    write_baseline=write_baseline,
     show_choices=show_choices,
 )

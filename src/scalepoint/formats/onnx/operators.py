@@ -7,7 +7,7 @@ import torch
 from scalepoint.errors import ExportError
 
 # name of a format -> (ONNX type, opset that brought it)
-TYPES = {
+ONNX_TYPES = {
     "int8": ("INT8", 18),
     "uint8": ("UINT8", 18),
     "int32": ("INT32", 18),
@@ -19,18 +19,18 @@ TYPES = {
     "int2": ("INT2", 25),
     "uint2": ("UINT2", 25),
 }
-BLOCKS_SINCE = 21
+FIRST_OPSET_WITH_BLOCKS = 21
 SIGNED_LIMITS = {"int8": (-128, 127)}  # of activations, where a scheme may leave codes unused
 
 
 def check_has_type(fmt: str, where: str) -> None:
     """Refuse a format that ONNX has no type for."""
-    if fmt not in TYPES:
-        known = ", ".join(name for name in TYPES if name != "int32")
+    if fmt not in ONNX_TYPES:
+        known = ", ".join(name for name in ONNX_TYPES if name != "int32")
         raise ExportError(f"{where}: ONNX has no type for {fmt}, which can only be simulated. It has: {known}")
 
 
-def translations(opset: int) -> dict[Any, Any]:
+def operator_translations(opset: int) -> dict[Any, Any]:
     """What torch.onnx.export makes of the operators of a stored graph."""
     import onnx  # noqa: PLC0415  # only an export needs it
     from onnxscript.values import Opset  # noqa: PLC0415
@@ -38,7 +38,7 @@ def translations(opset: int) -> dict[Any, Any]:
     op: Any = Opset("", opset)
 
     def kind_of(fmt: str) -> int:
-        return int(getattr(onnx.TensorProto, TYPES[fmt][0]))
+        return int(getattr(onnx.TensorProto, ONNX_TYPES[fmt][0]))
 
     def settings(scale: Any, axis: int, block: int = 0) -> dict[str, int]:
         is_single = scale.shape is not None and len(scale.shape) == 0
@@ -55,12 +55,12 @@ def translations(opset: int) -> dict[Any, Any]:
     def to_quantize(x: Any, scale: Any, zero_point: Any, axis: int, low: float, high: float, fmt: str) -> Any:
         limits = SIGNED_LIMITS.get(fmt)
         if limits is not None and (low, high) != limits:  # QuantizeLinear knows no narrower range; the zero point is 0
-            x = op.Max(op.Min(x, op.Mul(scale, _number(op, high))), op.Mul(scale, _number(op, low)))
+            x = op.Max(op.Min(x, op.Mul(scale, _make_constant(op, high))), op.Mul(scale, _make_constant(op, low)))
         return op.QuantizeLinear(x, scale, zero_point, **settings(scale, axis))
 
     ours = torch.ops.scalepoint
     return {ours.quantize.default: to_quantize, ours.dequantize.default: to_dequantize}
 
 
-def _number(op: Any, value: float) -> Any:
+def _make_constant(op: Any, value: float) -> Any:
     return op.Constant(value_float=float(value))

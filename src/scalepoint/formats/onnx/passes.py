@@ -7,11 +7,13 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from scalepoint.formats.onnx.precision import use_float
+from scalepoint.formats.onnx.precision import convert_floats
 
-SMALL = 1024  # elements of constants that simplify has compared already; as many are looked at before all are
-KEPT_METADATA = "pkg.torch.onnx.name_scopes"
-_NARROW = {
+MAX_SMALL_ELEMENTS = (
+    1024  # elements of constants that simplify has compared already; as many are looked at before all are
+)
+NAME_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+_NUMPY_TYPES = {
     "INT4": ml_dtypes.int4,
     "UINT4": ml_dtypes.uint4,
     "INT2": ml_dtypes.int2,
@@ -24,18 +26,18 @@ _NARROW = {
 }
 
 
-def finish(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
+def run_passes(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
     """All passes, in order."""
     fold_casts(model)
-    share_tables(model)
+    share_embedding_codes(model)
     fold_pads(model)
     use_global_pools(model)
     if float_dtype != "float32":
-        use_float(model, float_dtype)
-    share_equal(model)
+        convert_floats(model, float_dtype)
+    share_equal_initializers(model)
     name_nodes(model)
-    forget_the_machine(model)
-    drop_unused(model)
+    strip_debug_metadata(model)
+    remove_unused(model)
     model.ir_version = ir_version
     model.producer_name = "scalepoint"
     model.producer_version = ""
@@ -44,33 +46,33 @@ def finish(model: Any, ir_version: int, float_dtype: str = "float32") -> None:
 def fold_casts(model: Any) -> None:
     """Cast(stored codes) becomes an initializer of the narrow type; a cast to a wider one is the runtime's to fold."""
     graph = model.graph
-    made: dict[tuple[str, str], Any] = {}
+    converted: dict[tuple[str, str], Any] = {}
     for node in list(graph):
         if node.op_type != "Cast" or node.inputs[0] is None or node.inputs[0].const_value is None:
             continue
         kind = ir.DataType(node.attributes["to"].as_int())
         source = node.inputs[0]
-        if kind.name not in _NARROW or not source.is_initializer() or source.dtype.bitwidth < kind.bitwidth:
+        if kind.name not in _NUMPY_TYPES or not source.is_initializer() or source.dtype.bitwidth < kind.bitwidth:
             continue
         key = (source.name, kind.name)
-        if key not in made:
-            made[key] = _converted(graph, source, kind)
-        ir.convenience.replace_all_uses_with(node.outputs[0], made[key])
+        if key not in converted:
+            converted[key] = _convert_initializer(graph, source, kind)
+        ir.convenience.replace_all_uses_with(node.outputs[0], converted[key])
         graph.remove(node, safe=True)
 
 
-def _converted(graph: Any, source: Any, kind: Any) -> Any:
+def _convert_initializer(graph: Any, source: Any, kind: Any) -> Any:
     array = source.const_value.numpy()
     if source.const_value.dtype == kind:
         return source
     name = f"{source.name}.{kind.name.lower()}"
-    tensor = ir.Tensor(array.astype(_NARROW[kind.name]), dtype=kind, name=name)
+    tensor = ir.Tensor(array.astype(_NUMPY_TYPES[kind.name]), dtype=kind, name=name)
     value = ir.Value(name=name, shape=source.shape, type=ir.TensorType(kind), const_value=tensor)
     graph.register_initializer(value)
     return value
 
 
-def share_tables(model: Any) -> None:
+def share_embedding_codes(model: Any) -> None:
     """A head that multiplies by the codes of a table reads the table's, which a runtime transposes when it loads."""
     codes = [value for value in model.graph.initializers.values() if _is_codes(value)]
     tables = [value for value in codes if any(use.node.op_type == "Gather" and use.idx == 0 for use in value.uses())]
@@ -91,25 +93,25 @@ def _is_codes(value: Any) -> bool:
     return kind == ir.DataType.INT8 and len(value.shape) == 2 and bool(value.uses())
 
 
-def share_equal(model: Any) -> None:
+def share_equal_initializers(model: Any) -> None:
     """Large constants of the same bytes are stored once: what a layer multiplies by comes at each of its calls anew."""
     seen: dict[Any, list[tuple[Any, np.ndarray]]] = {}
     for value in list(model.graph.initializers.values()):
-        if value.const_value.size <= SMALL or value.is_graph_output():
+        if value.const_value.size <= MAX_SMALL_ELEMENTS or value.is_graph_output():
             continue
         array = value.const_value.numpy()
-        places = np.arange(0, array.size, max(1, array.size // SMALL))
-        few = array[np.unravel_index(places, array.shape)].tobytes()
-        known = seen.setdefault((value.dtype, array.shape, few), [])
-        same = next((first for first, other in known if _is_same(array, other)), None)
+        positions = np.arange(0, array.size, max(1, array.size // MAX_SMALL_ELEMENTS))
+        sample = array[np.unravel_index(positions, array.shape)].tobytes()
+        candidates = seen.setdefault((value.dtype, array.shape, sample), [])
+        same = next((first for first, other in candidates if _are_bits_equal(array, other)), None)
         if same is None:
-            known.append((value, array))
+            candidates.append((value, array))
             continue
         ir.convenience.replace_all_uses_with(value, same)
         model.graph.initializers.pop(value.name)
 
 
-def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
+def _are_bits_equal(one: np.ndarray, other: np.ndarray) -> bool:
     """Bit by bit: -0.0 is not 0.0, and NaN is itself."""
     first, second = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other))
     return np.array_equal(first, second)
@@ -118,7 +120,7 @@ def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
 def fold_pads(model: Any) -> None:
     """Zeros around a picture belong to the convolution that reads it: its own padding may differ at both ends."""
     for conv in list(model.graph):
-        pad = _pad_before(conv) if conv.op_type == "Conv" else None
+        pad = _find_pad(conv) if conv.op_type == "Conv" else None
         if pad is None:
             continue
         node, extra = pad
@@ -128,11 +130,11 @@ def fold_pads(model: Any) -> None:
         if len(own) != len(extra) or auto != "NOTSET":
             continue
         conv.attributes["pads"] = ir.AttrInt64s("pads", [a + b for a, b in zip(own, extra, strict=True)])
-        _read_before(conv, node)
-    _drop_dead(model)
+        _skip_pad(conv, node)
+    _remove_unread_nodes(model)
 
 
-def _read_before(conv: Any, pad: Any) -> None:
+def _skip_pad(conv: Any, pad: Any) -> None:
     """Let the convolution read what the Pad reads: through its own Q/DQ, unless the same pair stands there already."""
     dequantize = conv.inputs[0].producer()
     if dequantize is pad:
@@ -148,7 +150,7 @@ def _read_before(conv: Any, pad: Any) -> None:
             value.shape = pad.inputs[0].shape
 
 
-def _pad_before(conv: Any) -> tuple[Any, list[int]] | None:
+def _find_pad(conv: Any) -> tuple[Any, list[int]] | None:
     """The Pad that a convolution reads, directly or through Q/DQ of its own, and the extents: zero stays zero there."""
     node = conv.inputs[0].producer() if conv.inputs[0] is not None else None
     if node is not None and node.op_type == "DequantizeLinear":
@@ -172,7 +174,7 @@ def _pad_before(conv: Any) -> tuple[Any, list[int]] | None:
     return node, [*begin[2:], *end[2:]]
 
 
-def _drop_dead(model: Any) -> None:
+def _remove_unread_nodes(model: Any) -> None:
     """Nodes that nobody reads any more."""
     outputs = set(model.graph.outputs)
     for node in reversed(list(model.graph)):
@@ -203,18 +205,18 @@ def name_nodes(model: Any) -> None:
     """Nodes are named after the modules that made them: layer1.0.conv1/Conv."""
     taken: dict[str, int] = {}
     for node in model.graph:
-        name = f"{_scope(node)}/{node.op_type}".lstrip("/")
+        name = f"{_read_scope(node)}/{node.op_type}".lstrip("/")
         count = taken[name] = taken.get(name, -1) + 1
         node.name = name if count == 0 else f"{name}_{count}"
 
 
-def _scope(node: Any) -> str:
-    text = node.metadata_props.get(KEPT_METADATA, "")
+def _read_scope(node: Any) -> str:
+    text = node.metadata_props.get(NAME_SCOPES_KEY, "")
     scopes: Sequence[str] = [part.strip(" '\"") for part in text.strip("[]").split(",")]
     return scopes[-2] if len(scopes) > 1 else ""
 
 
-def forget_the_machine(model: Any) -> None:
+def strip_debug_metadata(model: Any) -> None:
     """Stack traces and paths of whoever exported do not belong into a file."""
     for holder in (model, model.graph, *model.graph, *model.graph.inputs, *model.graph.outputs):
         holder.metadata_props.clear()
@@ -227,7 +229,7 @@ def forget_the_machine(model: Any) -> None:
         value.doc_string = None
 
 
-def drop_unused(model: Any) -> None:
+def remove_unused(model: Any) -> None:
     for name, value in list(model.graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             model.graph.initializers.pop(name)

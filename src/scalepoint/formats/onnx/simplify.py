@@ -15,12 +15,12 @@ from onnxscript import rewriter
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter._pattern_ir import NodeOutputPattern
 
-STEPS = 2  # what a rule has made may be folded once more
-LARGEST_READ, LARGEST_MADE = 8192, 512 * 512  # elements of constants that are folded
-LARGEST_VALUE = 20  # elements of a constant that sizes may depend on, as onnxscript has it
-MOST_CASES = 10_000
-_CASES: dict[Any, list[tuple[Any, Any]]] = {}  # of nodes: types and sizes of their outputs
-_COMPARED = (
+MAX_STEPS = 2  # what a rule has made may be folded once more
+MAX_FOLDED_INPUT, MAX_FOLDED_OUTPUT = 8192, 512 * 512  # elements of constants that are folded
+MAX_KEY_ELEMENTS = 20  # elements of a constant that sizes may depend on, as onnxscript has it
+MAX_CACHED_CASES = 10_000
+_INFERENCE_CACHE: dict[Any, list[tuple[Any, Any]]] = {}  # of nodes: types and sizes of their outputs
+_HASHABLE_ATTRIBUTES = (
     ir.AttributeType.INT,
     ir.AttributeType.INTS,
     ir.AttributeType.FLOAT,
@@ -32,9 +32,9 @@ _COMPARED = (
 
 def simplify(model: Any) -> None:
     """In place."""
-    rules: Any = [_Rules(rewriter._DEFAULT_REWRITE_RULES)]
+    rules: Any = [_IndexedRules(rewriter._DEFAULT_REWRITE_RULES)]
     repeated = (
-        _Fold(shape_inference=True, input_size_limit=LARGEST_READ, output_size_limit=LARGEST_MADE),
+        _CachedFolding(shape_inference=True, input_size_limit=MAX_FOLDED_INPUT, output_size_limit=MAX_FOLDED_OUTPUT),
         rewriter.RewritePass(rules),
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ def simplify(model: Any) -> None:
     )
     ir.passes.Sequential(
         common.InlinePass(),
-        ir.passes.PassManager(repeated, steps=STEPS, early_stop=True),
+        ir.passes.PassManager(repeated, steps=MAX_STEPS, early_stop=True),
         common.RemoveUnusedNodesPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.LiftSubgraphInitializersToMainGraphPass(),
@@ -53,7 +53,7 @@ def simplify(model: Any) -> None:
     )(model)
 
 
-class _Rules:
+class _IndexedRules:
     """Rules of onnxscript as one: a node is shown, in their order, to those that can end in it. What is asked after a
     rewrite (a name, whether nodes are to be removed) is answered by the rule that made it; before the first one, by a
     rule that may leave nodes behind."""
@@ -61,7 +61,7 @@ class _Rules:
     def __init__(self, rules: Sequence[Any]) -> None:
         self.rules = rules
         self.last = next((rule for rule in rules if not rule.remove_nodes), rules[0])
-        ends = [_End(rule) for rule in rules]
+        ends = [_PatternEnd(rule) for rule in rules]
         self.others = [end for end in ends if end.operator is None]
         self.ending = {each.operator: [end for end in ends if end.operator in (each.operator, None)] for each in ends}
 
@@ -87,19 +87,19 @@ class _Rules:
         return None
 
 
-class _End:
+class _PatternEnd:
     """What the pattern of a rule says of the node that it ends in: its operator, and those that make its inputs, by
     place."""
 
     def __init__(self, rule: Any) -> None:
         self.rule = rule
         ends: Any = getattr(getattr(rule, "_target_pattern", None), "output_nodes", ())
-        self.operator = _operator(ends[0]) if ends else None
+        self.operator = _pattern_operator(ends[0]) if ends else None
         inputs: Any = () if self.operator is None else ends[0].inputs
         self.makers = [
             (at, maker)
             for at, value in enumerate(inputs)
-            if isinstance(value, NodeOutputPattern) and (maker := _operator(value.producer())) is not None
+            if isinstance(value, NodeOutputPattern) and (maker := _pattern_operator(value.producer())) is not None
         ]
         self.is_half = rule.name == "SlicesSplit"
 
@@ -123,56 +123,58 @@ def _is_first_of_last_axis(node: Any) -> bool:
     return axes.numpy().tolist() in ([-1], [len(node.inputs[0].shape) - 1])
 
 
-def _operator(pattern: Any) -> str | None:
+def _pattern_operator(pattern: Any) -> str | None:
     """The one operator that a node of a pattern has, if there is one; a pattern with its operands swapped keeps it."""
     identifier = pattern.op_identifier()
     name = getattr(pattern.op, "_value", None) if identifier is None else identifier[1]
     return name if isinstance(name, str) else None
 
 
-class _Fold(FoldConstantsPass):
+class _CachedFolding(FoldConstantsPass):
     """Folding that infers no shape which is there already, and none twice."""
 
     def _do_inference(self, node: Any) -> None:
         if not any(value.type is None or value.shape is None for value in node.outputs):
             return
-        case = _case(node, self._opset_imports.get(node.domain))
+        case = _inference_key(node, self._opset_imports.get(node.domain))
         if case is None:
             super()._do_inference(node)
             return
-        if case not in _CASES:
+        if case not in _INFERENCE_CACHE:
             super()._do_inference(node)
-            if len(_CASES) >= MOST_CASES:
-                _CASES.clear()
-            _CASES[case] = [_kind(value) for value in node.outputs]
+            if len(_INFERENCE_CACHE) >= MAX_CACHED_CASES:
+                _INFERENCE_CACHE.clear()
+            _INFERENCE_CACHE[case] = [_type_and_shape(value) for value in node.outputs]
             return
-        for value, (kind, shape) in zip(node.outputs, _CASES[case], strict=True):
+        for value, (kind, shape) in zip(node.outputs, _INFERENCE_CACHE[case], strict=True):
             value.type = None if kind is None else ir.TensorType(kind)
             value.shape = None if shape is None else ir.Shape(shape)
 
 
-def _case(node: Any, version: int | None) -> Any:
+def _inference_key(node: Any, version: int | None) -> Any:
     """All that the types and sizes of a node's outputs depend on; None where that is more than can be compared."""
     settings, values = node.attributes.values(), (*node.inputs, *node.outputs)
-    if any(each.is_ref() or each.type not in _COMPARED for each in settings):
+    if any(each.is_ref() or each.type not in _HASHABLE_ATTRIBUTES for each in settings):
         return None
     if any(value is not None and type(value.type) not in (NoneType, ir.TensorType) for value in values):
         return None
-    said = tuple((each.name, each.type, _hashed(each.value)) for each in settings)
-    inputs = tuple(None if value is None else (*_kind(value), _few(value)) for value in node.inputs)
-    return (node.domain, node.op_type, version, said, inputs, tuple(map(_kind, node.outputs)))
+    said = tuple((each.name, each.type, _hashable_attribute(each.value)) for each in settings)
+    inputs = tuple(
+        None if value is None else (*_type_and_shape(value), _small_constant_bytes(value)) for value in node.inputs
+    )
+    return (node.domain, node.op_type, version, said, inputs, tuple(map(_type_and_shape, node.outputs)))
 
 
-def _hashed(value: Any) -> Any:
+def _hashable_attribute(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-def _kind(value: Any) -> tuple[Any, tuple[Any, ...] | None]:
+def _type_and_shape(value: Any) -> tuple[Any, tuple[Any, ...] | None]:
     """Type and sizes, as they are compared."""
     return value.dtype, None if value.shape is None else value.shape.dims
 
 
-def _few(value: Any) -> bytes | None:
+def _small_constant_bytes(value: Any) -> bytes | None:
     """The values of a small constant."""
     tensor = value.const_value
-    return None if tensor is None or tensor.size > LARGEST_VALUE else tensor.tobytes()
+    return None if tensor is None or tensor.size > MAX_KEY_ELEMENTS else tensor.tobytes()

@@ -16,18 +16,18 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.onnx.passes import KEPT_METADATA
+from scalepoint.formats.onnx.passes import NAME_SCOPES_KEY
 from scalepoint.formats.onnx.simplify import simplify
 from scalepoint.graph.program import Program
 
-Table = Mapping[Any, Any]
-_OPERATORS: dict[tuple[str, str, int], Any] = {}
-_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+TranslationTable = Mapping[Any, Any]
+_SIGNATURE_CACHE: dict[tuple[str, str, int], Any] = {}
+_SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def translated(program: ExportedProgram, opset: int, own: Table) -> Any:
+def translate_program(program: ExportedProgram, opset: int, own: TranslationTable) -> Any:
     """The graph, with translations of our own beside torch's; raises what torch raises."""
-    made = _by_parts(program, opset, own) if isinstance(program, Program) else None
+    made = _translate_fast(program, opset, own) if isinstance(program, Program) else None
     if made is None:
         found = torch.onnx.export(
             program, opset_version=opset, custom_translation_table=dict(own), optimize=False, verbose=False
@@ -39,24 +39,24 @@ def translated(program: ExportedProgram, opset: int, own: Table) -> Any:
     return made
 
 
-def _by_parts(program: Program, opset: int, own: Table) -> Any:
+def _translate_fast(program: Program, opset: int, own: TranslationTable) -> Any:
     """By the parts of torch.onnx.export; None where torch has others, or the program needs one that is left out."""
     try:
         from torch.onnx._internal.exporter._core import _exported_program_to_onnx_program  # noqa: PLC0415
         from torch.onnx._internal.exporter._decomp import get_onnx_implemented_overloads  # noqa: PLC0415
 
-        registry = _registry(opset, own)
+        registry = _build_registry(opset, own)
         table = _decompositions(frozenset(get_onnx_implemented_overloads(registry)))
     except (ImportError, AttributeError, TypeError):
         return None
-    if not program.take_apart(table) or any(map(_is_mixed, program.graph.nodes)):
+    if not program.take_apart(table) or any(map(_needs_promotion, program.graph.nodes)):
         return None
-    with _known_operators(), _plain_attributes(), _scopes_alone():
+    with _cached_signatures(), _fast_attribute_types(), _only_name_scopes():
         return _exported_program_to_onnx_program(program, registry=registry).model
 
 
 @contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, an attribute of a module or a class has another value."""
     before = vars(owner)[name]
     setattr(owner, name, value)
@@ -66,7 +66,7 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _known_operators() -> Any:
+def _cached_signatures() -> Any:
     """Inside, what ONNX says of an operator is read once."""
     from onnx_ir.schemas import OpSignature  # noqa: PLC0415
 
@@ -74,14 +74,14 @@ def _known_operators() -> Any:
 
     def known(_: Any, schema: Any) -> Any:
         key = (schema.domain, schema.name, schema.since_version)
-        if key not in _OPERATORS:
-            _OPERATORS[key] = read(schema)
-        return _OPERATORS[key]
+        if key not in _SIGNATURE_CACHE:
+            _SIGNATURE_CACHE[key] = read(schema)
+        return _SIGNATURE_CACHE[key]
 
-    return _set(OpSignature, "from_op_schema", classmethod(known))
+    return _patched(OpSignature, "from_op_schema", classmethod(known))
 
 
-def _plain_attributes() -> Any:
+def _fast_attribute_types() -> Any:
     """Inside, tensors and lists of numbers are known by their type: onnx_ir asks of each first whether it could be a
     graph, by all the methods that one has."""
     import onnx_ir as ir  # noqa: PLC0415
@@ -98,10 +98,10 @@ def _plain_attributes() -> Any:
         kind = lists.get(frozenset(map(type, value))) if type(value) in (list, tuple) else None
         return read(value) if kind is None else kind
 
-    return _set(_convenience, "_infer_attribute_type", inferred)
+    return _patched(_convenience, "_infer_attribute_type", inferred)
 
 
-def _scopes_alone() -> Any:
+def _only_name_scopes() -> Any:
     """Inside, of what torch notes on a node (its code, its stack trace) only the modules that made it are: all else is
     dropped before the file is written."""
     from torch.onnx._internal.exporter import _core  # noqa: PLC0415
@@ -111,20 +111,20 @@ def _scopes_alone() -> Any:
 
     def note(source: fx.Node, node: Any) -> None:
         stack = source.meta.get("nn_module_stack") or {}
-        node.metadata_props[KEPT_METADATA] = repr([*(name for name, _ in stack.values()), source.name])
+        node.metadata_props[NAME_SCOPES_KEY] = repr([*(name for name, _ in stack.values()), source.name])
 
-    return _set(_core, "_set_node_metadata", note)
+    return _patched(_core, "_set_node_metadata", note)
 
 
 @cache
-def _decompositions(implemented: frozenset[Any]) -> Table:
+def _decompositions(implemented: frozenset[Any]) -> TranslationTable:
     """Torch's table of what is taken apart beside these operations; it looks at all that torch has."""
     from torch.onnx._internal.exporter._decomp import create_onnx_friendly_decomposition_table  # noqa: PLC0415
 
     return dict(create_onnx_friendly_decomposition_table(set(implemented)).items())
 
 
-def _registry(opset: int, own: Table) -> Any:
+def _build_registry(opset: int, own: TranslationTable) -> Any:
     known = _torch_registry(opset)
     registry = type(known)()
     registry._opset_version = opset
@@ -141,16 +141,20 @@ def _torch_registry(opset: int) -> Any:
     return ONNXRegistry.from_torchlib(opset_version=opset)
 
 
-def _is_mixed(node: fx.Node) -> bool:
+def _needs_promotion(node: fx.Node) -> bool:
     """Whether torch would promote a tensor. Whole numbers beside float tensors are made floats here, as it would."""
-    rule = _rule(node.target) if node.op == "call_function" else None
+    rule = _promotion_rule(node.target) if node.op == "call_function" else None
     if rule is None:
         return False
-    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _value)
-    operands = [*_flat(args), *_flat(kwargs.values())]
+    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _fake_value)
+    operands = [*_flatten_lists(args), *_flatten_lists(kwargs.values())]
     types = {each.dtype for each in operands if isinstance(each, Tensor)}
     gives = getattr(node.meta.get("val"), "dtype", None)
-    if len(types) != 1 or gives not in (*types, torch.bool) or any(isinstance(each, _SIZES) for each in operands):
+    if (
+        len(types) != 1
+        or gives not in (*types, torch.bool)
+        or any(isinstance(each, _SYMBOLIC_TYPES) for each in operands)
+    ):
         return True
     dtype = types.pop()
     if not dtype.is_floating_point:
@@ -162,11 +166,11 @@ def _is_mixed(node: fx.Node) -> bool:
     return False
 
 
-def _value(operand: Any) -> Any:
+def _fake_value(operand: Any) -> Any:
     return operand.meta.get("val") if isinstance(operand, fx.Node) else operand
 
 
-def _flat(operands: Iterable[Any]) -> list[Any]:
+def _flatten_lists(operands: Iterable[Any]) -> list[Any]:
     return [leaf for each in operands for leaf in (each if isinstance(each, list | tuple) else (each,))]
 
 
@@ -176,7 +180,7 @@ def _as_float(operand: Any, dtype: torch.dtype | None) -> Any:
 
 
 @cache
-def _rule(target: Any) -> Any:
+def _promotion_rule(target: Any) -> Any:
     """Torch's rule for the types of an operation's operands, if it has one."""
     from torch.onnx._internal.fx.passes.type_promotion import TypePromotionTable  # noqa: PLC0415
 

@@ -1,0 +1,133 @@
+"""What a Core ML file holds of a quantized model: weights as codes with their parameters, quantizers as Q/DQ."""
+
+import re
+
+import torch
+from torch import Tensor, fx, nn
+
+from scalepoint.errors import ExportError
+from scalepoint.formats.layers import InputFirstFloatWeight, WeightedOperation
+from scalepoint.formats.operators import dequantize, look_up, quantize
+from scalepoint.formats.stored_graph import ModuleFactories, build_stored_graph
+from scalepoint.numerics import dtype_name
+from scalepoint.quantize.stubs import QuantStub
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import (
+    PerBlockGranularity,
+    PerChannelGranularity,
+    PerGroupedChannelGranularity,
+    PerTensorGranularity,
+)
+from scalepoint.spec.palette import is_palette
+
+ACTIVATION_RANGES = {"uint8": (0, 255), "int8": (-128, 127)}
+NARROW_TYPES = ("int4", "uint4")  # from iOS 18 on
+
+
+class CoreMlStoredWeight(WeightedOperation):
+    """An operation over codes as (out, in, ..); a zero point is left away where it is zero everywhere."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__(source)
+        quant, deployed = source.weight_quant, source.deployed()
+        granularity = quant.calculator.granularity
+        self.fmt = dtype_name(quant.spec.dtype)
+        if self.fmt not in (*NARROW_TYPES, *ACTIVATION_RANGES):
+            raise ExportError(f"{quant.name}: Core ML has no weights of {self.fmt}. It has int4, uint4, int8, uint8")
+        if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity | PerBlockGranularity):
+            raise ExportError(f"{quant.name}: no Core ML form for weights with {granularity!r}")
+        self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
+        self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
+        self.is_sparse = quant.mask is not None and not bool(quant.zero_point.any())
+        zero = quant.zero_point.expand(quant.scale.shape).to(deployed.codes.dtype)
+        self.register_buffer("codes", deployed.codes.contiguous())
+        self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
+        self.register_buffer("zero_point", zero.contiguous() if bool(zero.any()) else None)
+        self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def needs_ios18(self) -> bool:
+        """Whether iOS 18 is the first to have it."""
+        return bool(self.block) or self.fmt in NARROW_TYPES or self.is_sparse
+
+    def broadcast_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point with as many axes as the codes."""
+        if self.block:
+            return self.scale, self.zero_point
+        shape = [1] * self.codes.ndim
+        if self.scale.ndim:
+            shape[self.axis] = -1
+        return self.scale.view(shape), None if self.zero_point is None else self.zero_point.view(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = dequantize(self.codes, self.scale, self.zero_point, self.axis, self.block, self.fmt).to(torch.float32)
+        return self.product(x, weight, self.bias)
+
+
+class CoreMlStoredPalette(WeightedOperation):
+    """An operation over indices as (out, in, ..) into tables (groups, entries)."""
+
+    def __init__(self, source: QuantizedWeighted) -> None:
+        super().__init__(source)
+        quant, deployed = source.weight_quant, source.deployed()
+        granularity = quant.calculator.granularity
+        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # a palette has no other
+        self.fmt, self.axis = dtype_name(quant.spec.dtype), int(granularity.axis or 0)
+        self.register_buffer("codes", deployed.codes.contiguous())
+        self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())
+        self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
+
+    codes: Tensor
+    tables: Tensor
+    bias: Tensor | None
+    needs_ios18 = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = look_up(self.codes, self.tables, self.axis, self.fmt)
+        return self.product(x, weight, self.bias)
+
+
+def build_stored_weight(source: QuantizedWeighted) -> nn.Module:
+    return CoreMlStoredPalette(source) if is_palette(source.weight_quant.spec) else CoreMlStoredWeight(source)
+
+
+class CoreMlStoredStub(nn.Module):
+    """What a stub does, as codes and back, with constant parameters."""
+
+    def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
+        super().__init__()
+        grid = stub.quantizer.grid
+        self.fmt, self.low, self.high = grid.format.name, grid.low, grid.high
+        if ACTIVATION_RANGES.get(self.fmt) != (grid.low, grid.high) or stub.scale.ndim or grid.formulation != "zp":
+            raise ExportError(
+                f"{stub.name}: Core ML quantizes activations to all of int8 or uint8, with one scale and zero point"
+            )
+        self.register_buffer("scale", (stub.scale.detach() * factor).to(torch.float32))
+        self.register_buffer("zero_point", stub.zero_point.detach().to(grid.format.storage).clone())
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = quantize(x, self.scale, self.zero_point, 0, self.low, self.high, self.fmt)
+        values: Tensor = dequantize(codes, self.scale, self.zero_point, 0, 0, self.fmt)
+        return values
+
+
+COREML_FACTORIES = ModuleFactories(build_stored_weight, CoreMlStoredStub, InputFirstFloatWeight)
+
+
+def build_coreml_graph(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModule:
+    """A copy whose weights are codes, with scales as `float_dtype` holds them."""
+    return build_stored_graph(model, COREML_FACTORIES, float_dtype)
+
+
+def operation_label(path: str) -> str:
+    """The name of an operation of the program that stands for a module: a word in snake case, which is how torch.fx
+    writes the names of what a program holds (LogSigmoid: log_sigmoid)."""
+    return "layer_" + re.sub(r"(?<=[a-z])([A-Z])", r"_\1", re.sub(r"\W", "_", path)).lower()

@@ -1,0 +1,168 @@
+"""Block formats as TensorRT reads them: NVFP4 has two chained DequantizeLinear, MXFP8 has operators of TensorRT's own.
+
+    NVFP4    x = DQ(codes, DQ(block scales in e4m3, scale of the tensor), block 16)
+    MXFP8    x = TRT_MXFP8DequantizeLinear(codes, exponents in uint8, block 32)
+
+Weights are stored so, as (out, in); activations are made so anew in every call, by TensorRT's DynamicQuantize. ONNX's
+own e8m0 type is not used: its parser is not known to take it.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from scalepoint.errors import ExportError
+from scalepoint.formats.layers import InputFirstFloatWeight
+from scalepoint.formats.onnx.operators import ONNX_TYPES
+from scalepoint.formats.onnx.stored_weights import (
+    OnnxStored,
+    OnnxStoredBlockTable,
+    OnnxStoredStub,
+    OnnxStoredTable,
+    OnnxStoredWeight,
+    OnnxUnpackedWeight,
+)
+from scalepoint.formats.operators import dequantize
+from scalepoint.formats.stored_graph import ModuleFactories
+from scalepoint.numerics import E4M3, E8M0, dtype_name
+from scalepoint.quantize.parts import TABLE
+from scalepoint.quantize.stubs import QuantStub, WeightFakeQuantize
+from scalepoint.quantize.weighted import QuantizedWeighted
+from scalepoint.spec import PerBlockGranularity, PerTokenBlockGranularity
+
+TENSORRT_DOMAIN = "trt"
+_BIAS = 127  # of an exponent in e8m0
+_FLOAT, _FP8, _FP4 = 1, 17, 23  # as onnx.TensorProto counts them
+
+
+class StoredTwoLevelWeight(OnnxStoredWeight):
+    """A linear layer over NVFP4 codes."""
+
+    inner: Tensor
+    outer: Tensor
+
+    def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
+        outer = quant.calculator.tensor_scale
+        if outer is None or not outer.numel():
+            raise ExportError(f"{quant.name}: the scale of its whole weight is not known: freeze(model) anew")
+        self.register_buffer("codes", codes.contiguous())
+        self.register_buffer("inner", (quant.scale / outer).to(E4M3).contiguous())
+        self.register_buffer("outer", outer.detach().reshape(()).clone())
+
+    def weight(self) -> Tensor:
+        scale: Tensor = torch.onnx.ops.symbolic(
+            "DequantizeLinear", (self.inner, self.outer), dtype=torch.float32, shape=self.inner.shape
+        )
+        values: Tensor = dequantize(self.codes, scale, None, 1, self.block, self.fmt)
+        return values.transpose(0, 1)
+
+
+class StoredMxWeight(OnnxStoredWeight):
+    """A linear layer over MXFP8 codes."""
+
+    exponents: Tensor
+
+    def store_weight(self, quant: WeightFakeQuantize, codes: Tensor) -> None:
+        self.register_buffer("codes", codes.contiguous())
+        self.register_buffer("exponents", (quant.scale.log2().round() + _BIAS).to(torch.uint8).contiguous())
+
+    def weight(self) -> Tensor:
+        return _dequantize_mx(self.codes, self.exponents, self.block).transpose(0, 1)
+
+
+def _dequantize_mx(codes: Tensor, exponents: Tensor, block: int) -> Tensor:
+    values: Tensor = torch.onnx.ops.symbolic(
+        f"{TENSORRT_DOMAIN}::TRT_MXFP8DequantizeLinear",
+        (codes, exponents),
+        {"axis": -1, "block_size": block, "output_dtype": _FLOAT},
+        dtype=torch.float32,
+        shape=codes.shape,
+        version=1,
+    )
+    return values
+
+
+class StoredDynamicBlocks(OnnxStored):
+    """Activations in blocks along their last axis, with scales of their own in every call."""
+
+    def __init__(self, stub: QuantStub, domains: Collection[str]) -> None:
+        super().__init__()
+        granularity, grid = stub.calculator.granularity, stub.calculator.grid
+        is_known = grid.scale_dtype in (E4M3, E8M0) and TENSORRT_DOMAIN in domains
+        if not isinstance(granularity, PerTokenBlockGranularity) or not is_known:
+            raise ExportError(f"{stub.name}: scales that are made anew for every tensor have no constant form")
+        self.fmt, self.block, self.is_mx = grid.format.name, granularity.block_size, grid.scale_dtype == E8M0
+        if self.is_mx and self.fmt != dtype_name(E4M3):
+            raise ExportError(f"{stub.name}: TensorRT has no operator that makes {self.fmt} with e8m0 scales")
+        outer = stub.calculator.tensor_scale
+        self.register_buffer("outer", None if outer is None else outer.detach().reshape(()).clone())
+
+    outer: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = (*x.shape[:-1], x.shape[-1] // self.block)
+        if self.outer is None:
+            codes, exponents = torch.onnx.ops.symbolic_multi_out(
+                f"{TENSORRT_DOMAIN}::TRT_MXFP8DynamicQuantize",
+                (x,),
+                {"axis": -1, "block_size": self.block, "output_dtype": _FP8},
+                dtypes=(E4M3, torch.uint8),
+                shapes=(x.shape, sizes),
+                version=1,
+            )
+            return _dequantize_mx(codes, exponents, self.block)
+        codes, inner = torch.onnx.ops.symbolic_multi_out(
+            f"{TENSORRT_DOMAIN}::TRT_FP4DynamicQuantize",
+            (x, self.outer),
+            {"axis": -1, "block_size": self.block, "scale_type": _FP8},
+            dtypes=(_FP4, E4M3),
+            shapes=((*x.shape[:-1], x.shape[-1] // 2), sizes),  # two codes of torch's type are one element
+            version=1,
+        )
+        scale = torch.onnx.ops.symbolic("DequantizeLinear", (inner, self.outer), dtype=torch.float32, shape=sizes)
+        values: Tensor = torch.onnx.ops.symbolic(
+            "DequantizeLinear",
+            (codes, scale),
+            {"axis": -1, "block_size": self.block},
+            dtype=torch.float32,
+            shape=x.shape,
+        )
+        return values
+
+    @property
+    def opset(self) -> int:
+        return ONNX_TYPES[self.fmt][1]
+
+
+def build_stored_weight(source: QuantizedWeighted, domains: Collection[str]) -> nn.Module:
+    """The form of a weight for a compiler with these operators."""
+    spec = source.weight_quant.spec
+    if source.kind == TABLE:
+        return (
+            OnnxStoredBlockTable(source)
+            if isinstance(spec.granularity, PerBlockGranularity)
+            else OnnxStoredTable(source)
+        )
+    if source.is_unpacked and not source.weight_quant.zero_point.any():
+        return OnnxUnpackedWeight(source)
+    if source.kind == "linear" and spec.scale_dtype == E4M3:
+        return StoredTwoLevelWeight(source)
+    if source.kind == "linear" and spec.scale_dtype == E8M0 and spec.dtype == E4M3 and TENSORRT_DOMAIN in domains:
+        return StoredMxWeight(source)
+    return OnnxStoredWeight(source)
+
+
+def build_stored_stub(stub: QuantStub, factor: float, domains: Collection[str]) -> nn.Module:
+    """The form of a stub for a compiler with these operators."""
+    is_dynamic = stub.calculator.always_called and not stub.is_learned
+    return StoredDynamicBlocks(stub, domains) if is_dynamic else OnnxStoredStub(stub, factor)
+
+
+def onnx_module_factories(domains: Collection[str] = ()) -> ModuleFactories:
+    """All of them."""
+    return ModuleFactories(
+        weight=lambda source: build_stored_weight(source, domains),
+        stub=lambda stub, factor: build_stored_stub(stub, factor, domains),
+        plain=lambda source: InputFirstFloatWeight(source, as_view=True),
+    )

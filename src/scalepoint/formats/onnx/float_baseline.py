@@ -1,0 +1,53 @@
+"""The float model as people export it themselves: what a quantized file has to beat."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from scalepoint.formats.format import ExportRequest
+from scalepoint.graph.module_state import eval_mode, fused_attention_disabled, cache_disabled
+from scalepoint.graph.torch_export import export_logs_silenced
+from scalepoint.support.torch_state import caller_dtype
+
+
+class FlattenedModel(nn.Module):
+    """A model that takes and gives tensors alone, whatever they are nested in."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[Any, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.leaves, self.structure = pytree.tree_flatten(inputs)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        tensor_iterator = iter(tensors)
+        leaves = [next(tensor_iterator) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return tuple(leaf for leaf in pytree.tree_leaves(self.model(*args, **kwargs)) if isinstance(leaf, Tensor))
+
+
+def write_baseline(model: nn.Module, path: Path, request: ExportRequest) -> None:
+    """torch.onnx.export of the model as it is, for the example's shape; raises what that raises.
+
+    By the older exporter, which takes about a second; the newer one's graphs were not compared.
+    """
+    flat = FlattenedModel(model, request.inputs)
+    tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
+    with eval_mode(model), torch.no_grad(), export_logs_silenced(), _plain_export(), cache_disabled(model), caller_dtype():
+        torch.onnx.export(flat, tensors, str(path), dynamo=False, input_names=list(request.names) or None)
+
+
+@contextmanager
+def _plain_export() -> Iterator[None]:
+    """No fused attention, which has no form in ONNX; and no graph printed on failure, which torch cannot switch off."""
+    log = torch._C._jit_onnx_log
+    torch._C._jit_onnx_log = lambda *_: None
+    try:
+        with fused_attention_disabled():
+            yield
+    finally:
+        torch._C._jit_onnx_log = log

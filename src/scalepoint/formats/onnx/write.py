@@ -1,0 +1,109 @@
+"""A quantized model becomes an ONNX file with real integer weights, for one target.
+
+model --weights as codes, stubs as Q/DQ--> stored form --torch.onnx--> graph --passes--> checked --atomically--> file
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from scalepoint.errors import ScalepointError
+from scalepoint.formats.float32 import inputs_to_float32
+from scalepoint.formats.format import ExportRequest
+from scalepoint.formats.onnx.block_formats import onnx_module_factories
+from scalepoint.formats.onnx.export_errors import explain_export_error
+from scalepoint.formats.onnx.grouped_products import grouped_product_translations
+from scalepoint.formats.onnx.pre_export import rewrite_program
+from scalepoint.formats.onnx.save import save_graph
+from scalepoint.formats.onnx.stored_weights import OnnxStored
+from scalepoint.formats.pre_export import prepare_graph
+from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
+from scalepoint.graph.origin import get_origin
+from scalepoint.graph.program import Known, Program, warn_of_tracing
+from scalepoint.graph.torch_export import export_graph, export_logs_silenced
+from scalepoint.numerics import dtype_name
+from scalepoint.support.torch_state import gc_paused
+from scalepoint.targets.target import RewriteRule
+
+IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
+OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
+MAX_TRANSLATION_OPSET = (
+    22  # from 23 on torch writes attention as one operator, which few compilers read; types alone need more
+)
+
+
+def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
+    """The quantized model, and the float one of the same capture where it is asked for."""
+    with gc_paused():
+        _write_both(model, path, request)
+
+
+def _write_both(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
+    target, dtype = request.target, request.float_dtype
+    factories = onnx_module_factories(() if target is None else target.domains)
+    stored = build_stored_graph(model, factories, dtype)
+    opset = max([OPSETS[dtype], *(module.opset for module in stored.modules() if isinstance(module, OnnxStored))])
+    options = _GraphOptions(inputs_to_float32(request.inputs), opset, dtype_name(dtype), request.dynamic, Known())
+    target_options = options if target is None else options._replace(rewrites=target.spellings)
+    _write_graph(stored, path, target_options, request.metadata)
+    if request.float_path is not None:
+        _write_graph(build_float_graph(model, factories), request.float_path, options, {})
+
+
+class _GraphOptions(NamedTuple):
+    """How a graph is written."""
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    opset: int
+    float_dtype: str
+    dynamic: bool
+    known: Known  # of sizes: the float graph has those of the quantized one
+    rewrites: tuple[RewriteRule, ...] = ()  # of what a target is given: the float file is as anybody writes it
+
+
+def _write_graph(model: fx.GraphModule, path: Path, options: _GraphOptions, metadata: Mapping[str, str]) -> None:
+    graph = _convert_to_onnx(model, options)
+    graph.metadata_props.update(metadata)
+    try:
+        save_graph(graph, path)
+    except ScalepointError:
+        raise
+    except RuntimeError as error:  # a constant that torch.export has left without data
+        raise explain_export_error(error, None) from error
+
+
+def _convert_to_onnx(model: fx.GraphModule, options: _GraphOptions) -> Any:
+    from scalepoint.formats.onnx.names import name_interface  # noqa: PLC0415
+    from scalepoint.formats.onnx.operators import operator_translations  # noqa: PLC0415  # onnx is imported by an export only
+    from scalepoint.formats.onnx.passes import run_passes  # noqa: PLC0415
+    from scalepoint.formats.onnx.target_rewrites import apply_rewrites  # noqa: PLC0415
+    from scalepoint.formats.onnx.translation import translate_program  # noqa: PLC0415
+
+    opset = min(options.opset, MAX_TRANSLATION_OPSET)
+    exported: ExportedProgram | None = None
+    try:
+        with torch.no_grad():
+            exported = export_graph(
+                prepare_graph(model), *options.inputs, options.dynamic, known=options.known, has_code=False
+            )
+        with export_logs_silenced():
+            graph = translate_program(
+                rewrite_program(exported),
+                opset,
+                {**operator_translations(opset), **grouped_product_translations(opset)},
+            )
+    except ScalepointError:
+        raise
+    except Exception as error:
+        raise explain_export_error(error, exported) from error
+    if isinstance(exported, Program) and exported.why_traced is not None:
+        warn_of_tracing(exported.why_traced)
+    graph.opset_imports[""] = options.opset
+    apply_rewrites(graph, options.rewrites)
+    run_passes(graph, IR_VERSIONS[options.opset], options.float_dtype)
+    name_interface(graph, exported, get_origin(model).axes)
+    return graph

@@ -1,0 +1,440 @@
+"""Operations written in other words, for a compiler that does better with them."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx import helper
+from torch import nn
+from torch.nn import functional as F
+
+from scalepoint.errors import ExportError
+from scalepoint.formats import export
+from scalepoint.formats.onnx.target_rewrites import float_weights_stay, softmax_of_finite
+from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
+from scalepoint.targets import find_target, onnxruntime_target
+from scalepoint.targets.target import RewriteRule
+from scalepoint.verification import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+PACKED = {4: onnx.TensorProto.INT4, 2: onnx.TensorProto.INT2}
+
+
+class Block(nn.Module):
+    """Norms after and before a residual add, and an add that no norm reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.after, self.before = nn.LayerNorm(32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        x = self.after(x + self.one(x))
+        y = x + torch.relu(self.two(x))
+        return y + self.before(y)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spelled")
+    torch.manual_seed(0)
+    model, data = Block().eval(), [torch.randn(4, 8, 32) for _ in range(2)]
+    made = {}
+    for target in ("onnxruntime", "openvino"):
+        quantized = quantize(model, data[0], forward_loop=data, target=target, freeze_weights=True)
+        export(quantized, folder / f"{target}.onnx", data[0], float_path=folder / f"{target}-float.onnx")
+        made[target] = folder / f"{target}.onnx"
+        made[f"{target} float"] = folder / f"{target}-float.onnx"
+    return made
+
+
+def kinds(path):
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def compiled(path, folder):
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(folder / "compiled.onnx")
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return kinds(folder / "compiled.onnx")
+
+
+def test_adds_that_a_layer_norm_reads_are_sums_for_onnx_runtime_and_others_stay(files):
+    found = kinds(files["onnxruntime"])
+    assert found["Sum"] == 2
+    assert found["Add"] >= 1  # the last one, and biases
+
+
+class Gelus(nn.Module):
+    """One behind a layer, one of a sum, one that is read twice, and halves that belong to none."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        y = F.gelu(self.one(x)) + F.gelu(self.two(x) + x)
+        z = F.gelu(y)
+        return z * 0.5 * y, z * (0.5 * (1 + torch.erf(y)))
+
+
+def test_gelus_are_one_kernel_in_onnx_runtime(tmp_path):
+    torch.manual_seed(0)
+    model, x = Gelus().eval(), torch.randn(4, 8, 32)
+    target = onnxruntime_target()
+    plain = replace(target, spellings=tuple(each for each in target.spellings if each.name != "gelu_halved_last"))
+    outputs = {}
+    for name, each in {"own": target, "plain": plain}.items():
+        quantized = quantize(model, x, forward_loop=[x], target=each, freeze_weights=True)
+        path = export(quantized, tmp_path / f"{name}.onnx", x, float_path=tmp_path / f"{name}-float.onnx")
+        found = compiled(path, tmp_path)
+        assert (found["BiasGelu"], found["Gelu"], found["Erf"]) == ((1, 2, 1) if name == "own" else (0, 0, 4))
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        outputs[name] = onnxruntime.InferenceSession(path, options).run(None, {"x": x.numpy()})
+        onnx.checker.check_model(str(path), full_check=True)
+    assert all(np.array_equal(*pair) for pair in zip(*outputs.values(), strict=True))
+    assert (tmp_path / "own-float.onnx").read_bytes() == (tmp_path / "plain-float.onnx").read_bytes()
+    assert verify(tmp_path / "own.onnx", quantized, x).holds
+
+
+def test_what_is_compared_with_and_other_targets_keep_their_adds(files):
+    assert all(not kinds(files[name])["Sum"] for name in ("onnxruntime float", "openvino", "openvino float"))
+
+
+def test_the_compiled_graph_keeps_add_and_norm_apart_where_it_would_fuse_them(files, tmp_path):
+    assert compiled(files["onnxruntime float"], tmp_path)["SkipLayerNormalization"] > 0  # what the rule is against
+    spelled = compiled(files["onnxruntime"], tmp_path)
+    assert not spelled["SkipLayerNormalization"]
+    assert spelled["LayerNormalization"] == 2
+
+
+def test_values_are_the_same_bit_for_bit(files, tmp_path):
+    proto = onnx.load(files["onnxruntime"])
+    for node in proto.graph.node:
+        node.op_type = "Add" if node.op_type == "Sum" else node.op_type
+    onnx.save(proto, tmp_path / "add.onnx")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    x = {"x": np.random.default_rng(0).normal(size=(4, 8, 32)).astype(np.float32)}
+    one, two = (
+        onnxruntime.InferenceSession(path, options).run(None, x)[0]
+        for path in (files["onnxruntime"], tmp_path / "add.onnx")
+    )
+    assert np.array_equal(one, two)
+
+
+def test_a_spelling_that_the_format_does_not_know_is_refused_with_the_nearest(tmp_path):
+    target = replace(find_target("onnxruntime"), name="mine", spellings=(RewriteRule("sum_before_norm", "typing"),))
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval(), torch.randn(2, 8)
+    quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
+    with pytest.raises(ExportError, match=r"sum_before_norm.*sum_before_layer_norm"):
+        export(quantized, tmp_path / "m.onnx", x)
+
+
+class Pictures(nn.Module):
+    """Convolutions, one depthwise, a head over vectors, and one over a sequence of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=16)
+        self.head, self.tokens = nn.Linear(16, 8), nn.Linear(16, 32)
+
+    def forward(self, x):
+        x = torch.relu(self.two(torch.relu(self.one(x))))
+        return self.head(x.mean((2, 3))), self.tokens(x.flatten(2).transpose(1, 2))
+
+
+def narrow(bits, target):
+    torch.manual_seed(0)
+    data = [torch.randn(4, 3, 12, 12) for _ in range(2)]
+    weight = TensorQuantConfig(n_bits=bits, per_channel=True)
+    config = QuantConfig(activation=TensorQuantConfig(symmetric=False), weight=weight)
+    return quantize(Pictures().eval(), data[0], config, forward_loop=data, target=target, freeze_weights=True), data
+
+
+@pytest.mark.parametrize(("target", "bits"), [("onnxruntime", 4), ("onnxruntime", 2), ("openvino", 4)])
+def test_narrow_weights_beside_integers_are_stored_narrow_and_run_in_8_bit_kernels(target, bits, tmp_path):
+    quantized, data = narrow(bits, target)
+    export(quantized, tmp_path / "m.onnx", data[0])
+    stored = Counter(each.data_type for each in onnx.load(tmp_path / "m.onnx").graph.initializer)
+    assert stored[PACKED[bits]] == 4
+    found = verify(tmp_path / "m.onnx", quantized, data[0], runtime=target)
+    assert (found.low_precision, found.fallbacks) == (4, ())
+    assert all(each.sqnr > 35 for each in found.optimized), found
+
+
+def test_narrow_weights_beside_floats_and_in_blocks_stay_as_their_kernels_want_them(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
+    alone = Override(name="2", weight=TensorQuantConfig(n_bits=4, per_channel=True))
+    config = QuantConfig.weight_only("int4", block_size=32).model_copy(update={"overrides": (alone,)})
+    quantized = quantize(model, x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x)
+    assert not kinds(tmp_path / "m.onnx")["Cast"]
+    assert compiled(tmp_path / "m.onnx", tmp_path)["MatMulNBits"] == 2
+
+
+class Mixed(nn.Module):
+    """Layers that stay float between layers that do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.side = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 3)
+        self.up, self.last = nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(8, 8, 1)
+        self.hidden, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        x = torch.relu(self.middle(x)) + self.side(x)
+        x = self.last(torch.relu(self.up(x)))
+        return self.head(torch.relu(self.hidden(x.mean((2, 3)))))
+
+
+def test_a_weight_that_stays_float_between_integers_is_float_in_the_runtime_too(tmp_path):
+    torch.manual_seed(0)
+    x, names = torch.randn(4, 3, 16, 16), ("middle", "hidden")
+    config = QuantConfig(overrides=tuple(Override(name=name, weight="float") for name in names))
+    quantized = quantize(Mixed().eval(), x, config, forward_loop=[x], target="onnxruntime", freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x)
+    onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
+    found = verify(tmp_path / "m.onnx", quantized, x)
+    assert found.low_precision == 4
+    assert [each.partition("_")[0] for each in found.fallbacks] == ["middle", "up", "hidden"]
+    assert found.optimized[0].sqnr > 60, found
+
+
+@pytest.mark.parametrize(("shape", "count"), [((4, 3), 2), ((4,), 1)], ids=["matrix", "vector"])
+def test_a_product_by_a_vector_is_left_as_it_is(shape, count):
+    parameters = {"scale": np.float32(0.1), "zero": np.uint8(3), "weight": np.ones(shape, np.float32)}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["codes"]),
+        helper.make_node("DequantizeLinear", ["codes", "scale", "zero"], ["values"]),
+        helper.make_node("MatMul", ["values", "weight"], ["product"]),
+        helper.make_node("QuantizeLinear", ["product", "scale", "zero"], ["y"]),
+    ]
+    given, made = helper.make_tensor_value_info("x", 1, ["batch", 4]), helper.make_tensor_value_info("y", 2, None)
+    stored = [onnx.numpy_helper.from_array(value, name) for name, value in parameters.items()]
+    model = helper.make_model(helper.make_graph(nodes, "g", [given], [made], stored))
+    graph = ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    float_weights_stay(graph)
+    assert [node.op_type for node in graph.graph].count("DequantizeLinear") == count
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """A network that int8 makes slower: all of it stays float for speed."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 5), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(1800, 10))
+    model, x = nn.Sequential(*layers).eval(), torch.randn(2, 3, 64, 64)
+    target = onnxruntime_target("vnni")
+    quantized = quantize(model, x, QuantConfig(speed_first=True), forward_loop=[x], target=target, freeze_weights=True)
+    path = tmp_path_factory.mktemp("unpacked") / "m.onnx"
+    export(quantized, path, x, float_path=path.with_name("float.onnx"))
+    return model, quantized, path, x
+
+
+def test_weights_of_float_products_are_int8_in_the_file_and_floats_in_the_compiled_graph(unpacked, tmp_path):
+    _, _, path, _ = unpacked
+    types = {tensor.data_type for tensor in onnx.load(path).graph.initializer if np.prod(tensor.dims) > 100}
+    assert types == {onnx.TensorProto.INT8}
+    assert path.stat().st_size < 0.4 * path.with_name("float.onnx").stat().st_size
+    assert compiled(path, tmp_path) == compiled(path.with_name("float.onnx"), tmp_path)
+
+
+def test_an_unpacked_file_runs_as_simulated_near_to_float(unpacked):
+    model, quantized, path, x = unpacked
+    found = verify(path, quantized, x)
+    assert found.sqnr > 100
+    with torch.no_grad():
+        noise = (model(x) - quantized(x)).square().sum() / model(x).square().sum()
+    assert 0 < noise < 1e-4
+
+
+def test_a_target_without_the_rule_has_the_same_codes_behind_a_dequantize_linear(unpacked, tmp_path):
+    model, _, _, x = unpacked
+    target = replace(onnxruntime_target("vnni"), spellings=())
+    quantized = quantize(model, x, QuantConfig(speed_first=True), forward_loop=[x], target=target, freeze_weights=True)
+    export(quantized, tmp_path / "m.onnx", x)
+    assert kinds(tmp_path / "m.onnx")["DequantizeLinear"] == 2
+    assert verify(tmp_path / "m.onnx", quantized, x).holds  # a linear layer in MatMulNBits, which rounds its inputs
+
+
+class Pair(nn.Module):
+    """One encoder for two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        first, second = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.Conv2d(16, 32, 3, 2, 1, bias=False)
+        self.encoder = nn.Sequential(first, nn.BatchNorm2d(16), nn.ReLU(), second, nn.BatchNorm2d(32), nn.ReLU())
+
+    def forward(self, a, b):
+        return self.encoder(a), self.encoder(b)
+
+
+def test_a_float_convolution_that_is_called_twice_has_its_codes_and_scales_once(tmp_path):
+    torch.manual_seed(0)
+    model, x = Pair().eval(), (torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
+    target, config = onnxruntime_target("avx2"), QuantConfig(speed_first=True)
+    quantized = quantize(model, x, config, forward_loop=[x], target=target, freeze_weights=True)
+    path = export(quantized, tmp_path / "m.onnx", x)
+    stored = [tuple(tensor.dims) for tensor in onnx.load(path).graph.initializer]
+    assert stored.count((32, 16, 3, 3)) == stored.count((32, 1, 1, 1)) == 1
+    assert kinds(path)["DequantizeLinear"] == 0
+    assert verify(path, quantized, x).holds
+
+
+def test_a_pool_of_floats_is_not_made_one_of_codes(tmp_path):
+    """Else the runtime moves the quantizer before it, and a kernel of codes that is slower takes its place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)
+    )
+    data = [torch.randn(2, 3, 24, 24) for _ in range(2)]
+    config = QuantConfig(overrides=(Override(name="0", weight="float", activation="float"),))
+    quantized = quantize(model.eval(), data[0], config, forward_loop=data, target="onnxruntime", freeze_weights=True)
+    path = export(quantized, tmp_path / "m.onnx", data[0])
+    assert kinds(path)["Max"] == 1  # the second pool is of codes
+    found = compiled(path, tmp_path)
+    assert found["QLinearConv"] == 1
+    order = [node.op_type for node in onnx.load(tmp_path / "compiled.onnx").graph.node]
+    assert order.index("MaxPool") < order.index("QuantizeLinear")
+    assert verify(path, quantized, data[0]).optimized[0].sqnr == math.inf
+
+
+class Pooled(nn.Module):
+    """A stem whose pool a layer and a residual read, two pools in a row, and one whose values are given back."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.more = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
+        self.last = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = F.max_pool2d(torch.relu(self.stem(x)), 3, 2, 1)
+        x = torch.relu(x + self.body(x))
+        x = F.max_pool2d(F.max_pool2d(torch.relu(self.more(x)), 2), 2)
+        seen = F.max_pool2d(self.last(x), 2)
+        return self.last(seen), seen
+
+
+def test_quantizers_stand_before_pools_in_openvino_with_the_same_values(tmp_path):
+    torch.manual_seed(0)
+    model, x = Pooled().eval(), torch.randn(2, 3, 40, 40)
+    target = find_target("openvino")
+    plain = replace(target, name="plain", spellings=())
+    own, other = (quantize(model, x, forward_loop=[x], target=each, freeze_weights=True) for each in (target, plain))
+    path, second = export(own, tmp_path / "m.onnx", x), export(other, tmp_path / "p.onnx", x)
+    onnx.checker.check_model(str(path), full_check=True)
+    before = [_before(each, "QuantizeLinear") for each in (path, second)]
+    assert (before[0]["MaxPool"], before[1]["MaxPool"]) == (1, 3)  # the one whose values are given back
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    found = [onnxruntime.InferenceSession(each, options).run(None, {"x": x.numpy()}) for each in (path, second)]
+    assert all(map(np.array_equal, *found))
+    checked = verify(path, own, x, runtime="openvino")
+    assert (checked.low_precision, checked.fallbacks) == (5, ())
+    assert checked.sqnr > 35
+
+
+def _before(path, kind):
+    """What gives the tensors that operators of a kind read."""
+    graph = onnx.load(path).graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    return Counter(makers.get(node.input[0]) for node in graph.node if node.op_type == kind)
+
+
+class Masked(nn.Module):
+    """Attention with a mask of padded keys, which the exporter guards against rows without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = nn.Linear(32, 96)
+
+    def forward(self, x, mask):
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.given(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_probabilities_are_not_looked_through_for_nan_where_there_is_none(tmp_path):
+    torch.manual_seed(0)
+    target = onnxruntime_target("vnni")
+    plain = replace(target, spellings=tuple(each for each in target.spellings if each.name != "softmax_of_finite"))
+    model, x, mask = Masked().eval(), torch.randn(3, 6, 32), torch.ones(3, 6, dtype=torch.bool)
+    mask[1, 4:] = False
+    outputs = {}
+    for name, each in {"checked": plain, "unchecked": target}.items():
+        quantized = quantize(model, (x, mask), forward_loop=[(x, mask)], target=each)
+        path = export(quantized, tmp_path / f"{name}.onnx", (x, mask))
+        assert kinds(path)["IsNaN"] == (name == "checked")
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        names = [given.name for given in session.get_inputs()]
+        outputs[name] = [
+            session.run(None, dict(zip(names, (x.numpy(), each.numpy()), strict=True)))[0]
+            for each in (mask, torch.ones_like(mask), torch.zeros_like(mask))
+        ]
+    for one, other in zip(outputs["checked"], outputs["unchecked"], strict=True):
+        assert np.array_equal(one, other)
+
+
+LOWEST = np.finfo(np.float32).min
+CAUSAL = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
+
+
+def of_scores(*masks):
+    """A checked softmax of a product with these added: names are inputs, pairs choices, arrays constants."""
+    nodes, constants, inputs = [helper.make_node("MatMul", ["q", "k"], ["scores_0"])], {"zero": np.float32(0)}, []
+    for index, mask in enumerate(masks):
+        name = f"mask_{index}"
+        if isinstance(mask, str):
+            inputs.append(helper.make_tensor_value_info(name, 1, [4, 4]))
+        elif isinstance(mask, tuple):
+            constants |= {f"{name}_yes": np.float32(mask[0]), f"{name}_no": np.float32(mask[1])}
+            inputs.append(helper.make_tensor_value_info(f"{name}_if", 9, [4, 4]))
+            nodes.append(helper.make_node("Where", [f"{name}_if", f"{name}_yes", f"{name}_no"], [name]))
+        else:
+            constants[name] = mask
+        nodes.append(helper.make_node("Add", [f"scores_{index}", name], [f"scores_{index + 1}"]))
+    nodes += [
+        helper.make_node("Softmax", [f"scores_{len(masks)}"], ["p"], axis=-1),
+        helper.make_node("IsNaN", ["p"], ["is_nan"]),
+        helper.make_node("Where", ["is_nan", "zero", "p"], ["chosen"]),
+        helper.make_node("MatMul", ["chosen", "k"], ["y"]),
+    ]
+    given = [*(helper.make_tensor_value_info(name, 1, [4, 4]) for name in "qk"), *inputs]
+    stored = [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", given, [helper.make_tensor_value_info("y", 1, [4, 4])], stored)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
+    softmax_of_finite(model)
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    return Counter(node.op_type for node in model.graph)["IsNaN"]
+
+
+@pytest.mark.parametrize(
+    ("masks", "is_checked"),
+    [
+        ((), False),
+        (((0, LOWEST),), False),
+        ((CAUSAL,), False),
+        (((0, LOWEST), np.zeros((4, 4), np.float32)), False),
+        (((0, -np.inf),), True),
+        (("an input",), True),
+        ((np.full((4, 4), -np.inf, np.float32),), True),
+        (((0, LOWEST), (0, LOWEST)), True),
+        (((0, LOWEST), CAUSAL), True),
+    ],
+    ids=["none", "finite", "causal", "and a bias", "infinite", "input", "all", "two that overflow", "two that meet"],
+)
+def test_the_check_for_nan_goes_only_where_no_row_can_be_masked_whole(masks, is_checked):
+    assert of_scores(*masks) == is_checked
