@@ -36,7 +36,7 @@ from scalepoint.targets import (
     onnxruntime_target,
     openvino_target,
 )
-from scalepoint.targets.description import spelled
+from scalepoint.targets.describe_target import format_spec
 from scalepoint.tuning.steps import (
     INTERCEPT,
     LayerStep,
@@ -106,8 +106,8 @@ def targets_page() -> str:
     for name, proof in PROOF.items():
         target = target_of(name)
         tensors = (
-            spelled(target.activation, "activation"),
-            spelled(target.weight, "weight"),
+            format_spec(target.activation, "activation"),
+            format_spec(target.weight, "weight"),
         )
         rows.append((f"[{name}]({name}.md)", *tensors, target.bias, proof))
     listed = table(("target", "activations", "weights", "bias", "proven by"), rows)

@@ -600,9 +600,9 @@ def test_every_field_of_a_target_is_told() -> None:
     from dataclasses import fields
     from inspect import getsource
 
-    from scalepoint.targets import Target, description
+    from scalepoint.targets import Target, describe_target
 
-    untold = [each.name for each in fields(Target) if f"target.{each.name}" not in getsource(description)]
+    untold = [each.name for each in fields(Target) if f"target.{each.name}" not in getsource(describe_target)]
     assert untold == ["name", "summary"]  # the title
 
 

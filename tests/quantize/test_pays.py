@@ -13,7 +13,7 @@ from scalepoint.quantize import QuantConfig, TensorQuantConfig, coverage, insert
 from scalepoint.quantize.pays import FLOAT, INT8, _Cut
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.targets import onnxruntime_target
-from scalepoint.targets.kernels import Kernels, Shape, kernels
+from scalepoint.targets.kernel_times import KernelTimes, ProductShape, load_kernel_times
 
 VNNI = onnxruntime_target("vnni")
 FIRST = QuantConfig(speed_first=True)
@@ -128,7 +128,7 @@ def test_where_nothing_wins_all_is_float_and_stored_in_int8():
 
 
 def test_where_nothing_wins_and_nothing_is_unpacked_the_largest_weight_is_quantized_all_the_same():
-    never = replace(VNNI, unpacks=False)
+    never = replace(VNNI, dequantizes_weights_on_load=False)
     rows = {row.name: row for row in inserted(small(), torch.randn(2, 3, 64, 64), target=never)}
     assert (rows["0"].precision, rows["0"].stored) == ("float", "")
     assert rows["4"].state == State.QUANTIZED
@@ -204,7 +204,7 @@ def test_a_cut_is_the_least_of_all_assignments():
         assert paid == pytest.approx(min(sums))
 
 
-TABLE = Kernels(
+TABLE = KernelTimes(
     [
         {"kind": "conv", "in": 32, "out": 32, "kernel": 3, "groups": 1, "pixels": 256, "float": 100.0, "int8": 40.0},
         {"kind": "conv", "in": 64, "out": 64, "kernel": 1, "groups": 1, "pixels": 256, "float": 30.0, "int8": 10.0},
@@ -215,15 +215,15 @@ TABLE = Kernels(
 
 
 def test_a_measured_shape_has_its_measured_time():
-    assert TABLE.product(Shape("conv", 32, 32, 256, 3)) == pytest.approx((100e-6, 40e-6))
+    assert TABLE.product(ProductShape("conv", 32, 32, 256, 3)) == pytest.approx((100e-6, 40e-6))
 
 
 def test_time_grows_with_the_work_and_families_are_told_apart():
-    before, after = TABLE.product(Shape("conv", 32, 32, 512, 3))
+    before, after = TABLE.product(ProductShape("conv", 32, 32, 512, 3))
     assert (before, after) == pytest.approx((200e-6, 80e-6))
-    assert TABLE.product(Shape("conv", 16, 16, 256, 3, 16)) == pytest.approx((5e-6, 9e-6))
-    assert TABLE.product(Shape("conv", 3, 16, 256, 3)) is None  # no stem in this table
-    assert TABLE.product(Shape("linear", 8, 8, 1)) is None
+    assert TABLE.product(ProductShape("conv", 16, 16, 256, 3, 16)) == pytest.approx((5e-6, 9e-6))
+    assert TABLE.product(ProductShape("conv", 3, 16, 256, 3)) is None  # no stem in this table
+    assert TABLE.product(ProductShape("linear", 8, 8, 1)) is None
 
 
 def test_moving_values_costs_by_their_number_and_a_call():
@@ -234,16 +234,16 @@ def test_moving_values_costs_by_their_number_and_a_call():
 
 @pytest.mark.parametrize("name", [*VNNI.kernels, *onnxruntime_target("avx2").kernels])
 def test_each_table_of_the_target_is_whole_and_says_what_was_measured(name):
-    table = kernels(name)
+    table = load_kernel_times(name)
     convolutions = {"dense", "pointwise", "depthwise", "stem"}
     ranks = ("", " 1d", " 3d")
     assert {kind + rank for kind in convolutions for rank in ranks} | {"linear"} == set(table.products)
     assert {"quantize", "add"} <= set(table.moves)
-    before, after = table.product(Shape("conv", 64, 64, 1024, 3))
+    before, after = table.product(ProductShape("conv", 64, 64, 1024, 3))
     assert after < before  # int8 wins where it multiplies much
-    before, after = table.product(Shape("conv", 3, 16, 4096, 3))
+    before, after = table.product(ProductShape("conv", 3, 16, 4096, 3))
     assert after > before  # and loses on three channels
-    before, after = table.product(Shape("conv", 3, 16, 4096, 3, rank=3))
+    before, after = table.product(ProductShape("conv", 3, 16, 4096, 3, rank=3))
     assert after > 2 * before  # much, over three axes
 
 
@@ -259,11 +259,11 @@ def test_a_film_keeps_its_first_convolution_float_and_sound_is_priced_too():
 def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_same(monkeypatch):
     body = nn.Sequential(nn.Conv2d(16, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, 1, 1), nn.ReLU())
     model = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.ReLU(), *body, nn.Flatten(2), nn.Conv1d(128, 2, 1))
-    unknown = Kernels([])
-    known = kernels(VNNI.kernels[0])
+    unknown = KernelTimes([])
+    known = load_kernel_times(VNNI.kernels[0])
     unknown.products = {family: rows for family, rows in known.products.items() if not family.endswith("1d")}
     unknown.moves = known.moves
-    monkeypatch.setattr(pays, "kernels", lambda _: unknown)
+    monkeypatch.setattr(pays, "load_kernel_times", lambda _: unknown)
     rows = inserted(model, X)
     assert rows[0].is_for_speed
     assert rows[-1].state == State.QUANTIZED
@@ -277,7 +277,7 @@ def table_of(dense, depthwise):
         {"kind": "conv", **sizes, "groups": 64, "float": 500.0, "int8": 500.0 * depthwise},
         {"kind": "quantize", "elements": 65536, "int8": 5.0},
     ]
-    return Kernels(rows)
+    return KernelTimes(rows)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def table_of(dense, depthwise):
 )
 def test_the_file_is_slower_than_float_on_no_cpu_that_was_measured(one, other, left, monkeypatch):
     tables = {"one": table_of(*one), "other": table_of(*other)}
-    monkeypatch.setattr(pays, "kernels", tables.__getitem__)
+    monkeypatch.setattr(pays, "load_kernel_times", tables.__getitem__)
     layers = [nn.Conv2d(64, 64, 3, 1, 1, groups=groups) for groups in (1, 64, 1)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     for names in (("one", "other"), ("other", "one")):

@@ -124,7 +124,7 @@ ALLOWED = {
     "support/cpu.py": "/proc/cpuinfo, and what a child process printed",
     "distributed/channel.py": "messages of our own ranks",
     "report/html.py": "a file of this package",
-    "targets/kernels.py": "a file of this package",
+    "targets/kernel_times.py": "a file of this package",
     "cli/beginning.py": "a file of this package",
     "cli/screen.py": "/dev/null",
     "cli/data.py": "numpy and pillow, after check_file; no pickles",

@@ -20,7 +20,7 @@ from scalepoint.quantize.record import has_record, record_of
 from scalepoint.support.output_folder import check_path
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
-from scalepoint.targets.target import float_dtype_of
+from scalepoint.targets.target import parse_float_dtype
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -77,7 +77,7 @@ def _check_suffix(path: Path, form: FileFormat, target: Target | None) -> None:
 def _float_type(given: str | torch.dtype | None, target: Target | None) -> torch.dtype:
     if target is not None:
         return target.check_float_dtype(given)
-    kind = float_dtype_of(given)
+    kind = parse_float_dtype(given)
     if kind not in FLOATS:
         raise ExportError(f"float_dtype={dtype_name(kind)}: use {' or '.join(map(dtype_name, FLOATS))}")
     return kind

@@ -25,7 +25,7 @@ from scalepoint.quantize.stubs import QuantStub
 from scalepoint.spec import QuantizationSpec
 from scalepoint.support.untrusted import open_tensors
 from scalepoint.targets import Target, find_target, list_targets
-from scalepoint.targets.language import with_cache
+from scalepoint.targets.language_models import with_cache
 from scalepoint.tuning.checkpoint import Checkpoint
 
 ATTENTION = "attention"

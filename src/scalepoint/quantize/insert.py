@@ -87,7 +87,7 @@ def insert_qdq(
         _round_biases(quantized, decisions)
     if chosen is not None:
         _hold_scales(quantized, chosen)
-        if chosen.scales_inputs and config.outliers and not config.migrations:
+        if chosen.folds_input_scaling and config.outliers and not config.migrations:
             add_factors(quantized, tree, decisions)
     sites_here = [decision.site for decision in decisions] if "smooth" in config.migrations else None
     unsmoothed = {} if sites_here is None else add_smoothing(quantized, sites_here, config.smooth_quant)

@@ -24,7 +24,7 @@ from scalepoint.quantize.cost import batch_share, output_pixels, shape_of
 from scalepoint.quantize.parts import kind_of_part, weight_shape
 from scalepoint.quantize.placement import Decision, PlacementContext, unpacked
 from scalepoint.targets import Target
-from scalepoint.targets.kernels import Kernels, Shape, kernels
+from scalepoint.targets.kernel_times import KernelTimes, ProductShape, load_kernel_times
 
 SMALLEST = 15e-6  # seconds of all products: below, the call itself weighs more than any layer
 LEAST_GAIN = 0.03  # of the predicted time: less is within what a prediction can tell
@@ -47,14 +47,16 @@ def leave_slow_layers_float(context: PlacementContext, decisions: Sequence[Decis
     model, config, target = context.model, context.config, context.target
     if target is None or not config.speed_first:
         return decisions
-    tables = [kernels(name) for name in target.kernels]
+    tables = [load_kernel_times(name) for name in target.kernels]
     kept = [each for each in decisions if each.weight is not None and each.weight.n_bits < 8]  # asked for, to be small
     kept += [each for table in tables for each in _priced(model, decisions, table, target).unknown]
     views = [_View(model, decisions, table, target, kept) for table in tables]
     if not views or max(view.all_float for view in views) < SMALLEST:
         return decisions
     in_float = _least_regret(views)
-    if len(in_float) == len(views[0].free) and not target.unpacks:  # nothing wins: make at least one weight small
+    if (
+        len(in_float) == len(views[0].free) and not target.dequantizes_weights_on_load
+    ):  # nothing wins: make at least one weight small
         heaviest = max(in_float, key=lambda each: prod(weight_shape(each.site.part)) if each.site.role else 0)
         in_float = _least_regret([_View(model, decisions, table, target, [*kept, heaviest]) for table in tables])
     if max(1 - view.seconds(in_float) / view.seconds([]) for view in views) < LEAST_GAIN:
@@ -69,7 +71,7 @@ def _in_float(decision: Decision, views: Sequence["_View"], config: QuantConfig,
     is_slower = times[1] > times[0]
     return replace(
         decision,
-        weight=unpacked(decision.site, config, target) if target.unpacks else None,
+        weight=unpacked(decision.site, config, target) if target.dequantizes_weights_on_load else None,
         points=(),
         state=State.FLOAT,
         reason=FASTER if is_slower else NEIGHBOURS_FASTER,
@@ -86,7 +88,7 @@ class _View:
         self,
         model: fx.GraphModule,
         decisions: Sequence[Decision],
-        table: Kernels,
+        table: KernelTimes,
         target: Target,
         kept: Sequence[Decision],
     ) -> None:
@@ -207,7 +209,7 @@ class _Priced:
 def _priced(
     model: fx.GraphModule,
     decisions: Sequence[Decision],
-    table: Kernels,
+    table: KernelTimes,
     target: Target,
     kept: Sequence[Decision] = (),
     left: Sequence[Decision] = (),
@@ -246,7 +248,12 @@ def _priced(
 
 
 def _price_borders(
-    model: fx.GraphModule, cut: _Cut, gives: dict[fx.Node, int], takes: dict[fx.Node, int], table: Kernels, share: float
+    model: fx.GraphModule,
+    cut: _Cut,
+    gives: dict[fx.Node, int],
+    takes: dict[fx.Node, int],
+    table: KernelTimes,
+    share: float,
 ) -> None:
     for tensor in model.graph.nodes:
         readers = [user for user in tensor.users if user.op != "output" or tensor in gives]
@@ -263,7 +270,7 @@ def _price_borders(
             cut.edge(own, end, table.move("dequantize", elements) if own != FLOAT else 0.0)
 
 
-def _price(decision: Decision, table: Kernels, share: float) -> tuple[float, float] | None:
+def _price(decision: Decision, table: KernelTimes, share: float) -> tuple[float, float] | None:
     """Seconds in float and in int8; None where the shapes or kernels like it are not known."""
     site = decision.site
     source, made = shape_of(site.operands[0][1]) if site.operands else None, shape_of(site.node)
@@ -276,9 +283,9 @@ def _price(decision: Decision, table: Kernels, share: float) -> tuple[float, flo
     if site.kind == "linear":
         turned = isinstance(site.part, Operation) and site.part.has_input_first
         inputs, outputs = weight if turned else weight[::-1]
-        return table.product(Shape("linear", inputs, outputs, max(1, int(prod(source[:-1]) * share))))
+        return table.product(ProductShape("linear", inputs, outputs, max(1, int(prod(source[:-1]) * share))))
     if site.kind != "conv" or len(weight) < 3:
         return None
     groups = max(1, source[1] // weight[1])
     pixels = max(1, int(output_pixels(site.part, source, weight) * share))
-    return table.product(Shape("conv", source[1], weight[0], pixels, max(weight[2:]), groups, len(weight) - 2))
+    return table.product(ProductShape("conv", source[1], weight[0], pixels, max(weight[2:]), groups, len(weight) - 2))

@@ -33,7 +33,7 @@ from scalepoint.spec import (
 )
 from scalepoint.spec.dynamic import DynamicQParamsCalculator
 from scalepoint.spec.extended import get_sparsity
-from scalepoint.targets import Facts, Target
+from scalepoint.targets import OperationFacts, Target
 
 COUNTED = (*WEIGHTED, *WEIGHTLESS_PRODUCTS, "attention", "left")
 CONSTANT = "made of constants alone: a runtime computes it once, when it loads the file"
@@ -205,10 +205,12 @@ def _is_float(node: fx.Node) -> bool:
     return value is None or value.is_floating_point()
 
 
-def facts_of(site: Site, config: QuantConfig, target: Target | None) -> Facts:
+def facts_of(site: Site, config: QuantConfig, target: Target | None) -> OperationFacts:
     activation = _wanted(site, "input", config, target)
     if isinstance(site.fused, FusedAttention):
-        return Facts(site.name, "attention", site.match.pattern.name, activation=activation, **_attention_facts(site))
+        return OperationFacts(
+            site.name, "attention", site.match.pattern.name, activation=activation, **_attention_facts(site)
+        )
     part = site.part
     shape = weight_shape(part)
     if isinstance(part, Operation) and part.has_input_first:
@@ -216,7 +218,9 @@ def facts_of(site: Site, config: QuantConfig, target: Target | None) -> Facts:
     groups: Any = part.arguments.get("groups", 1) if isinstance(part, Operation) else getattr(part, "groups", 1)
     is_first = any(operand.op == "placeholder" for _, operand in site.operands)
     weight = None if part is None else _wanted(site, "weight", config, target)
-    return Facts(site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation, weight)
+    return OperationFacts(
+        site.name, site.kind, site.match.pattern.name, shape, int(groups), is_first, activation, weight
+    )
 
 
 def _role(point: Point) -> str:
@@ -326,7 +330,7 @@ def why_float(site: Site, target: Target | None) -> str:
 
 def follow_readers(context: PlacementContext, decisions: Sequence[Decision]) -> Sequence[Decision]:
     """Leave an operation without weights float if all layers that read it are float, on targets that gain nothing."""
-    if context.target is None or not context.target.follows_readers:
+    if context.target is None or not context.target.float_if_readers_are_float:
         return decisions
     readers: dict[fx.Node, list[Decision]] = {}
     for decision in decisions:

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from scalepoint.support.plugins import lazy_attributes
 
 if TYPE_CHECKING:
-    from scalepoint.targets.description import Section, describe
+    from scalepoint.targets.describe_target import Section, describe
     from scalepoint.targets.onnxruntime import onnxruntime_target
     from scalepoint.targets.openvino import openvino_target
     from scalepoint.targets.registry import find_target, list_targets
-    from scalepoint.targets.target import Accepted, CostRule, Facts, Target
+    from scalepoint.targets.target import Accepted, CostRule, OperationFacts, Target
 
 __all__ = [
     "Accepted",
     "CostRule",
-    "Facts",
+    "OperationFacts",
     "Section",
     "Target",
     "describe",
@@ -26,11 +26,11 @@ __all__ = [
 
 _HOMES = {
     "Accepted": "target",
-    "Facts": "target",
+    "OperationFacts": "target",
     "CostRule": "target",
-    "Section": "description",
+    "Section": "describe_target",
     "Target": "target",
-    "describe": "description",
+    "describe": "describe_target",
     "find_target": "registry",
     "list_targets": "registry",
     "onnxruntime_target": "onnxruntime",

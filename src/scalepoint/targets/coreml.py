@@ -20,7 +20,7 @@ from scalepoint.spec.palette import WIDTHS
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.onnxruntime import BOTH, COPIES, PATTERNS, onnxruntime_target
 from scalepoint.targets.rules import small_tables
-from scalepoint.targets.target import Accepted, Facts, Target
+from scalepoint.targets.target import Accepted, OperationFacts, Target
 
 FOLDED = op("activation", "relu", "relu6", "leaky_relu", "tanh", "sigmoid", "hardsigmoid")
 OWN = ("ConvBNReLUPattern", "ConvBNPattern", "MHAInProjectionPattern")
@@ -36,7 +36,7 @@ COREML_PATTERNS = (
 )
 
 
-def three_axes(facts: Facts) -> str | None:
+def three_axes(facts: OperationFacts) -> str | None:
     """No int8 kernel for convolutions over volumes: they are computed in float."""
     if facts.kind.startswith("conv") and len(facts.kernel) == 3 and not facts.is_weight_only:
         return "no int8 kernel for a convolution over three axes; narrow weights alone: QuantConfig.weight_only('int8')"

@@ -53,7 +53,7 @@ from scalepoint.spec import PerChannelGranularity, PerTokenGranularity, Quantiza
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.onnxruntime import COPIES, from_convolution, joins_convolutions, reads_convolution
 from scalepoint.targets.rules import small_tables
-from scalepoint.targets.target import Accepted, Facts, Target
+from scalepoint.targets.target import Accepted, OperationFacts, Target
 
 FOLDED = op("activation", "relu", "relu6")
 RELU = op("activation", "relu")
@@ -73,8 +73,10 @@ def follows_convolution(linear: fx.Node, nodes: Nodes) -> str | None:
 
 def embeds_patches(conv: fx.Node, nodes: Nodes) -> str | None:
     """The one convolution of a network with layer norms: what it gives is read in float."""
-    others = (node for node in conv.graph.nodes if node is not conv and get_kind(node) == "conv")
-    is_alone = next(others, None) is None and any(get_kind(node) == "layer_norm" for node in conv.graph.nodes)
+    other_convolutions = (node for node in conv.graph.nodes if node is not conv and get_kind(node) == "conv")
+    is_alone = next(other_convolutions, None) is None and any(
+        get_kind(node) == "layer_norm" for node in conv.graph.nodes
+    )
     return None if is_alone else "it is not the one convolution of a transformer"
 
 
@@ -113,14 +115,14 @@ DYNAMIC = QuantizationSpec(
 )
 
 
-def no_third_axis(facts: Facts) -> str | None:
+def no_third_axis(facts: OperationFacts) -> str | None:
     """Convolutions over three axes: neither XNNPACK nor ExecuTorch's own kernels have them."""
     if facts.kind in ("conv", "conv_transpose") and len(facts.weight_shape) > 4:
         return "a convolution over three axes, in any precision: convolve over one or two, or deploy for 'onnxruntime'"
     return None
 
 
-def constant_scales_by_four_bits(facts: Facts) -> str | None:
+def constant_scales_by_four_bits(facts: OperationFacts) -> str | None:
     """4-bit weights multiply rows that have their scales found anew, nothing else."""
     if facts.weight is None or facts.activation is None or facts.weight.dtype != INT4 or facts.kind != "linear":
         return None
@@ -131,14 +133,14 @@ def constant_scales_by_four_bits(facts: Facts) -> str | None:
     )
 
 
-def floats_by_narrow_weights(facts: Facts) -> str | None:
+def floats_by_narrow_weights(facts: OperationFacts) -> str | None:
     """No kernel multiplies floats by narrow weights: its inputs are int8 too, with a scale for each row (dynamic)."""
     if facts.is_weight_only and facts.kind != "embedding":
         return f"no kernel for a {facts.kind} with narrow weights and float activations: leave those to the target"
     return None
 
 
-def patches_by_rows(facts: Facts) -> str | None:
+def patches_by_rows(facts: OperationFacts) -> str | None:
     """A patch embedding has float tensors on both sides: rounded to int8 twice, it costs accuracy for few products."""
     if facts.pattern == "PatchPattern" and _is_by_rows(facts.activation):
         return "the one convolution of a transformer, between float tensors: ask for constant scales to have it in int8"
@@ -149,7 +151,7 @@ def _is_by_rows(spec: QuantizationSpec | None) -> bool:
     return spec is not None and isinstance(spec.granularity, PerTokenGranularity)
 
 
-def transposed_in_groups(facts: Facts) -> str | None:
+def transposed_in_groups(facts: OperationFacts) -> str | None:
     """Transposed convolutions have a scale a channel only without groups."""
     if facts.kind == "conv_transpose" and facts.groups > 1:
         return f"XNNPACK has no scale a channel for a transposed convolution in {facts.groups} groups"

@@ -19,19 +19,19 @@ from scalepoint.patterns.fused import FusedConcat
 from scalepoint.patterns.language import Nodes
 from scalepoint.targets.executorch import BOTH, EXECUTORCH
 from scalepoint.targets.onnxruntime import COPIES, from_convolution
-from scalepoint.targets.target import Facts
+from scalepoint.targets.target import OperationFacts
 
 
 def joins_integers(cat: fx.Node, nodes: Nodes) -> str | None:
     """All that it joins comes from convolutions, or from such a concat."""
-    given = [each for each in cat.all_input_nodes if get_kind(each) != "cat" or joins_integers(each, nodes)]
-    return None if all(map(from_convolution, given)) else "not all of its inputs come from convolutions"
+    sources = [each for each in cat.all_input_nodes if get_kind(each) != "cat" or joins_integers(each, nodes)]
+    return None if all(map(from_convolution, sources)) else "not all of its inputs come from convolutions"
 
 
 CONCAT = ConcatPattern(match=chain(op("cat", where=joins_integers)), make=FusedConcat, qdq_points=BOTH)
 
 
-def of_other_axes(facts: Facts) -> str | None:
+def of_other_axes(facts: OperationFacts) -> str | None:
     """Convolutions over three axes, and transposed ones in groups or over one axis, have no operator."""
     if facts.kind in ("conv", "conv_transpose") and len(facts.weight_shape) > 4:
         return "a convolution over three axes, in any precision: convolve over one or two, or deploy for 'onnxruntime'"

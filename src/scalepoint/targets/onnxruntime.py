@@ -46,7 +46,7 @@ from scalepoint.spec import PerChannelGranularity, QuantizationScheme, Quantizat
 from scalepoint.spec.spec import to_dtype
 from scalepoint.support.cpu import instruction_set
 from scalepoint.targets.rules import small_tables, weights_alone
-from scalepoint.targets.target import Accepted, Facts, Spelling, Target
+from scalepoint.targets.target import Accepted, OperationFacts, RewriteRule, Target
 
 FOLDED = op("activation", "relu", "relu6")
 COPIES = frozenset(("max_pool", "identity", "dropout", "pad", "constant_pad_nd", *VALUE_PRESERVING))
@@ -111,7 +111,7 @@ PATTERNS = (
 )
 
 
-def pair_safe(spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
+def pair_safe(spec: QuantizationSpec, facts: OperationFacts) -> QuantizationSpec:
     """int8 weights whose products cannot saturate; depthwise and weight-only kernels do not add in pairs."""
     if spec.dtype != torch.int8 or facts.is_depthwise or facts.is_weight_only:
         return spec
@@ -120,39 +120,39 @@ def pair_safe(spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
     return spec.replace(range_calculator_cls="pair_safe", qscheme=QuantizationScheme.SYMMETRIC_WITH_CLIPPING)
 
 
-WIDENED = Spelling(
+WIDENED = RewriteRule(
     "narrow_weights_as_int8",
     "products of integers have kernels for 8 bits: weights of fewer are stored as they are, and cast when the file is "
     "loaded",
 )
 SPELLINGS = (
-    Spelling(
+    RewriteRule(
         "sum_before_layer_norm",
         "an Add before a layer norm is fused into SkipLayerNormalization, whose CPU kernel is slower than both; a Sum "
         "of two is not",
     ),
-    Spelling(
+    RewriteRule(
         "gelu_halved_last",
         "a GELU is fused into one kernel, with the bias before it, where the half comes last; as torch writes it, it "
         "runs in five",
     ),
     WIDENED,
-    Spelling(
+    RewriteRule(
         "unpack_when_loaded",
         "int8 weights of a float product are written as Cast and Mul, which are computed once, as the file is loaded; "
         "a DequantizeLinear runs at each call",
     ),
-    Spelling(
+    RewriteRule(
         "float_weights_stay",
         "a float weight between integers is quantized by ONNX Runtime itself, with one scale for all of it, unless its "
         "input has a scale a channel",
     ),
-    Spelling(
+    RewriteRule(
         "pools_before_quantizers",
         "a quantizer behind a pool of floats is moved before it, and pools of codes that come from outside an integer "
         "kernel are slow; a Max of one tensor holds it back",
     ),
-    Spelling(
+    RewriteRule(
         "softmax_of_finite",
         "torch checks all probabilities of an attention for NaN, which rows without any key give: two passes that find "
         "nothing where the mask has no infinities",
@@ -197,7 +197,7 @@ def onnxruntime_target(cpu: str = "auto") -> Target:
         shares=COPIES,
         bias="int32",
         spellings=SPELLINGS,
-        unpacks=True,
+        dequantizes_weights_on_load=True,
         runtime="onnxruntime",
         kernels=MEASURED[chosen],
         options={"cpu": chosen},

@@ -17,18 +17,18 @@ from scalepoint.patterns import Pattern, Point
 from scalepoint.patterns.fused import FusedConcat
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.onnxruntime import PATTERNS, SYMMETRIC, WIDENED, onnxruntime_target
-from scalepoint.targets.target import Accepted, Spelling, Target
+from scalepoint.targets.target import Accepted, RewriteRule, Target
 
 NARROW = tuple(map(to_dtype, ("int8", "int4", "uint4")))
-POOLED = Spelling(
+POOLED = RewriteRule(
     "quantizers_before_pools",
     "a quantizer behind a pool leaves the layer before it and the pool in float; before the pool, both give integers",
 )
-JOINED = Spelling(
+JOINED = RewriteRule(
     "joins_before_products",
     "it takes a quantizer behind a join of tokens into the joined, and then fails to compile the product",
 )
-CONVOLVED = Spelling(
+CONVOLVED = RewriteRule(
     "linears_as_convolutions",
     "without VNNI its integer kernel for linear layers is slower than the float one; that for convolutions of one tap "
     "is faster than both",
@@ -56,10 +56,10 @@ def openvino_target(cpu: str = "auto") -> Target:
             Accepted("weight", NARROW, (), ("per_block", "per_channel"), (), ("linear",)),
         ),
         joins=frozenset(("cat",)),
-        scales_inputs=base.options["cpu"] == "vnni",
+        folds_input_scaling=base.options["cpu"] == "vnni",
         bias="float",
         spellings=(WIDENED, POOLED, JOINED) if base.options["cpu"] == "vnni" else (WIDENED, POOLED, CONVOLVED),
-        unpacks=False,
+        dequantizes_weights_on_load=False,
         runtime="openvino",
         kernels=(),
     )

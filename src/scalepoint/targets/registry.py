@@ -7,7 +7,7 @@ from scalepoint.support.cpu import CPU_CHOICES
 from scalepoint.support.plugins import Registry
 from scalepoint.targets.coreml import COREML
 from scalepoint.targets.executorch import EXECUTORCH
-from scalepoint.targets.language import LANGUAGE
+from scalepoint.targets.language_models import LANGUAGE
 from scalepoint.targets.litert import LITERT
 from scalepoint.targets.onnxruntime import onnxruntime_target
 from scalepoint.targets.openvino import openvino_target
@@ -15,16 +15,16 @@ from scalepoint.targets.reference import REFERENCE
 from scalepoint.targets.target import Target
 from scalepoint.targets.tensorrt import TENSORRT
 
-_OWN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE)
+_BUILTIN = (onnxruntime_target(), openvino_target(), TENSORRT, EXECUTORCH, LITERT, COREML, REFERENCE, *LANGUAGE)
 BY_CPU: Mapping[str, Callable[[str], Target]] = {"onnxruntime": onnxruntime_target, "openvino": openvino_target}
-_ALL = Registry(Target, "scalepoint.targets", {target.name: target for target in _OWN}, TargetError)
+_ALL = Registry(Target, "scalepoint.targets", {target.name: target for target in _BUILTIN}, TargetError)
 
 
 def list_targets(*, language: bool = False) -> list[str]:
     """All names, ours first; nothing of another package is imported. `language` asks for those that are made from the
     checkpoint of a language model."""
-    own = {each.name for each in LANGUAGE}
-    return [name for name in _ALL.names() if (name in own) == language]
+    language_names = {each.name for each in LANGUAGE}
+    return [name for name in _ALL.names() if (name in language_names) == language]
 
 
 def has_cpu_option(target: Target) -> bool:
@@ -40,15 +40,15 @@ def find_target(target: str | Target, cpu: str = "auto") -> Target:
         cpu: For targets that run on CPUs: "vnni" uses all 8 bits of the weights, "avx2" chooses scales that are exact
             on CPUs without VNNI too, "auto" looks at this machine, or leaves a target that was given as it is.
     """
-    found = _ALL.find(target)
+    known = _ALL.find(target)
     if cpu not in CPU_CHOICES:
         raise UsageError(f"cpu={shown(cpu)}: {nearest(str(cpu), CPU_CHOICES)}")
-    if cpu in ("auto", found.options.get("cpu")):
-        return found
-    if not has_cpu_option(found):
-        raise UsageError(f"cpu={cpu!r} cannot be used with target {found.name!r}: it is for {' and '.join(BY_CPU)}")
+    if cpu in ("auto", known.options.get("cpu")):
+        return known
+    if not has_cpu_option(known):
+        raise UsageError(f"cpu={cpu!r} cannot be used with target {known.name!r}: it is for {' and '.join(BY_CPU)}")
     if not isinstance(target, str):
         raise UsageError(
-            f"cpu={cpu!r} contradicts the target, which was made with cpu={found.options['cpu']!r}: omit one of them"
+            f"cpu={cpu!r} contradicts the target, which was made with cpu={known.options['cpu']!r}: omit one of them"
         )
-    return BY_CPU[found.name](cpu)
+    return BY_CPU[known.name](cpu)

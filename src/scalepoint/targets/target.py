@@ -23,13 +23,13 @@ _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 LABEL = "scalepoint.target"  # in the metadata of an exported file
 
 
-def float_dtype_of(given: str | torch.dtype | None) -> torch.dtype:
+def parse_float_dtype(given: str | torch.dtype | None) -> torch.dtype:
     """A type by its name, short or long; float32 unless given."""
     return torch.float32 if given is None else to_dtype(_SHORT.get(given, given) if isinstance(given, str) else given)
 
 
 @dataclass(frozen=True)
-class Facts:
+class OperationFacts:
     """What a cost rule may know of an operation."""
 
     name: str
@@ -56,7 +56,7 @@ class Facts:
         return self.weight_shape[2:]
 
 
-CostRule = Callable[[Facts], str | None]  # why the operation is better left float, or None
+CostRule = Callable[[OperationFacts], str | None]  # why the operation is better left float, or None
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,12 @@ class Accepted:
 
     def distance(self, dtype: CodeType) -> tuple[bool, bool, int]:
         """How unlike a dtype the row's own are: another one, of another kind, of another width."""
-        wanted, own = get_format(dtype), get_format(self.dtypes[0])
-        return dtype not in self.dtypes, wanted.is_float != own.is_float, abs(wanted.bits - own.bits)
+        asked_format, accepted_format = get_format(dtype), get_format(self.dtypes[0])
+        return (
+            dtype not in self.dtypes,
+            asked_format.is_float != accepted_format.is_float,
+            abs(asked_format.bits - accepted_format.bits),
+        )
 
     def complaint(self, spec: QuantizationSpec, kind: str) -> str | None:
         """What about the spec does not fit, or None."""
@@ -92,9 +96,9 @@ class Accepted:
         ):
             if allowed and value not in allowed:
                 return f"{dtype_name(spec.dtype)} with {said} {value}"
-        return self._complaint_of_parameters(spec)
+        return self._parameter_complaint(spec)
 
-    def _complaint_of_parameters(self, spec: QuantizationSpec) -> str | None:
+    def _parameter_complaint(self, spec: QuantizationSpec) -> str | None:
         blocks = getattr(spec.granularity, "block_size", None)
         if self.block_sizes and blocks is not None and blocks not in self.block_sizes:
             return f"{dtype_name(spec.dtype)} in blocks of {blocks}"
@@ -112,7 +116,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class RewriteRule:
     """A rule of the file's format that writes an operation in other words, and why this target wants it."""
 
     name: str
@@ -136,10 +140,12 @@ class Target:
     refuses: tuple[CostRule, ...] = ()  # what it cannot run in any precision
     shares: frozenset[str] = frozenset()  # kinds whose output has the parameters of their input
     joins: frozenset[str] = frozenset()  # kinds whose output's parameters their inputs have too, if nothing else reads
-    scales_inputs: bool = False  # whether a factor a channel before a quantizer is free: the quantizer takes it in
+    folds_input_scaling: bool = (
+        False  # whether a factor a channel before a quantizer is free: the quantizer takes it in
+    )
     conversions: tuple[Conversion, ...] = CONVERSIONS
-    adapt_weight: Callable[[QuantizationSpec, Facts], QuantizationSpec] | None = None
-    follows_readers: bool = False  # whether what has no weights stays float when all that read it do
+    adapt_weight: Callable[[QuantizationSpec, OperationFacts], QuantizationSpec] | None = None
+    float_if_readers_are_float: bool = False  # whether what has no weights stays float when all that read it do
     table: QuantizationSpec | None = None  # of embeddings, a scale a row; None: they stay float
     head: QuantizationSpec | None = None  # of the last layer of a language model; None: it stays float
     caches: Mapping[str, QuantizationSpec] = field(
@@ -152,8 +158,10 @@ class Target:
     has_signed_scales: bool = False  # whether a scale of its blocks may be negative
     is_language: bool = False  # made from a language model's checkpoint, by deploy_checkpoint
     domains: tuple[str, ...] = ()  # of operators that its compiler has beyond ONNX's own
-    spellings: tuple[Spelling, ...] = ()  # operations that its files write in other words
-    unpacks: bool = False  # whether a weight of a float product may be stored in int8: made float as a file is loaded
+    spellings: tuple[RewriteRule, ...] = ()  # operations that its files write in other words
+    dequantizes_weights_on_load: bool = (
+        False  # whether a weight of a float product may be stored in int8: made float as a file is loaded
+    )
     format: str = "onnx"  # of its files: a key of scalepoint.formats
     runtime: str | None = None  # where its files are run and judged: a key of scalepoint.runtimes
     kernels: tuple[str, ...] = ()  # its tables of measured kernels, one a CPU: they tell where int8 pays
@@ -183,11 +191,11 @@ class Target:
         """What an exported file says that it was made for."""
         return {LABEL: self.name, **{f"{LABEL}.{name}": str(self.options[name]) for name in sorted(self.options)}}
 
-    def why_float(self, facts: Facts) -> str | None:
+    def why_float(self, facts: OperationFacts) -> str | None:
         """The first rule that says that an operation is better left float."""
         return next((reason for rule in self.rules if (reason := rule(facts))), None)
 
-    def refuse(self, facts: Facts) -> None:
+    def refuse(self, facts: OperationFacts) -> None:
         """Raise TargetError for an operation that cannot be here in any precision."""
         why = next((reason for rule in self.refuses if (reason := rule(facts))), None)
         if why:
@@ -197,13 +205,13 @@ class Target:
         """Of the tensors at the points of a pattern."""
         return self.activations.get(pattern, self.activation)
 
-    def weight_for(self, spec: QuantizationSpec, facts: Facts) -> QuantizationSpec:
+    def weight_for(self, spec: QuantizationSpec, facts: OperationFacts) -> QuantizationSpec:
         """The weight's spec as this target's kernels want it."""
         return spec if self.adapt_weight is None else self.adapt_weight(spec, facts)
 
     def check_float_dtype(self, given: str | torch.dtype | None) -> torch.dtype:
         """The type of what is not quantized, the target's first unless given; TargetError for what cannot run here."""
-        dtype = self.float_dtypes[0] if given is None else float_dtype_of(given)
+        dtype = self.float_dtypes[0] if given is None else parse_float_dtype(given)
         if dtype not in self.float_dtypes:
             allowed = " or ".join(map(dtype_name, self.float_dtypes))
             raise TargetError(
@@ -224,10 +232,10 @@ class Target:
         rows = [row for row in self.accepts if row.role == role]
         if not rows or any(not row.formulations or spec.qformulation in row.formulations for row in rows):
             return
-        given = spec.qformulation.value
+        formulation = spec.qformulation.value
         raise TargetError(
-            f"{where}: target {self.name!r} cannot run qformulation={given!r}: its kernels and files have integer zero "
-            "points. Use qformulation='zp'"
+            f"{where}: target {self.name!r} cannot run qformulation={formulation!r}: its kernels and files have "
+            "integer zero points. Use qformulation='zp'"
         )
 
     def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:

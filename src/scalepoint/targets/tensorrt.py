@@ -17,7 +17,7 @@ from scalepoint.patterns.language import Nodes
 from scalepoint.spec import PerChannelGranularity, PerTokenBlockGranularity, QuantizationScheme, QuantizationSpec
 from scalepoint.spec.spec import to_dtype
 from scalepoint.targets.rules import weights_alone
-from scalepoint.targets.target import Accepted, Facts, Target
+from scalepoint.targets.target import Accepted, OperationFacts, Target
 
 
 def feeds_layer_norm(node: fx.Node, nodes: Nodes) -> str | None:
@@ -49,7 +49,7 @@ _LONGEST_INT8_ATTENTION = 512
 _LARGEST_FP8_KERNEL = 32
 
 
-def small_matmul(facts: Facts) -> str | None:
+def small_matmul(facts: OperationFacts) -> str | None:
     """R16: no tensor cores for K < 16 or N < 16."""
     if facts.kind not in ("linear", "head") or not facts.weight_shape:
         return None
@@ -59,7 +59,7 @@ def small_matmul(facts: Facts) -> str | None:
     return None
 
 
-def odd_convolution(facts: Facts) -> str | None:
+def odd_convolution(facts: OperationFacts) -> str | None:
     """R17: which convolutions with few channels have an int8 kernel."""
     if facts.kind != "conv" or _is_fp8(facts) or min(facts.weight_shape[:2], default=_SMALL) >= _SMALL:
         return None
@@ -74,11 +74,11 @@ def odd_convolution(facts: Facts) -> str | None:
     return f"no int8 kernel for a convolution of {per_group} -> {out} channels in {facts.groups} groups (rule R17)"
 
 
-def _is_fp8(facts: Facts) -> bool:
+def _is_fp8(facts: OperationFacts) -> bool:
     return facts.activation is not None and facts.activation.dtype == torch.float8_e4m3fn
 
 
-def odd_fp8_convolution(facts: Facts) -> str | None:
+def odd_fp8_convolution(facts: OperationFacts) -> str | None:
     """R17: fp8 convolutions have more than 16 channels on both sides, small kernels and no groups."""
     if facts.kind != "conv" or not _is_fp8(facts) or not facts.weight_shape:
         return None
@@ -89,14 +89,14 @@ def odd_fp8_convolution(facts: Facts) -> str | None:
     return f"no fp8 kernel for a convolution with a {shape} weight in {facts.groups} groups (rule R17)"
 
 
-def no_float8_pool(facts: Facts) -> str | None:
+def no_float8_pool(facts: OperationFacts) -> str | None:
     """fp8 and fp4 are for convolutions, matrix products and residual adds."""
     if "pool" not in facts.kind or facts.activation is None or facts.activation.dtype == torch.int8:
         return None
     return f"no {dtype_name(facts.activation.dtype)} kernel for pooling"
 
 
-def blocks_are_for_products(facts: Facts) -> str | None:
+def blocks_are_for_products(facts: OperationFacts) -> str | None:
     """Block formats (MXFP8, NVFP4) run in matrix products with stored weights alone."""
     if facts.activation is None or facts.kind in ("linear", "attention"):
         return None
@@ -105,7 +105,7 @@ def blocks_are_for_products(facts: Facts) -> str | None:
     return f"{dtype_name(facts.activation.dtype)} in blocks is for matrix products (rule R23)"
 
 
-def attention_without_kernel(facts: Facts) -> str | None:
+def attention_without_kernel(facts: OperationFacts) -> str | None:
     """R18, R19: which attention is fused; products that are not fused are faster in float than between Q/DQ."""
     if facts.kind != "attention" or facts.activation is None:
         return None
@@ -148,7 +148,7 @@ TENSORRT = Target(
         no_float8_pool,
         attention_without_kernel,
     ),
-    follows_readers=True,
+    float_if_readers_are_float=True,
     domains=("trt",),
     float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
 )

@@ -19,7 +19,7 @@ from scalepoint.formats import export
 from scalepoint.formats.onnx.spellings import float_weights_stay, softmax_of_finite
 from scalepoint.quantize import Override, QuantConfig, TensorQuantConfig, quantize
 from scalepoint.targets import find_target, onnxruntime_target
-from scalepoint.targets.target import Spelling
+from scalepoint.targets.target import RewriteRule
 from scalepoint.verification import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -135,7 +135,7 @@ def test_values_are_the_same_bit_for_bit(files, tmp_path):
 
 
 def test_a_spelling_that_the_format_does_not_know_is_refused_with_the_nearest(tmp_path):
-    target = replace(find_target("onnxruntime"), name="mine", spellings=(Spelling("sum_before_norm", "typing"),))
+    target = replace(find_target("onnxruntime"), name="mine", spellings=(RewriteRule("sum_before_norm", "typing"),))
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval(), torch.randn(2, 8)
     quantized = quantize(model, x, forward_loop=[x], target=target, freeze_weights=True)
     with pytest.raises(ExportError, match=r"sum_before_norm.*sum_before_layer_norm"):

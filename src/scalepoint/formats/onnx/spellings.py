@@ -24,10 +24,10 @@ import onnx_ir as ir
 
 from scalepoint.errors import ExportError, nearest
 from scalepoint.formats.onnx.convolved import has_blocks, linears_as_convolutions
-from scalepoint.targets.target import Spelling
+from scalepoint.targets.target import RewriteRule
 
 
-def respell(model: Any, spellings: Iterable[Spelling]) -> None:
+def respell(model: Any, spellings: Iterable[RewriteRule]) -> None:
     """Apply the rules to the graph, in place."""
     for spelling in spellings:
         if spelling.name not in RULES:

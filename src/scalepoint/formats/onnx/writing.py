@@ -27,7 +27,7 @@ from scalepoint.graph.program import Known, Program, warn_of_tracing
 from scalepoint.graph.torch_export import export_graph, export_logs_silenced
 from scalepoint.numerics import dtype_name
 from scalepoint.support.torch_state import gc_paused
-from scalepoint.targets.target import Spelling
+from scalepoint.targets.target import RewriteRule
 
 IR_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13}
 OPSETS = {torch.float32: 18, torch.float16: 19, torch.bfloat16: 22}  # 16-bit scales, 16-bit convolutions
@@ -60,7 +60,7 @@ class _Form(NamedTuple):
     float_dtype: str
     dynamic: bool
     known: Known  # of sizes: the float graph has those of the quantized one
-    spellings: tuple[Spelling, ...] = ()  # of what a target is given: the float file is as anybody writes it
+    spellings: tuple[RewriteRule, ...] = ()  # of what a target is given: the float file is as anybody writes it
 
 
 def _write(model: fx.GraphModule, path: Path, form: _Form, metadata: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from scalepoint.numerics import dtype_name
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.language import Element
 from scalepoint.spec import QuantizationFormulation, QuantizationGranularity, QuantizationSpec
-from scalepoint.targets.target import Accepted, Spelling, Target
+from scalepoint.targets.target import Accepted, RewriteRule, Target
 
 MOST_KINDS = 3  # of one operation, before they are named below the table
 BIAS = {
@@ -29,42 +29,46 @@ class Section:
 
 def describe(target: Target) -> tuple[Section, ...]:
     """Everything that the target declares, in the order in which a reader asks."""
-    found = (
+    sections = (
         Section("Defaults", ("tensor", "how"), tuple(_defaults(target))),
         _patterns(target.patterns),
         _accepted(target.accepts),
-        Section("Refused", ("rule", "what it says"), tuple(map(_said, target.refuses))),
-        Section("Left float", ("rule", "what it says"), tuple(map(_said, target.rules))),
-        Section("Same scale in and out", note=_moved(target.shares) + _joined(target.joins)),
-        Section("Written in other words", ("rule", "why"), tuple(map(_spelled_so, target.spellings))),
-        Section("Before patterns are matched", ("conversion", "what it says"), tuple(map(_said, target.conversions))),
+        Section("Refused", ("rule", "what it says"), tuple(map(_describe_function, target.refuses))),
+        Section("Left float", ("rule", "what it says"), tuple(map(_describe_function, target.rules))),
+        Section("Same scale in and out", note=_format_shared_kinds(target.shares) + _format_joined_kinds(target.joins)),
+        Section("Written in other words", ("rule", "why"), tuple(map(_describe_rule, target.spellings))),
+        Section(
+            "Before patterns are matched",
+            ("conversion", "what it says"),
+            tuple(map(_describe_function, target.conversions)),
+        ),
     )
-    return tuple(section for section in found if section.rows or section.note)
+    return tuple(section for section in sections if section.rows or section.note)
 
 
-def _moved(kinds: Iterable[str]) -> str:
+def _format_shared_kinds(kinds: Iterable[str]) -> str:
     named = ", ".join(sorted(kinds))
     return f"These only move values, so their output has the parameters of their input: {named}." if named else ""
 
 
-def _joined(kinds: Iterable[str]) -> str:
+def _format_joined_kinds(kinds: Iterable[str]) -> str:
     named = ", ".join(sorted(kinds))
     return f" Inputs that nothing else reads have the parameters of the output: {named}." if named else ""
 
 
 def _defaults(target: Target) -> Iterator[tuple[str, str]]:
-    yield "activation", spelled(target.activation, "activation")
-    yield from ((f"activation, {name}", spelled(spec, "activation")) for name, spec in target.activations.items())
-    yield "weight", spelled(target.weight, "weight")
+    yield "activation", format_spec(target.activation, "activation")
+    yield from ((f"activation, {name}", format_spec(spec, "activation")) for name, spec in target.activations.items())
+    yield "weight", format_spec(target.weight, "weight")
     if target.table is not None:
-        yield "embedding table", f"{spelled(target.table, 'weight')}: a scale a row, as rows are looked up"
+        yield "embedding table", f"{format_spec(target.table, 'weight')}: a scale a row, as rows are looked up"
     if target.head is not None:
-        yield "last layer", spelled(target.head, "weight")
+        yield "last layer", format_spec(target.head, "weight")
     yield from _language(target)
     if target.adapt_weight is not None:
-        yield f"weight, {words(target.adapt_weight)}", _docstring(target.adapt_weight)
+        yield f"weight, {name_to_words(target.adapt_weight)}", _docstring(target.adapt_weight)
     yield "bias", BIAS[target.bias]
-    if target.follows_readers:
+    if target.float_if_readers_are_float:
         yield "what has no weights", "stays float when all that read it do"
     yield "what stays float", " or ".join(map(dtype_name, target.float_dtypes))
     yield from _scales(target)
@@ -83,9 +87,9 @@ def _speed(target: Target) -> Iterator[tuple[str, str]]:
     if target.kernels:
         measured = ", ".join(target.kernels)
         yield "where int8 pays", f"by measured kernels ({measured}): deploy's files lose to float on none of these CPUs"
-    if target.scales_inputs:
+    if target.folds_input_scaling:
         yield "channels that stand out", "scaled before the quantizer of a linear layer's input, which takes that in"
-    if target.unpacks:
+    if target.dequantizes_weights_on_load:
         yield "weights of what stays float for speed", "stored in int8, and made float once, as the file is loaded"
 
 
@@ -106,7 +110,7 @@ def _scales(target: Target) -> Iterator[tuple[str, str]]:
         yield "scales of blocks", f"numbers that {held} can hold, in the simulation too"
 
 
-def spelled(spec: QuantizationSpec, role: str) -> str:
+def format_spec(spec: QuantizationSpec, role: str) -> str:
     """uint8, asymmetric, per_tensor, range: global_minmax"""
     granularity = QuantizationGranularity.key_of(type(spec.granularity))
     fields = spec.to_dict()
@@ -138,7 +142,7 @@ def _element(element: Element, many: dict[str, list[str]]) -> str:
     else:
         text = " or ".join(kinds)
     text += " + another tensor" if element.is_join else ""
-    text += f" ({words(element.where)})" if element.where else ""
+    text += f" ({name_to_words(element.where)})" if element.where else ""
     return f"[{text}]" if element.is_optional else text
 
 
@@ -163,21 +167,21 @@ def _accepted(rows: Iterable[Accepted]) -> Section:
     return Section("Accepts", columns if cells else (), cells, note)
 
 
-def _said(function: Callable[..., Any]) -> tuple[str, str]:
-    return words(function), _docstring(function)
+def _describe_function(function: Callable[..., Any]) -> tuple[str, str]:
+    return name_to_words(function), _docstring(function)
 
 
-def _spelled_so(rule: Spelling) -> tuple[str, str]:
-    return _plain(rule.name), rule.why
+def _describe_rule(rule: RewriteRule) -> tuple[str, str]:
+    return _to_words(rule.name), rule.why
 
 
-def _plain(name: str) -> str:
+def _to_words(name: str) -> str:
     return name.strip("_").replace("_", " ")
 
 
-def words(function: Callable[..., Any]) -> str:
+def name_to_words(function: Callable[..., Any]) -> str:
     """is_main_branch -> is main branch"""
-    return _plain(getattr(function, "__name__", type(function).__name__))
+    return _to_words(getattr(function, "__name__", type(function).__name__))
 
 
 def _docstring(function: Callable[..., Any]) -> str:

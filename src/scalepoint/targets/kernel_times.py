@@ -18,7 +18,7 @@ CALL = 1e-6  # seconds of the smallest operation
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProductShape:
     """What a product is made of; pixels are positions of the output, rows of a linear layer."""
 
     kind: str  # conv or linear
@@ -44,46 +44,46 @@ class Shape:
             kind = "stem" if self.inputs < 4 else "pointwise" if self.kernel == 1 else "dense"
         return kind if self.rank == 2 else f"{kind} {self.rank}d"
 
-    def distance(self, other: "Shape") -> float:
+    def distance(self, other: "ProductShape") -> float:
         """In doublings; channels tell more than positions."""
         apart = [(self.inputs, other.inputs, 2.0), (self.outputs, other.outputs, 2.0)]
         apart += [(self.pixels, other.pixels, 1.0), (self.kernel, other.kernel, 4.0)]
         return sum(weight * log2(one / two) ** 2 for one, two, weight in apart)
 
 
-class Kernels:
+class KernelTimes:
     """One table."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.products: dict[str, list[tuple[Shape, tuple[float, float]]]] = {}
+        self.products: dict[str, list[tuple[ProductShape, tuple[float, float]]]] = {}
         self.moves: dict[str, list[tuple[int, float]]] = {}
-        self.found: dict[Shape, tuple[float, float] | None] = {}  # layers of a network are few shapes
+        self.cached: dict[ProductShape, tuple[float, float] | None] = {}  # layers of a network are few shapes
         for row in rows:
             if row["kind"] not in ("conv", "linear"):
                 self.moves.setdefault(row["kind"], []).append((row["elements"], row["int8"] * 1e-6))
             elif row["float"] and row["int8"]:
                 further = {key: row[key] for key in ("kernel", "groups", "rank") if key in row}
-                shape = Shape(row["kind"], row["in"], row["out"], row["pixels"], **further)
+                shape = ProductShape(row["kind"], row["in"], row["out"], row["pixels"], **further)
                 self.products.setdefault(shape.family, []).append((shape, (row["float"] * 1e-6, row["int8"] * 1e-6)))
 
-    def product(self, shape: Shape) -> tuple[float, float] | None:
+    def product(self, shape: ProductShape) -> tuple[float, float] | None:
         """Seconds in float and in int8; None for what the table has nothing like."""
-        if shape not in self.found:
-            self.found[shape] = self._between(shape)
-        return self.found[shape]
+        if shape not in self.cached:
+            self.cached[shape] = self._between(shape)
+        return self.cached[shape]
 
-    def _between(self, shape: Shape) -> tuple[float, float] | None:
+    def _between(self, shape: ProductShape) -> tuple[float, float] | None:
         known = self.products.get(shape.family)
         if not known or shape.macs <= 0:
             return None
         near = sorted((shape.distance(other), index) for index, (other, _) in enumerate(known))[:NEAREST]
         weights = [1 / (apart + 0.05) for apart, _ in near]
-        found = []
+        candidates = []
         for place in (0, 1):
             rates = [log(known[index][1][place] / known[index][0].macs) for _, index in near]
             mean = sum(weight * rate for weight, rate in zip(weights, rates, strict=True)) / sum(weights)
-            found.append(max(exp(mean) * shape.macs, CALL))
-        return found[0], found[1]
+            candidates.append(max(exp(mean) * shape.macs, CALL))
+        return candidates[0], candidates[1]
 
     def move(self, kind: str, elements: int) -> float:
         """Seconds of a conversion, or of another pass over so many values."""
@@ -95,7 +95,7 @@ class Kernels:
 
 
 @cache
-def kernels(name: str) -> Kernels:
+def load_kernel_times(name: str) -> KernelTimes:
     """A table by its name."""
     text = files("scalepoint.targets").joinpath("measured", f"{name}.json").read_text(encoding="utf-8")
-    return Kernels(json.loads(text))
+    return KernelTimes(json.loads(text))

@@ -32,12 +32,12 @@ BY_CHANNEL = (-1, 1, -1, 1)  # of (batch, heads, tokens, channels): one scale fo
 BY_TOKEN = (1, 1, 1, 32)  # blocks of 32 channels
 
 
-def _blocks(dtype: str, size: int, scheme: QuantizationScheme = QuantizationScheme.SYMMETRIC) -> QuantizationSpec:
+def _block_spec(dtype: str, size: int, scheme: QuantizationScheme = QuantizationScheme.SYMMETRIC) -> QuantizationSpec:
     granularity = PerBlockGranularity(block_size=size)
     return QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity, qparam_calculator_cls="static")
 
 
-def _cached(block: tuple[int, ...], how: str, scheme: QuantizationScheme) -> dict[str, QuantizationSpec]:
+def _cache_specs(block: tuple[int, ...], how: str, scheme: QuantizationScheme) -> dict[str, QuantizationSpec]:
     """Keys and values in 8 and in 4 bits."""
     granularity = PerBlockGranularity(block_size=block)
     return {
@@ -56,7 +56,7 @@ def with_cache(target: Target) -> Target:
     return replace(target, patterns=tuple(patterns), accepts=(*target.accepts, CACHED))
 
 
-def _weights(dtypes: tuple[torch.dtype, ...], *granularities: str, sizes: tuple[int, ...] = ()) -> Accepted:
+def _accept_weights(dtypes: tuple[torch.dtype, ...], *granularities: str, sizes: tuple[int, ...] = ()) -> Accepted:
     return Accepted("weight", dtypes, (), granularities, sizes)
 
 
@@ -65,8 +65,8 @@ _BASE = Target(
     summary="folders for vLLM and transformers: w4a16, w8a8, fp8, nvfp4",
     patterns=PATTERNS,
     activation=QuantizationSpec(dtype="int8", qparam_calculator_cls="dynamic"),
-    weight=_blocks("int4", 128),
-    accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED, *FLOATS), "per_block", "per_channel", "per_tensor")),
+    weight=_block_spec("int4", 128),
+    accepts=(TOKENS, _accept_weights((*SIGNED, *UNSIGNED, *FLOATS), "per_block", "per_channel", "per_tensor")),
     float_dtypes=(torch.float32, torch.float16, torch.bfloat16),
     caches={"fp8": QuantizationSpec(dtype="float8_e4m3fn", qparam_calculator_cls="global_minmax")},
     format="compressed-tensors",
@@ -77,7 +77,7 @@ GPTQ = replace(
     _BASE,
     name="gptq",
     summary="folders in the layout of GPTQ: int4, int8 (and 2, 3) in groups, no activations",
-    accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED), "per_block", "per_channel")),
+    accepts=(TOKENS, _accept_weights((*SIGNED, *UNSIGNED), "per_block", "per_channel")),
     caches={},
     format="gptq",
 )
@@ -85,8 +85,8 @@ AWQ = replace(
     _BASE,
     name="awq",
     summary="folders in the layout of AWQ: 4 bits in groups with zero points, no activations",
-    weight=_blocks("uint4", 128, QuantizationScheme.ASYMMETRIC),
-    accepts=(TOKENS, _weights(tuple(map(to_dtype, ("uint4", "int4"))), "per_block")),
+    weight=_block_spec("uint4", 128, QuantizationScheme.ASYMMETRIC),
+    accepts=(TOKENS, _accept_weights(tuple(map(to_dtype, ("uint4", "int4"))), "per_block")),
     caches={},
     format="awq",
 )
@@ -94,15 +94,15 @@ GGUF = replace(
     _BASE,
     name="gguf",
     summary="one file for llama.cpp: weights of 2 to 8 bits in blocks",
-    weight=_blocks("int4", 32),
+    weight=_block_spec("int4", 32),
     accepts=(
         TOKENS,
         # Q2_K, Q4_1, Q4_K, Q5_1 and Q5_K hold a minimum; the format refuses it for more than 5 bits
-        replace(_weights((*SIGNED, *UNSIGNED, *FIVE), "per_block", "per_channel"), formulations=(ZP, MINVAL)),
+        replace(_accept_weights((*SIGNED, *UNSIGNED, *FIVE), "per_block", "per_channel"), formulations=(ZP, MINVAL)),
     ),
-    table=_blocks("int8", 32),
-    head=_blocks("int8", 32),
-    caches=_cached(BY_TOKEN, "dynamic", QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
+    table=_block_spec("int8", 32),
+    head=_block_spec("int8", 32),
+    caches=_cache_specs(BY_TOKEN, "dynamic", QuantizationScheme.SYMMETRIC_WITH_CLIPPING),
     has_signed_scales=True,
     format="gguf",
     runtime="llamacpp",
@@ -111,11 +111,11 @@ ORT_GENAI = replace(
     _BASE,
     name="ort-genai",
     summary="a folder for ONNX Runtime GenAI: int4 or int8 in blocks, with KV cache",
-    weight=_blocks("int4", 32),
-    accepts=(TOKENS, _weights((*SIGNED, *UNSIGNED), "per_block", sizes=(16, 32, 64, 128, 256))),
-    table=_blocks("int8", 32),
-    head=_blocks("int8", 32),
-    caches=_cached(BY_CHANNEL, "global_minmax", QuantizationScheme.SYMMETRIC),
+    weight=_block_spec("int4", 32),
+    accepts=(TOKENS, _accept_weights((*SIGNED, *UNSIGNED), "per_block", sizes=(16, 32, 64, 128, 256))),
+    table=_block_spec("int8", 32),
+    head=_block_spec("int8", 32),
+    caches=_cache_specs(BY_CHANNEL, "global_minmax", QuantizationScheme.SYMMETRIC),
     format="ort-genai",
     runtime="ort-genai",
 )
