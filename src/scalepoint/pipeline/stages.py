@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from scalepoint import distributed
 from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, shown
-from scalepoint.formats import FileFormat, ExportRequest, export, find_format
+from scalepoint.formats import ExportRequest, FileFormat, export, find_format
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.options import stage_values
 from scalepoint.pipeline.accuracy import tuning_for

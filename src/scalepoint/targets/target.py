@@ -234,8 +234,8 @@ class Target:
             return
         formulation = spec.qformulation.value
         raise TargetError(
-            f"{where}: target {self.name!r} cannot run qformulation={formulation!r}: its kernels and files have integer zero "
-            "points. Use qformulation='zp'"
+            f"{where}: target {self.name!r} cannot run qformulation={formulation!r}: its kernels and files have "
+            "integer zero points. Use qformulation='zp'"
         )
 
     def check(self, spec: QuantizationSpec, role: str, kind: str, where: str) -> None:

@@ -25,7 +25,7 @@ from scalepoint.formats.float32 import inputs_to_float32
 from scalepoint.formats.format import ExportRequest
 from scalepoint.formats.interface_names import output_names
 from scalepoint.formats.stored_graph import build_float_graph, build_stored_graph
-from scalepoint.graph.torch_export import make_contiguous, export_logs_silenced, widen_batch
+from scalepoint.graph.torch_export import export_logs_silenced, make_contiguous, widen_batch
 from scalepoint.support.files import replace_file
 
 MAX_BATCH = 8  # memory is planned for it, or for the example's where that is larger

@@ -7,7 +7,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from scalepoint.errors import ExportError
-from scalepoint.graph.user_traceback import get_operation_name, describe_location
+from scalepoint.graph.user_traceback import describe_location, get_operation_name
 
 _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _NODE_PATTERNS = (re.compile(r"%(\w+) : "), re.compile(r"for node '(?:node_)?(\w+)'"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from scalepoint.formats.format import ExportRequest
-from scalepoint.graph.module_state import eval_mode, fused_attention_disabled, cache_disabled
+from scalepoint.graph.module_state import cache_disabled, eval_mode, fused_attention_disabled
 from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.support.torch_state import caller_dtype
 
@@ -37,7 +37,14 @@ def write_baseline(model: nn.Module, path: Path, request: ExportRequest) -> None
     """
     flat = FlattenedModel(model, request.inputs)
     tensors = tuple(leaf for leaf in flat.leaves if isinstance(leaf, Tensor))
-    with eval_mode(model), torch.no_grad(), export_logs_silenced(), _plain_export(), cache_disabled(model), caller_dtype():
+    with (
+        eval_mode(model),
+        torch.no_grad(),
+        export_logs_silenced(),
+        _plain_export(),
+        cache_disabled(model),
+        caller_dtype(),
+    ):
         torch.onnx.export(flat, tensors, str(path), dynamo=False, input_names=list(request.names) or None)
 
 
