@@ -31,8 +31,8 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.report import Language, Metric, Report
 from scalepoint.report.language import DEPARTS
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import Status, all_memory, ask, missing
-from scalepoint.runtimes.serving import Served
+from scalepoint.runtimes.process import Status, describe_missing, run_task, total_memory
+from scalepoint.runtimes.serving import RuntimeSession
 from scalepoint.support.formatting import plural
 from scalepoint.support.output_folder import WrittenFiles
 from scalepoint.transformation import transform
@@ -142,15 +142,15 @@ class RuntimeCheck:
 def verify_checkpoint(job: CheckpointJob, tokens: list[Tensor], score: CheckpointScore) -> RuntimeCheck:
     """Run the file in its runtime: logits, perplexity, speed. A failure is a status; `Language.check` raises it."""
     runtime = find_runtime(job.target.runtime or "")
-    if not runtime.is_here:
-        return RuntimeCheck(runtime.name, Status.UNAVAILABLE.value, missing(runtime).message)
+    if not runtime.is_installed:
+        return RuntimeCheck(runtime.name, Status.UNAVAILABLE.value, describe_missing(runtime).message)
     context = context_of(job.source, PROMPT_TOKENS + NEW_TOKENS)
     prompt = tuple(int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)])
     count = min(NEW_TOKENS, context - len(prompt))
     sqnr = loss = None
     try:
         options = {"cache": job.cache} if job.cache else {}
-        served = Served(runtime, job.path, threads=torch.get_num_threads(), options=options)
+        served = RuntimeSession(runtime, job.path, threads=torch.get_num_threads(), options=options)
         try:
             sqnr = _sqnr(score.logits, _logits(served, tokens[0]))
             if not sqnr >= MIN_AGREEMENT_DB:
@@ -188,11 +188,11 @@ def _run_float(
 ) -> tuple[tuple[int, ...], float | None, float | None]:
     """How the float checkpoint continues the prompt, and its tokens per second; nothing if it is too large."""
     runtime = find_runtime(FLOAT_RUNTIME)
-    if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, all_memory() // 4):
+    if not runtime.is_installed or job.source.size > min(LARGEST_FLOAT, total_memory() // 4):
         return (), None, None
     options = {"threads": torch.get_num_threads()}
     task = {"task": "generate", "paths": [str(job.source.folder)], "options": options, "repeats": 1}
-    answer = ask(runtime, {**task, "tokens": list(prompt), "count": count})
+    answer = run_task(runtime, {**task, "tokens": list(prompt), "count": count})
     if answer.data is None:
         return (), None, None
     result = answer.data["files"][0]
@@ -201,7 +201,7 @@ def _run_float(
     return tokens, prefill, len(tokens) / max(result["decode_seconds"], 1e-9)
 
 
-def _logits(served: Served, tokens: Tensor) -> Tensor:
+def _logits(served: RuntimeSession, tokens: Tensor) -> Tensor:
     (logits,) = served({"input_ids": tokens.numpy().astype(np.int64)})[:1]
     return torch.from_numpy(logits.astype(np.float32))
 
