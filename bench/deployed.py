@@ -59,7 +59,7 @@ from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize import QuantConfig, calibrate, coverage, insert_qdq, quantize
 from scalepoint.targets import Target, onnxruntime_target, openvino_target
 from scalepoint.verification import verify_layers
-from scalepoint.verification.timing import plain_file
+from scalepoint.verification.benchmarking import baseline_file
 
 CPU = kernels_here()
 OUT = Path(__file__).parent.parent / "out"
@@ -125,7 +125,7 @@ def judge_files(
 ) -> list[dict[str, Any]]:
     """What each file gives in its runtime, and how fast."""
     expected, feeds = run(subject.model, subject.held_out), arrays(subject.model, subject.held_out)
-    with plain_file(subject.model, ONNX, ExportRequest(as_inputs(subject.inputs, None), None)) as other:
+    with baseline_file(subject.model, ONNX, ExportRequest(as_inputs(subject.inputs, None), None)) as other:
         plains = [plain, *([other] if other else [])]
         found = speeds([*plains, *paths.values()], arrays(subject.model, subject.inputs), runtime)
     ratios = [each / max(found[: len(plains)]) for each in found[len(plains) :]]

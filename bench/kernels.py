@@ -38,7 +38,7 @@ import scalepoint
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.targets import Target, onnxruntime_target
 from scalepoint.verification import profile
-from scalepoint.verification.profiling import layer_names
+from scalepoint.verification.profiling import map_layer_names
 
 TABLES = Path(__file__).parent.parent / "src" / "scalepoint" / "targets" / "measured"
 KEPT = Path(__file__).parent.parent / "out" / "kernels"
@@ -133,7 +133,7 @@ def profiled(model: nn.Module, inputs: tuple[Tensor, ...], target: Target) -> di
         plain, own = Path(text) / "float.onnx", Path(text) / "m.onnx"
         scalepoint.export(quantized, own, inputs, float_path=plain)
         feeds = dict(zip(("x", "picture"), (each.numpy() for each in inputs), strict=False))
-        rows = profile(plain, own, feeds, names=layer_names(quantized), seconds=SECONDS)
+        rows = profile(plain, own, feeds, names=map_layer_names(quantized), seconds=SECONDS)
     return {row.name: row for row in rows}
 
 

@@ -47,11 +47,11 @@ from scalepoint.graph.torch_export import export_logs_silenced
 from scalepoint.pipeline.accuracy import PRESETS
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import Runtime, find_runtime
-from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.tuning import tune
 from scalepoint.verification import RuntimeModel
-from scalepoint.verification.simulation import feeds_of
+from scalepoint.verification.simulation import build_feeds
 
 try:
     import flatbuffers
@@ -149,8 +149,8 @@ def pieces_of(batch: Any, inputs: Any) -> list[Any]:
 
 
 def run(runtime: Runtime, path: Path, feeds: Mapping[str, Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    with exchange(feeds) as files:
-        answer = ask(
+    with exchange_files(feeds) as files:
+        answer = run_task(
             runtime, {"task": "run", "path": str(path), "options": {"threads": 1}, **files.files, "executed": True}
         )
         if answer.data is None:
@@ -160,9 +160,9 @@ def run(runtime: Runtime, path: Path, feeds: Mapping[str, Any]) -> tuple[list[Te
 
 def speeds(runtime: Runtime, paths: list[Path], feeds: Mapping[str, Any]) -> list[float]:
     """Against the first."""
-    with exchange(feeds) as files:
+    with exchange_files(feeds) as files:
         request = {"task": "benchmark", "paths": list(map(str, paths)), "options": {"threads": 1}}
-        answer = ask(runtime, {**request, "repeats": 40, "seconds": 30, **files.files})
+        answer = run_task(runtime, {**request, "repeats": 40, "seconds": 30, **files.files})
         assert answer.data is not None, answer.message
         medians = [quarters[1] for quarters in answer.data["quartiles"]]
     return [medians[0] / each for each in medians]
@@ -176,7 +176,7 @@ def measure_executorch(
     data = [subject.inputs] if config is not None else subject.calibration
     with export_logs_silenced():
         model = quantize(subject.model, subject.inputs, config, forward_loop=data, target="executorch")
-        feeds = feeds_of(
+        feeds = build_feeds(
             model,
             (
                 () if isinstance(subject.inputs, Mapping) else (subject.inputs,),
@@ -341,7 +341,7 @@ def measure_litert(subject: Subject, folder: Path) -> list[LitertResult]:
     with export_logs_silenced():
         model = quantize(subject.model, inputs, None, forward_loop=subject.calibration, target="litert")
         given = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
-        feeds = feeds_of(model, given)
+        feeds = build_feeds(model, given)
     export(model, ours, inputs, float_path=plain)
     files: list[tuple[str, Path, Tensor | None]] = [("scalepoint", ours, called(model, inputs))]
     for algorithm, how in (DEFAULT_ALGORITHM, SECOND_ALGORITHM[subject.is_transformer]):

@@ -15,10 +15,10 @@ from scalepoint.quantize import calibrate
 from scalepoint.quantize.stubs import WeightFakeQuantize
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import Answer, Status, ask, exchange, precision
+from scalepoint.runtimes.process import Status, TaskResult, count_low_precision, exchange_files, run_task
 from scalepoint.spec import QuantizationSpec
 from scalepoint.spec.range_calculator import MinMaxRangeCalculator, RangeCalculatorBase
-from scalepoint.verification.simulation import feeds_of
+from scalepoint.verification.simulation import build_feeds
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ def run(model: Any, batch: Any) -> Tensor:
 
 def arrays(model: Any, batch: Any) -> dict[str, np.ndarray]:
     """A batch as a runtime takes it."""
-    return feeds_of(model, as_inputs(batch, None))
+    return build_feeds(model, as_inputs(batch, None))
 
 
 def share(low: int, left: Sequence[str]) -> str:
     return f"{low} of {low + len(left)}"
 
 
-def answered(answer: Answer, runtime: str) -> Mapping[str, Any]:
+def answered(answer: TaskResult, runtime: str) -> Mapping[str, Any]:
     if answer.status != Status.OK or answer.data is None:
         raise SystemExit(f"{runtime}: {answer.status.value}: {answer.message}")
     return answer.data
@@ -62,19 +62,21 @@ def answered(answer: Answer, runtime: str) -> Mapping[str, Any]:
 
 def ran(path: Path, feeds: Mapping[str, np.ndarray], runtime: str) -> tuple[Tensor, str]:
     """The output of a file, and how many of its operations with weights ran in int8."""
-    with exchange(feeds) as files:
+    with exchange_files(feeds) as files:
         request = {"task": "run", "path": str(path), "options": {"threads": 1}, "executed": True, **files.files}
-        answer = ask(find_runtime(runtime), request)
+        answer = run_task(find_runtime(runtime), request)
         executed = answered(answer, runtime)["executed"]
         output = next(iter(files.outputs(answer).values()))
-    return torch.from_numpy(output), share(*precision(executed))
+    return torch.from_numpy(output), share(*count_low_precision(executed))
 
 
 def speeds(paths: Sequence[Path], feeds: Mapping[str, np.ndarray], runtime: str, repeats: int = 60) -> list[float]:
     """How many times faster than the first file each one is: medians of interleaved runs in one process."""
-    with exchange(feeds) as files:
+    with exchange_files(feeds) as files:
         request = {"task": "benchmark", "paths": [str(path) for path in paths], "options": {"threads": 1}}
-        answer = ask(find_runtime(runtime), {**request, **files.files, "repeats": repeats, "seconds": 60}, seconds=1200)
+        answer = run_task(
+            find_runtime(runtime), {**request, **files.files, "repeats": repeats, "seconds": 60}, seconds=1200
+        )
     medians = [each[1] for each in answered(answer, runtime)["quartiles"]]
     return [medians[0] / each for each in medians]
 

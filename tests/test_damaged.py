@@ -26,7 +26,7 @@ from scalepoint.cli.models import load_weights
 from scalepoint.cli.naming import Finder
 from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.formats import find_format
-from scalepoint.formats.gguf.tokenizer import add_tokenizer, read
+from scalepoint.formats.gguf.tokenizer import add_tokenizer, read_vocabulary
 from scalepoint.options import DeployConfig
 from scalepoint.pipeline.workspace import finished_stages
 from scalepoint.quantize import quantize
@@ -96,7 +96,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         return Source.open(here / "llm").tensor("a.weight")
 
     def tokenizer(path: Path) -> Any:
-        return read(path.parent, 8)
+        return read_vocabulary(path.parent, 8)
 
     def special(path: Path) -> Any:
         return add_tokenizer(GGUFWriter(None, "llama"), path.parent, {"vocab_size": 8})

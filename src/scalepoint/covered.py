@@ -59,7 +59,7 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """All operations with weights or a matrix product, each in exactly one state."""
+    """What became of every operation that has weights or multiplies matrices; each is in exactly one state."""
 
     operations: tuple[CoverageRow, ...]
 

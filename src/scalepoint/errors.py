@@ -46,6 +46,8 @@ class SpecError(ScalepointError, ValueError):
 
 
 class BlockSizeMismatchError(SpecError):
+    """A block size does not divide the axis it applies to."""
+
     code = "SP-A002"
 
 

@@ -107,20 +107,20 @@ class TrialSummary:
 
 @dataclass(frozen=True)
 class LayerError:
-    """How far the output of one layer is from the float model's. None: not measured, or not applicable.
+    """The error of one layer. A field is None if it was not measured or does not apply (no weight, a fixed range).
 
     Attributes:
-        name: Path of the layer in the model.
-        kind: Its operation, such as "linear".
-        precision: What it runs in.
-        sqnr_db: Signal to noise of its output in the running quantized model.
-        cosine: Cosine similarity of the same outputs.
-        local_sqnr_db: Signal to noise if only this layer is quantized.
-        weight_sqnr_db: Signal to noise of its weight.
-        saturation: Share of the input outside of the range of its quantizer.
-        end_share: Share of the input on the lowest or highest code.
-        used_range: Share of the quantizer's range that values lie in.
-        macs: Multiply-accumulates.
+        name: Name of the layer.
+        kind: Kind of operation.
+        precision: How the layer is quantized.
+        sqnr_db: Signal-to-noise ratio of its output against float, in dB, with all layers before it quantized.
+        cosine: Cosine similarity of its output with float.
+        local_sqnr_db: The same ratio with float inputs: the error that the layer adds by itself.
+        weight_sqnr_db: Signal-to-noise ratio of its weight.
+        saturation: Share of input values that are clipped.
+        end_share: Share of input values on the first or the last code.
+        used_range: Share of the codes' range that the values cover.
+        macs: Multiply-accumulates of one forward.
         parameters: Number of weights.
     """
 
@@ -146,15 +146,15 @@ class LayerError:
 
 @dataclass(frozen=True)
 class TensorHistogram:
-    """Values of one tensor of a layer: `counts[i]` of them lie in [edges[i], edges[i + 1]).
+    """Histogram of one tensor.
 
     Attributes:
-        name: Path of the layer.
-        role: "weight" or "input".
-        stub: Name of the input's quantizer.
-        edges: Limits of the bins.
+        name: Name of the layer.
+        role: "weight" or the input.
+        stub: Name of the quantizer.
+        edges: Edges of the bins; `counts[i]` values lie in [edges[i], edges[i + 1]).
         counts: Values per bin.
-        low, high: Range of the codes; None if every tensor has its own range.
+        low, high: Range that the codes cover; None if every channel or block has its own.
     """
 
     name: str

@@ -84,10 +84,23 @@ def transform(
     trust: bool = False,
     check: bool = False,
 ) -> TransformationResult:
-    """Capture a model for inputs like these and group its operations by the patterns, those of the target unless given.
+    """Capture a model and group its operations by patterns, such as convolution + batch norm + ReLU.
 
-    `dynamic_axes`, such as {"x": {2: "height", 3: "width"}}, names axes that stay free beside the batch. check=True
-    also runs both models on the inputs and compares.
+    Args:
+        model: A module, an ExportedProgram, or the path of a .pt2 file.
+        args: Example inputs: a tensor, a tuple, or a dict of keyword inputs.
+        patterns: The patterns to look for; those of the target by default.
+        target: A target or its name.
+        kwargs: Keyword inputs of the model.
+        copy: False shares the parameters with the given model.
+        dynamic: Keep the batch axis free.
+        dynamic_axes: Further axes that stay free, such as {"x": {2: "height", 3: "width"}}.
+        leave: Names of submodules that are called as they are and not quantized.
+        trust: Allow loading a .pt2 file, which can run code.
+        check: Run both models on the inputs and compare their outputs.
+
+    Returns:
+        The transformed graph and its matches.
     """
     model = load_if_path(model, trust)
     plan = get_transformation_plan(
@@ -112,7 +125,25 @@ def get_transformation_plan(
     leave: Sequence[str] = (),
     trust: bool = False,
 ) -> TransformationPlan:
-    """What transform would do; edit `match.apply`, then apply it."""
+    """Capture a model and list what `transform` would fuse, without fusing it.
+
+    Edit `match.apply` of the matches, then call `apply_transformation_plan`.
+
+    Args:
+        model: A module, an ExportedProgram, or the path of a .pt2 file.
+        args: Example inputs: a tensor, a tuple, or a dict of keyword inputs.
+        patterns: The patterns to look for; those of the target by default.
+        target: A target or its name.
+        kwargs: Keyword inputs of the model.
+        copy: False shares the parameters with the given model.
+        dynamic: Keep the batch axis free.
+        dynamic_axes: Further axes that stay free, such as {"x": {2: "height", 3: "width"}}.
+        leave: Names of submodules that are called as they are and not quantized.
+        trust: Allow loading a .pt2 file, which can run code.
+
+    Returns:
+        The plan.
+    """
     chosen = None if target is None else find_target(target)
     if chosen is not None:
         chosen.check_free_sizes(dynamic_axes)
@@ -138,7 +169,14 @@ def plan_of(
 
 
 def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
-    """Fuse every match whose `apply` is True. One that fails is skipped with its reason; the rest goes on."""
+    """Fuse every match of a plan whose `apply` is True.
+
+    Args:
+        plan: What `get_transformation_plan` returned, possibly edited.
+
+    Returns:
+        The transformed graph and its matches. A match that cannot be fused is skipped and keeps the reason.
+    """
     if plan.is_applied:
         raise PatternError("this plan was applied already: make a new one with get_transformation_plan")
     plan.is_applied = True

@@ -15,7 +15,7 @@ from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.report import write
 from scalepoint.targets import onnxruntime_target
 from scalepoint.verification import Benchmark, Status, Verification
-from scalepoint.verification.times import LayerTime
+from scalepoint.verification.layer_times import LayerTime
 
 ALL = QuantConfig(speed_first=False)
 

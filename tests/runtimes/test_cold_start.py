@@ -21,7 +21,7 @@ SUFFIXES = {"onnxruntime": "onnx", "openvino": "onnx", "litert": "tflite", "exec
 
 @pytest.mark.parametrize("target", fast(SUFFIXES, "onnxruntime", "openvino", "litert"))
 def test_a_file_runs_in_a_child_that_was_started_as_users_start_it(target, tmp_path):
-    command = process.command(find_runtime(find_target(target).runtime))
+    command = process.child_command(find_runtime(find_target(target).runtime))
     assert command[:2] == [sys.executable, "-I"]
     assert not any("warm" in part for part in command)
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import torch
 
 from scalepoint.formats.genai import ORT_GENAI as FORMAT
 from scalepoint.runtimes import Status, find_runtime
-from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.process import exchange_files, run_task
 from tests.formats.genai.tiny import FAMILIES, decibels, int_spec, make, quantized, simulate
 
 RUNTIME = find_runtime("ort-genai")
@@ -47,21 +47,27 @@ def test_it_tells_which_products_are_low(written):
     assert not [each for each in executed if each["low"] is False]
 
 
-@pytest.mark.skipif(not RUNTIME.is_here, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]")
+@pytest.mark.skipif(
+    not RUNTIME.is_installed, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]"
+)
 def test_it_runs_in_a_child_process(written):
-    with exchange({"input_ids": WORDS.numpy()}) as files:
-        answer = ask(RUNTIME, {"task": "run", "path": str(written[0]), "options": {}, **files.files, "executed": True})
+    with exchange_files({"input_ids": WORDS.numpy()}) as files:
+        answer = run_task(
+            RUNTIME, {"task": "run", "path": str(written[0]), "options": {}, **files.files, "executed": True}
+        )
         assert answer.status is Status.OK
         assert files.outputs(answer)["logits"].shape == (1, 10, 96)
     wanted = {"tokens": WORDS[0].tolist(), "count": 8, "repeats": 2}
-    answer = ask(RUNTIME, {"task": "generate", "paths": [str(written[0])], "options": {"exact": True}, **wanted})
+    answer = run_task(RUNTIME, {"task": "generate", "paths": [str(written[0])], "options": {"exact": True}, **wanted})
     assert answer.status is Status.OK
     with torch.no_grad():
         made = written[1].generate(WORDS, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, 10:].tolist()
     assert answer.data["files"][0]["tokens"] == made
 
 
-@pytest.mark.skipif(not RUNTIME.is_here, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]")
+@pytest.mark.skipif(
+    not RUNTIME.is_installed, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]"
+)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != LONG])
 def test_it_generates_what_the_simulation_does(tmp_path, name):
     make(name, tmp_path / "float")
@@ -80,7 +86,9 @@ def test_it_generates_what_the_simulation_does(tmp_path, name):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["float", "out", "simulated"]
 
 
-@pytest.mark.skipif(not RUNTIME.is_here, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]")
+@pytest.mark.skipif(
+    not RUNTIME.is_installed, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]"
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_texts_of_several_lengths_go_on_as_each_alone_does(tmp_path, name):
     import onnxruntime_genai

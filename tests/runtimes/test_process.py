@@ -18,8 +18,8 @@ from scalepoint.errors import VerificationError
 from scalepoint.formats import ExportRequest
 from scalepoint.formats.onnx.float_baseline import write_baseline
 from scalepoint.runtimes import Runtime, Status, find_runtime
-from scalepoint.runtimes.process import all_memory, ask, exchange, precision
-from scalepoint.runtimes.serving import Served
+from scalepoint.runtimes.process import count_low_precision, exchange_files, run_task, total_memory
+from scalepoint.runtimes.serving import RuntimeSession
 from scalepoint.verification import RuntimeModel, verify
 
 CHILD = """
@@ -106,9 +106,9 @@ def runtime(tmp_path):
 def run(runtime, tmp_path):
     def asked(kind, **limits):
         (tmp_path / kind).write_text(kind)
-        with exchange({"x": X}) as files:
+        with exchange_files({"x": X}) as files:
             request = {"task": "run", "path": str(tmp_path / kind), "options": {}, "executed": True, **files.files}
-            answer = ask(runtime, request, **limits)
+            answer = run_task(runtime, request, **limits)
             return answer, files.outputs(answer) if answer.status == Status.OK else {}
 
     return asked
@@ -142,21 +142,21 @@ def test_what_goes_wrong_there_is_a_finding(run, kind, status, message):
 
 
 def test_the_limit_is_the_memory_of_this_machine_unless_told():
-    assert 1e8 < all_memory() < 1e14
+    assert 1e8 < total_memory() < 1e14
 
 
 def test_a_package_that_is_not_installed(runtime, tmp_path):
     absent = Runtime("absent", "no_such_package_anywhere", tmp_path / "child.py", ("onnx",))
-    answer = ask(absent, {"task": "run"})
+    answer = run_task(absent, {"task": "run"})
     assert answer.status == Status.UNAVAILABLE
     assert "pip install no_such_package_anywhere" in answer.message
     with pytest.raises(VerificationError, match="pip install"):
-        Served(absent, tmp_path / "child.py")
+        RuntimeSession(absent, tmp_path / "child.py")
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
 def test_a_real_runtime_that_needs_more_than_it_may_have_is_a_finding(name, tmp_path):
-    if not find_runtime(name).is_here:
+    if not find_runtime(name).is_installed:
         pytest.skip(f"{name} is not installed")
     path, model, x = tmp_path / "m.onnx", nn.Linear(8, 4000).eval(), torch.randn(30_000, 8)
     write_baseline(model, path, ExportRequest(((x,), {})))
@@ -192,7 +192,7 @@ def test_a_child_ends_with_a_parent_that_was_killed(runtime, tmp_path, how):
 class TestServed:
     def test_a_file_is_called_again_and_again_in_one_process(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = Served(runtime, tmp_path / "plain")
+        served = RuntimeSession(runtime, tmp_path / "plain")
         for factor in (1, 2, 3):
             assert np.array_equal(served({"x": X * factor})[0], X * factor * 2)
         served.close()
@@ -200,14 +200,14 @@ class TestServed:
 
     def test_a_language_model_goes_on_in_the_process_that_has_it(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = Served(runtime, tmp_path / "plain")
+        served = RuntimeSession(runtime, tmp_path / "plain")
         assert np.array_equal(served({"count": X})[0], X * 2)  # an input, whatever it is called
         assert served.generate((7, 8), 3) == ([7, 8, 0, 1, 2], 0.5, 2.0)
         assert np.array_equal(served({"x": X})[0], X * 2)
 
     def test_it_ends_with_the_object(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = Served(runtime, tmp_path / "plain")
+        served = RuntimeSession(runtime, tmp_path / "plain")
         child = served._child
         del served
         assert child.wait() == 0
@@ -218,14 +218,14 @@ class TestServed:
     )
     def test_what_goes_wrong_is_an_error_that_says_so(self, runtime, tmp_path, kind, why):
         (tmp_path / kind).write_text(kind)
-        served = Served(runtime, tmp_path / kind, seconds=3 if kind == "hanging" else 60, memory=1_000_000_000)
+        served = RuntimeSession(runtime, tmp_path / kind, seconds=3 if kind == "hanging" else 60, memory=1_000_000_000)
         with pytest.raises(VerificationError, match=why):
             served({"x": X})
         served.close()
 
     def test_every_thread_gets_the_answer_to_its_own_request(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served, inputs = Served(runtime, tmp_path / "plain"), [X + number for number in range(100)]
+        served, inputs = RuntimeSession(runtime, tmp_path / "plain"), [X + number for number in range(100)]
         with ThreadPoolExecutor(8) as pool:
             outputs = [found[0] for found in pool.map(served, [{"x": x} for x in inputs])]
         wrong = [number for number, x in enumerate(inputs) if not np.array_equal(outputs[number], 2 * x)]
@@ -234,7 +234,7 @@ class TestServed:
     @pytest.mark.parametrize("part", ["length", "frame"])
     def test_half_an_answer_of_a_dying_child_is_an_error(self, runtime, tmp_path, part):
         (tmp_path / "torn").write_text("torn")
-        served = Served(runtime, tmp_path / "torn", options={"part": part})
+        served = RuntimeSession(runtime, tmp_path / "torn", options={"part": part})
         with pytest.raises(VerificationError, match="exited with code 3"):
             served({"x": X})
         with pytest.raises(VerificationError, match="open it again"):
@@ -242,7 +242,7 @@ class TestServed:
 
     def test_a_call_that_was_interrupted_leaves_no_answer_for_the_next_one(self, runtime, tmp_path):
         (tmp_path / "hanging").write_text("hanging")
-        served = Served(runtime, tmp_path / "hanging")
+        served = RuntimeSession(runtime, tmp_path / "hanging")
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
         try:
             threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
@@ -255,21 +255,21 @@ class TestServed:
 
     def test_a_closed_one_is_refused(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = Served(runtime, tmp_path / "plain")
+        served = RuntimeSession(runtime, tmp_path / "plain")
         served.close()
         with pytest.raises(VerificationError, match="closed"):
             served({"x": X})
 
     def test_another_process_that_was_forked_is_refused(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        served = Served(runtime, tmp_path / "plain")
+        served = RuntimeSession(runtime, tmp_path / "plain")
         served._owner += 1  # as after a fork
         with pytest.raises(VerificationError, match="another process"):
             served({"x": X})
 
     def test_a_child_that_prints_without_end_costs_no_memory(self, runtime, tmp_path):
         (tmp_path / "noisy").write_text("noisy")
-        served = Served(runtime, tmp_path / "noisy")
+        served = RuntimeSession(runtime, tmp_path / "noisy")
         tracemalloc.start()
         try:
             with pytest.raises(VerificationError, match="no kernel for this"):
@@ -280,7 +280,7 @@ class TestServed:
 
     def test_an_input_may_have_any_name(self, runtime, tmp_path):
         (tmp_path / "plain").write_text("plain")
-        assert np.array_equal(Served(runtime, tmp_path / "plain")({"file": X})[0], X * 2)
+        assert np.array_equal(RuntimeSession(runtime, tmp_path / "plain")({"file": X})[0], X * 2)
 
 
 def test_a_runtime_model_is_called_as_the_model_is(runtime, tmp_path):
@@ -302,7 +302,7 @@ def test_operations_are_counted_by_what_the_child_says():
         {"name": "c", "op": "Relu", "low": None, "why": ""},
         {"name": "d", "op": "Convolution brgconv_f32", "low": False, "why": ""},
     ]
-    assert precision(rows) == (1, ("b (Conv: its weight is float)", "d (Convolution brgconv_f32)"))
+    assert count_low_precision(rows) == (1, ("b (Conv: its weight is float)", "d (Convolution brgconv_f32)"))
 
 
 def test_this_process_has_imported_no_runtime():

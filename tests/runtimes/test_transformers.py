@@ -9,7 +9,7 @@ import torch
 
 from scalepoint.formats import find_checkpoint_format
 from scalepoint.runtimes import Status, find_runtime
-from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.spec import ExtendedQuantizationSpec, QuantizationSpec
 from tests.formats.checkpoint_folder.tiny import FAMILIES, logits_of, make, quantize, reference
 
@@ -91,9 +91,9 @@ def test_layers_of_other_widths_are_read_with_their_own(tmp_path, file_class):
 @pytest.mark.slow
 def test_it_runs_in_a_child_process(tmp_path):
     folder, model = write("awq", "qwen2", tmp_path)
-    with exchange({"input_ids": WORDS.numpy()}) as files:
+    with exchange_files({"input_ids": WORDS.numpy()}) as files:
         request = {"task": "run", "path": str(folder), "options": {"threads": 1}, **files.files, "executed": True}
-        answer = ask(RUNTIME, request)
+        answer = run_task(RUNTIME, request)
         assert (answer.status, answer.message) == (Status.OK, "")
         assert np.array_equal(files.outputs(answer)["logits"], logits_of(model).numpy())
 

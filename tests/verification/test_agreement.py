@@ -14,11 +14,11 @@ from scalepoint.errors import VerificationError
 from scalepoint.formats import export
 from scalepoint.quantize import quantize
 from scalepoint.verification import Status, Verification, verify
-from scalepoint.verification.agreement import Agreement, agreements, worst
+from scalepoint.verification.agreement import Agreement, compare_outputs, worst_sqnr
 
 
 def agreement(expected, found):
-    return agreements([torch.tensor(expected)], {"y": np.array(found, np.float32)})[0]
+    return compare_outputs([torch.tensor(expected)], {"y": np.array(found, np.float32)})[0]
 
 
 def test_equal_outputs_agree_without_end():
@@ -56,13 +56,13 @@ def test_the_worst_output_counts_wherever_it_stands():
     bad = np.full((2, 3), nan, np.float32)
     good = np.ones((2, 3), np.float32)
     for found in ({"a": good, "b": bad, "c": good}, {"a": bad, "b": good, "c": good}):
-        assert worst(agreements([ones] * 3, found)) == -inf
+        assert worst_sqnr(compare_outputs([ones] * 3, found)) == -inf
 
 
 def test_an_output_that_the_file_has_not_does_not_agree():
-    found = agreements([torch.ones(2), torch.ones(2)], {"a": np.ones(2, np.float32)})
+    found = compare_outputs([torch.ones(2), torch.ones(2)], {"a": np.ones(2, np.float32)})
     assert [each.output for each in found] == ["a", "output_1"]
-    assert worst(found) == -inf
+    assert worst_sqnr(found) == -inf
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_an_output_that_the_file_has_not_does_not_agree():
     ],
 )
 def test_equal_values_of_an_empty_or_constant_output_prove_nothing(value, words):
-    found = agreements([value], {"y": value.numpy()})[0]
+    found = compare_outputs([value], {"y": value.numpy()})[0]
     assert "exactly" not in str(found)
     assert str(found) == f"y: nothing was compared, it is {words}"
 
@@ -95,7 +95,7 @@ def test_a_constant_that_the_file_changes_does_not_agree():
 )
 def test_top1_is_counted_only_where_the_last_axis_has_classes(shape, feeds, has_classes):
     value = torch.randn(shape)
-    found = agreements([value], {"y": value.numpy()}, feeds)[0]
+    found = compare_outputs([value], {"y": value.numpy()}, feeds)[0]
     assert found.top1 == (1.0 if has_classes else None)
     assert ("top-1" in str(found)) == has_classes
 

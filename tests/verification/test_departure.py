@@ -10,7 +10,7 @@ from scalepoint import export, verify
 from scalepoint.errors import VerificationError
 from scalepoint.formats.onnx.channels_first import CHANNELS_FIRST_SUFFIX
 from scalepoint.quantize import quantize
-from scalepoint.verification.departure import departure, matched
+from scalepoint.verification.departure import find_departure, match_calls
 from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -69,9 +69,9 @@ NODES = {"a/QuantizeLinear": "t0", "a/QuantizeLinear_1": "t1"}
 
 def test_calls_are_paired_with_tensors_of_their_shape_in_order():
     found = {"t0": np.ones((4, 5), np.uint8)}
-    ((call, array),) = matched("a", CODES["a"], NODES, found)
+    ((call, array),) = match_calls("a", CODES["a"], NODES, found)
     assert call.shape == array.shape == (4, 5)
-    assert matched("a", CODES["a"], NODES, {"t0": np.ones((9, 9), np.uint8)}) == []
+    assert match_calls("a", CODES["a"], NODES, {"t0": np.ones((9, 9), np.uint8)}) == []
 
 
 def test_a_tensor_that_the_file_has_turned_is_compared_as_the_model_has_it():
@@ -80,14 +80,14 @@ def test_a_tensor_that_the_file_has_turned_is_compared_as_the_model_has_it():
         {"a/QuantizeLinear": f"t{CHANNELS_FIRST_SUFFIX}"},
         {f"t{CHANNELS_FIRST_SUFFIX}": codes.numpy().astype(np.uint8).transpose(0, 2, 1)},
     )
-    ((call, array),) = matched("a", [codes], nodes, found)
+    ((call, array),) = match_calls("a", [codes], nodes, found)
     assert np.array_equal(call, array)
-    assert departure({"a": [codes]}, nodes, found, (), ()) is None
+    assert find_departure({"a": [codes]}, nodes, found, (), ()) is None
 
 
 def test_a_layer_whose_codes_are_far_away_is_named():
     far = {"t0": np.full((4, 6), 9, np.uint8), "t1": np.ones((4, 5), np.uint8)}
-    found = departure(CODES, NODES, far, (), ())
+    found = find_departure(CODES, NODES, far, (), ())
     assert (found.where, found.equal, found.largest) == ("a", 0.0, 9)
     near = {"t0": np.zeros((4, 6), np.uint8), "t1": np.ones((4, 5), np.uint8)}
-    assert departure(CODES, NODES, near, (), ()) is None
+    assert find_departure(CODES, NODES, near, (), ()) is None

@@ -14,8 +14,8 @@ from scalepoint.errors import VerificationError
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import find_runtime
 from scalepoint.verification import LayerTime, profile, verify
-from scalepoint.verification.profiling import by_layer, layer_names, scope_of
-from scalepoint.verification.times import because, losers, totals
+from scalepoint.verification.layer_times import describe_slower_layers, find_slower_layers, sum_seconds
+from scalepoint.verification.profiling import group_by_layer, map_layer_names, read_scope
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -34,7 +34,9 @@ def made(tmp_path_factory):
 
 def test_every_layer_has_its_time_and_kernel_in_both_files(made):
     folder, quantized, _ = made
-    rows = {row.name: row for row in profile(folder / "float.onnx", folder / "m.onnx", names=layer_names(quantized))}
+    rows = {
+        row.name: row for row in profile(folder / "float.onnx", folder / "m.onnx", names=map_layer_names(quantized))
+    }
     for name in ("0", "2"):
         assert rows[name].kernels[0] == "QLinearConv"
         assert rows[name].float_kernels[0] == "Conv"  # in a blocked layout, under the name of a tensor
@@ -51,7 +53,7 @@ def test_a_kernel_that_an_optimisation_made_is_told_of_its_layer(tmp_path):
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval(), torch.randn(4, 16, 64)
     quantized = quantize(model, x, forward_loop=[x], target="onnxruntime", freeze_weights=True)
     export(quantized, tmp_path / "m.onnx", x, float_path=tmp_path / "float.onnx")
-    rows = profile(tmp_path / "float.onnx", tmp_path / "m.onnx", names=layer_names(quantized))
+    rows = profile(tmp_path / "float.onnx", tmp_path / "m.onnx", names=map_layer_names(quantized))
     (fused,) = [row for row in rows if "BiasGelu" in row.kernels]
     assert fused.name == "0"  # a GELU goes with the layer before it
     assert "Erf" in fused.float_kernels
@@ -132,12 +134,12 @@ def test_a_file_that_does_not_run_is_told(made, tmp_path):
     ],
 )
 def test_a_node_belongs_to_what_its_name_begins_with(name, scope):
-    assert scope_of(name, "Gather") == scope
+    assert read_scope(name, "Gather") == scope
 
 
 def test_nodes_of_a_layer_are_added_up_and_named_by_the_slowest():
     nodes = [{"name": "a/Add", "op": "Add", "seconds": 1.0}, {"name": "a/MatMul", "op": "MatMul", "seconds": 3.0}]
-    (row,) = by_layer(nodes, [{"name": "a/MatMul", "op": "QGemm", "seconds": 2.0}], {"a": "layer.a"})
+    (row,) = group_by_layer(nodes, [{"name": "a/MatMul", "op": "QGemm", "seconds": 2.0}], {"a": "layer.a"})
     assert row == LayerTime("layer.a", 2.0, 4.0, ("QGemm",), ("MatMul", "Add"))
 
 
@@ -150,14 +152,14 @@ ROWS = (
 
 
 def test_what_loses_time_is_named_with_its_kernels_and_noise_is_not():
-    assert [row.name for row in losers(ROWS)] == ["slow"]
-    told = because(ROWS)
+    assert [row.name for row in find_slower_layers(ROWS)] == ["slow"]
+    told = describe_slower_layers(ROWS)
     assert told.startswith("slow (QLinearConv 3.0 s, Conv 1.0 s in float)")
     assert "conversions between float and integers, 16.6% of its time" in told
     assert "noise" not in told
-    assert totals(ROWS) == (6.0, 6.01)
+    assert sum_seconds(ROWS) == (6.0, 6.01)
 
 
 def test_nothing_is_told_where_nothing_is_lost():
-    assert because(ROWS[1:2]) == ""
-    assert because(()) == ""
+    assert describe_slower_layers(ROWS[1:2]) == ""
+    assert describe_slower_layers(()) == ""

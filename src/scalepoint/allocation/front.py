@@ -18,7 +18,7 @@ SLACK = 1e-9  # of a limit: what sums of floats may be off
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run an item: what it costs, and the error that it adds."""
+    """One precision of an item: its cost, and the error that it adds to the output."""
 
     name: str
     error: float
@@ -30,7 +30,7 @@ Table = Mapping[str, Mapping[str, Choice]]  # item -> name of a choice -> the ch
 
 @dataclass(frozen=True)
 class Item:
-    """Something that gets exactly one of its choices."""
+    """A layer, or several that share a precision, with the choices in order of cost."""
 
     name: str
     choices: tuple[Choice, ...]
@@ -38,7 +38,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A choice for every item, by their names, and the sums."""
+    """One precision for every item.
+
+    Attributes:
+        chosen: Name of the choice by name of the item.
+        error: Sum of the errors.
+        cost: Sum of the costs.
+    """
 
     chosen: Mapping[str, str]
     error: float
@@ -46,7 +52,14 @@ class Allocation:
 
 
 def front(items: Sequence[Item]) -> tuple[Allocation, ...]:
-    """From the cheapest allocation to the one with the least error; every next one raises one item by one rung."""
+    """Compute the allocations from the cheapest to the one with the least error.
+
+    Args:
+        items: The layers with error and cost at each precision.
+
+    Returns:
+        Allocations in order of cost; each raises one layer by one step.
+    """
     _check(items)
     hulls = [hull(item.choices) for item in items]
     places = [0] * len(items)
@@ -64,7 +77,15 @@ def total(table: Table, chosen: Mapping[str, str]) -> Allocation:
 
 
 def thinned(points: Sequence[Allocation], most: int) -> list[Allocation]:
-    """At most so many of a front, evenly by cost; the first and the last stay."""
+    """Choose at most `most` points of a front, evenly by cost. The first and the last stay.
+
+    Args:
+        points: The front.
+        most: How many points to keep.
+
+    Returns:
+        The chosen points, in order.
+    """
     if len(points) <= most:
         return list(points)
     first, last = points[0].cost, points[-1].cost
@@ -74,10 +95,18 @@ def thinned(points: Sequence[Allocation], most: int) -> list[Allocation]:
 
 
 def within(items: Sequence[Item], limit: float) -> Allocation | None:
-    """The least error that was found for no more than this cost; None where even the cheapest costs more.
+    """Find the allocation with the least error that costs no more than a limit.
 
-    Exact at the points of the front; between two of them the better of filling up from the one below and of lowering
-    the one above."""
+    At the points of the front the result is exact. Between two of them it is the better of two heuristics: fill up from
+    the point below, or lower the point above.
+
+    Args:
+        items: The layers with error and cost at each precision.
+        limit: The largest cost.
+
+    Returns:
+        The allocation, or None if even the cheapest one costs more.
+    """
     points = front(items)
     limit += SLACK * abs(limit)
     fitting = [point for point in points if point.cost <= limit]

@@ -60,10 +60,21 @@ def measure_widths(
     on_nan: Literal["error", "skip"] = "error",
     progress: bool | None = None,
 ) -> Widths:
-    """The layers of a transformed model at each of the `choices`; None: as they are, and all that is more precise.
+    """Measure error and cost of every layer of a transformed model at several precisions.
 
-    A layer whose weight an override of the config names keeps it, and has no choice. `steps` of tuning choose the codes
-    that are judged.
+    Args:
+        result: The transformed model.
+        config: The config to start from. A layer whose weight an override names keeps that precision.
+        target: The target, which decides what a precision costs and which ones it can run.
+        choices: Names of precisions. None: the present one, and all that are more precise.
+        data: As for `calibrate`.
+        steps: Steps of tuning that choose the codes before the error is measured.
+        max_batches: Use at most this many batches.
+        on_nan: What to do with batches that contain NaN or infinity.
+        progress: Show a progress bar. None shows it on a terminal only.
+
+    Returns:
+        The table, from which the best allocation within a budget is chosen.
     """
     decisions, rows, coverage = decisions_for(result.model, result.matches, config, target)
     layers = layers_by_name(decisions)

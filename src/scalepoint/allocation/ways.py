@@ -76,7 +76,17 @@ def layers_by_name(decisions: Iterable[Decision]) -> list[Layer]:
 
 
 def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
-    """Formats by name, and float."""
+    """Check names of precisions, such as "int8", "int4" or "float".
+
+    Args:
+        choices: The names.
+
+    Returns:
+        The names as a tuple.
+
+    Raises:
+        UsageError: A name is not known.
+    """
     if isinstance(choices, str) or not choices:
         raise UsageError(f"choices={choices!r}: name formats of weights, as ('int4', 'int8', 'float')")
     for name in choices:

@@ -36,7 +36,7 @@ from scalepoint.support.torch_state import serialized
 
 @dataclass(frozen=True)
 class OutputError:
-    """One output of the model: the quantized one against the float model."""
+    """Error of one output of the quantized model against the float model."""
 
     name: str
     sqnr_db: float
@@ -45,7 +45,7 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All layers in graph order, and the outputs."""
+    """Errors of all layers in graph order, and of the outputs."""
 
     rows: tuple[LayerError, ...]
     outputs: tuple[OutputError, ...]
@@ -105,10 +105,21 @@ def compare(
     max_batches: int | None = None,
     progress: bool | None = None,
 ) -> Comparison:
-    """Per-layer error of a calibrated model. Only sums are kept, so memory does not depend on the number of batches.
+    """Measure the error of every layer of a calibrated model.
 
-    Layers are compared with the same graph without its quantizers, outputs with `float_model` (None: that graph too).
-    `data` is what `calibrate` takes. local=False saves a third of the time. Both models stay as they were.
+    Layers are compared with the same graph without quantizers. Only sums are kept, so memory does not grow with the
+    data. Both models stay unchanged.
+
+    Args:
+        float_model: The model whose outputs are the reference. None uses the graph without quantizers.
+        quantized: The calibrated model.
+        data: As for `calibrate`.
+        local: Also measure the error that each layer adds by itself. False saves a third of the time.
+        max_batches: Stop after this many batches.
+        progress: Show a progress bar. None shows it on a terminal only.
+
+    Returns:
+        The errors per layer and of the outputs.
     """
     check_running(quantized)
     if float_model is not None and not callable(float_model):

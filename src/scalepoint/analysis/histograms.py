@@ -28,9 +28,18 @@ def histograms(
     max_batches: int | None = None,
     progress: bool | None = None,
 ) -> list[TensorHistogram]:
-    """The folded weight of each named layer, and its float inputs as they reach its stubs, streamed.
+    """Collect histograms of the weights and the inputs of layers, batch by batch.
 
-    Bins have one width, at most `bins` of them, and no value lies outside; counts are exact.
+    Args:
+        quantized: The quantized model.
+        data: As for `calibrate`.
+        names: The layers.
+        bins: Largest number of bins. All have the same width, and counts are exact.
+        max_batches: Stop after this many batches.
+        progress: Show a progress bar. None shows it on a terminal only.
+
+    Returns:
+        One histogram per tensor: the weight with its batch norm folded in, and each float input of the layer.
     """
     if not isinstance(bins, int) or not 1 <= bins <= FINE // 4:
         raise UsageError(f"bins={shown(bins)}: a number from 1 to {FINE // 4}")

@@ -26,10 +26,22 @@ def inspect(
     leave: Sequence[str] = (),
     dynamic_axes: Any = None,
 ) -> Coverage:
-    """The coverage that insert_qdq would give. The model is captured over its own parameters, and stays as it is.
+    """Tell which operations of a model would be quantized for a target, and why others would not, before any work.
 
-    Without example inputs torch.fx records what it can, and MACs are not known. A model of which nothing would be
-    quantized is told of by a warning, with the reasons in the coverage. One that is quantized already has its own.
+    The model stays unchanged. A warning is given if nothing would be quantized.
+
+    Args:
+        model: A module, an ExportedProgram, or the path of a .pt2 file.
+        example_inputs: A tensor, a tuple, or a dict of keyword inputs. Without them torch.fx records what it can, and
+            the number of MACs is not known.
+        target: A target or its name.
+        config: What to quantize and how.
+        kwargs: Keyword inputs of the model.
+        leave: Names of submodules that are called as they are and not quantized.
+        dynamic_axes: Axes that stay free besides the batch, such as {"x": {2: "height", 3: "width"}}.
+
+    Returns:
+        One row per operation.
     """
     if isinstance(model, nn.Module) and has_record(model):
         return coverage(model)

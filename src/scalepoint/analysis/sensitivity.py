@@ -44,7 +44,7 @@ Metric = Callable[[Callable[..., Any]], float]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """One layer: the larger the score, the more its quantization costs."""
+    """How much the quantization of one layer costs; a larger score is worse."""
 
     name: str
     score: float
@@ -78,11 +78,21 @@ def sensitivity(
     max_batches: int | None = None,
     progress: bool | None = None,
 ) -> list[Sensitivity]:
-    """The quantized layers of a model, the most sensitive first.
+    """Rank the quantized layers of a model, the most sensitive first. The model stays unchanged.
 
-    A float model is quantized first, for `target` with `config`, on the same data. `metric(run)` is larger for a better
-    model; `run` is called as the model is. `limit` keeps that many rows; one_at_a_time tries only as many layers, those
-    that the proxy finds most sensitive. The model stays as it was.
+    Args:
+        model: A quantized model, or a float one, which is quantized first on the same data.
+        data: As for `calibrate`.
+        metric: `metric(run)` returns a score, larger is better; `run` is called like the model.
+        how: "proxy" estimates from one pass; "one_at_a_time" quantizes one layer at a time and measures.
+        limit: Return this many rows. With "one_at_a_time" only this many layers are tried, the first of the proxy.
+        target: The target for a float model.
+        config: The config for a float model.
+        max_batches: Stop after this many batches.
+        progress: Show a progress bar. None shows it on a terminal only.
+
+    Returns:
+        One row per layer.
     """
     if how not in ("proxy", "one_at_a_time"):
         raise UsageError(f"how={shown(how)}: use 'proxy' or 'one_at_a_time'")

@@ -27,9 +27,15 @@ _NEWEST_MINOR = 99
 def check(
     source: "str | os.PathLike[str] | ModelProto", target: str = "tensorrt", *, version: int | str = 10
 ) -> list[Finding]:
-    """What the target's compiler would refuse or run badly, in graph order, then by rule.
+    """List what the compiler of a target would refuse or run badly in an ONNX file.
 
-    `version` is that of the compiler: "10.9", or 10 for the newest release of that line.
+    Args:
+        source: The file, or a ModelProto.
+        target: The target whose rules apply.
+        version: Version of the compiler: "10.9", or 10 for the newest release of that line.
+
+    Returns:
+        The findings in graph order, then by rule. An empty list means that no rule applies.
     """
     if target not in _TARGETS:
         raise TargetError(f"no static checks for the target {shown(target)}. {nearest(str(target), _TARGETS)}")
@@ -45,12 +51,23 @@ def check(
 
 
 def has_rules(target: str) -> bool:
-    """Whether there are static rules for a target."""
+    """Tell whether `check` has rules for a target.
+
+    Args:
+        target: Name of the target.
+    """
     return target in _TARGETS
 
 
 def describe_rules(target: str) -> "tuple[Section, ...]":
-    """The rules that `check` applies for a target, as sections of its description; none where there are none."""
+    """Describe the rules that `check` applies for a target.
+
+    Args:
+        target: Name of the target.
+
+    Returns:
+        Sections for the description of the target; none if it has no rules.
+    """
     if not has_rules(target):
         return ()
     from scalepoint.checking.tensorrt import POST_BUILD  # noqa: PLC0415

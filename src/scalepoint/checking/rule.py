@@ -13,7 +13,7 @@ _LONGEST_NAME = 120
 
 
 class Severity(StrEnum):
-    """What happens if nothing is done."""
+    """What the compiler does if nothing is changed."""
 
     ERROR = "error"  # the file is refused, or the engine is not built
     PERFORMANCE = "performance"  # a fusion or a fast kernel is lost
@@ -46,7 +46,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken rule at one place."""
+    """One violated rule at one place.
+
+    Attributes:
+        rule: Name of the rule.
+        severity: What the compiler does if nothing is changed.
+        node: Name of the node.
+        tensor: Name of the tensor.
+        why: What is wrong.
+        way_out: What to do.
+    """
 
     rule: str
     severity: Severity

@@ -96,10 +96,13 @@ class Cache:
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """A source, and what became of its tensors; both mappings may read lazily.
+    """A checkpoint and its quantized tensors. Both mappings may read lazily.
 
-    A tensor that is in neither is stored as the source has it. `packed` has the names of the source, all 2-D weights
-    (out, in) whatever the source's layer keeps.
+    Attributes:
+        source: The checkpoint.
+        packed: Quantized weights by their name in the source, all with shape (out, in).
+        changed: Tensors that are not quantized but have new values.
+        cache: How keys and values of earlier tokens are quantized, or None.
     """
 
     source: Source

@@ -69,7 +69,7 @@ class Stored:
 
 
 class Source:
-    """The checkpoint of a language model in a folder."""
+    """A language model's checkpoint in a folder: config, tensors read one by one, tokenizer files."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
         self.folder, self.config, self.tensors = folder, config, tensors

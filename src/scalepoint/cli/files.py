@@ -94,19 +94,21 @@ def bench(
     _there(first, None)
     _there(second, None)
     from scalepoint.runtimes import find_runtime
-    from scalepoint.verification.files import about_file, runtime_for
+    from scalepoint.verification.file_formats import find_runtime_for, read_file_info
 
     try:
-        chosen = runtime_for(second) if runtime is None else find_runtime(runtime)
+        chosen = find_runtime_for(second) if runtime is None else find_runtime(runtime)
     except UsageError as error:
         raise usage(str(error.args[0])) from error
-    sizes = [about_file(path, chosen).size for path in (first, second)]  # what is no model is told before anything runs
+    sizes = [
+        read_file_info(path, chosen).size for path in (first, second)
+    ]  # what is no model is told before anything runs
     counts, sizes_of = _counts("--threads", threads), _counts("--batches", batches)
-    from scalepoint.verification.timing import random_inputs, throughput
+    from scalepoint.verification.benchmarking import make_random_inputs, throughput
 
     kept = _kept_inputs(first, second, chosen) if batches is None and length is None and len(counts) == 1 else None
     try:
-        feeds = random_inputs(first, chosen, sizes_of[0], length or 1) if kept is None else kept
+        feeds = make_random_inputs(first, chosen, sizes_of[0], length or 1) if kept is None else kept
         more: Sequence[Any] = ()
         if len(counts) * len(sizes_of) > 1:
             more = throughput(first, second, batches=sizes_of, threads=counts, length=length or 1, runtime=chosen)
@@ -138,14 +140,14 @@ def bench(
 
 def _kept_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any] | None:
     """Load the inputs that deploy measured the second file with; None if there are none, or the files take others."""
-    from scalepoint.verification.files import about_file
+    from scalepoint.verification.file_formats import read_file_info
     from scalepoint.verification.inputs import INPUTS_FILE, load_inputs
 
     path = second.parent / INPUTS_FILE
     if not path.is_file():
         return None
     feeds = load_inputs(path)
-    if any({each.name for each in about_file(file, runtime).inputs} != set(feeds) for file in (first, second)):
+    if any({each.name for each in read_file_info(file, runtime).inputs} != set(feeds) for file in (first, second)):
         return None
     say(f"inputs: {path}")
     return feeds
@@ -192,7 +194,7 @@ def _with_layer_names(path: Path) -> Path:
 
 def _slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
     """The slowest rows of the second file, and what loses time against the first."""
-    from scalepoint.verification.times import because
+    from scalepoint.verification.layer_times import describe_slower_layers
 
     if not layers:
         return
@@ -207,7 +209,7 @@ def _slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
         for each in layers[:SLOWEST]
     ]
     yield Listing(("slowest layer", first.name, second.name, "speed", "kernels"), rows, numbers=(1, 2, 3))
-    if why := because(layers):
+    if why := describe_slower_layers(layers):
         yield Text(one_line(f"{second.name} loses time in {why}"))
 
 

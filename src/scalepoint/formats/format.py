@@ -40,7 +40,7 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class FileInput:
-    """An input as a file declares it; None is an axis that is free."""
+    """An input as a file declares it. None in `shape` is a free axis."""
 
     name: str
     dtype: str  # as numpy names it
@@ -68,7 +68,7 @@ class ChoiceOutputs:
 
 @dataclass(frozen=True)
 class FileFormat:
-    """One file format."""
+    """One file format: how to write it, read what it says of itself, and compare it with the model."""
 
     name: str
     suffix: str

@@ -57,7 +57,17 @@ def build_metadata(
 
 
 def check_metadata(user_metadata: Mapping[str, Any] | None) -> dict[str, str]:
-    """What a maker gives, as the text that is kept; in the order of the keys."""
+    """Check metadata of the user and turn it into text.
+
+    Args:
+        user_metadata: Keys and values; values that are not text are written as JSON.
+
+    Returns:
+        Text by key, sorted by key.
+
+    Raises:
+        UsageError: A key or a value cannot be stored.
+    """
     if user_metadata is None:
         return {}
     if not isinstance(user_metadata, Mapping):
@@ -139,7 +149,11 @@ def read_description(text: str) -> FileDescription:
 
 
 def read_value(text: str) -> Any:
-    """What was written as JSON as the list or mapping that it was; text as it is."""
+    """Read a value of the metadata: JSON lists and mappings become Python values, other text stays text.
+
+    Args:
+        text: The stored text.
+    """
     if not text.startswith(("{", "[")):
         return text
     try:

@@ -40,7 +40,11 @@ def list_formats() -> list[str]:
 
 
 def find_format(name: str | FileFormat) -> FileFormat:
-    """Return a file format by its name."""
+    """Return a file format by its name.
+
+    Args:
+        name: The name, or the format itself.
+    """
     if name in _CHECKPOINT_FORMATS.names():
         raise UsageError(f"{name!r} is a format of language models: deploy_checkpoint writes it, from a folder")
     return _FILE_FORMATS.find(name)
@@ -52,5 +56,9 @@ def list_checkpoint_formats() -> list[str]:
 
 
 def find_checkpoint_format(name: str | CheckpointFormat) -> CheckpointFormat:
-    """Return a format of language models by its name."""
+    """Return a format of language models by its name.
+
+    Args:
+        name: The name, or the format itself.
+    """
     return _CHECKPOINT_FORMATS.find(name)

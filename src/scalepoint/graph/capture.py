@@ -60,14 +60,27 @@ def capture(
     leave: Sequence[str] = (),
     trust: bool = False,
 ) -> fx.GraphModule:
-    """The graph of a model for inputs like these.
+    """Capture a model as a torch.fx graph for inputs like the given ones.
 
-    `args` is a tensor, a tuple of positional inputs, or a dict of keyword inputs; without any, torch.fx records what
-    it can. The batch (axis 0) and, for integer inputs, the sequence (axis 1) stay dynamic where the model allows; where
-    it does not, `get_origin(graph).fixed_batch` says so, and a warning. `dynamic_axes`, such as {"x": {2: "height"}},
-    names further axes that stay free: one that the model fixes is an error, and the graph is compared with the model at
-    other sizes. copy=False shares the parameters. `leave` names submodules that are not looked into: they are called as
-    they are. trust=True lets a .pt2 file be loaded.
+    The batch (axis 0) and, for integer inputs, the sequence (axis 1) stay dynamic if the model allows it. Otherwise a
+    warning says so.
+
+    Args:
+        model: A module, an ExportedProgram, or the path of a .pt2 file.
+        args: Example inputs: a tensor, a tuple, or a dict of keyword inputs. Without them torch.fx records what it can.
+        kwargs: Keyword inputs of the model.
+        copy: False shares the parameters with the given model.
+        dynamic: Keep the batch axis free.
+        dynamic_axes: Further axes that stay free, such as {"x": {2: "height"}}. The graph is compared with the model at
+            other sizes.
+        leave: Names of submodules that are called as they are.
+        trust: Allow loading a .pt2 file, which can run code.
+
+    Returns:
+        The graph.
+
+    Raises:
+        CaptureError: The model cannot be captured, or it fixes an axis of `dynamic_axes`.
     """
     model, axes = load_if_path(model, trust), parse_axes(dynamic_axes)
     if isinstance(model, ExportedProgram):

@@ -7,7 +7,14 @@ from scalepoint.graph.operations import Operation
 
 
 def check_graph(graph_module: fx.GraphModule) -> None:
-    """Raise GraphError for the first thing that is wrong; a fault of ours, not of the model."""
+    """Check that a captured graph is consistent. A failure is a defect of scalepoint, not of the model.
+
+    Args:
+        graph_module: The graph.
+
+    Raises:
+        GraphError: The first inconsistency.
+    """
     try:
         graph_module.graph.lint()
     except RuntimeError as error:

@@ -22,7 +22,7 @@ class Slot:
 
 
 class Reference:
-    """A parameter or buffer by its owner and name; copied with its owner, never registered twice."""
+    """A parameter or buffer, given by its owner and name. It is copied with its owner and never registered twice."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         self.owner = owner
@@ -78,9 +78,10 @@ class ComputedTensor(nn.Module):
 
 
 class Operation(nn.Module):
-    """One operation: a function and its arguments, where inputs are slots and parameters are references.
+    """One operation of a captured graph, as a module.
 
-    `arguments` are by name, in the order of the function's own arguments; the first `positional` are given by place.
+    It holds a function and its arguments by name, in the function's order. Inputs are slots and parameters are
+    references; the first `positional` arguments are passed by position.
     """
 
     def __init__(

@@ -78,7 +78,13 @@ _THREAD_LOCAL = _ThreadLocal()
 
 
 def make_steps(qparams: QParams, grid: Grid, *, fixed_zero: bool = False) -> Steps:
-    """The steps for these parameters; with `fixed_zero` a symmetric grid's zero point is taken as its middle."""
+    """Precompute what `straight_through` needs from quantization parameters.
+
+    Args:
+        qparams: Scale, zero point and minval.
+        grid: dtype, scheme and formulation.
+        fixed_zero: The zero point is the middle of a symmetric grid.
+    """
     scale, zero_point, minval = qparams
     if grid.format.is_float:
         return Steps(scale, None, grid.low, grid.high)

@@ -25,7 +25,12 @@ class BlockView:
 
 
 def block_view(shape: Sequence[int], block: Sequence[int]) -> BlockView:
-    """The view of a shape whose axes are multiples of their blocks."""
+    """Describe how a tensor is viewed block by block.
+
+    Args:
+        shape: Shape of the tensor; axes are multiples of their blocks.
+        block: Size of a block along each axis.
+    """
     tensor: list[int] = []
     params: list[int] = []
     spans: list[int] = []
@@ -45,7 +50,12 @@ def block_view(shape: Sequence[int], block: Sequence[int]) -> BlockView:
 
 
 def block_counts(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
-    """Blocks along each axis, a ragged last one included: the shape of scale, zero point and minval."""
+    """Count the blocks along each axis: the shape of scale, zero point and minval.
+
+    Args:
+        shape: Shape of the tensor.
+        block: Size of a block along each axis. A last, shorter block counts.
+    """
     return tuple(-(-size // extent) if extent else 0 for size, extent in zip(shape, block, strict=True))
 
 
@@ -54,7 +64,15 @@ def is_ragged(shape: Sequence[int], block: Sequence[int]) -> bool:
 
 
 def check_divides(shape: Sequence[int], block: Sequence[int]) -> None:
-    """Raise for the first axis that its block does not divide."""
+    """Check that blocks divide a shape.
+
+    Args:
+        shape: Shape of the tensor.
+        block: Size of a block along each axis.
+
+    Raises:
+        BlockSizeMismatchError: The first axis that its block does not divide.
+    """
     for axis, (size, extent) in enumerate(zip(shape, block, strict=True)):
         if extent and size % extent:
             raise BlockSizeMismatchError(
@@ -81,7 +99,15 @@ def split_ragged(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[S
 
 
 def as_blocks(tensor: Tensor, block: Sequence[int]) -> Tensor:
-    """One row a block: (n_blocks, elements of a block), in the order of the parameters."""
+    """Arrange a tensor as one row per block.
+
+    Args:
+        tensor: Any tensor whose axes are multiples of their blocks.
+        block: Size of a block along each axis.
+
+    Returns:
+        Shape (number of blocks, elements of a block), in the order of scale and zero point.
+    """
     if tensor.ndim == 0:
         return tensor.reshape(1, 1)
     view = block_view(tensor.shape, block)

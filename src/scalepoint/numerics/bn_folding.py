@@ -24,8 +24,12 @@ LONGEST_LINE, SHORTEST_LINE = 128, 32  # elements of a row that are looked at to
 
 
 def can_fold(weight: Tensor, steps: Steps) -> bool:
-    """Whether the pass knows this weight and these steps: rows of float32 on a CPU, limits that are numbers on both
-    sides of zero."""
+    """Tell whether `fold_and_back` supports a weight: float32 rows on a CPU, and limits on both sides of zero.
+
+    Args:
+        weight: The weight.
+        steps: Its quantization steps.
+    """
     is_plain = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
     is_known = steps.shift is None and not isinstance(steps.low, Tensor) and steps.low <= -1 <= 1 <= float(steps.high)
     return is_plain and is_known and not is_traced(weight) and steps.scale.numel() in (1, len(weight))
@@ -88,10 +92,18 @@ def fake_quantize_folded(
     places: Tensor | None = None,
     owns_grad: bool = False,
 ) -> Tensor:
-    """y, with its gradient, and that of a scale that asks for one.
+    """Fold a batch norm into a weight, fake-quantize it and divide by the factor again, with gradients.
 
-    The factor is a constant, and steps are not written to afterwards. `places` of the flat weight are all that is
-    clamped, where that is known. With `owns_grad` the gradient that comes back is nobody else's, and is written to.
+    Args:
+        weight: The weight.
+        factor: The factor of the batch norm, a constant.
+        steps: Quantization steps; they must not be changed before backward.
+        fmt: The element format.
+        places: Indices of the clamped elements in the flat weight, if known.
+        owns_grad: The incoming gradient belongs to nobody else and may be overwritten.
+
+    Returns:
+        The weight as the layer uses it.
     """
     how = _FoldSettings(steps.map(Tensor.detach), fmt, owns_grad)
     y: Tensor = _FoldedFakeQuantize.apply(weight, steps.scale, factor, places, how)  # type: ignore[no-untyped-call]
@@ -100,7 +112,14 @@ def fake_quantize_folded(
 
 @torch.no_grad()
 def round_trip_folded(weight: Tensor, factor: Tensor, steps: Steps, fmt: Format) -> Tensor:
-    """y alone."""
+    """Compute `fold_and_back` without gradients.
+
+    Args:
+        weight: The weight.
+        factor: The factor of the batch norm.
+        steps: Quantization steps.
+        fmt: The element format.
+    """
     y = torch.empty_like(weight)
     for (part, t), times, row_steps in _iterate_rows(
         (weight, y), factor, steps

@@ -41,10 +41,17 @@ def fake_quantize(
     fixed_zero: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dequantize(quantize(x)); no gradient reaches the parameters, unless the scale asks for one (LSQ).
+    """Compute dequantize(quantize(x)) with a straight-through gradient.
 
-    `fixed_zero` says that a symmetric grid's zero point is its middle, as `choose_qparams` makes it: one pass
-    less. `out`, shaped as x and contiguous, receives the result when no gradient is needed.
+    Gradients reach x, and the scale only if it requires them (LSQ).
+
+    Args:
+        x: The tensor.
+        qparams: Scale, zero point and minval.
+        grid: dtype, scheme and formulation.
+        block: Size of a block along each axis. None: the parameters broadcast.
+        fixed_zero: The zero point is the middle of a symmetric grid, as `choose_qparams` makes it. This saves one pass.
+        out: Receives the result if no gradient is needed; contiguous and shaped like x.
     """
 
     if out is not None and block is not None and is_ragged(x.shape, block):
@@ -58,7 +65,14 @@ def fake_quantize(
 
 
 def fake_quantize_by_steps(x: Tensor, steps: Steps, fmt: Format, out: Tensor | None = None) -> Tensor:
-    """The same with the steps at hand, which broadcast against x: what a frozen quantizer calls again and again."""
+    """Fake-quantize with precomputed steps. A frozen quantizer calls this in every forward.
+
+    Args:
+        x: The tensor.
+        steps: What `steps_of` returned; it broadcasts against x.
+        fmt: The element format.
+        out: Receives the result if no gradient is needed.
+    """
     learns = steps.scale.requires_grad
     needs_grad = (x.requires_grad or learns) and torch.is_grad_enabled()
     if is_traced(x):

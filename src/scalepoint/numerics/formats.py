@@ -13,7 +13,7 @@ from scalepoint.errors import SpecError
 
 
 class QuantizationScheme(StrEnum):
-    """How a range becomes a scale: around zero, around zero with equal ends, or as wide as the data."""
+    """How a range becomes a scale: symmetric around zero, symmetric with clipped limits, or affine."""
 
     SYMMETRIC = "symmetric"
     SYMMETRIC_WITH_CLIPPING = "symmetric_with_clipping"
@@ -21,14 +21,14 @@ class QuantizationScheme(StrEnum):
 
 
 class QuantizationFormulation(StrEnum):
-    """What a code is relative to: an integer zero point, or the float at the low end."""
+    """What a code is relative to: an integer zero point, or the float minimum (minval)."""
 
     ZP = "zp"
     MINVAL = "minval"
 
 
 class ScaleRounding(StrEnum):
-    """How a power-of-two (e8m0) scale is chosen; the formulas stand at `power_of_two_scale`."""
+    """How a power-of-two (e8m0) scale is rounded; see `power_of_two_scale` for the formulas."""
 
     FLOOR = "floor"
     CEIL = "ceil"
@@ -52,7 +52,7 @@ CodeType = torch.dtype | Float6  # what codes can be
 
 @dataclass(frozen=True)
 class Format:
-    """A quantized number: its width, its limits, the torch dtype its codes are stored in."""
+    """A number format: its width, its limits, and the torch dtype that stores its codes."""
 
     name: str
     bits: int
@@ -124,11 +124,20 @@ ALIASES = {
 
 
 def dtype_name(dtype: CodeType) -> str:
+    """Return the name of a dtype, such as "int8" or "float8_e4m3fn".
+
+    Args:
+        dtype: A torch dtype, or one of the 6-bit floats that torch does not have.
+    """
     return str(dtype).removeprefix("torch.")
 
 
 def get_format(dtype: CodeType) -> Format:
-    """The row of a dtype."""
+    """Return the properties of a dtype: bits, range, mantissa.
+
+    Args:
+        dtype: A torch dtype, or one of the 6-bit floats that torch does not have.
+    """
     try:
         return FORMATS[dtype]
     except KeyError:
@@ -138,7 +147,7 @@ def get_format(dtype: CodeType) -> Format:
 
 @dataclass(frozen=True)
 class Grid:
-    """All that the arithmetic needs to know of a spec besides the blocks."""
+    """What the arithmetic needs of a spec, without the blocks: format, limits, scheme, formulation, scale type."""
 
     format: Format
     low: float

@@ -43,7 +43,12 @@ class QParams(NamedTuple):
 
 
 def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The smallest and largest value of every block, float32, shaped one value a block. NaN shows."""
+    """Return the smallest and the largest value of every block as float32. NaN is passed on.
+
+    Args:
+        tensor: The tensor.
+        block: Size of a block along each axis.
+    """
     if is_ragged(tensor.shape, block):
         low = tensor.new_empty(block_counts(tensor.shape, block), dtype=torch.float32)
         high = torch.empty_like(low)
@@ -63,7 +68,17 @@ def min_max(tensor: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def choose_qparams(low: Tensor, high: Tensor, grid: Grid, outer: Tensor | None = None) -> QParams:
-    """The parameters for a range, which is widened to hold zero; `outer` is a given scale of a two-level format."""
+    """Compute scale, zero point and minval for a range. The range is widened to contain zero.
+
+    Args:
+        low: Lower end, one value per block.
+        high: Upper end, one value per block.
+        grid: dtype, scheme and formulation.
+        outer: Scale of the whole tensor, for two-level formats.
+
+    Returns:
+        The quantization parameters.
+    """
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     max_abs = torch.maximum(-low, high)
     if grid.format.is_float:
@@ -138,12 +153,23 @@ def power_of_two_scale(max_abs: Tensor, fmt: Format, rounding: ScaleRounding) ->
 
 
 def tensor_scale(max_abs: Tensor, fmt: Format) -> Tensor:
-    """The outer scale of a two-level format (NVFP4): max_abs of the whole tensor / (448 * 6)."""
+    """Compute the outer scale of a two-level format (NVFP4): largest magnitude of the tensor / (448 * 6).
+
+    Args:
+        max_abs: Largest magnitude of the tensor.
+        fmt: The element format.
+    """
     return (max_abs.amax() / (FORMATS[E4M3].high * fmt.high)).clamp(min=TINY)
 
 
 def block_scale(max_abs: Tensor, outer: Tensor, fmt: Format) -> Tensor:
-    """The inner scale of a two-level format, a float8_e4m3fn number: round(max_abs / 6 / outer), at least 2^-9."""
+    """Compute the inner scale of a two-level format: round(max_abs / 6 / outer) as float8_e4m3fn, at least 2^-9.
+
+    Args:
+        max_abs: Largest magnitude of each block.
+        outer: Scale of the whole tensor.
+        fmt: The element format.
+    """
     inner = FORMATS[E4M3]
     smallest = 2.0 ** (inner.min_exponent - (inner.mantissa or 0))
     exact = (max_abs / fmt.high / outer).clamp(smallest, inner.high)

@@ -22,9 +22,19 @@ Block = tuple[int, ...] | None
 def quantize(
     x: Tensor, qparams: QParams, grid: Grid, block: Block = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The codes in `dtype`: clamp(round(x / scale) + zero_point, low, high), or the values of a float format.
+    """Compute clamp(round(x / scale) + zero_point, low, high), or the nearest value of a float format.
 
     NaN becomes the lowest code of an integer format, as in ONNX Runtime.
+
+    Args:
+        x: The tensor.
+        qparams: Scale, zero point and minval.
+        grid: dtype, scheme and formulation.
+        block: Size of a block along each axis. None: the parameters broadcast.
+        dtype: The dtype of the result.
+
+    Returns:
+        The codes.
     """
 
     def codes(part: Tensor, params: QParams) -> Tensor:
@@ -50,7 +60,14 @@ def _can_quantize_in_pieces(x: Tensor, qparams: QParams, grid: Grid) -> bool:
 
 
 def dequantize(codes: Tensor, qparams: QParams, grid: Grid, block: Block = None) -> Tensor:
-    """(code - zero_point) * scale, or (code - low) * scale + minval, as float32."""
+    """Compute (code - zero_point) * scale, or (code - low) * scale + minval, as float32.
+
+    Args:
+        codes: The codes.
+        qparams: Scale, zero point and minval.
+        grid: dtype, scheme and formulation.
+        block: Size of a block along each axis. None: the parameters broadcast.
+    """
 
     def values(part: Tensor, params: QParams) -> Tensor:
         return restore(part.to(torch.float32) - code_offset(params, grid), make_steps(params, grid))

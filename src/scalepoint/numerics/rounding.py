@@ -13,7 +13,14 @@ EXPONENT = 0x7F800000
 
 
 def round_to_float(x: Tensor, fmt: Format, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """The nearest value of `fmt` to each float32 within its limits; `out` may be `x` itself."""
+    """Round float32 values to the nearest value of a smaller float format, within its limits.
+
+    Args:
+        x: The tensor.
+        fmt: The format.
+        out: Receives the result; may be x itself.
+        scratch: Memory for the intermediate values, shaped like x.
+    """
     bits = None if scratch is None else scratch.view(torch.int32)
     step = torch.bitwise_and(x.view(torch.int32), EXPONENT, out=bits).view(torch.float32)
     mantissa = fmt.mantissa or 0

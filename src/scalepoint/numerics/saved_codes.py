@@ -76,7 +76,13 @@ def mark_quantized(y: Tensor, steps: Steps, fmt: Format) -> Tensor:
 def save_codes_for_backward(
     x: Tensor | None, weight: Tensor | None = None, make: Callable[[], Tensor] | None = None
 ) -> Iterator[None]:
-    """Inside, what backward needs of x is kept as codes, and what it needs of the weight is made by `make`."""
+    """Inside this context, autograd saves codes instead of float values.
+
+    Args:
+        x: The activation, saved as codes for backward.
+        weight: A weight that is not saved at all.
+        make: Computes the weight again in backward.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _has_other_hooks():
         yield
         return

@@ -8,7 +8,11 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether somebody records or transforms the operations instead of just running them."""
+    """Tell whether operations on a tensor are recorded or transformed (torch.compile, export, vmap) instead of run.
+
+    Args:
+        x: The tensor.
+    """
     return torch.compiler.is_compiling() or type(x) not in _PLAIN or is_transformed()
 
 

@@ -19,7 +19,7 @@ from scalepoint.patterns.fused import Fused
 
 
 class Point(StrEnum):
-    """An operand of a fused group on which Q/DQ may stand."""
+    """An operand of a fused group that may be quantized."""
 
     INPUT = "input"
     RESIDUAL_INPUT = "residual_input"
@@ -44,28 +44,58 @@ class Element:
 
 
 def op(role: str, *kinds: str, where: Condition | None = None) -> Element:
-    """An operation of one of these kinds (the role's name if none is given)."""
+    """Describe one operation of a chain.
+
+    Args:
+        role: Name of the operation in the match.
+        *kinds: Kinds of operations that match; the role by default.
+        where: A further condition. It returns the reason for a refusal, or None.
+    """
     if not role:
         raise PatternError("an operation of a pattern has a role")
     return Element(role, frozenset(kinds or (role,)), where)
 
 
 def join(role: str, *kinds: str, where: Condition | None = None) -> Element:
-    """An operation with two operands: one is the chain so far, the other comes from elsewhere."""
+    """Describe an operation with two operands: one is the chain so far, the other comes from elsewhere.
+
+    Args:
+        role: Name of the operation in the match.
+        *kinds: Kinds of operations that match; the role by default.
+        where: A further condition. It returns the reason for a refusal, or None.
+    """
     return replace(op(role, *kinds, where=where), is_join=True)
 
 
 def optional(element: Element) -> Element:
+    """Describe an operation that may be missing in a chain.
+
+    Args:
+        element: What `op` or `join` returned.
+    """
     return replace(element, is_optional=True)
 
 
 def chain(*elements: Element) -> tuple[Element, ...]:
+    """Describe operations that follow each other.
+
+    Args:
+        *elements: What `op`, `optional` and `join` return, first operation first.
+    """
     return elements
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What it matches, what it makes of it, and where Q/DQ may stand; without such points, why it stays float."""
+    """Operations that belong together, and where quantizers may stand.
+
+    Attributes:
+        name: Name of the pattern.
+        match: The operations to look for.
+        make: Builds the fused module.
+        qdq_points: The operands that may be quantized.
+        why_float: The reason for the report if there are none.
+    """
 
     name: str
     match: tuple[Element, ...]
@@ -100,7 +130,7 @@ def without_points(pattern: Pattern, why: str) -> Pattern:
 
 @dataclass
 class PatternMatch:
-    """One place where a pattern fits. `apply = False` leaves it alone; `reason` says why it was skipped."""
+    """One place where a pattern fits. Set `apply` to False to leave it alone; `reason` tells why it was skipped."""
 
     pattern: Pattern
     nodes: Nodes

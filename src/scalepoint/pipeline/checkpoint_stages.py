@@ -32,8 +32,8 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.report import Report
 from scalepoint.results import DEPARTS, FAILED, LanguageModelResult, Score, TuneReport
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import Status, all_memory, ask, missing
-from scalepoint.runtimes.serving import Served
+from scalepoint.runtimes.process import Status, describe_missing, run_task, total_memory
+from scalepoint.runtimes.serving import RuntimeSession
 from scalepoint.support.formatting import plural
 from scalepoint.support.output_folder import WrittenFiles
 from scalepoint.transformation import transform
@@ -132,8 +132,8 @@ def verify_checkpoint(
         status; `LanguageModelResult.check` raises it.
     """
     score, runtime = evaluation.score, find_runtime(job.target.runtime or "")
-    if not runtime.is_here:
-        return replace(result, status=Status.UNAVAILABLE.value, message=missing(runtime).message), score
+    if not runtime.is_installed:
+        return replace(result, status=Status.UNAVAILABLE.value, message=describe_missing(runtime).message), score
     context = context_of(job.source, PROMPT_TOKENS + NEW_TOKENS)
     prompt = [int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)]]
     count = min(NEW_TOKENS, context - len(prompt))
@@ -141,7 +141,7 @@ def verify_checkpoint(
     result = replace(result, prompt=decoded(prompt))
     try:
         options = {"cache": job.cache} if job.cache else {}
-        served = Served(runtime, job.path, threads=torch.get_num_threads(), options=options)
+        served = RuntimeSession(runtime, job.path, threads=torch.get_num_threads(), options=options)
         try:
             sqnr = _sqnr(evaluation.logits, _logits(served, tokens[0]))
             result = replace(result, agreement_db=sqnr)
@@ -178,11 +178,11 @@ def verify_checkpoint(
 def _run_float(job: CheckpointJob, prompt: list[int], count: int) -> Mapping[str, Any] | None:
     """How the float checkpoint continues the prompt: tokens and seconds; None if it is too large."""
     runtime = find_runtime(FLOAT_RUNTIME)
-    if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, all_memory() // 4):
+    if not runtime.is_installed or job.source.size > min(LARGEST_FLOAT, total_memory() // 4):
         return None
     options = {"threads": torch.get_num_threads()}
     task = {"task": "generate", "paths": [str(job.source.folder)], "options": options, "repeats": 1}
-    answer = ask(runtime, {**task, "tokens": prompt, "count": count})
+    answer = run_task(runtime, {**task, "tokens": prompt, "count": count})
     return None if answer.data is None else answer.data["files"][0]
 
 
@@ -191,7 +191,7 @@ def _rates(prompt: Sequence[int], generated: Sequence[int], seconds: Sequence[fl
     return len(prompt) / max(seconds[0], 1e-9), len(generated) / max(seconds[1], 1e-9)
 
 
-def _logits(served: Served, tokens: Tensor) -> Tensor:
+def _logits(served: RuntimeSession, tokens: Tensor) -> Tensor:
     (logits,) = served({"input_ids": tokens.numpy().astype(np.int64)})[:1]
     return torch.from_numpy(logits.astype(np.float32))
 

@@ -47,15 +47,26 @@ def calibrate(
     progress: bool | None = None,
     correct_bias: bool | None = None,
 ) -> nn.Module:
-    """Find the ranges of all activations, and switch fake quantization on. Returns the model.
+    """Run calibration data through a model, set the ranges of its activations and switch fake quantization on.
 
-    `forward_loop` is a function that runs data through the model it is given, or the data itself: an iterable of
-    batches, each a tensor, a tuple or list of inputs (what comes after the model's own inputs, such as labels, is left
-    away), or a dict of inputs by name. on_unseen="skip" leaves a stub that saw nothing as it is, float; on_nan="skip"
-    leaves out batches whose inputs hold NaN or infinity, and tensors inside the model that do. The progress bar shows
-    on a terminal unless `progress` says otherwise. With `correct_bias` biases take up what rounded weights add to the
-    means of outputs, found in the same pass. None is as the config says, and True where the config does not say, but
-    only for frozen weights. False takes back what an earlier calibration added.
+    Args:
+        model: A model that `insert_qdq` returned. It is changed in place.
+        forward_loop: The data: an iterable of batches, each a tensor, a tuple or list of inputs (extra entries such as
+            labels are ignored) or a dict of inputs by name. Or a function that gets the model and runs data through it.
+        freeze_weights: Make the scales of the weights constants as well.
+        max_batches: Stop after this many batches.
+        on_unseen: What to do with a quantizer that no data reached: raise an error, or leave its tensor float ("skip").
+        on_nan: What to do with batches, and tensors inside the model, that contain NaN or infinity.
+        progress: Show a progress bar. None shows it on a terminal only.
+        correct_bias: Add to the biases what rounding the weights changes in the means of the outputs, measured in the
+            same pass. None follows the config (True by default) and applies to frozen weights only. False removes the
+            correction of an earlier calibration.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NotObservedError: No data reached a quantizer, and `on_unseen` is "error".
     """
     stubs = [module for module in model.modules() if isinstance(module, QuantStub)]
     weights = [module for module in model.modules() if isinstance(module, WeightFakeQuantize)]
@@ -123,7 +134,11 @@ def _switch_on(stubs: Sequence[QuantStub], weights: Sequence[WeightFakeQuantize]
 
 @serialized
 def freeze(model: nn.Module) -> None:
-    """Make the scales of all weights constants."""
+    """Make the scales of all weights constants.
+
+    Args:
+        model: A calibrated model.
+    """
     for module in model.modules():
         if isinstance(module, QuantizedWeighted):
             module.freeze()

@@ -48,7 +48,7 @@ FLOAT = "float"  # in the place of a tensor's config: leave it as it is
 
 
 class CalibrationMethod(StrEnum):
-    """How the range of a tensor follows from the data."""
+    """How the range of a tensor is computed from the data."""
 
     MINMAX = "minmax"
     MOVING_AVERAGE_MINMAX = "moving_average_minmax"
@@ -70,10 +70,15 @@ _COMPONENTS = {
 
 
 class TensorQuantConfig(Config):
-    """The short form of a QuantizationSpec: signed integers when symmetric, unsigned when not.
+    """The short form of a QuantizationSpec.
 
-    `block_size` gives every so many weights along the input channels a scale of their own. `sparsity` prunes a weight
-    by magnitude before it is quantized: a share (0.5), "2:4", or {"share": 0.5, "block": 4} for channels together.
+    Attributes:
+        n_bits: Width of the codes.
+        symmetric: True gives signed integers without a zero point, False unsigned ones with a zero point.
+        per_channel: One scale per output channel instead of one for the tensor.
+        calibration_method: How the range is computed from the data.
+        block_size: One scale for this many weights along the input channels.
+        sparsity: Prune the weight by magnitude first: a share (0.5), "2:4", or {"share": 0.5, "block": 4}.
     """
 
     n_bits: Annotated[int, Field(strict=True)] = 8
@@ -208,9 +213,13 @@ ClassName = Annotated[str, BeforeValidator(_class_name)]
 
 
 class SmoothQuantConfig(Config):
-    """s = act_max^alpha / weight_max^(1 - alpha) for each channel; alpha="search" takes the best of `alphas`.
+    """Settings of SmoothQuant: each channel is divided by s = act_max^alpha / weight_max^(1 - alpha).
 
-    `layers` gives single norms, by name or glob, an alpha of their own.
+    Attributes:
+        enabled: Whether to do it.
+        alpha: The exponent, or "search" to take the best of `alphas`.
+        alphas: What "search" tries.
+        layers: An alpha for single norms, by name or glob.
     """
 
     enabled: bool = False
@@ -229,9 +238,15 @@ class SmoothQuantConfig(Config):
 
 
 class Override(Config):
-    """What is other for some operations: by exact name or glob of their path, or by type (a class, its name, a kind).
+    """Different settings for some operations.
 
-    `activation` stands for input and output; None says nothing, "float" leaves the tensor as it is.
+    Attributes:
+        name: Exact path of the operation, or a glob.
+        type: A class, the name of a class, or a kind of operation.
+        weight: Settings of the weight. "float" does not quantize it; None changes nothing.
+        activation: Settings of all inputs and outputs.
+        input: Settings of the inputs.
+        output: Settings of the outputs.
     """
 
     name: str | None = None
@@ -273,16 +288,25 @@ class Override(Config):
 
 
 class QuantConfig(Config):
-    """How the tensors of a model are quantized. What is None is the target's choice.
+    """How the tensors of a model are quantized. A field that is None is decided by the target.
 
-    `migrate` names rewrites of the float weights before calibration, which leave what the model computes as it is:
-    "smooth", "equalize", "absorb", "awq", "rotate", in the order given. With `speed_first` what int8 would make slower
-    stays float, where the target knows the times of its kernels: so it is in deploy unless this says False, and not in
-    the single steps unless it says True. With `correct_bias` calibration shifts biases by what rounded weights add to
-    the means of outputs: so do deploy, quantize and calibrate with frozen weights unless this says False. Tuning
-    chooses biases itself, and takes back what calibration added unless this says True. With `outliers` channels of
-    linear layers' inputs that stand out get a factor before their quantizer, where the target has that for free, where
-    the data shows that it is clearly better, and where nothing is migrated.
+    Attributes:
+        activation: Settings of all activations.
+        weight: Settings of all weights.
+        skip_weight_quant_for: Kinds of operations whose weights stay float.
+        smooth_quant: SmoothQuant settings.
+        migrate: Rewrites of the float weights before calibration that do not change what the model computes, in this
+            order: "smooth", "equalize", "absorb", "awq", "rotate".
+        overrides: Different settings for some operations.
+        speed_first: Leave operations in float that int8 would make slower, if the target knows the times of its
+            kernels. True by default in deploy, False in the single steps.
+        correct_bias: Let calibration shift biases by what rounded weights add to the means of outputs. True by default
+            for frozen weights. Tuning chooses biases itself and removes this shift unless it is set to True.
+        outliers: Scale down outlier channels of the inputs of linear layers before they are quantized, if the target
+            can do this for free and the data shows a clear gain.
+
+    Example:
+        QuantConfig(weight={"n_bits": 8, "per_channel": True}, overrides=[{"name": "head", "weight": "float"}])
     """
 
     activation: Tensors = None

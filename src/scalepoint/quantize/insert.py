@@ -61,12 +61,21 @@ def insert_qdq(
     strict: bool = False,
     copy: bool = True,
 ) -> fx.GraphModule:
-    """The transformed model with quantizers where the patterns declare them; it still computes in float until
-    it is calibrated.
+    """Put quantizers into a transformed model, where the patterns declare them.
 
-    One QuantStub stands on a tensor and is shared by its readers; a WeightFakeQuantize stands on each weight, with the
-    batch norm folded in. `target` (that of the transform, unless given) adds its rules and says what it can run.
-    strict=True makes an operation that would stay float unasked an error. copy=False changes the given model.
+    Each quantized tensor gets one QuantStub, shared by its readers. Each weight gets a WeightFakeQuantize, with the
+    batch norm folded in. The model computes in float until it is calibrated.
+
+    Args:
+        model: The graph of a TransformationResult.
+        matches: Its matches.
+        config: What to quantize and how; the target's default if not given.
+        target: A target or its name; that of the transform by default. Its rules and limits are applied.
+        strict: Raise an error if an operation would stay float without being asked to.
+        copy: False changes the given model.
+
+    Returns:
+        The model with quantizers.
     """
     config = QuantConfig.build(config)
     target = target if target is not None else transformed_of(model).target

@@ -21,12 +21,19 @@ from scalepoint.support.torch_state import serialized
 
 @serialized
 def prepare_qat(model: nn.Module, *, learn_scales: bool = False, observe: bool | None = None) -> nn.Module:
-    """Ready for training: train mode, weights live, fake quantization on. Returns the model.
+    """Prepare a model for quantization-aware training: train mode, live weights, fake quantization on.
 
-    A stub that calibration gave a range holds it; one without follows a moving average of what passes. `observe` says
-    it for all. learn_scales=True makes every scale a Parameter (LSQ): build the optimizer afterwards, so that it sees
-    them. Inside a group of torch.distributed the ranks train one model, each with its part of every batch (DDP,
-    fully_shard): ranges are those of the whole batch, and scales learn at the pace of one process.
+    With torch.distributed the ranks train one model, each with its part of the batch (DDP, fully_shard): ranges are
+    those of the whole batch, and learned scales get the same updates as in one process.
+
+    Args:
+        model: A model with quantizers. It is changed in place.
+        learn_scales: Make every scale a Parameter (LSQ). Build the optimizer afterwards, so that it contains them.
+        observe: Update all activation ranges during training (True) or none (False). None updates only those that
+            calibration did not set.
+
+    Returns:
+        The same model.
     """
     quantizers = _quantizers(model)
     for quantizer in quantizers:
@@ -70,7 +77,11 @@ def _learn(model: nn.Module, quantizers: list[Quantizing]) -> None:
 
 
 def enable_fake_quant(model: nn.Module) -> None:
-    """Quantize and dequantize in every forward."""
+    """Quantize and dequantize in every forward.
+
+    Args:
+        model: A calibrated model.
+    """
     quantizers = _quantizers(model)
     stubs = [each for each in quantizers if isinstance(each, QuantStub)]
     blind = [stub.name for stub in stubs if not (stub.has_observed or stub.following or stub.skipped_because)]
@@ -85,13 +96,22 @@ def enable_fake_quant(model: nn.Module) -> None:
 
 
 def disable_fake_quant(model: nn.Module) -> None:
-    """Compute in float; observers go on if they were on."""
+    """Compute in float. Observers keep their state.
+
+    Args:
+        model: A model with quantizers.
+    """
     for quantizer in _quantizers(model):
         quantizer.enabled = False
 
 
 def enable_observer(model: nn.Module, enabled: bool = True) -> None:
-    """Let the stubs follow a moving average of the ranges of what passes."""
+    """Update the ranges of activations by a moving average in every forward.
+
+    Args:
+        model: A model with quantizers.
+        enabled: False stops it.
+    """
     for quantizer in _quantizers(model):
         if isinstance(quantizer, QuantStub) and not quantizer.is_fixed and not quantizer.is_learned:
             if enabled:
@@ -102,13 +122,22 @@ def enable_observer(model: nn.Module, enabled: bool = True) -> None:
 
 
 def disable_observer(model: nn.Module) -> None:
+    """Stop updating the ranges of activations.
+
+    Args:
+        model: A model with quantizers.
+    """
     enable_observer(model, False)
 
 
 def freeze_bn_stats(model: nn.Module, frozen: bool = True) -> None:
-    """Hold the statistics of all batch norms from now on, through any later train(); their affine still learns.
+    """Stop updating the statistics of all batch norms, also after a later train(). Their affine parameters still learn.
 
-    After loading a plain state_dict into a model whose batch norms stand outside fused groups, call it again.
+    Call it again after loading a plain state_dict into a model with batch norms outside fused groups.
+
+    Args:
+        model: A model with quantizers.
+        frozen: False lets the statistics update again.
     """
     folded = set()
     amend_record(model, is_norm_frozen=frozen)
@@ -152,11 +181,16 @@ def prune(model: nn.Module, progress: float = 1.0) -> None:
 
 @dataclass
 class QATSchedule:
-    """When what begins, in optimizer steps: call `step(model)` once a step.
+    """When the phases of quantization-aware training begin, in optimizer steps. Call `step(model)` once per step.
 
-    Observers watch from `enable_observer`, fake quantization is on from `enable_fake_quant`, and ranges (and batch norm
-    statistics, from `freeze_bn`) are held from `disable_observer`. Weights that are to be sparse lose their share from
-    `prune_from` to `prune_until`, most of it early: s_t = s (1 - (1 - t)^3) (Zhu and Gupta 2017); without, at once.
+    Attributes:
+        enable_observer: From here activation ranges are updated.
+        enable_fake_quant: From here values are quantized.
+        disable_observer: From here activation ranges are constant.
+        freeze_bn: From here batch norm statistics are constant.
+        steps: Number of steps done.
+        prune_from, prune_until: Between these steps sparse weights lose their share s, most of it early:
+            s_t = s (1 - (1 - t)^3) (Zhu and Gupta 2017). If not given, they lose it at once.
     """
 
     enable_observer: int = 0

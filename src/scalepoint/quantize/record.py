@@ -56,7 +56,11 @@ def has_record(model: nn.Module) -> bool:
 
 
 def record_of(model: nn.Module) -> Record:
-    """The record of a model that insert_qdq made."""
+    """Return what `insert_qdq` decided for a model: matches, config, target and coverage.
+
+    Args:
+        model: A model with quantizers.
+    """
     record = get_state(model, Record)
     if record is None:
         raise UsageError("this model has no record of its quantizers: it was not made by insert_qdq")
@@ -70,7 +74,14 @@ def amend_record(model: nn.Module, **changes: Any) -> None:
 
 
 def coverage(model: nn.Module) -> Coverage:
-    """The coverage of a model that insert_qdq made; a quantizer that gave up since is listed as float."""
+    """Tell which operations of a model are quantized, and why the others are not.
+
+    Args:
+        model: A model that `insert_qdq` returned.
+
+    Returns:
+        One row per operation. A quantizer that was switched off later is listed as float.
+    """
     found = record_of(model).coverage
     gave_up: dict[str, list[tuple[str, str]]] = {}
     for module in model.modules():

@@ -32,10 +32,25 @@ def quantize(
     max_batches: int | None = None,
     progress: bool | None = None,
 ) -> fx.GraphModule:
-    """Transform, insert, smooth, calibrate and freeze: the quantized model, which still trains.
+    """Quantize a model in one call: transform, insert_qdq, smooth, calibrate, freeze. The result can still be trained.
 
-    `forward_loop` is a function or data, as `calibrate` takes them; without quantized activations it is not needed.
-    `dynamic_axes`, such as {"x": {2: "height", 3: "width"}}, names axes that stay free beside the batch.
+    Args:
+        model: The float model.
+        args: Example inputs: a tensor, a tuple, or a dict of keyword inputs.
+        config: What to quantize and how; the target's default if not given.
+        forward_loop: Calibration data or a function, as for `calibrate`. Not needed if only weights are quantized.
+        freeze_weights: Make the scales of the weights constants.
+        target: A target or its name.
+        patterns: The patterns to look for; those of the target by default.
+        kwargs: Keyword inputs of the model.
+        leave: Names of submodules that are called as they are and not quantized.
+        dynamic_axes: Axes that stay free besides the batch, such as {"x": {2: "height", 3: "width"}}.
+        strict: Raise an error if an operation would stay float without being asked to.
+        max_batches: Stop calibration after this many batches.
+        progress: Show a progress bar. None shows it on a terminal only.
+
+    Returns:
+        The quantized model.
     """
     result = transform(model, args, patterns, target, kwargs=kwargs, leave=leave, dynamic_axes=dynamic_axes)
     quantized = insert_qdq(result.model, result.matches, config, strict=strict, copy=False)

@@ -64,10 +64,19 @@ FILE_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 
 @serialized
 def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = False) -> Path:
-    """Write a quantized model; returns the folder. The folder then holds this model, or, when something fails, what it
-    held before. with_graph=True also writes the captured graph as data, so that `load(folder)` needs neither the float
-    model nor its Python class; None does so where the graph has such a form. Of several ranks the first writes; of a
-    model whose parameters lie in parts (fully_shard) all have to call it."""
+    """Write a quantized model to a folder. If something fails, the folder keeps what it had before.
+
+    With several ranks the first one writes. If parameters are sharded (fully_shard), all ranks have to call it.
+
+    Args:
+        model: The quantized model.
+        folder: The folder to write.
+        with_graph: Also write the captured graph as data, so that `load(folder)` needs neither the float model nor its
+            class. None does so if the graph can be written this way.
+
+    Returns:
+        The folder.
+    """
     folder = Path(folder)
     check_path(folder, "folder")
     if not isinstance(model, fx.GraphModule) or not has_record(model):
@@ -166,10 +175,22 @@ def load(
     target: str | Target | None = None,
     patterns: Iterable[Pattern] | None = None,
 ) -> fx.GraphModule:
-    """The saved model in eval mode, over the float model it was made from; no calibration is needed. Of a folder that
-    was saved with its graph, the folder alone is enough, and training can go on.
+    """Load a model that `save` wrote, in eval mode. No calibration is needed.
 
-    A target or patterns of your own are not in the folder: give them again.
+    Args:
+        folder: The folder that `save` wrote.
+        float_model: The float model it was made from. Not needed if the folder was saved with its graph; then training
+            can go on as well.
+        example_inputs: Inputs like those of the first capture. Not needed with a saved graph.
+        kwargs: Keyword inputs of the model.
+        target: A target of your own, which the folder does not contain.
+        patterns: Patterns of your own, which the folder does not contain.
+
+    Returns:
+        The quantized model.
+
+    Raises:
+        StoreError: The folder is incomplete, damaged, or does not belong to this model.
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)

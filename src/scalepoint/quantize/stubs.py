@@ -237,10 +237,10 @@ def _short(spec: QuantizationSpec) -> str:
 
 
 class QuantStub(Quantizing):
-    """Stands on an activation: identity until enabled.
+    """The quantizer of an activation. It does nothing until it is enabled.
 
-    While `calibrating` it observes; `compute_parameters()` derives `scale` and `zero_point` from what was seen. With
-    `fixed_calibration=(scale, zero_point)` both are given and calibration leaves them alone.
+    While `calibrating` is set it observes values, and `compute_parameters()` computes `scale` and `zero_point` from
+    them. With `fixed_calibration=(scale, zero_point)` both are given and calibration does not change them.
     """
 
     def __init__(
@@ -353,11 +353,11 @@ class QuantStub(Quantizing):
 
 
 class WeightFakeQuantize(Quantizing):
-    """Stands on a weight: identity until enabled, as a QuantStub.
+    """The quantizer of a weight. It does nothing until it is enabled.
 
-    The scale follows the live weight, until `freeze` makes it a constant.
-    Codes are the nearest ones, unless an algorithm has chosen others (`choose`); the weight itself stays as it is, so
-    a quantizer that is switched off gives the float model.
+    The scale follows the live weight until `freeze` makes it a constant. Codes are the nearest ones unless an algorithm
+    has set others (`choose`). The weight itself is not changed: with the quantizer disabled the model is the float
+    model.
     """
 
     def __init__(

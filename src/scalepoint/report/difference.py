@@ -246,7 +246,15 @@ def _layer_texts(layer: LayerPair) -> tuple[str, str, str, str, str]:
 
 
 def compare_runs(first: str | Path | Report, second: str | Path | Report) -> Difference:
-    """What differs between two runs: folders that deploy wrote, or their reports."""
+    """Compare two runs of deploy.
+
+    Args:
+        first: A folder that deploy wrote, or its report.
+        second: Another one.
+
+    Returns:
+        What differs: settings, accuracy, size, speed, layers.
+    """
     (one, one_config), (other, other_config) = _read(first), _read(second)
     names = _names(first, second)
     if not (one_config and other_config):  # a report alone knows how was quantized, not what else was asked

@@ -28,7 +28,7 @@ from scalepoint.report.placement_graph import Placement, draw_placement
 from scalepoint.results import LayerError
 from scalepoint.support import formatting
 from scalepoint.support.files import replace_text
-from scalepoint.verification.times import LayerTime, because, totals
+from scalepoint.verification.layer_times import LayerTime, describe_slower_layers, sum_seconds
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -72,12 +72,24 @@ SECTIONS = (
 
 
 def to_html(report: Report) -> str:
-    """Render a report as one page."""
+    """Render a report as one self-contained HTML page.
+
+    Args:
+        report: The report.
+    """
     return render_page("report.html.j2", report.title, report.to_dict(), report=report, view=ReportView(report))
 
 
 def write(report: Report, folder: str | Path) -> Path:
-    """Write report.json and report.html into a folder, each as a whole; return the path of the page."""
+    """Write report.json and report.html.
+
+    Args:
+        report: The report.
+        folder: The folder to write into.
+
+    Returns:
+        The path of the page.
+    """
     folder = Path(folder)
     data, page = report.to_json(), to_html(report)
     try:
@@ -90,7 +102,11 @@ def write(report: Report, folder: str | Path) -> Path:
 
 
 def notebook_snippet(report: Report) -> str:
-    """Render a report for a notebook: HTML without script or style sheet."""
+    """Render a report for a notebook: HTML without scripts or style sheets.
+
+    Args:
+        report: The report.
+    """
     low = terminal.low_share(report.coverage.share_of_macs())
     rows = terminal.against(report)
     return environment().get_template("notebook.html.j2").render(report=report, rows=rows, low=low)
@@ -441,15 +457,15 @@ class ReportView:
     @cached_property
     def times(self) -> TimeTable:
         rows = self.report.verification.times if self.report.verification else ()
-        float_total, total = totals(rows)
+        float_total, total = sum_seconds(rows)
         slowest, rest = rows[:SLOWEST], rows[SLOWEST:]
         largest = max((max(row.seconds or 0.0, row.float_seconds or 0.0) for row in slowest), default=0.0) or 1.0
         shown = [_time_row(row, largest, total) for row in slowest]
         if rest:
-            float_rest, rest_total = totals(rest)
+            float_rest, rest_total = sum_seconds(rest)
             others = LayerTime(f"{len(rest)} others", rest_total, float_rest)
             shown.append(_time_row(others, max(largest, float_rest, rest_total), total, is_rest=True))
-        return TimeTable(shown, float_total, total, because(rows))
+        return TimeTable(shown, float_total, total, describe_slower_layers(rows))
 
     @cached_property
     def placement(self) -> Placement:

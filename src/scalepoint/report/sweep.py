@@ -202,7 +202,11 @@ class SweepTable:
 
 
 def sweep_page(sweep: Sweep) -> str:
-    """Render a sweep as one self-contained page."""
+    """Render a sweep as one self-contained HTML page.
+
+    Args:
+        sweep: The sweep.
+    """
     quality = "score" if sweep.is_scored else "SQNR of the last layer in dB"
     labels = {
         "size": f"size in MB; upwards: {quality}",

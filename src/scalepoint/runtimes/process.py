@@ -14,14 +14,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from scalepoint.runtimes.loop import NOT_EVALUATED, OUT_OF_MEMORY
+from scalepoint.runtimes.child_loop import NOT_EVALUATED, OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
 from scalepoint.support.cpu import check_threads, child_environment, signal_of
 from scalepoint.support.files import TemporaryFolder
 
-SECONDS = 600
-LOOP = Path(__file__).with_name("loop.py")
-TRACEBACK = "Traceback (most recent call last)"
+TIMEOUT_SECONDS = 600
+CHILD_LOOP = Path(__file__).with_name("child_loop.py")
+TRACEBACK_HEADER = "Traceback (most recent call last)"
 STDERR_BYTES = 65_536  # that are kept of what a child prints: the end of it, where the error stands
 
 
@@ -37,7 +37,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskResult:
     """What came back."""
 
     status: Status
@@ -45,17 +45,19 @@ class Answer:
     data: Mapping[str, Any] | None = None
 
 
-def all_memory() -> int:
+def total_memory() -> int:
     """What a child may have unless told: the memory of this machine, so that it fails before the machine does."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def ask(runtime: Runtime, request: Mapping[str, Any], *, seconds: float = SECONDS, memory: int | None = None) -> Answer:
+def run_task(
+    runtime: Runtime, request: Mapping[str, Any], *, seconds: float = TIMEOUT_SECONDS, memory: int | None = None
+) -> TaskResult:
     """Run one task in a child process that has `memory` bytes at most."""
-    if not runtime.is_here:
-        return missing(runtime)
+    if not runtime.is_installed:
+        return describe_missing(runtime)
     check_threads(request.get("options", {}).get("threads") or 0)
-    limit = memory or all_memory()
+    limit = memory or total_memory()
     with Child(runtime) as child:
         with child.within(seconds):
             child.send(json.dumps({**request, "memory": limit}).encode() + b"\n")
@@ -63,13 +65,13 @@ def ask(runtime: Runtime, request: Mapping[str, Any], *, seconds: float = SECOND
             code = child.wait()
         errors = child.errors()
     if child.is_late:
-        return Answer(Status.TIMEOUT, f"{runtime.name} did not end within {seconds:.0f} s")
+        return TaskResult(Status.TIMEOUT, f"{runtime.name} did not end within {seconds:.0f} s")
     if code:
-        return ended(runtime, code, errors, limit)
+        return describe_exit(runtime, code, errors, limit)
     try:
-        return Answer(Status.OK, data=json.loads(output.strip().splitlines()[-1]))
+        return TaskResult(Status.OK, data=json.loads(output.strip().splitlines()[-1]))
     except (ValueError, IndexError):
-        return Answer(Status.FAILED, f"{runtime.name} gave no answer{_last_line(errors)}")
+        return TaskResult(Status.FAILED, f"{runtime.name} gave no answer{_last_line(errors)}")
 
 
 class Child:
@@ -81,7 +83,7 @@ class Child:
     def __init__(self, runtime: Runtime) -> None:
         self.is_late = False
         self._process = subprocess.Popen(  # noqa: S603  # our own file, no shell
-            command(runtime),
+            child_command(runtime),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,7 +91,7 @@ class Child:
         )
         self.lock = threading.Lock()  # held from a request until its answer
         self._kept = b""
-        self._reader = threading.Thread(target=self._keep_end_of_stderr, daemon=True)
+        self._reader = threading.Thread(target=self._read_end_of_stderr, daemon=True)
         self._reader.start()
 
     def __enter__(self) -> "Child":
@@ -160,67 +162,67 @@ class Child:
         self.is_late = True
         self.kill()
 
-    def _keep_end_of_stderr(self) -> None:
+    def _read_end_of_stderr(self) -> None:
         assert self._process.stderr is not None  # noqa: S101
         while chunk := os.read(self._process.stderr.fileno(), STDERR_BYTES):
             self._kept = (self._kept + chunk)[-STDERR_BYTES:]
 
 
-def missing(runtime: Runtime) -> Answer:
+def describe_missing(runtime: Runtime) -> TaskResult:
     way_out = runtime.install or f"pip install {runtime.package}"
-    return Answer(Status.UNAVAILABLE, f"{runtime.name} is not installed: {way_out}")
+    return TaskResult(Status.UNAVAILABLE, f"{runtime.name} is not installed: {way_out}")
 
 
-def command(runtime: Runtime) -> list[str]:
-    return [sys.executable, "-I", str(LOOP), str(Path(runtime.child).resolve())]
+def child_command(runtime: Runtime) -> list[str]:
+    return [sys.executable, "-I", str(CHILD_LOOP), str(Path(runtime.child).resolve())]
 
 
-def ended(runtime: Runtime, code: int, errors: str, memory: int) -> Answer:
+def describe_exit(runtime: Runtime, code: int, errors: str, memory: int) -> TaskResult:
     """Why a child ended that should not have."""
     if code == OUT_OF_MEMORY or "std::bad_alloc" in errors:
-        return Answer(Status.FAILED, f"{runtime.name} needs more memory than the {memory / 1e9:.2f} GB it may have")
+        return TaskResult(Status.FAILED, f"{runtime.name} needs more memory than the {memory / 1e9:.2f} GB it may have")
     if code == NOT_EVALUATED:
-        return Answer(Status.NOT_VERIFIED, _last_line(errors).removeprefix(": "))
+        return TaskResult(Status.NOT_VERIFIED, _last_line(errors).removeprefix(": "))
     end = signal_of(code)
     if end is not None:
-        return Answer(Status.CRASHED, f"{runtime.name} died of {end}{_last_line(errors)}")
+        return TaskResult(Status.CRASHED, f"{runtime.name} died of {end}{_last_line(errors)}")
     said = _last_line(errors).removeprefix(": ")
-    return Answer(Status.FAILED, said or f"{runtime.name} exited with code {code} and printed no error")
+    return TaskResult(Status.FAILED, said or f"{runtime.name} exited with code {code} and printed no error")
 
 
 def _last_line(text: str) -> str:
     """Of a traceback all that the error says, which may be several lines."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    frames = [at for at, line in enumerate(lines) if line.startswith("  ")] if TRACEBACK in text else []
+    frames = [at for at, line in enumerate(lines) if line.startswith("  ")] if TRACEBACK_HEADER in text else []
     said = lines[frames[-1] + 1 :] if frames else lines[-1:]
     return f": {' '.join(map(str.strip, said))[:500]}" if said else ""
 
 
-class Exchange:
+class ExchangeFiles:
     """The files of one request: tensors go there and come back."""
 
     def __init__(self, folder: Path, inputs: Mapping[str, np.ndarray]) -> None:
         self.files = {"inputs": str(folder / "inputs.npz"), "outputs": str(folder / "outputs.npz")}
-        np.savez(self.files["inputs"], **named(inputs))
+        np.savez(self.files["inputs"], **prefix_input_names(inputs))
 
-    def outputs(self, answer: Answer) -> dict[str, np.ndarray]:
+    def outputs(self, answer: TaskResult) -> dict[str, np.ndarray]:
         with np.load(self.files["outputs"], allow_pickle=False) as file:
             return {name: file[str(index)] for index, name in enumerate((answer.data or {})["names"])}
 
 
-def named(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def prefix_input_names(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """As np.savez takes them, which has a parameter called `file`."""
     return {f"input.{name}": value for name, value in inputs.items()}
 
 
 @contextmanager
-def exchange(inputs: Mapping[str, np.ndarray]) -> Iterator[Exchange]:
+def exchange_files(inputs: Mapping[str, np.ndarray]) -> Iterator[ExchangeFiles]:
     """Files that are gone afterwards."""
     with TemporaryFolder() as folder:
-        yield Exchange(folder, inputs)
+        yield ExchangeFiles(folder, inputs)
 
 
-def precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
+def count_low_precision(executed: Sequence[Mapping[str, Any]]) -> tuple[int, tuple[str, ...]]:
     """How many operations with weights run in low precision, and which do not."""
     left = [each for each in executed if each["low"] is False]
     why = (f"{each['name']} ({each['op']}{': ' + each['why'] if each['why'] else ''})" for each in left)

@@ -27,5 +27,9 @@ def list_runtimes() -> list[str]:
 
 
 def find_runtime(runtime: str | Runtime) -> Runtime:
-    """Return a runtime by its name."""
+    """Return a runtime by its name.
+
+    Args:
+        runtime: The name, or the runtime itself.
+    """
     return _RUNTIMES.find(runtime)

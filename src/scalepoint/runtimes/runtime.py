@@ -2,7 +2,7 @@
 
     Runtime("mine", "my_package", Path(__file__).with_name("child.py"), formats=("onnx",))
 
-The child program is described in `loop.py`, which runs it. Nothing here imports a runtime.
+The child program is described in `child_loop.py`, which runs it. Nothing here imports a runtime.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from scalepoint.errors import UsageError, shown
 
-Executed = Sequence[Mapping[str, Any]]  # the nodes of a compiled graph, as the child tells them
+ExecutedNodes = Sequence[Mapping[str, Any]]  # the nodes of a compiled graph, as the child tells them
 
 
-def always(executed: Executed) -> bool:
+def applies_always(executed: ExecutedNodes) -> bool:
     """For every file."""
     return True
 
@@ -27,7 +27,7 @@ class Variant:
 
     name: Literal["unoptimized", "exact"]  # the field of a Verification
     options: Mapping[str, Any]  # of the child
-    applies: Callable[[Executed], bool] = always
+    applies: Callable[[ExecutedNodes], bool] = applies_always
     why: str = ""  # what the runtime does unless it is run so, and the setting that it hangs on
 
 
@@ -60,7 +60,7 @@ class Runtime:
             raise UsageError(f"runtime {self.name!r}: a variant is one of {', '.join(_FIELDS)}, not {shown(wrong[0])}")
 
     @property
-    def is_here(self) -> bool:
+    def is_installed(self) -> bool:
         """Whether its package is installed; nothing is imported."""
         if self.found is not None:
             return self.found()

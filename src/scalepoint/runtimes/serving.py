@@ -12,12 +12,20 @@ from typing import Any
 import numpy as np
 
 from scalepoint.errors import VerificationError
-from scalepoint.runtimes.process import SECONDS, Child, Status, all_memory, ended, missing, named
+from scalepoint.runtimes.process import (
+    TIMEOUT_SECONDS,
+    Child,
+    Status,
+    describe_exit,
+    describe_missing,
+    prefix_input_names,
+    total_memory,
+)
 from scalepoint.runtimes.runtime import Runtime
 from scalepoint.support.cpu import check_threads
 
 
-class Served:
+class RuntimeSession:
     """A file in its runtime until `close`; `seconds` limits one call, `options` are the runtime's own.
 
     Several threads may call it: the child answers one request at a time.
@@ -29,14 +37,14 @@ class Served:
         path: Path,
         *,
         threads: int = 0,
-        seconds: float = SECONDS,
+        seconds: float = TIMEOUT_SECONDS,
         memory: int | None = None,
         options: Mapping[str, str] | None = None,
     ) -> None:
-        if not runtime.is_here:
-            raise VerificationError(missing(runtime).message)
+        if not runtime.is_installed:
+            raise VerificationError(describe_missing(runtime).message)
         check_threads(threads)
-        self.runtime, self.path, self.seconds, self.memory = runtime, path, seconds, memory or all_memory()
+        self.runtime, self.path, self.seconds, self.memory = runtime, path, seconds, memory or total_memory()
         self._where = f"{path} in {runtime.name}"
         self._child, self._owner, self._is_broken = Child(runtime), os.getpid(), False
         self.close = weakref.finalize(self, self._child.close)
@@ -49,19 +57,19 @@ class Served:
         with self._exchange():
             self._child.send(json.dumps(request).encode() + b"\n")
             line = self._child.output.readline()
-            answer = self._whole(line, line.endswith(b"\n"))
+            answer = self._check_complete(line, line.endswith(b"\n"))
         self.inputs: list[str] = json.loads(answer)["inputs"]
 
     def __call__(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """The outputs in the file's order."""
-        return self._answered(named(feeds))
+        return self._request(prefix_input_names(feeds))
 
     def generate(self, tokens: Sequence[int], count: int) -> tuple[list[int], float, float]:
         """So many tokens that a language model goes on with, the seconds for the given ones and for the others."""
-        made, prefill, decode = self._answered({"tokens": np.asarray(tokens), "count": np.asarray(count)})
+        made, prefill, decode = self._request({"tokens": np.asarray(tokens), "count": np.asarray(count)})
         return made.tolist(), float(prefill), float(decode)
 
-    def _answered(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    def _request(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         buffer = io.BytesIO()
         np.savez(buffer, **dict[str, Any](arrays))
         frame = buffer.getvalue()
@@ -97,14 +105,14 @@ class Served:
 
     def _read(self, size: int) -> bytes:
         data = self._child.output.read(size)
-        return self._whole(data, len(data) == size)
+        return self._check_complete(data, len(data) == size)
 
-    def _whole(self, data: bytes, is_whole: bool) -> bytes:
+    def _check_complete(self, data: bytes, is_whole: bool) -> bytes:
         """What came; an error that says why it ends early."""
         if is_whole:
             return data
         code = self._child.wait()
         if self._child.is_late:
             raise VerificationError(f"{self._where}: {Status.TIMEOUT.value}: no answer within {self.seconds:.0f} s")
-        answer = ended(self.runtime, code, self._child.errors(), self.memory)
+        answer = describe_exit(self.runtime, code, self._child.errors(), self.memory)
         raise VerificationError(f"{self._where}: {answer.status.value}: {answer.message}")

@@ -20,7 +20,7 @@ from scalepoint.spec.spec import QuantizationSpec, to_code_type
 
 
 class QuantizationComponentFactory:
-    """Builds the components of a spec; every call builds new ones that share nothing."""
+    """Builds the components of a spec. Every call builds new ones that share nothing."""
 
     @staticmethod
     def create_range_calculator(spec: QuantizationSpec) -> RangeCalculatorBase:

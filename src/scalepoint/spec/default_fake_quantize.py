@@ -87,11 +87,11 @@ class _WeightCache(NamedTuple):
 
 @FakeQuantizeImplBase.register("default")
 class DefaultFakeQuantize(FakeQuantizeImplBase):
-    """The arithmetic of `scalepoint.numerics`; a frozen weight in eval is computed once and remembered.
+    """The default fake quantizer, on the arithmetic of `scalepoint.numerics`.
 
-    The cache notices in-place changes of the weight and of the parameters by their version counters. Writes
-    through `weight.data` and torch's fused optimizers bypass those: call `clear_cache()` or switch the mode after
-    one. `cache_weights = False` saves the memory.
+    A frozen weight in eval mode is computed once and cached. The cache notices in-place changes by version counters.
+    Writes through `weight.data` and torch's fused optimizers bypass these: call `clear_cache()` after one. Set
+    `cache_weights` to False to save the memory.
     """
 
     def __init__(self, *args: Any, cache_weights: bool = True, **kwargs: Any) -> None:

@@ -11,12 +11,12 @@ from scalepoint.spec.qparams_calculator import QParamsCalculatorBase, check_same
 
 @QParamsCalculatorBase.register("dynamic")
 class DynamicQParamsCalculator(QParamsCalculatorBase):
-    """From the tensor of this very call, in every mode, also frozen and in export mode.
+    """Computes the parameters from the current tensor in every call, also when frozen and in export.
 
-    With PerTokenGranularity each token has its own scale, whatever the batch and the length; with
-    PerTokenBlockGranularity each block of a token. `get_qparams()` gives those of the last call; they are no part of
-    the state. Of a two-level format (NVFP4) only the block scales are made anew: the scale of the tensor is the largest
-    that was observed, as runtimes take it for a constant.
+    With PerTokenGranularity every token has its own scale, with PerTokenBlockGranularity every block of a token. The
+    parameters are not part of the state; `get_qparams()` returns those of the last call. For two-level formats (NVFP4)
+    only the block scales are dynamic: runtimes take the scale of the tensor as a constant, so it is the largest
+    observed.
     """
 
     always_called = True

@@ -35,7 +35,7 @@ _SWITCHES = ("observer_enabled", "fake_quant_enabled", "disabled")
 
 
 class CompressionTargetTensor(StrEnum):
-    """What a quantizer stands on."""
+    """What kind of tensor a quantizer is for: weight or activation."""
 
     WEIGHT = "weight"
     ACTIVATION = "activation"

@@ -18,7 +18,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class QuantizationGranularity(CheckedModel, Registry):
-    """Base and registry; `{"type": key, ...}` builds one and is what one dumps to."""
+    """Base class and registry of granularities. A mapping such as {"type": "per_channel", "axis": 0} builds one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     error_class = SpecError
@@ -69,7 +69,7 @@ class QuantizationGranularity(CheckedModel, Registry):
 
 @QuantizationGranularity.register("per_tensor")
 class PerTensorGranularity(QuantizationGranularity):
-    """One scale for all."""
+    """One scale for the whole tensor."""
 
     def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
@@ -77,7 +77,7 @@ class PerTensorGranularity(QuantizationGranularity):
 
 @QuantizationGranularity.register("per_channel")
 class PerChannelGranularity(QuantizationGranularity):
-    """One scale for each index of an axis; None is the axis of output channels."""
+    """One scale per index of an axis. `axis=None` is the axis of output channels."""
 
     axis: StrictInt | None = None
 
@@ -93,7 +93,7 @@ class PerChannelGranularity(QuantizationGranularity):
 
 @QuantizationGranularity.register("per_token")
 class PerTokenGranularity(QuantizationGranularity):
-    """One scale for each vector along the last axis: a token of a sequence, a row of a matrix."""
+    """One scale for each vector along the last axis, such as a token of a sequence."""
 
     def get_block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         if not len(shape):
@@ -103,7 +103,7 @@ class PerTokenGranularity(QuantizationGranularity):
 
 @QuantizationGranularity.register("per_token_block")
 class PerTokenBlockGranularity(QuantizationGranularity):
-    """One scale for `block_size` elements along the last axis, whatever the rank: MX and NVFP4 activations."""
+    """One scale for `block_size` elements along the last axis, for any rank: MX and NVFP4 activations."""
 
     block_size: Annotated[StrictInt, Field(gt=0)]
 
@@ -121,10 +121,13 @@ class PerTokenBlockGranularity(QuantizationGranularity):
 
 @QuantizationGranularity.register("per_block")
 class PerBlockGranularity(QuantizationGranularity):
-    """One scale for `block_size` elements along an axis (None: input channels), or for a tile given axis by axis.
+    """One scale per block of elements.
 
-    An int is the extent on `axis` (0 or 1), 1 on the other of the first two axes, later axes whole. A tuple
-    is the extent on every axis, -1 the whole axis. With `pad` the last block of an axis may be shorter.
+    Attributes:
+        axis: Axis of the blocks; None is the axis of input channels.
+        block_size: An int is the size along `axis` (0 or 1), with size 1 on the other of the first two axes and all
+            of the later axes. A tuple is the size along every axis, -1 for all of it.
+        pad: Allow a shorter last block.
     """
 
     axis: StrictInt | None = None

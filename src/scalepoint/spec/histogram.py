@@ -21,10 +21,7 @@ LARGEST_BIN = 2.0**127
 
 
 class HistogramQParamsCalculator(QParamsCalculatorBase):
-    """Streams into a histogram a block (`counts`, `power`) and keeps the extremes (`running_min`, `running_max`).
-
-    A subclass chooses the range from them.
-    """
+    """Base of calculators that collect one histogram per block (`counts`, `power`) and the extremes of all batches."""
 
     counts: Tensor
     power: Tensor
@@ -92,7 +89,7 @@ class HistogramQParamsCalculator(QParamsCalculatorBase):
 
 @QParamsCalculatorBase.register("histogram_percentile")
 class HistogramPercentileQParamsCalculator(HistogramQParamsCalculator):
-    """The (100 - p)-th and p-th percentile of all batches."""
+    """Range from the (100 - p)-th to the p-th percentile of all batches."""
 
     def __init__(self, *args: Any, percentile: float = 99.99, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +102,7 @@ class HistogramPercentileQParamsCalculator(HistogramQParamsCalculator):
 
 @QParamsCalculatorBase.register("histogram_mse")
 class HistogramMseQParamsCalculator(HistogramQParamsCalculator):
-    """The range with the least squared error over all batches."""
+    """Range with the smallest squared error over all batches."""
 
     def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> Range:
         return least_squares_of_histogram(histogram, low, high, self.grid, steps=self.search_steps)
@@ -113,7 +110,7 @@ class HistogramMseQParamsCalculator(HistogramQParamsCalculator):
 
 @QParamsCalculatorBase.register("histogram_entropy")
 class HistogramEntropyQParamsCalculator(HistogramQParamsCalculator):
-    """The clipping with the least KL divergence over all batches."""
+    """Range with the smallest KL divergence over all batches."""
 
     def choose_range(self, histogram: Histogram, low: Tensor, high: Tensor) -> Range:
         return least_divergence(histogram, low, high, count_levels(self.grid), steps=self.search_steps)

@@ -33,10 +33,10 @@ class _PositiveScale(torch.autograd.Function):
 
 @QParamsCalculatorBase.register("learned")
 class LearnedScaleQParamsCalculator(QParamsCalculatorBase):
-    """`scale` is a Parameter: the first tensor's range sets it, gradients change it; the zero point stays.
+    """The scale is a Parameter that is trained (LSQ). The zero point is constant.
 
-    Run one batch before the first step, so that there is a scale to learn; the Parameter object is the same
-    before and after, so an optimizer may be built earlier.
+    The first tensor sets the scale, so run one batch before the first optimizer step. The Parameter object stays the
+    same, so the optimizer may be built earlier.
     """
 
     always_called = True

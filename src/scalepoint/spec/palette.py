@@ -27,7 +27,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8)
 
 @QuantizationGranularity.register("per_grouped_channel")
 class PerGroupedChannelGranularity(QuantizationGranularity):
-    """One table (or scale) for `group_size` neighbouring channels of an axis; None: for all, and the output's axis."""
+    """One table or scale for `group_size` neighbouring channels; None: one for all channels."""
 
     axis: StrictInt | None = None
     group_size: Annotated[StrictInt, Field(gt=0)] | None = None
@@ -119,7 +119,12 @@ class PaletteFakeQuantize(FakeQuantizeImplBase):
 
 
 def palette_spec(n_bits: int = 4, group_size: int | None = None) -> QuantizationSpec:
-    """Weights as indices of `n_bits` into tables, one for each `group_size` output channels, or one for all."""
+    """Build the spec of palettized weights: indices of `n_bits` bits into a table of values.
+
+    Args:
+        n_bits: Bits of an index.
+        group_size: Output channels that share a table. None: one table for the whole weight.
+    """
     if n_bits not in WIDTHS:
         raise SpecError(f"n_bits={n_bits}: palettes have indices of {', '.join(map(str, WIDTHS))} bits")
     dtype = getattr(torch, f"uint{n_bits}")

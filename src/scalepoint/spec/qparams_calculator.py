@@ -35,13 +35,13 @@ OnNan = Literal["error", "skip"]
 
 
 class QParamsCalculatorBase(Registry, Stateful):
-    """Calling it on a tensor gives (scale, zero_point, minval) and stores them as buffers.
+    """Base of the components that compute scale, zero point and minval of a tensor.
 
-    The buffers are empty before the first use; `zero_point` and `minval` are None for float dtypes. Statistics
-    and scales are float32 whatever the tensor's dtype. A batch with NaN or infinity is an error, or, with
-    on_nan="skip", left out and counted in `skipped_batches`.
-
-    What it returns keeps the gradient to the tensor, what it stores does not; fake quantizers call it under no_grad.
+    A call returns (scale, zero_point, minval) and stores them as buffers, which are empty before the first call. For
+    float
+    dtypes `zero_point` and `minval` are None. Statistics and scales are float32 for every dtype of the tensor. A batch
+    with NaN or infinity raises an error, or with on_nan="skip" is left out and counted in `skipped_batches`. Returned
+    values keep the gradient to the tensor, stored ones do not.
     """
 
     _registry: ClassVar[dict[str, Any]] = {}
@@ -338,7 +338,7 @@ def _shorten(value: Tensor | None) -> str:
 
 @QParamsCalculatorBase.register("default")
 class DefaultQParamsCalculator(QParamsCalculatorBase):
-    """A marker: the factory takes `static` for weights and `moving_average` for activations."""
+    """A placeholder: the factory uses `static` for weights and `moving_average` for activations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UsageError(
@@ -349,7 +349,7 @@ class DefaultQParamsCalculator(QParamsCalculatorBase):
 
 @QParamsCalculatorBase.register("static")
 class StaticQParamsCalculator(QParamsCalculatorBase):
-    """From the current tensor only: right for weights, whose range is the live one."""
+    """Computes parameters from the current tensor only. The default for weights."""
 
 
 def check_same_kind(one: QParamsCalculatorBase, other: QParamsCalculatorBase) -> None:

@@ -23,7 +23,7 @@ from scalepoint.spec.registry import Registry
 
 
 class RangeCalculatorBase(Registry, nn.Module):
-    """Calling it on a tensor gives (min, max), float32, each shaped one value a block."""
+    """Base of the components that compute the range of a tensor: (min, max) as float32, one value per block."""
 
     _registry: ClassVar[dict[str, Any]] = {}
 
@@ -63,7 +63,7 @@ class RangeCalculatorBase(Registry, nn.Module):
 
 @RangeCalculatorBase.register("minmax")
 class MinMaxRangeCalculator(RangeCalculatorBase):
-    """The smallest and the largest value."""
+    """Range from the smallest to the largest value."""
 
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         return min_max(tensor, self.granularity.get_block_size(tensor.shape))
@@ -71,7 +71,7 @@ class MinMaxRangeCalculator(RangeCalculatorBase):
 
 @RangeCalculatorBase.register("percentile")
 class PercentileRangeCalculator(RangeCalculatorBase):
-    """The (100 - p)-th and the p-th percentile: outliers beyond them are clipped."""
+    """Range from the (100 - p)-th to the p-th percentile; values outside are clipped."""
 
     def __init__(self, granularity: QuantizationGranularity, percentile: float = 99.99, **extra: Any) -> None:
         super().__init__(granularity, **extra)
@@ -110,7 +110,7 @@ class _GridRangeCalculator(RangeCalculatorBase):
 
 @RangeCalculatorBase.register("mse")
 class MseRangeCalculator(_GridRangeCalculator):
-    """The range with the least squared quantization error, by search over shrunk ranges."""
+    """Range with the smallest squared quantization error, by search over shrunk ranges."""
 
     def _generate_min_max(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.blocks(tensor)
@@ -119,7 +119,7 @@ class MseRangeCalculator(_GridRangeCalculator):
 
 @RangeCalculatorBase.register("entropy")
 class EntropyRangeCalculator(_GridRangeCalculator):
-    """The clipping that keeps the distribution of the values best (least KL divergence)."""
+    """Clips so that the distribution of the values changes least (smallest KL divergence)."""
 
     def __init__(self, granularity: QuantizationGranularity, bins: int = 4096, **extra: Any) -> None:
         super().__init__(granularity, **extra)

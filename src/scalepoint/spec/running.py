@@ -83,7 +83,7 @@ def merge_range(
 
 
 class RunningRangeMixin(QParamsCalculatorBase):
-    """Keeps `running_min` and `running_max`; a subclass says how a new range changes them."""
+    """Keeps `running_min` and `running_max` over batches; a subclass decides how a new range changes them."""
 
     running_min: Tensor
     running_max: Tensor
@@ -164,7 +164,7 @@ class RunningRangeMixin(QParamsCalculatorBase):
 
 @QParamsCalculatorBase.register("moving_average")
 class MovingAverageQParamsCalculator(RunningRangeMixin):
-    """running = c * new + (1 - c) * running, where `new` is the range of a batch, widened to include zero."""
+    """Range by moving average: running = c * new + (1 - c) * running; `new` is the range of a batch, with zero."""
 
     def __init__(self, *args: Any, averaging_constant: float = 0.01, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -183,7 +183,7 @@ class MovingAverageQParamsCalculator(RunningRangeMixin):
 
 @QParamsCalculatorBase.register("global_minmax")
 class GlobalMinMaxQParamsCalculator(RunningRangeMixin):
-    """The extremes of all batches."""
+    """Range from the smallest to the largest value of all batches."""
 
     is_ordered = False
 

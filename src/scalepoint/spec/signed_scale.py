@@ -22,7 +22,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 @QParamsCalculatorBase.register("signed_scale")
 class SignedScaleQParamsCalculator(QParamsCalculatorBase):
-    """From the current tensor only, as `static`, with scales that may be negative."""
+    """Computes parameters from the current tensor, like `static`, with scales that may be negative."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

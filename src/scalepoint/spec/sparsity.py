@@ -20,7 +20,7 @@ _RATIO = re.compile(r"(\d+):(\d+)")
 
 
 class Sparsity(CheckedModel):
-    """`share` of all weights goes, `block` output channels together; or `keep` of every `of` stay."""
+    """Which weights are pruned: `share` of all, `block` output channels together; or all but `keep` of every `of`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     error_class = SpecError

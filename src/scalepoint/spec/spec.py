@@ -132,10 +132,24 @@ class SchemaGenerator(GenerateJsonSchema):
 
 
 class QuantizationSpec(CheckedModel):
-    """How one tensor is quantized. Immutable and hashable; a misspelt field is refused by name.
+    """How one tensor is quantized. Immutable and hashable; unknown fields are refused by name.
 
-    `n_bits`, `target_dtype`, `quant_min` and `quant_max` follow from the fields; a dump holds them too. Given, they
-    must say what the fields say.
+    Attributes:
+        dtype: dtype of the codes, such as torch.int8 or "int4".
+        qscheme: How a range becomes a scale: symmetric, symmetric with clipped limits, or affine.
+        qformulation: Codes relative to an integer zero point, or to the float minimum (minval).
+        granularity: What shares a scale: tensor, channel, block, token.
+        fake_quantize_cls: Component that quantizes and dequantizes.
+        qparam_calculator_cls: Component that computes scale and zero point, such as "static" or "moving_average".
+        range_calculator_cls: Component that computes the range of a tensor, such as "minmax".
+        float_range: Fixed lower and upper end of the range; None is observed.
+        scale_dtype: dtype of the scales; None is float32.
+
+    `n_bits`, `target_dtype`, `quant_min` and `quant_max` follow from the fields. They are part of a dump and may be
+    given, but must agree.
+
+    Example:
+        QuantizationSpec(dtype=torch.int8, qscheme="symmetric", granularity=PerChannelGranularity(axis=0))
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)

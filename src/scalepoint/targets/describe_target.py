@@ -19,7 +19,7 @@ BIAS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A title, a table, and what the table does not say."""
+    """One section of a target's description: a title, a table and a note."""
 
     title: str
     columns: tuple[str, ...] = ()
@@ -28,7 +28,14 @@ class Section:
 
 
 def describe(target: Target) -> tuple[Section, ...]:
-    """Everything that the target declares, in the order in which a reader asks."""
+    """Describe everything that a target declares: precisions, operations, placement rules, storage.
+
+    Args:
+        target: The target.
+
+    Returns:
+        Sections in the order of `scalepoint targets NAME`.
+    """
     sections = (
         Section("Defaults", ("tensor", "how"), tuple(_defaults(target))),
         _patterns(target.patterns),

@@ -42,7 +42,12 @@ def inputs_only(pattern: Pattern) -> Pattern:
 
 
 def openvino_target(cpu: str = "auto") -> Target:
-    """For a CPU: "vnni" uses all 8 bits of the weights, "avx2" the pair-safe scale, "auto" looks at this machine."""
+    """Build the OpenVINO target for a CPU.
+
+    Args:
+        cpu: "vnni" uses all 8 bits of the weights; "avx2" keeps sums of two products within 16 bits; "auto" looks at
+            this machine.
+    """
     base = onnxruntime_target(cpu)
     return replace(
         base,

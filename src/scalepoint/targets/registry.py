@@ -21,8 +21,11 @@ _ALL = Registry(Target, "scalepoint.targets", {target.name: target for target in
 
 
 def list_targets(*, language: bool = False) -> list[str]:
-    """All names, ours first; nothing of another package is imported. `language` asks for those that are made from the
-    checkpoint of a language model."""
+    """List the names of all targets, built-in ones first. Plugins are not imported.
+
+    Args:
+        language: List the targets of `deploy_checkpoint` instead.
+    """
     language_names = {each.name for each in LANGUAGE}
     return [name for name in _ALL.names() if (name in language_names) == language]
 

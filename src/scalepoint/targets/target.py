@@ -30,7 +30,7 @@ def parse_float_dtype(given: str | torch.dtype | None) -> torch.dtype:
 
 @dataclass(frozen=True)
 class OperationFacts:
-    """What a cost rule may know of an operation."""
+    """What a cost rule can see of an operation."""
 
     name: str
     kind: str
@@ -61,7 +61,7 @@ CostRule = Callable[[OperationFacts], str | None]  # why the operation is better
 
 @dataclass(frozen=True)
 class Accepted:
-    """One family of tensors that the target can run. An empty tuple allows all."""
+    """One family of tensors that the target can run. An empty tuple allows everything."""
 
     role: str  # weight or activation
     dtypes: tuple[CodeType, ...]
@@ -125,7 +125,7 @@ class RewriteRule:
 
 @dataclass(frozen=True)
 class Target:
-    """One deployment target."""
+    """One deployment target: its patterns, the precisions it runs, where quantizers go, and how files are written."""
 
     name: str
     summary: str

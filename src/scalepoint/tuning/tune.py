@@ -62,9 +62,17 @@ def _bytes(value: Any) -> Any:
 
 
 class TuneConfig(Config):
-    """How to tune: the steps in their order, what is judged and reconstructed together, rows a layer, the ridge of the
-    target (a share of the mean diagonal), the share of samples that judges, iterations of the steps over pieces, memory
-    for values between layers."""
+    """Settings of `tune`.
+
+    Attributes:
+        steps: Names of the steps, in order.
+        unit: What is judged and reconstructed together: a layer or a block.
+        rows: Rows of data used per layer.
+        ridge: Regularization of the target, as a share of the mean diagonal.
+        holdout: Share of the samples that only judge the result.
+        iterations: Iterations of the gradient steps.
+        memory: Memory for activations between layers; more goes to disk.
+    """
 
     steps: tuple[str, ...] = (INTERCEPT, "target", "scale", "gptq", "descend")
     unit: Unit = "block"
@@ -97,11 +105,25 @@ def tune(
     progress: bool | None = None,
     lender: Lender | None = None,
 ) -> TuneReport:
-    """Choose the codes of all quantized weights of a calibrated model; it is changed, and stays frozen.
+    """Choose better codes for the quantized weights of a calibrated model than rounding to nearest gives.
 
-    `data` is what `calibrate` takes. No layer ends worse than with the nearest codes on held-out rows, and no block on
-    held-out samples. With a `folder` every finished piece is kept there, and resume=True goes on after the last. With a
-    `lender` weights are here a piece at a time, ranges are observed on the way, and the codes are in the folder alone.
+    The model is changed in place and its weights stay frozen. No layer ends worse than with rounding to nearest on
+    held-out rows, and no block on held-out samples.
+
+    Args:
+        model: A calibrated model with frozen weights.
+        data: As for `calibrate`.
+        config: Which steps to run, and their settings.
+        folder: Keep every finished piece here, so that an interrupted run can be resumed.
+        resume: Continue after the last finished piece in `folder`.
+        max_batches: Use at most this many batches.
+        on_nan: What to do with batches that contain NaN or infinity.
+        progress: Show a progress bar. None shows it on a terminal only.
+        lender: Loads the weights of one piece at a time, for models that do not fit into memory. Ranges are then
+            observed on the way, and the codes are only in `folder`.
+
+    Returns:
+        What was done to each layer.
     """
     config = TuneConfig() if config is None else config if isinstance(config, TuneConfig) else TuneConfig(**config)
     config.check(is_lent=lender is not None)

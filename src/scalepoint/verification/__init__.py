@@ -7,14 +7,14 @@ from scalepoint.support.plugins import lazy_attributes
 
 if TYPE_CHECKING:
     from scalepoint.verification.agreement import Agreement
+    from scalepoint.verification.benchmarking import benchmark, throughput
     from scalepoint.verification.extraction import extract_failing
+    from scalepoint.verification.layer_times import LayerTime
     from scalepoint.verification.layers import LayerAgreement, LayerVerification, verify_layers
     from scalepoint.verification.profiling import profile
     from scalepoint.verification.result import Benchmark, Choice, Departure, Verification
-    from scalepoint.verification.runner import RuntimeModel
-    from scalepoint.verification.running import verify
-    from scalepoint.verification.times import LayerTime
-    from scalepoint.verification.timing import benchmark, throughput
+    from scalepoint.verification.runtime_model import RuntimeModel
+    from scalepoint.verification.verify_file import verify
 
 __all__ = [
     "Agreement",
@@ -41,15 +41,15 @@ _HOMES = {
     "Choice": "result",
     "Departure": "result",
     "LayerAgreement": "layers",
-    "LayerTime": "times",
+    "LayerTime": "layer_times",
     "LayerVerification": "layers",
-    "RuntimeModel": "runner",
+    "RuntimeModel": "runtime_model",
     "Verification": "result",
-    "benchmark": "timing",
+    "benchmark": "benchmarking",
     "extract_failing": "extraction",
     "profile": "profiling",
-    "throughput": "timing",
-    "verify": "running",
+    "throughput": "benchmarking",
+    "verify": "verify_file",
     "verify_layers": "layers",
 }
 __getattr__ = lazy_attributes(__name__, _HOMES)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near one output is to the simulation's."""
+    """How close one output of the file is to the simulation."""
 
     output: str
     sqnr: float
@@ -37,18 +37,18 @@ class Agreement:
         return f"{self.output}: {decibel(self.sqnr)} dB, at most {self.max_difference:.3g} apart{same}"
 
 
-def worst(agreements: Sequence[Agreement]) -> float:
+def worst_sqnr(agreements: Sequence[Agreement]) -> float:
     return min((each.sqnr for each in agreements), default=-inf)
 
 
-def nothing_compared(agreements: Sequence[Agreement]) -> str:
+def describe_nothing_compared(agreements: Sequence[Agreement]) -> str:
     """Why no output was compared; "" where at least one was."""
     if not agreements or not all(each.uncompared for each in agreements):
         return ""
     return f"nothing was compared: {'; '.join(f'{each.output}: {each.uncompared}' for each in agreements)}"
 
 
-def agreements(
+def compare_outputs(
     expected: "Sequence[Tensor]", found: Mapping[str, np.ndarray], feeds: Mapping[str, np.ndarray] | None = None
 ) -> tuple[Agreement, ...]:
     """Compare every output, in order; an output that the file lacks does not agree.
@@ -56,15 +56,15 @@ def agreements(
     Top-1 is counted over the last axis of float outputs with two axes (samples, classes), and with three where the
     first two are those of an integer input in `feeds` (samples, tokens, vocabulary). Other outputs have none.
     """
-    from scalepoint.verification.simulation import as_array  # noqa: PLC0415  # who reads a result does not load torch
+    from scalepoint.verification.simulation import to_file_array  # noqa: PLC0415  # who reads a result does not load torch
 
     names = [*found, *(f"output_{place}" for place in range(len(found), len(expected)))]
     pairs = zip(names, expected, strict=False)  # a file may show more than its outputs
     tokens = {each.shape for each in (feeds or {}).values() if each.ndim == 2 and each.dtype.kind in "iu"}
-    return tuple(_agreement(name, as_array(value), found.get(name), tokens) for name, value in pairs)
+    return tuple(_compare_output(name, to_file_array(value), found.get(name), tokens) for name, value in pairs)
 
 
-def _agreement(
+def _compare_output(
     name: str, expected: np.ndarray, found: np.ndarray | None, tokens: Container[tuple[int, ...]]
 ) -> Agreement:
     if found is None or expected.shape != found.shape:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalepoint.formats import ChoiceOutputs
-from scalepoint.verification.agreement import agreements
+from scalepoint.verification.agreement import compare_outputs
 from scalepoint.verification.result import Choice
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ class FollowChoices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in CHOOSE_ONE and func not in CHOOSE_MANY:
             return result
         call = _Call.of(func, args, kwargs or {}, result)
-        matches = [match for place, choice in enumerate(self.choices) if (match := _match(call, choice, place))]
+        matches = [match for place, choice in enumerate(self.choices) if (match := _match_choice(call, choice, place))]
         matches = [match for match in matches if match.sqnr >= self.bound]
         if not matches:
             return result
@@ -100,7 +100,7 @@ class _Call:
         indices = result[1] if has_values else result
         return _Call(function, named, named.pop("self"), named["dim"], indices, has_values)
 
-    def again(self, scores: Tensor) -> Tensor:
+    def choose_by(self, scores: Tensor) -> Tensor:
         """The indices that it chooses by other scores."""
         result = self.function(scores, **self.arguments)
         indices: Tensor = result[1] if self.has_values else result
@@ -127,22 +127,22 @@ class _Match(NamedTuple):
     indices: Tensor
 
 
-def _match(call: _Call, choice: RuntimeChoice, place: int) -> _Match | None:
+def _match_choice(call: _Call, choice: RuntimeChoice, place: int) -> _Match | None:
     if choice.scores.size != call.scores.numel() or choice.indices.size != call.indices.numel():
         return None
     array = choice.scores.reshape(call.scores.shape)
     indices = torch.tensor(choice.indices.reshape(call.indices.shape), dtype=torch.int64, device=call.indices.device)
-    if not _is_right(call, torch.tensor(array, device=call.scores.device), indices):
+    if not _is_valid_choice(call, torch.tensor(array, device=call.scores.device), indices):
         return None
-    return _Match(place, agreements([call.scores], {choice.name: array})[0].sqnr, indices)
+    return _Match(place, compare_outputs([call.scores], {choice.name: array})[0].sqnr, indices)
 
 
-def _is_right(call: _Call, scores: Tensor, indices: Tensor) -> bool:
+def _is_valid_choice(call: _Call, scores: Tensor, indices: Tensor) -> bool:
     """Whether these indices are in range, name nothing twice, and give the same scores as torch's own choice."""
     size = scores.numel() if call.axis is None else scores.shape[call.axis] if scores.ndim else 1
     if bool(((indices < 0) | (indices >= size)).any()):
         return False
-    expected, chosen = call.chosen(call.again(scores), scores), call.chosen(indices, scores)
+    expected, chosen = call.chosen(call.choose_by(scores), scores), call.chosen(indices, scores)
     if call.function in CHOOSE_ONE or not scores.ndim:
         return torch.equal(expected, chosen)
     axis = call.axis or 0

@@ -16,9 +16,9 @@ from torch import fx
 from scalepoint.errors import StoreError, UsageError
 from scalepoint.support.files import replace_bytes, replace_file, replace_text
 from scalepoint.support.output_folder import check_inputs, check_links, check_path
-from scalepoint.verification.layers import Compared, compared
+from scalepoint.verification.layers import ComparedLayers, compare_layers
 
-NAMES = ("model.onnx", "inputs.npz", "expected.npz", "run.py")
+EXTRACTED_FILES = ("model.onnx", "inputs.npz", "expected.npz", "run.py")
 SCRIPT = '''"""{where}: what ONNX Runtime gives for one layer, and what it should. Needs numpy and onnxruntime alone."""
 
 import os
@@ -50,19 +50,29 @@ def extract_failing(
     kwargs: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> Path | None:
-    """Write the first layer of a file that departs by itself into `folder`; None where none does: then roundings grow
-    from layer to layer. A folder that contains something is refused; force=True overwrites the four files there, and
-    leaves all others."""
+    """Write the first layer of a file that departs from the simulation by itself, as a small file that reproduces it.
+
+    Args:
+        path: The file.
+        model: The quantized model that it was written from.
+        inputs: Inputs to run.
+        folder: The folder for the four files. A folder that contains something is refused.
+        kwargs: Keyword inputs of the model.
+        force: Overwrite the four files in `folder`; other files stay.
+
+    Returns:
+        The folder, or None if no single layer departs (rounding differences then add up over layers).
+    """
     folder = Path(folder)
     _check_folder(folder, Path(path), force=force)
-    found = compared(path, model, inputs, kwargs=kwargs)
+    found = compare_layers(path, model, inputs, kwargs=kwargs)
     made = {name: place for place, node in enumerate(found.proto.graph.node) for name in node.output}
     departing = sorted((name for name, layer in found.layers.items() if not layer.holds), key=made.__getitem__)
     if not departing:
         return None
     tensor = departing[0]
-    proto = _part(found.proto, tensor)
-    _write(folder, proto, tensor, found)
+    proto = _extract_subgraph(found.proto, tensor)
+    _write_folder(folder, proto, tensor, found)
     return folder
 
 
@@ -71,14 +81,15 @@ def _check_folder(folder: Path, file: Path, *, force: bool) -> None:
     check_inputs(folder, {"file": file})
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"folder={str(folder)!r} is a file: give a folder")
-    check_links(folder, NAMES)
+    check_links(folder, EXTRACTED_FILES)
     if not force and folder.is_dir() and any(folder.iterdir()):
         raise UsageError(
-            f"{folder} is not empty: choose another folder=, or overwrite {', '.join(NAMES)} there with force=True"
+            f"{folder} is not empty: choose another folder=, or overwrite {', '.join(EXTRACTED_FILES)} there "
+            "with force=True"
         )
 
 
-def _part(proto: Any, tensor: str) -> Any:
+def _extract_subgraph(proto: Any, tensor: str) -> Any:
     """The nodes that make a tensor of inputs and weights."""
     import onnx  # noqa: PLC0415  # only files need it
 
@@ -105,7 +116,7 @@ def _part(proto: Any, tensor: str) -> Any:
     return onnx.helper.make_model(made, opset_imports=proto.opset_import, ir_version=proto.ir_version)
 
 
-def _write(folder: Path, proto: Any, tensor: str, found: Compared) -> None:
+def _write_folder(folder: Path, proto: Any, tensor: str, found: ComparedLayers) -> None:
     names = [each.name for each in proto.graph.input]
     arrays: dict[str, Any] = {f"input_{place}": found.feeds[name] for place, name in enumerate(names)}
     where = re.sub(r"[^\w./ -]", "_", found.layers[tensor].where, flags=re.ASCII)[:80]  # it stands in a script
@@ -113,7 +124,7 @@ def _write(folder: Path, proto: Any, tensor: str, found: Compared) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
-    model, inputs, expected, script = (folder / name for name in NAMES)
+    model, inputs, expected, script = (folder / name for name in EXTRACTED_FILES)
     replace_bytes(model, proto.SerializeToString(deterministic=True))
     replace_file(inputs, lambda path: _save_arrays(path, {"names": np.array(names), **arrays}))
     replace_file(expected, lambda path: _save_arrays(path, {"output": found.expected[tensor]}))

@@ -20,25 +20,25 @@ from scalepoint.formats.onnx.channels_first import to_file_layout
 from scalepoint.graph.capture import as_inputs
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.runtimes import Status, find_runtime
-from scalepoint.runtimes.process import ask, exchange, precision
+from scalepoint.runtimes.process import count_low_precision, exchange_files, run_task
 from scalepoint.support.files import TemporaryFolder
 from scalepoint.support.untrusted import LARGEST_PROTOBUF, check_file
-from scalepoint.verification.simulation import as_array, feeds_of, simulate
+from scalepoint.verification.simulation import build_feeds, simulate, to_file_array
 
-WEIGHTED = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
-FOLDED = frozenset(("Relu", "Clip"))
-GIVEN = "/given"
-LEAST_EQUAL = 0.999
-LARGEST_CODES = 1
+WEIGHTED_OPERATORS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
+FUSED_OPERATORS = frozenset(("Relu", "Clip"))
+FORCED_INPUT_SUFFIX = "/given"
+MIN_EQUAL_SHARE = 0.999
+MAX_CODE_DIFFERENCE = 1
 FLOAT_STEP = 2.0**-23  # of float32, relative
-LARGEST_STEPS = 64.0
+MAX_FLOAT_STEPS = 64.0
 
 Calls = dict[str, list[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class LayerAgreement:
-    """One layer: codes compared by their values, float outputs in float32 steps of the layer's largest output."""
+    """Agreement of one layer: codes compared by value, floats in float32 steps of the layer's largest output."""
 
     where: str
     is_float: bool
@@ -47,7 +47,10 @@ class LayerAgreement:
 
     @property
     def holds(self) -> bool:
-        return self.largest <= (LARGEST_STEPS if self.is_float else LARGEST_CODES) and self.equal >= LEAST_EQUAL
+        return (
+            self.largest <= (MAX_FLOAT_STEPS if self.is_float else MAX_CODE_DIFFERENCE)
+            and self.equal >= MIN_EQUAL_SHARE
+        )
 
     def __str__(self) -> str:
         unit = "float32 steps" if self.is_float else "codes"
@@ -56,7 +59,7 @@ class LayerAgreement:
 
 @dataclass(frozen=True)
 class LayerVerification:
-    """All layers of a file, and how many weighted ones ran in low precision while they were compared."""
+    """Agreement of all layers of a file, and how many layers with weights ran in low precision."""
 
     layers: tuple[LayerAgreement, ...]
     low_precision: int
@@ -94,14 +97,26 @@ def verify_layers(
     threads: int = 1,
     seconds: float = 600,
 ) -> LayerVerification:
-    """Compare each layer of a file in ONNX Runtime with the simulation's, given the simulation's inputs."""
-    found = compared(path, model, inputs, kwargs=kwargs, threads=threads, seconds=seconds)
-    low, left = precision(found.executed)
+    """Compare every layer of a file in ONNX Runtime with the simulation, both with the inputs of the simulation.
+
+    Args:
+        path: The file.
+        model: The quantized model that it was written from.
+        inputs: Inputs to run.
+        kwargs: Keyword inputs of the model.
+        threads: Threads of the runtime.
+        seconds: Time limit of a run.
+
+    Returns:
+        Agreement per layer.
+    """
+    found = compare_layers(path, model, inputs, kwargs=kwargs, threads=threads, seconds=seconds)
+    low, left = count_low_precision(found.executed)
     return LayerVerification(tuple(found.layers.values()), low, left)
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedLayers:
     """The file whose layers were fed codes, what it was fed, and what should have come out, by tensor."""
 
     proto: Any
@@ -111,7 +126,7 @@ class Compared:
     executed: list[dict[str, Any]]
 
 
-def compared(
+def compare_layers(
     path: str | Path,
     model: fx.GraphModule,
     inputs: Any,
@@ -119,49 +134,51 @@ def compared(
     kwargs: Mapping[str, Any] | None = None,
     threads: int = 1,
     seconds: float = 600,
-) -> Compared:
+) -> ComparedLayers:
     """Every layer alone, and what it takes to see it again."""
     import onnx  # noqa: PLC0415  # only files need it
 
     given = as_inputs(inputs, kwargs)
-    with _weighted_outputs(model) as floats:
+    with _record_weighted_outputs(model) as floats:
         _, codes = simulate(model, given)
-    feeds = feeds_of(model, given)
+    feeds = build_feeds(model, given)
     check_file(Path(path), LARGEST_PROTOBUF)
     proto = onnx.load(path)
-    free, _ = _run(str(path), feeds, threads, seconds, expose=True)
-    known = _matched(proto.graph, {name: [as_array(each) for each in calls] for name, calls in codes.items()}, free)
-    wanted = _float_outputs(proto.graph, floats)
-    _force(proto, known, wanted)
+    free, _ = _run_file(str(path), feeds, threads, seconds, expose=True)
+    known = _match_codes(
+        proto.graph, {name: [to_file_array(each) for each in calls] for name, calls in codes.items()}, free
+    )
+    wanted = _match_float_outputs(proto.graph, floats)
+    _force_inputs(proto, known, wanted)
     with TemporaryFolder() as folder:
         forced = folder / "forced.onnx"
         onnx.save(proto, forced)
-        feeds |= {name + GIVEN: value for name, value in known.items()}
-        found, executed = _run(str(forced), feeds, threads, seconds)
+        feeds |= {name + FORCED_INPUT_SUFFIX: value for name, value in known.items()}
+        found, executed = _run_file(str(forced), feeds, threads, seconds)
     made_by = {name: node.name for node in proto.graph.node for name in node.output}
-    layers = {name: _codes_agree(made_by[name], value, found[name]) for name, value in known.items()}
-    layers |= {name: _floats_agree(made_by[name], value, found[name]) for name, value in wanted.items()}
-    return Compared(proto, feeds, {**known, **wanted}, layers, executed)
+    layers = {name: _compare_codes(made_by[name], value, found[name]) for name, value in known.items()}
+    layers |= {name: _compare_floats(made_by[name], value, found[name]) for name, value in wanted.items()}
+    return ComparedLayers(proto, feeds, {**known, **wanted}, layers, executed)
 
 
-def _run(
+def _run_file(
     path: str, feeds: Mapping[str, np.ndarray], threads: int, seconds: float, *, expose: bool = False
 ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    with exchange(feeds) as files:
+    with exchange_files(feeds) as files:
         request = {"task": "run", "path": path, "options": {"threads": threads, "expose": expose}, "executed": True}
-        answer = ask(find_runtime("onnxruntime"), {**request, **files.files}, seconds=seconds)
+        answer = run_task(find_runtime("onnxruntime"), {**request, **files.files}, seconds=seconds)
         if answer.status != Status.OK:
             raise VerificationError(f"{path} in onnxruntime: {answer.status.value}: {answer.message}")
         return files.outputs(answer), list((answer.data or {})["executed"])
 
 
 @contextmanager
-def _weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
+def _record_weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
     """What the weighted layers give, call by call, under the names that their scales have in the file."""
     kept: Calls = {}
 
     def recorder(calls: list[np.ndarray]) -> Any:
-        return lambda module, inputs, output: calls.append(as_array(output))
+        return lambda module, inputs, output: calls.append(to_file_array(output))
 
     handles = []
     for name, module in model.named_modules():
@@ -176,7 +193,7 @@ def _weighted_outputs(model: fx.GraphModule) -> Iterator[Calls]:
             handle.remove()
 
 
-def _matched(graph: Any, codes: Calls, free: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _match_codes(graph: Any, codes: Calls, free: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Output of a QuantizeLinear -> the simulation's codes: the calls of a stub in order, by shape.
 
     Where the exporter folded a padding away, the simulation has a call more than the file.
@@ -195,7 +212,7 @@ def _matched(graph: Any, codes: Calls, free: Mapping[str, np.ndarray]) -> dict[s
     return found
 
 
-def _float_outputs(graph: Any, floats: Calls) -> dict[str, np.ndarray]:
+def _match_float_outputs(graph: Any, floats: Calls) -> dict[str, np.ndarray]:
     """Float output of a weighted layer that no QuantizeLinear follows -> what the simulation has there."""
     makers = {name: node for node in graph.node for name in node.output}
     readers: dict[str, list[Any]] = {}
@@ -205,17 +222,17 @@ def _float_outputs(graph: Any, floats: Calls) -> dict[str, np.ndarray]:
     left = {name: list(calls) for name, calls in floats.items()}
     found = {}
     for node in graph.node:
-        weight = makers.get(node.input[1]) if node.op_type in WEIGHTED else None
+        weight = makers.get(node.input[1]) if node.op_type in WEIGHTED_OPERATORS else None
         if weight is None or weight.op_type != "DequantizeLinear" or not left.get(weight.input[1]):
             continue
         value = left[weight.input[1]].pop(0)
-        end = _with_bias(node, readers, makers)
+        end = _skip_bias_add(node, readers, makers)
         if not _is_quantized(end, readers):
             found[end.output[0]] = to_file_layout(end.output[0], value)
     return found
 
 
-def _with_bias(node: Any, readers: Mapping[str, Sequence[Any]], makers: Mapping[str, Any]) -> Any:
+def _skip_bias_add(node: Any, readers: Mapping[str, Sequence[Any]], makers: Mapping[str, Any]) -> Any:
     """A linear layer is a MatMul and the Add of a constant."""
     after = readers.get(node.output[0], [])
     if node.op_type != "MatMul" or len(after) != 1 or after[0].op_type != "Add":
@@ -228,12 +245,12 @@ def _with_bias(node: Any, readers: Mapping[str, Sequence[Any]], makers: Mapping[
 
 def _is_quantized(node: Any, readers: Mapping[str, Sequence[Any]]) -> bool:
     after = readers.get(node.output[0], [])
-    while len(after) == 1 and after[0].op_type in FOLDED:
+    while len(after) == 1 and after[0].op_type in FUSED_OPERATORS:
         after = readers.get(after[0].output[0], [])
     return len(after) == 1 and after[0].op_type == "QuantizeLinear"
 
 
-def _force(proto: Any, known: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+def _force_inputs(proto: Any, known: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
     """Who reads codes reads an input of the file instead; what is to be compared becomes an output."""
     import onnx  # noqa: PLC0415
 
@@ -241,24 +258,24 @@ def _force(proto: Any, known: Mapping[str, np.ndarray], wanted: Mapping[str, np.
     for node in graph.node:
         for index, name in enumerate(node.input):
             if name in known:
-                node.input[index] = name + GIVEN
+                node.input[index] = name + FORCED_INPUT_SUFFIX
     shapes = {each.name: each.type.tensor_type.shape.dim for each in graph.value_info}
     taken = {each.name for each in graph.output}
     for name, value in known.items():
         dims = [each.dim_value or each.dim_param or None for each in shapes.get(name, ())] or [None] * value.ndim
         kind = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-        graph.input.append(onnx.helper.make_tensor_value_info(name + GIVEN, kind, dims))
+        graph.input.append(onnx.helper.make_tensor_value_info(name + FORCED_INPUT_SUFFIX, kind, dims))
     for name in (*known, *wanted):
         if name not in taken:
             graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
 
 
-def _codes_agree(where: str, expected: np.ndarray, found: np.ndarray) -> LayerAgreement:
+def _compare_codes(where: str, expected: np.ndarray, found: np.ndarray) -> LayerAgreement:
     apart = np.abs(expected.astype(np.int32) - found.astype(np.int32))
     return LayerAgreement(where, False, float((apart == 0).mean()), int(apart.max(initial=0)))
 
 
-def _floats_agree(where: str, expected: np.ndarray, found: np.ndarray) -> LayerAgreement:
+def _compare_floats(where: str, expected: np.ndarray, found: np.ndarray) -> LayerAgreement:
     step = FLOAT_STEP * float(np.abs(expected).max(initial=np.finfo(np.float32).tiny))
     apart = np.abs(expected.astype(np.float64) - found.astype(np.float64)) / step
-    return LayerAgreement(where, True, float((apart <= LARGEST_STEPS).mean()), float(apart.max(initial=0.0)))
+    return LayerAgreement(where, True, float((apart <= MAX_FLOAT_STEPS).mean()), float(apart.max(initial=0.0)))

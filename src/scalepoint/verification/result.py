@@ -13,20 +13,20 @@ from scalepoint.errors import VerificationError
 from scalepoint.runtimes import Status
 from scalepoint.support.formatting import decibel, plural, printed, ratio, share_of, size_of
 from scalepoint.support.jsonable import to_jsonable
-from scalepoint.verification.agreement import Agreement, worst
-from scalepoint.verification.times import LayerTime, because
+from scalepoint.verification.agreement import Agreement, worst_sqnr
+from scalepoint.verification.layer_times import LayerTime, describe_slower_layers
 
 BOUND_DB = 20.0
 SUSPICIOUS_DB = 10.0  # how much better the file may agree with the runtime's optimisations off
 SURE_DB = 40.0
 ROUNDED_DB = 10.0  # what floats that the runtime itself rounds may leave of the agreement
-NAMED = 3  # differences
-SHOWN = 12  # layers in float
+MAX_NAMED = 3  # differences
+MAX_SHOWN = 12  # layers in float
 
 
 @dataclass(frozen=True)
 class Departure:
-    """The first tensor whose codes are others than the simulation's."""
+    """The first tensor whose codes differ from the simulation."""
 
     where: str
     equal: float
@@ -37,7 +37,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Choice:
-    """A top-k, sort or argmax where the runtime chose others than the simulation, among nearly equal scores."""
+    """A top-k, sort or argmax where the runtime chose differently from the simulation, between nearly equal scores."""
 
     where: str  # the node
     sqnr: float  # of its scores with the simulation's
@@ -60,7 +60,7 @@ class Resized:
 
     @property
     def sqnr(self) -> float:
-        return worst(self.agreed)
+        return worst_sqnr(self.agreed)
 
     @property
     def at(self) -> str:
@@ -72,7 +72,7 @@ class Resized:
         return f"{told}: {self.message or '; '.join(map(str, self.agreed))}"
 
 
-SAME = 0.03  # two files with the same kernels differ by as much in speed
+SAME_SPEED_TOLERANCE = 0.03  # two files with the same kernels differ by as much in speed
 OWN_BASELINE, PLAIN_BASELINE = "the float file", "the plain export"
 
 
@@ -96,7 +96,7 @@ class Benchmark:
     @property
     def is_slower(self) -> bool:
         """By more than two runs of the same kernels would be."""
-        return self.ratio < 1 - SAME
+        return self.ratio < 1 - SAME_SPEED_TOLERANCE
 
     @property
     def batch(self) -> int | None:
@@ -132,7 +132,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Verification:
-    """What the runtime says of a file."""
+    """What the runtime did with a file: status, agreement with the simulation, size and speed."""
 
     path: str
     runtime: str
@@ -169,7 +169,7 @@ class Verification:
     @property
     def sqnr(self) -> float:
         """The worst output, with the runtime's optimisations on."""
-        return worst(self.optimized)
+        return worst_sqnr(self.optimized)
 
     @property
     def chosen(self) -> str:
@@ -184,13 +184,13 @@ class Verification:
     @property
     def exact_sqnr(self) -> float:
         """The worst output where the runtime leaves floats float."""
-        return worst(self.exact or self.optimized)
+        return worst_sqnr(self.exact or self.optimized)
 
     @property
     def holds(self) -> bool:
         """Near the simulation, also at other sizes, and not much nearer without the runtime's optimisations."""
         best = self.exact_sqnr
-        is_changed = worst(self.unoptimized) > best + SUSPICIOUS_DB and best < SURE_DB
+        is_changed = worst_sqnr(self.unoptimized) > best + SUSPICIOUS_DB and best < SURE_DB
         is_equal = not self.differences and (self.resized is None or self.resized.sqnr >= self.rounded_bound)
         is_near = best >= self.bound and self.sqnr >= self.rounded_bound
         return self.status == Status.OK and is_near and not is_changed and is_equal
@@ -216,8 +216,8 @@ class Verification:
         if self.status not in (Status.OK, Status.NOT_VERIFIED):
             raise VerificationError(f"{self.path} in {self.runtime}: {self.status.value}: {self.message}")
         if self.differences:
-            named = "; ".join(self.differences[:NAMED])
-            more = f"; and {len(self.differences) - NAMED} more" if len(self.differences) > NAMED else ""
+            named = "; ".join(self.differences[:MAX_NAMED])
+            more = f"; and {len(self.differences) - MAX_NAMED} more" if len(self.differences) > MAX_NAMED else ""
             raise VerificationError(f"{self.path} does not hold what the model does: {named}{more}")
         if self.resized is not None and self.resized.sqnr < self.rounded_bound <= self.sqnr:
             said = self.resized.message or f"it agrees with the simulation to {decibel(self.resized.sqnr)} dB"
@@ -258,7 +258,7 @@ class Verification:
         rows += [("optimisations off", str(each)) for each in self.unoptimized]
         if self.executed:
             rows.append(("in low precision", plural(self.low_precision, "weighted operation")))
-            rows.append(("left in float", _listed(self.fallbacks) or "none"))
+            rows.append(("left in float", _list_fallbacks(self.fallbacks) or "none"))
         if self.departure:
             rows.append(("first departs", f"{self.departure.where}: {self.departure.cause}"))
             rows.append(("way out", self.departure.way_out))
@@ -267,7 +267,7 @@ class Verification:
         if self.latency:
             rows.append(("speed", str(self.latency)))
             rows.append(("compared with", self.latency.against))
-        if why := because(self.times):
+        if why := describe_slower_layers(self.times):
             is_slower = self.latency is not None and self.latency.is_slower
             rows.append(("slower because of" if is_slower else "loses time in", why))
         return rows
@@ -279,9 +279,9 @@ class Verification:
         return {**to_jsonable(self), **to_jsonable({"sqnr": self.sqnr, "holds": self.holds})}
 
 
-def _listed(fallbacks: Sequence[str]) -> str:
+def _list_fallbacks(fallbacks: Sequence[str]) -> str:
     """Each once, as a step of a recurrent layer is there many times; the first of many."""
     counts = Counter(fallbacks)
     shown = [each if count == 1 else f"{each}, {count} times" for each, count in counts.items()]
-    more = len(shown) - SHOWN
-    return ", ".join(shown) if more <= 0 else f"{', '.join(shown[:SHOWN])} and {more} more"
+    more = len(shown) - MAX_SHOWN
+    return ", ".join(shown) if more <= 0 else f"{', '.join(shown[:MAX_SHOWN])} and {more} more"

@@ -17,7 +17,7 @@ def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], d
     """The outputs of the simulation, and the codes at every stub, call by call."""
     codes: dict[str, list[Tensor]] = {}
     handles = [
-        module.register_forward_hook(_recorder(codes.setdefault(name, [])))
+        module.register_forward_hook(_record_outputs(codes.setdefault(name, [])))
         for name, module in model.named_modules()
         if isinstance(module, QuantStub) and module.enabled
     ]
@@ -34,7 +34,7 @@ def simulate(model: nn.Module, inputs: tuple[Any, Any]) -> tuple[list[Tensor], d
     return [torch.as_tensor(value) for value in outputs if isinstance(value, Tensor | float | int)], codes
 
 
-def _recorder(kept: list[Tensor]) -> Any:
+def _record_outputs(kept: list[Tensor]) -> Any:
     def record(stub: QuantStub, inputs: Any, output: Tensor) -> None:
         if not stub.quantizer.grid.format.is_float and stub.scale.ndim == 0:
             kept.append(((output / stub.scale).round() + stub.zero_point).to(torch.int32))
@@ -42,13 +42,13 @@ def _recorder(kept: list[Tensor]) -> Any:
     return record
 
 
-def as_array(tensor: Tensor) -> np.ndarray:
+def to_file_array(tensor: Tensor) -> np.ndarray:
     """As a file takes and gives it: half, bfloat16 and double are float32 there."""
     tensor = tensor.detach().cpu()
     return (tensor.to(torch.float32) if tensor.is_floating_point() else tensor).numpy()
 
 
-def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
+def build_feeds(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]:
     """The tensors among the inputs by the names of the arguments; other values are constants of a file."""
     placeholders = (
         [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
@@ -60,4 +60,4 @@ def feeds_of(model: nn.Module, inputs: tuple[Any, Any]) -> dict[str, np.ndarray]
     named = dict(zip(names, leaves, strict=False))
     for path, leaf in pytree.tree_flatten_with_path(inputs[1])[0]:
         named["_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)] = leaf
-    return {name: as_array(leaf) for name, leaf in named.items() if isinstance(leaf, Tensor)}
+    return {name: to_file_array(leaf) for name, leaf in named.items() if isinstance(leaf, Tensor)}

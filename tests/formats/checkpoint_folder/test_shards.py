@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from scalepoint.formats.checkpoint_folder.shards import ENTRY, Shards
+from scalepoint.formats.checkpoint_folder.shards import ENTRY_BYTES, ShardWriter
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -22,7 +22,7 @@ TENSORS = {
 
 
 def write(folder, limit=1000, bound=None):
-    shards = Shards(folder, bound or len(TENSORS) * (ENTRY + 20), limit)
+    shards = ShardWriter(folder, bound or len(TENSORS) * (ENTRY_BYTES + 20), limit)
     for name, tensor in TENSORS.items():
         shards.add(name, tensor)
     shards.finish()
@@ -43,7 +43,7 @@ def test_one_file_is_read_as_it_was_written(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize(("limit", "bound"), [(40, None), (1000, 2 * ENTRY)], ids=["by bytes", "by the header"])
+@pytest.mark.parametrize(("limit", "bound"), [(40, None), (1000, 2 * ENTRY_BYTES)], ids=["by bytes", "by the header"])
 def test_several_files_have_an_index(tmp_path, limit, bound):
     shards = write(tmp_path, limit, bound)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
-from scalepoint.formats.checkpoint_folder.folder import packable
+from scalepoint.formats.checkpoint_folder.folder import list_quantizable
 from scalepoint.numerics import E4M3, E8M0, FP4, QuantizationScheme, format_of
 from scalepoint.spec import PerBlockGranularity, PerTensorGranularity, QuantizationSpec
 
@@ -106,7 +106,7 @@ def quantize(
 ) -> QuantizedCheckpoint:
     """All layers that can be packed but routers, or what `choose` says of each."""
     packed = {}
-    for layer in packable(source):
+    for layer in list_quantizable(source):
         chosen = (None if layer.endswith("gate") else spec) if choose is None else choose(layer)
         if chosen is not None:
             weight = source.tensor(f"{layer}.weight")

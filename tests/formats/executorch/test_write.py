@@ -11,13 +11,13 @@ from scalepoint.formats import ExportRequest, export, find_format
 from scalepoint.formats.executorch.stored import XnnpackStoredStub
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.verification import Status, verify
-from scalepoint.verification.departure import matched
+from scalepoint.verification.departure import match_calls
 from scalepoint.verification.simulation import simulate
 
-HERE = find_runtime("executorch").is_here
+HERE = find_runtime("executorch").is_installed
 pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: pip install 'scalepoint[executorch]'")
 INT4 = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
 
@@ -106,13 +106,13 @@ def test_every_code_is_at_most_a_step_from_the_simulation(deployed, tmp_path):
     form, runtime = find_format("executorch"), find_runtime("executorch")
     form.write_with_layer_outputs(done.model, tmp_path / "exposed.pte", ExportRequest(((x,), {})))
     _, codes = simulate(done.model, ((x,), {}))
-    with exchange({"x": x.numpy()}) as files:
-        answer = ask(runtime, {"task": "run", "path": str(tmp_path / "exposed.pte"), "options": {}, **files.files})
+    with exchange_files({"x": x.numpy()}) as files:
+        answer = run_task(runtime, {"task": "run", "path": str(tmp_path / "exposed.pte"), "options": {}, **files.files})
         found = files.outputs(answer)
     quantizers = form.read_info(tmp_path / "exposed.pte").quantizers
     compared = 0
     for name, calls in codes.items():
-        for wanted, given in matched(name, calls, quantizers, found):
+        for wanted, given in match_calls(name, calls, quantizers, found):
             apart = np.abs(given.astype(int) - wanted)
             assert apart.max() <= 1, name
             assert (apart == 0).mean() > 0.98, name
@@ -129,7 +129,9 @@ def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
         made(self, stub, factor * 3 if stub.name == "two_relu_2_quant" else factor)
 
     monkeypatch.setattr(XnnpackStoredStub, "__init__", wrong)
-    monkeypatch.setattr("scalepoint.verification.running.worst", lambda agreements: 0.0)  # else it is not searched for
+    monkeypatch.setattr(
+        "scalepoint.verification.verify_file.worst_sqnr", lambda agreements: 0.0
+    )  # else it is not searched for
     found = verify(done.path, done.model, x).departure
     assert found.where == "two_relu_2_quant"
     assert found.largest > 2

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
-from scalepoint.formats.gguf import snapped
-from scalepoint.numerics import get_format
+from scalepoint.formats.gguf import round_to_block_type
+from scalepoint.numerics import format_of
 from scalepoint.spec import ExtendedQuantizationSpec
 
 WORDS = 320
@@ -107,19 +107,19 @@ def spec_of(dtype, block, **fields):
 
 def nearest(weight, spec, block):
     """The nearest codes with scales that GGUF can hold."""
-    row = get_format(spec.dtype)
+    row = format_of(spec.dtype)
     low, high = int(row.low), int(row.high)
     values = weight.float().reshape(weight.shape[0], -1, block)
     least, most = values.amin(2).clamp(max=0), values.amax(2).clamp(min=0)
     if spec.qscheme == "symmetric":
-        scale, _ = snapped(spec, weight.shape[1], torch.maximum(-least, most) / max(high, 1))
+        scale, _ = round_to_block_type(spec, weight.shape[1], torch.maximum(-least, most) / max(high, 1))
         codes = (values / scale[..., None]).round().clamp(low, high)
         return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec)
     if spec.qformulation == "minval":
-        scale, minval = snapped(spec, weight.shape[1], (most - least) / (high - low), least)
+        scale, minval = round_to_block_type(spec, weight.shape[1], (most - least) / (high - low), least)
         codes = ((values - minval[..., None]) / scale[..., None]).round().clamp(0, high - low) + low
         return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec, minval=minval)
-    scale, _ = snapped(spec, weight.shape[1], (most - least) / (high - low))
+    scale, _ = round_to_block_type(spec, weight.shape[1], (most - least) / (high - low))
     zero = (-least / scale).round().clamp(0, high)
     codes = (values / scale[..., None] + zero[..., None]).round().clamp(low, high)
     return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec, zero.int())

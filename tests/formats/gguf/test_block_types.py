@@ -6,7 +6,13 @@ import torch
 from scalepoint.checkpoints import Packed
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf import GGUF
-from scalepoint.formats.gguf.block_types import KINDS, bytes_of, kind_of, planned, snapped
+from scalepoint.formats.gguf.block_types import (
+    BLOCK_TYPES,
+    choose_block_type,
+    pack_weight,
+    plan_block_type,
+    round_to_block_type,
+)
 from tests.errors import raises
 from tests.formats.gguf.checkpoints import nearest, spec_of
 
@@ -43,7 +49,7 @@ CASES = {
 
 
 def read_back(packed, kind):
-    data = bytes_of(packed, kind)
+    data = pack_weight(packed, kind)
     return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind.name]))
 
 
@@ -52,8 +58,8 @@ def test_what_is_packed_is_what_is_read(case):
     name, spec, block, columns = CASES[case]
     weight = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)) * 0.05
     packed = nearest(weight, spec, block)
-    kind = kind_of([packed], "w")
-    assert kind.name == name == planned(spec, columns, block).name
+    kind = choose_block_type([packed], "w")
+    assert kind.name == name == plan_block_type(spec, columns, block).name
     assert torch.equal(read_back(packed, kind), packed.values())
 
 
@@ -67,7 +73,7 @@ def test_the_extreme_codes_are_held_too(case):
     edge[:, ::2], edge[:, 1::2] = int(low), int(high)
     assert row.min <= low
     packed = Packed(edge, packed.scale, spec, packed.zero_point, minval=packed.minval)
-    assert torch.equal(read_back(packed, kind_of([packed], "w")), packed.values())
+    assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.values())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -78,15 +84,15 @@ def test_rows_of_nothing_but_zero_are_held(case):
     packed = nearest(weight, spec, block)
     values = packed.values()
     if torch.isfinite(values).all():
-        assert torch.equal(read_back(packed, kind_of([packed], "w")), values)
+        assert torch.equal(read_back(packed, choose_block_type([packed], "w")), values)
 
 
 def test_snapping_moves_scales_little_and_is_done_once():
     spec = spec_of("uint4", 32, **MINVAL)
     scale = torch.rand(16, 16, generator=torch.Generator().manual_seed(0)) * 0.01 + 0.005
-    found, minval = snapped(spec, 512, scale, -8 * scale)
+    found, minval = round_to_block_type(spec, 512, scale, -8 * scale)
     assert ((found - scale).abs() / scale).max() < 0.5 / 63 * 3 + 1e-3
-    again, least = snapped(spec, 512, found, minval)
+    again, least = round_to_block_type(spec, 512, found, minval)
     assert torch.equal(again, found)
     assert torch.equal(least, minval)
 
@@ -94,7 +100,9 @@ def test_snapping_moves_scales_little_and_is_done_once():
 def test_a_format_moves_scales_by_spec_and_shape():
     scale = torch.rand(4, 16, generator=torch.Generator().manual_seed(0)) + 0.5
     assert torch.equal(GGUF.round_scales(spec_of("int4", 32), 512, scale), scale.half().float())
-    assert torch.equal(GGUF.round_scales(spec_of("int3", 32), 512, scale), snapped(spec_of("int3", 32), 512, scale)[0])
+    assert torch.equal(
+        GGUF.round_scales(spec_of("int3", 32), 512, scale), round_to_block_type(spec_of("int3", 32), 512, scale)[0]
+    )
     few = GGUF.round_scales(spec_of("uint4", 32, **ZERO), 512, scale)
     assert torch.equal((few * 15).half().float(), few * 15)
     assert torch.equal(
@@ -106,10 +114,10 @@ def test_scales_that_are_not_snapped_take_a_wider_type_or_none():
     codes = torch.randint(-4, 4, (4, 512), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     scale = (torch.rand(4, 16) + 0.5).half().float()
     packed = Packed(codes, scale, spec_of("int3", 32))
-    assert kind_of([packed], "w").name == "Q4_0"
-    assert torch.equal(read_back(packed, kind_of([packed], "w")), packed.values())
+    assert choose_block_type([packed], "w").name == "Q4_0"
+    assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.values())
     with raises(ExportError, "proj", "torch.int3", "blocks of 32"):
-        kind_of([Packed(codes, scale + 1e-6, spec_of("int3", 32))], "proj")
+        choose_block_type([Packed(codes, scale + 1e-6, spec_of("int3", 32))], "proj")
 
 
 def test_a_zero_point_whose_product_is_no_float16_takes_a_bit_more():
@@ -117,7 +125,7 @@ def test_a_zero_point_whose_product_is_no_float16_takes_a_bit_more():
     codes = torch.randint(0, 16, (2, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     scale = torch.full((2, 2), 2047 / 2048)
     packed = Packed(codes, scale, spec, torch.full((2, 2), 7, dtype=torch.int32))
-    kind = kind_of([packed], "w")
+    kind = choose_block_type([packed], "w")
     assert kind.name == "Q5_0"
     assert torch.equal(read_back(packed, kind), packed.values())
 
@@ -127,8 +135,8 @@ def test_experts_of_a_layer_share_the_type_that_holds_all():
     codes = torch.zeros(4, 512, dtype=torch.int8)
     snug = Packed(codes, torch.full((4, 16), 0.5), spec)
     wide = Packed(codes, (torch.rand(4, 16) + 0.5).half().float(), spec)
-    assert kind_of([snug], "w").name == "Q3_K"
-    assert kind_of([snug, wide], "w").name == "Q4_0"
+    assert choose_block_type([snug], "w").name == "Q3_K"
+    assert choose_block_type([snug, wide], "w").name == "Q4_0"
 
 
 @pytest.mark.parametrize(
@@ -146,11 +154,11 @@ def test_experts_of_a_layer_share_the_type_that_holds_all():
 def test_what_no_block_holds_is_refused(fields, says):
     given = {"codes": torch.zeros(2, 64, dtype=torch.int8), "scale": torch.ones(2, 2), "spec": spec_of("int4", 32)}
     with pytest.raises(ExportError, match=says):
-        kind_of([Packed(**(given | fields))], "w")
+        choose_block_type([Packed(**(given | fields))], "w")
 
 
 def test_the_table_grows_by_bits():
-    bits = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.name]] for kind in KINDS]
+    bits = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.name]] for kind in BLOCK_TYPES]
     sizes = [size * 8 / block for block, size in bits]
     assert sizes == sorted(sizes)
-    assert [block for block, _ in bits] == [kind.columns for kind in KINDS]
+    assert [block for block, _ in bits] == [kind.columns for kind in BLOCK_TYPES]

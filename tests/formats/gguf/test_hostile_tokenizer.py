@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.gguf.tokenizer import add_tokenizer, read
+from scalepoint.formats.gguf.tokenizer import add_tokenizer, read_vocabulary
 from tests.formats.gguf.test_tokenizer import sentencepiece
 
 pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
@@ -118,13 +118,13 @@ def test_a_sentencepiece_model_with_any_byte_changed(tmp_path: Path) -> None:
 def test_a_vocabulary_of_no_sane_size_is_refused(size: int, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(byte_level()))
     with pytest.raises(ExportError, match="a vocabulary of"):
-        read(tmp_path, size)
+        read_vocabulary(tmp_path, size)
 
 
 def test_a_number_without_end_in_a_sentencepiece_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\xff" * 1_000_000)
     with pytest.raises(ExportError, match="64 bits"):
-        read(tmp_path, SIZE)
+        read_vocabulary(tmp_path, SIZE)
 
 
 def test_a_token_id_far_beyond_the_vocabulary_is_refused_before_a_list_is_made(tmp_path: Path) -> None:
@@ -132,4 +132,4 @@ def test_a_token_id_far_beyond_the_vocabulary_is_refused_before_a_list_is_made(t
     document["model"]["vocab"]["c"] = 2**63
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(ExportError, match=f"the model {SIZE}"):
-        read(tmp_path, SIZE)
+        read_vocabulary(tmp_path, SIZE)

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from scalepoint.checkpoints import QuantizedCheckpoint
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf import GGUF
-from scalepoint.formats.gguf.tokenizer import SPLITS, Type, read
+from scalepoint.formats.gguf.tokenizer import SPLITS, TokenType, read_vocabulary
 from scalepoint.runtimes import find_runtime
 from tests.formats.gguf.checkpoints import make
 
@@ -73,14 +73,14 @@ def test_all_known_ways_are_tried():
 def test_the_rule_of_tokenizer_json_is_named(split, tmp_path):
     made = MADE[split]()
     made.save(str(tmp_path / "tokenizer.json"))
-    found = read(tmp_path, 700)
+    found = read_vocabulary(tmp_path, 700)
     assert found.split == split
     assert len(found.texts) == len(found.types) == 700
-    assert found.types[-1] is Type.UNUSED
+    assert found.types[-1] is TokenType.UNUSED
     assert found.texts[: made.get_vocab_size()] == [made.id_to_token(number) for number in range(made.get_vocab_size())]
 
 
-@pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
+@pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs llama.cpp: {LLAMACPP.install}")
 @pytest.mark.parametrize("split", MADE)
 def test_llamacpp_cuts_text_alike(split, tmp_path):
     from scalepoint.runtimes.llamacpp.child import File
@@ -124,10 +124,16 @@ def sentencepiece(kind):
 
 def test_a_sentencepiece_model_is_read_without_its_library(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece(2))
-    found = read(tmp_path, 8)
+    found = read_vocabulary(tmp_path, 8)
     assert found.model == "llama"
     assert found.texts == ["<unk>", "<s>", "</s>", "<0x00>", "▁the", "t", "[PAD6]", "[PAD7]"]
-    assert found.types[:5] == [Type.UNKNOWN, Type.CONTROL, Type.CONTROL, Type.BYTE, Type.NORMAL]
+    assert found.types[:5] == [
+        TokenType.UNKNOWN,
+        TokenType.CONTROL,
+        TokenType.CONTROL,
+        TokenType.BYTE,
+        TokenType.NORMAL,
+    ]
     assert found.scores[4:6] == [-1.5, -2.5]
     assert found.adds_space is False
 
@@ -176,4 +182,4 @@ def nothing(folder):
 def test_a_tokenizer_that_llamacpp_has_not_is_refused(spoil, says, tmp_path):
     spoil(tmp_path)
     with pytest.raises(ExportError, match=says):
-        read(tmp_path, 100)
+        read_vocabulary(tmp_path, 100)

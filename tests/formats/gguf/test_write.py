@@ -12,13 +12,13 @@ from scalepoint.formats.gguf import GGUF
 from scalepoint.formats.gguf.architectures import ARCHITECTURES
 from scalepoint.formats.registry import find_checkpoint_format, list_checkpoint_formats
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.process import exchange_files, run_task
 from tests.formats.gguf.checkpoints import FAMILIES, SIZES, decibels, make, quantized, simulation, spec_of
 from tests.formats.gguf.test_block_types import CASES
 
 gguf = pytest.importorskip("gguf", reason='needs the package gguf: pip install "scalepoint[gguf]"')
 LLAMACPP = find_runtime("llamacpp")
-needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
+needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs llama.cpp: {LLAMACPP.install}")
 INT4 = spec_of("int4", 32)
 FAST = ("llama", "mixtral", "gpt2")
 each_family = pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def contents(path):
 
 
 def logits(path, tokens, **options):
-    with exchange({"input_ids": tokens.numpy()}) as files:
+    with exchange_files({"input_ids": tokens.numpy()}) as files:
         request = {"task": "run", "path": str(path), "options": {"threads": 1, **options}}
-        answer = ask(LLAMACPP, {**request, **files.files})
+        answer = run_task(LLAMACPP, {**request, **files.files})
         assert answer.status == "ok", answer.message
         return torch.from_numpy(files.outputs(answer)["logits"])
 

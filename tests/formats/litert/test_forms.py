@@ -12,10 +12,10 @@ from scalepoint.errors import TargetError
 from scalepoint.formats import ExportRequest, find_format
 from scalepoint.formats.litert.write import write_float
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.transformation import transform
 
-HERE = find_runtime("litert").is_here
+HERE = find_runtime("litert").is_installed
 pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip install 'scalepoint[litert]'")
 
 
@@ -121,9 +121,9 @@ def written(model, inputs, path):
 
 
 def run(path, feeds):
-    with exchange({name: value.numpy() for name, value in feeds.items()}) as files:
+    with exchange_files({name: value.numpy() for name, value in feeds.items()}) as files:
         asked = {"task": "run", "path": str(path), "options": {"threads": 1}}
-        answer = ask(find_runtime("litert"), {**asked, **files.files})
+        answer = run_task(find_runtime("litert"), {**asked, **files.files})
         assert answer.data is not None, answer.message
         return files.outputs(answer)
 
@@ -168,8 +168,8 @@ def test_what_is_told_its_size_has_the_batch_of_the_example(tmp_path):
     path = written(model, (feeds["x"],), tmp_path / "transposed.tflite")
     assert find_format("litert").read_info(path).inputs[0].shape == (2, 4, 5, 5)
     compare(model, feeds, run(path, feeds))
-    with exchange({"x": torch.randn(3, 4, 5, 5).numpy()}) as files:
-        answer = ask(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
+    with exchange_files({"x": torch.randn(3, 4, 5, 5).numpy()}) as files:
+        answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
     assert "x: the file takes [2, 4, 5, 5], [3, 4, 5, 5] was given" in answer.message
 
 

@@ -11,14 +11,14 @@ from scalepoint.formats import ExportRequest, export, find_format, read_value
 from scalepoint.formats.litert.stored import LiteRtStoredStub
 from scalepoint.quantize import QuantConfig, quantize
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.verification import Status, verify
-from scalepoint.verification.departure import matched
+from scalepoint.verification.departure import match_calls
 from scalepoint.verification.simulation import simulate
 from tests.formats.executorch.test_write import Encoder
 
-HERE = find_runtime("litert").is_here
+HERE = find_runtime("litert").is_installed
 pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip install 'scalepoint[litert]'")
 INT4 = QuantizationSpec(
     dtype="int4", qscheme="symmetric", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
@@ -135,12 +135,12 @@ def test_codes_are_those_of_the_simulation_until_a_concat_changes_a_scale(deploy
     form, path = find_format("litert"), tmp_path / "exposed.tflite"
     form.write_with_layer_outputs(done.model, path, ExportRequest(((x,), {})))
     _, codes = simulate(done.model, ((x,), {}))
-    with exchange({"x": x.numpy()}) as files:
-        answer = ask(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
+    with exchange_files({"x": x.numpy()}) as files:
+        answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})
         found = files.outputs(answer)
     compared, is_behind = 0, False
     for name, calls in codes.items():
-        for wanted, given in matched(name, calls, form.read_info(path).quantizers, found):
+        for wanted, given in match_calls(name, calls, form.read_info(path).quantizers, found):
             apart = np.abs(given.astype(int) - wanted)
             is_behind |= given.shape == (2, 32, 8, 8)  # of the concat and all after it
             assert apart.max() <= (2 if is_behind else 0), name
@@ -157,7 +157,9 @@ def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
         made(self, stub, factor * 3 if stub.name == "three_fused_quant" else factor)
 
     monkeypatch.setattr(LiteRtStoredStub, "__init__", wrong)
-    monkeypatch.setattr("scalepoint.verification.running.worst", lambda agreements: 0.0)  # else it is not searched for
+    monkeypatch.setattr(
+        "scalepoint.verification.verify_file.worst_sqnr", lambda agreements: 0.0
+    )  # else it is not searched for
     found = verify(done.path, done.model, x).departure
     assert found.where == "three_fused_quant"
     assert found.largest > 2

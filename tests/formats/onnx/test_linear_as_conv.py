@@ -15,7 +15,7 @@ from scalepoint.formats import export
 from scalepoint.formats.onnx.channels_first import CHANNELS_FIRST_SUFFIX, to_file_layout, to_model_layout
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, quantize
 from scalepoint.runtimes.openvino import OPENVINO
-from scalepoint.runtimes.process import ask, exchange
+from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.targets import openvino_target
 from scalepoint.verification import verify, verify_layers
 
@@ -61,9 +61,9 @@ def made(request, tmp_path_factory):
 def computed(path, x):
     """What OpenVINO gives with floats left float, by output."""
     options = {"threads": 1, "accurate": True}
-    with exchange({"x": x.numpy()}) as files:
+    with exchange_files({"x": x.numpy()}) as files:
         return files.outputs(
-            ask(OPENVINO, {"task": "run", "path": str(path), "options": options, **files.files}, seconds=60)
+            run_task(OPENVINO, {"task": "run", "path": str(path), "options": options, **files.files}, seconds=60)
         )
 
 

@@ -9,12 +9,12 @@ from scalepoint.errors import VerificationError
 from scalepoint.formats.gguf import GGUF
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.llamacpp.child import DEFAULT, PLACE, File, Llama, library
-from scalepoint.runtimes.process import Status, ask
-from scalepoint.runtimes.serving import Served
+from scalepoint.runtimes.process import Status, run_task
+from scalepoint.runtimes.serving import RuntimeSession
 from tests.formats.gguf.checkpoints import make, quantized, simulation, spec_of
 
 LLAMACPP = find_runtime("llamacpp")
-needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
+needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs llama.cpp: {LLAMACPP.install}")
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +29,19 @@ def written(tmp_path_factory):
 def test_a_folder_without_the_library_has_no_llamacpp(tmp_path, monkeypatch):
     monkeypatch.setenv(PLACE, str(tmp_path))
     assert library() is None
-    assert not LLAMACPP.is_here
-    answer = ask(LLAMACPP, {"task": "run"})
+    assert not LLAMACPP.is_installed
+    answer = run_task(LLAMACPP, {"task": "run"})
     assert answer.status is Status.UNAVAILABLE
     assert f"npm install --prefix {DEFAULT} @node-llama-cpp/" in answer.message
     with pytest.raises(VerificationError, match="llamacpp is not installed"):
-        Served(LLAMACPP, tmp_path / "m.gguf")
+        RuntimeSession(LLAMACPP, tmp_path / "m.gguf")
 
 
 @needs_llamacpp
 def test_rows_of_tokens_give_logits_for_every_token(written):
     path, model = written
     tokens = torch.randint(0, 300, (3, 16))
-    served = Served(LLAMACPP, path, threads=1)
+    served = RuntimeSession(LLAMACPP, path, threads=1)
     (found,) = served({"input_ids": tokens.numpy()})
     (again,) = served({"input_ids": tokens[1:2].numpy()})
     served.close()
@@ -75,7 +75,7 @@ def test_a_file_that_it_cannot_read_is_told_in_its_words(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"no such thing")
     request = {"task": "run", "path": str(path), "options": {"threads": 1}, "inputs": "", "outputs": ""}
-    answer = ask(LLAMACPP, request)
+    answer = run_task(LLAMACPP, request)
     assert answer.status is Status.FAILED
     assert "llama.cpp refuses" in answer.message
     assert "invalid magic" in answer.message

@@ -15,16 +15,16 @@ from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.checkpoint_folder.bit_packing import pack_bits
 from scalepoint.formats.checkpoint_folder.folder import (
     EMBEDDINGS,
-    as_stored,
-    block_of,
+    can_quantize,
     check_blocks,
     check_integers,
     check_source,
     check_words,
-    dividing,
-    floats_of,
-    holds,
+    choose_block_size,
+    list_float_layers,
+    read_block_size,
     tensor_bytes,
+    to_stored_scales,
     write_config,
     write_folder,
 )
@@ -39,7 +39,7 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
     """Refuse what the format cannot hold."""
     check_source(source, NAME)
     spec = check_integers(weight, activation, NAME, BITS)
-    check_blocks(source, block_of(spec))
+    check_blocks(source, read_block_size(spec))
     check_words(source, 0, 4, NAME)
 
 
@@ -49,19 +49,19 @@ def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
 
     def parts(layer: str, packed: Packed) -> dict[str, Tensor]:
         check_integers(packed.spec, packed.activation, NAME, BITS)
-        groups[layer] = group = block_of(packed.spec) or -1
+        groups[layer] = group = read_block_size(packed.spec) or -1
         first, usual = next(iter(groups.items()))
         if group != usual:
             raise ExportError(f"{first} has blocks of {usual}, {layer} of {group}: {NAME} has one size for all layers")
         codes, zero = packed.unsigned()
         return {
-            "qweight": _pack(codes.T),
-            "qzeros": _pack(zero.T),
-            "scales": as_stored(packed.scale, torch.float16, layer).T.contiguous(),
+            "qweight": _pack_nibbles(codes.T),
+            "qzeros": _pack_nibbles(zero.T),
+            "scales": to_stored_scales(packed.scale, torch.float16, layer).T.contiguous(),
         }
 
     def finish(folder: Path) -> None:
-        kept = floats_of(checkpoint.source, groups)
+        kept = list_float_layers(checkpoint.source, groups)
         config = {
             "quant_method": NAME,
             "bits": 4,
@@ -75,7 +75,7 @@ def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     write_folder(checkpoint, path, parts, finish)
 
 
-def _pack(codes: Tensor) -> Tensor:
+def _pack_nibbles(codes: Tensor) -> Tensor:
     """Rows of nibbles, eight by eight in the order of the format."""
     rows, columns = codes.shape
     return pack_bits(codes.reshape(rows, columns // 8, 8)[..., ORDER].reshape(rows, columns), 4)
@@ -88,7 +88,7 @@ AWQ = CheckpointFormat(
     check=check,
     scale_dtype=torch.float16,
     summary="a folder for vLLM, AutoAWQ and others: 4-bit weights with zero points, float activations",
-    blocks=dividing,
-    holds=holds,
+    blocks=choose_block_size,
+    holds=can_quantize,
     tensor_bytes=tensor_bytes,
 )

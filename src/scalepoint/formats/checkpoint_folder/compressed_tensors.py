@@ -24,20 +24,20 @@ from scalepoint.formats.checkpoint_folder.bit_packing import pack_bits
 from scalepoint.formats.checkpoint_folder.folder import (
     CONV1D,
     WEIGHT,
-    as_stored,
     attention_layers,
-    block_of,
+    can_quantize,
     check_blocks,
     check_source,
     check_words,
-    dividing,
-    floats_of,
-    holds,
+    choose_block_size,
+    list_float_layers,
+    read_block_size,
     tensor_bytes,
+    to_stored_scales,
     write_config,
     write_folder,
 )
-from scalepoint.formats.checkpoint_folder.schemes import NAME, Scheme, scheme_of
+from scalepoint.formats.checkpoint_folder.schemes import NAME, Scheme, choose_scheme
 from scalepoint.numerics import E4M3, FP4
 from scalepoint.spec import QuantizationSpec
 
@@ -45,7 +45,7 @@ EXPERTS = ".experts."
 # Families whose _init_weights in transformers (5.22) reads layer.weight of linear layers while a folder is loaded.
 NEEDS_WEIGHT = ("falcon", "falcon_mamba", "gpt_bigcode", "mamba", "mamba2", "nanochat", "recurrent_gemma")
 E8M0_BIAS = 127
-CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -59,16 +59,16 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
             f"{source.model_type} keeps its matrices in Conv1D layers, which compressed-tensors does not load: use the "
             "target gptq or gguf"
         )
-    scheme = scheme_of(weight, activation)
+    scheme = choose_scheme(weight, activation)
     if source.model_type in NEEDS_WEIGHT and scheme.format not in ("int-quantized", "float-quantized"):
         raise TargetError(
             f"transformers does not load {source.model_type} with packed weights: it initializes a tensor 'weight', "
             "which packed layers do not have. Use float8_e4m3fn weights, int8 weights with int8 activations, or the "
             "target gptq"
         )
-    check_blocks(source, block_of(weight))
+    check_blocks(source, read_block_size(weight))
     _check_experts(source, scheme)
-    if weight.dtype == FP4 and (others := _other_than(source, torch.bfloat16)):
+    if weight.dtype == FP4 and (others := _tensors_not_of(source, torch.bfloat16)):
         raise TargetError(
             f"{others[0]} is not bfloat16: compressed-tensors unpacks 4-bit floats to bfloat16 alone. Save the "
             "checkpoint as bfloat16 first"
@@ -92,27 +92,27 @@ def _check_experts(source: Source, scheme: Scheme) -> None:
         )
 
 
-def _other_than(source: Source, dtype: torch.dtype) -> list[str]:
+def _tensors_not_of(source: Source, dtype: torch.dtype) -> list[str]:
     return [name for name, each in source.tensors.items() if name.endswith(WEIGHT) and each.dtype != dtype]
 
 
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """Weights as they come, then the config with what was seen."""
     source, schemes = checkpoint.source, dict[str, Scheme]()
-    cached = _cached(checkpoint)
+    cached = _cache_scales(checkpoint)
     checkpoint = replace(checkpoint, changed={**checkpoint.changed, **cached})
 
     def parts(layer: str, packed: Packed) -> dict[str, Tensor]:
-        scheme = schemes[layer] = scheme_of(packed.spec, packed.activation)
-        return _parts(layer, packed, scheme, source.tensors[layer + WEIGHT].dtype)
+        scheme = schemes[layer] = choose_scheme(packed.spec, packed.activation)
+        return _stored_tensors(layer, packed, scheme, source.tensors[layer + WEIGHT].dtype)
 
     def finish(folder: Path) -> None:
-        write_config(folder, source, config_of(source, schemes, has_cache=bool(cached)))
+        write_config(folder, source, build_config(source, schemes, has_cache=bool(cached)))
 
     write_folder(checkpoint, path, parts, finish)
 
 
-def _cached(checkpoint: QuantizedCheckpoint) -> dict[str, Tensor]:
+def _cache_scales(checkpoint: QuantizedCheckpoint) -> dict[str, Tensor]:
     """The scales of the keys and of the values of each block, where they are kept in float8_e4m3fn."""
     if checkpoint.cache is None:
         return {}
@@ -124,7 +124,7 @@ def _cached(checkpoint: QuantizedCheckpoint) -> dict[str, Tensor]:
     }
 
 
-def config_of(source: Source, schemes: dict[str, Scheme], *, has_cache: bool = False) -> dict[str, Any]:
+def build_config(source: Source, schemes: dict[str, Scheme], *, has_cache: bool = False) -> dict[str, Any]:
     """The commonest scheme is that of every Linear; others name their layers, what stays float is ignored."""
     counted = [scheme for scheme, _ in Counter(schemes.values()).most_common()]
     experts = _scheme_of_experts(source, schemes)
@@ -140,8 +140,8 @@ def config_of(source: Source, schemes: dict[str, Scheme], *, has_cache: bool = F
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": floats_of(source, schemes),
-        "kv_cache_scheme": CACHE if has_cache else None,
+        "ignore": list_float_layers(source, schemes),
+        "kv_cache_scheme": KV_CACHE_SCHEME if has_cache else None,
         "global_compression_ratio": None,
     }
 
@@ -160,28 +160,28 @@ def _scheme_of_experts(source: Source, schemes: dict[str, Scheme]) -> Scheme | N
     return next(iter(found), None)
 
 
-def _parts(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
+def _stored_tensors(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
     if scheme.format == "pack-quantized":
-        return _packed_integers(layer, packed, scheme, dtype)
+        return _pack_integers(layer, packed, scheme, dtype)
     if packed.spec.dtype == FP4:
-        return _packed_floats(layer, packed, scheme)
+        return _pack_floats(layer, packed, scheme)
     scale = packed.scale
     if scheme.strategy == "tensor":
         if not torch.equal(scale, scale[:1, :1].expand_as(scale)):
             raise ExportError(f"{layer}: one scale for all was asked for, and it has several")
         scale = scale[0, :1]
-    codes = packed.codes.to(E4M3) if packed.is_float else _signed(layer, packed)
-    found = {"weight": codes, "weight_scale": as_stored(scale, dtype, layer)}
+    codes = packed.codes.to(E4M3) if packed.is_float else _to_signed(layer, packed)
+    found = {"weight": codes, "weight_scale": to_stored_scales(scale, dtype, layer)}
     if scheme.inputs is not None and dict(scheme.inputs)["dynamic"] is False:
         found["input_scale"] = _input_scale(layer, packed).to(torch.float32)
     return found
 
 
-def _packed_integers(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
+def _pack_integers(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
     codes, zero = packed.unsigned()
     found = {
         "weight_packed": pack_bits(codes, packed.bits),
-        "weight_scale": as_stored(packed.scale, dtype, layer),
+        "weight_scale": to_stored_scales(packed.scale, dtype, layer),
         "weight_shape": torch.tensor(packed.codes.shape, dtype=torch.int64),
     }
     if not scheme.is_symmetric:
@@ -191,7 +191,7 @@ def _packed_integers(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dt
     return found
 
 
-def _signed(layer: str, packed: Packed) -> Tensor:
+def _to_signed(layer: str, packed: Packed) -> Tensor:
     """int8 codes around 0."""
     codes, zero = packed.unsigned()
     _check_middle(layer, packed, zero)
@@ -203,7 +203,7 @@ def _check_middle(layer: str, packed: Packed, zero: Tensor) -> None:
         raise ExportError(f"{layer}: its spec is symmetric, but its zero points are not in the middle")
 
 
-def _packed_floats(layer: str, packed: Packed, scheme: Scheme) -> dict[str, Tensor]:
+def _pack_floats(layer: str, packed: Packed, scheme: Scheme) -> dict[str, Tensor]:
     values = packed.codes.to(torch.float32)
     index = torch.bucketize(values.abs(), torch.tensor(FLOAT4)).to(torch.uint8)
     index |= values.signbit().to(torch.uint8) << 3
@@ -211,7 +211,7 @@ def _packed_floats(layer: str, packed: Packed, scheme: Scheme) -> dict[str, Tens
     if scheme.format.startswith("mxfp4"):
         exponent = packed.scale.log2().round()
         found["weight_scale"] = (exponent + E8M0_BIAS).to(torch.uint8)
-        as_stored(packed.scale, torch.float8_e8m0fnu, layer)
+        to_stored_scales(packed.scale, torch.float8_e8m0fnu, layer)
         return found
     if packed.outer_scale is None:
         raise ExportError(f"{layer}: nvfp4 has a scale for the whole tensor (outer_scale)")
@@ -235,7 +235,7 @@ COMPRESSED_TENSORS = CheckpointFormat(
     check=check,
     scale_dtype=None,
     summary="a folder for vLLM and transformers: int2 to int8, int8 with int8 activations, fp8, NVFP4, MXFP4",
-    blocks=dividing,
-    holds=holds,
+    blocks=choose_block_size,
+    holds=can_quantize,
     tensor_bytes=tensor_bytes,
 )

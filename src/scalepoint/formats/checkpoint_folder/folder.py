@@ -16,7 +16,7 @@ from torch import Tensor
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
 from scalepoint.checkpoints.source import HEADS, TOKEN_EMBEDDINGS
 from scalepoint.errors import ExportError, TargetError
-from scalepoint.formats.checkpoint_folder.shards import ENTRY, Shards
+from scalepoint.formats.checkpoint_folder.shards import ENTRY_BYTES, ShardWriter
 from scalepoint.numerics import QuantizationFormulation, dtype_name, get_format
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity, QuantizationSpec
 from scalepoint.support.files import replace_folder
@@ -24,27 +24,29 @@ from scalepoint.support.untrusted import read_head
 
 WEIGHT = ".weight"
 ATTENTION = re.compile(r".*\.layers\.\d+\.self_attn(?=\.)")
-PARTS = 6  # of one packed weight at most
-LONGEST_PART = 20
+MAX_PARTS = 6  # of one packed weight at most
+MAX_PART_NAME = 20
 CONV1D = ("gpt2", "openai-gpt")  # whose layers keep weights as (in, out)
 EMBEDDINGS = (*TOKEN_EMBEDDINGS, "embed_positions", "wpe", "position_embeddings", "positions_embed")
 ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and no layer of their own to loaders
-SIZES = (256, 128, 64, 32, 16)  # of blocks, as people choose them
+BLOCK_SIZES = (256, 128, 64, 32, 16)  # of blocks, as people choose them
 
-Parts = Callable[
+StoreLayer = Callable[
     [str, Packed], Mapping[str, Tensor]
 ]  # the layer, its weight -> tensors by the last word of their names
 
 
-def write_folder(checkpoint: QuantizedCheckpoint, path: Path, parts: Parts, finish: Callable[[Path], None]) -> None:
+def write_folder(
+    checkpoint: QuantizedCheckpoint, path: Path, parts: StoreLayer, finish: Callable[[Path], None]
+) -> None:
     """Fill the folder a tensor at a time; `finish` writes the configs, when all layers were seen."""
     source = checkpoint.source
 
     def fill(folder: Path) -> None:
-        shards = Shards(folder, _bound(checkpoint))
+        shards = ShardWriter(folder, _max_header_bytes(checkpoint))
         try:
-            for name in _ordered(checkpoint):
-                for full, tensor in _stored(checkpoint, name, parts):
+            for name in _list_names(checkpoint):
+                for full, tensor in _iterate_stored(checkpoint, name, parts):
                     shards.add(full, tensor)
             shards.finish()
         finally:
@@ -78,7 +80,7 @@ def write_config(folder: Path, source: Source, quantization: Mapping[str, Any]) 
     write_json(folder / "config.json", {**source.config, "quantization_config": dict(quantization)})
 
 
-def _ordered(checkpoint: QuantizedCheckpoint) -> Iterable[str]:
+def _list_names(checkpoint: QuantizedCheckpoint) -> Iterable[str]:
     """As the source has them; then what it has not."""
     yield from checkpoint.source.tensors
     for name in (*checkpoint.packed, *checkpoint.changed):
@@ -86,20 +88,20 @@ def _ordered(checkpoint: QuantizedCheckpoint) -> Iterable[str]:
             yield name
 
 
-def _stored(checkpoint: QuantizedCheckpoint, name: str, parts: Parts) -> Iterable[tuple[str, Tensor]]:
+def _iterate_stored(checkpoint: QuantizedCheckpoint, name: str, parts: StoreLayer) -> Iterable[tuple[str, Tensor]]:
     if name not in checkpoint.packed:
         return [(name, checkpoint.tensor(name))]
-    layer = layer_of(name, checkpoint.source)
+    layer = find_layer(name, checkpoint.source)
     return [(f"{layer}.{part}", tensor) for part, tensor in parts(layer, checkpoint.packed[name]).items()]
 
 
-def _bound(checkpoint: QuantizedCheckpoint) -> int:
+def _max_header_bytes(checkpoint: QuantizedCheckpoint) -> int:
     """What the header of one file for all would take at most."""
-    packed = sum(PARTS * (len(json.dumps(name)) + LONGEST_PART + ENTRY) for name in checkpoint.packed)
-    return packed + sum(len(json.dumps(name)) + ENTRY for name in checkpoint.floats)
+    packed = sum(MAX_PARTS * (len(json.dumps(name)) + MAX_PART_NAME + ENTRY_BYTES) for name in checkpoint.packed)
+    return packed + sum(len(json.dumps(name)) + ENTRY_BYTES for name in checkpoint.floats)
 
 
-def layer_of(name: str, source: Source) -> str:
+def find_layer(name: str, source: Source) -> str:
     """The layer whose weight this is; ExportError for a tensor that no packed format can hold."""
     layer = name.removesuffix(WEIGHT)
     if layer == name:
@@ -114,7 +116,7 @@ def layer_of(name: str, source: Source) -> str:
     return layer
 
 
-def holds(source: Source, name: str) -> bool:
+def can_quantize(source: Source, name: str) -> bool:
     """Whether a tensor of the source is one that packed formats take."""
     stored = source.tensors.get(name)
     last = name.removesuffix(WEIGHT).rpartition(".")[2]
@@ -129,7 +131,7 @@ def is_tied(source: Source) -> bool:
     return bool(source.config.get("tie_word_embeddings", False)) or not own
 
 
-def matrices(source: Source) -> dict[str, tuple[int, int]]:
+def list_matrices(source: Source) -> dict[str, tuple[int, int]]:
     """Every layer with a matrix, and its (out, in)."""
     turned = source.model_type in CONV1D
     found: dict[str, tuple[int, int]] = {}
@@ -142,16 +144,16 @@ def matrices(source: Source) -> dict[str, tuple[int, int]]:
     return found
 
 
-def packable(source: Source) -> dict[str, tuple[int, int]]:
+def list_quantizable(source: Source) -> dict[str, tuple[int, int]]:
     """The layers that a packed format takes, with (out, in): no embeddings, no head that is tied to one."""
-    return {layer: shape for layer, shape in matrices(source).items() if holds(source, layer + WEIGHT)}
+    return {layer: shape for layer, shape in list_matrices(source).items() if can_quantize(source, layer + WEIGHT)}
 
 
-def floats_of(source: Source, packed: Iterable[str]) -> list[str]:
+def list_float_layers(source: Source, packed: Iterable[str]) -> list[str]:
     """Layers with a matrix that stay float. A float head is named in all ways: a tied one is not stored, and a loader
     may call it otherwise than the source does (embed_out of GPT-NeoX is lm_head in transformers 5)."""
     taken = set(packed)
-    kept = [layer for layer in matrices(source) if layer not in taken]
+    kept = [layer for layer in list_matrices(source) if layer not in taken]
     is_float = not any(layer.rpartition(".")[2] in HEADS for layer in taken)
     return kept + [head for head in HEADS if is_float and head not in kept]
 
@@ -159,11 +161,11 @@ def floats_of(source: Source, packed: Iterable[str]) -> list[str]:
 def check_source(source: Source, name: str) -> None:
     if "quantization_config" in source.config:
         raise TargetError(f"{source.folder} is quantized already (it has a quantization_config): give the float one")
-    if not packable(source):
+    if not list_quantizable(source):
         raise TargetError(f"{source.folder} has no layer with a matrix in a tensor named *{WEIGHT}: {name} packs those")
 
 
-def block_of(weight: QuantizationSpec) -> int | None:
+def read_block_size(weight: QuantizationSpec) -> int | None:
     """The block size along the inputs; None for a scale a row or for all."""
     granularity = weight.granularity
     if not isinstance(granularity, PerBlockGranularity):
@@ -198,26 +200,26 @@ def check_integers(
         raise TargetError(f"{name} has zero points, not {weight.qformulation}: use qformulation='zp'")
     granularity = weight.granularity
     is_row = isinstance(granularity, PerChannelGranularity) and granularity.axis in (None, 0, -2)
-    if block_of(weight) is None and not is_row:
+    if read_block_size(weight) is None and not is_row:
         raise TargetError(f"{name} has blocks along the inputs or a scale a row, not {granularity}")
     return weight
 
 
-def dividing(source: Source, most: int) -> int:
+def choose_block_size(source: Source, most: int) -> int:
     """The largest size of blocks up to `most` that divides the inputs of every layer; `most` itself where none does."""
-    inputs = {columns for _, columns in packable(source).values()}
-    return next((size for size in SIZES if size <= most and not any(each % size for each in inputs)), most)
+    inputs = {columns for _, columns in list_quantizable(source).values()}
+    return next((size for size in BLOCK_SIZES if size <= most and not any(each % size for each in inputs)), most)
 
 
 def check_blocks(source: Source, block: int | None) -> None:
     """Blocks must divide the inputs of every layer."""
     if block is None:
         return
-    inputs = {layer: columns for layer, (_, columns) in packable(source).items()}
+    inputs = {layer: columns for layer, (_, columns) in list_quantizable(source).items()}
     wrong = {layer: columns for layer, columns in inputs.items() if columns % block}
     if wrong:
         layer, columns = next(iter(wrong.items()))
-        fits = [size for size in SIZES if not any(columns % size for columns in inputs.values())]
+        fits = [size for size in BLOCK_SIZES if not any(columns % size for columns in inputs.values())]
         allowed = f"blocks of {', '.join(map(str, fits))} do" if fits else "no common size does: use per_channel"
         raise TargetError(
             f"blocks of {block} do not divide the {columns} inputs of {layer} ({len(wrong)} such layers): {allowed}"
@@ -226,23 +228,23 @@ def check_blocks(source: Source, block: int | None) -> None:
 
 def check_words(source: Source, axis: int, bits: int, format_name: str) -> None:
     """Whole 32-bit words along the outputs (axis 0) or the inputs (1) of every layer."""
-    for layer, shape in packable(source).items():
+    for layer, shape in list_quantizable(source).items():
         if shape[axis] * bits % 32:
             raise TargetError(
                 f"{layer} has {shape[axis]} {('outputs', 'inputs')[axis]}: {format_name} packs {bits}-bit codes in "
-                f"32-bit words along them, so their number must be a multiple of {_least(bits)}. Leave it to another "
-                "format (gguf, onnx), or choose 8 bits"
+                f"32-bit words along them, so their number must be a multiple of {_min_columns(bits)}. Leave it "
+                "to another format (gguf, onnx), or choose 8 bits"
             )
 
 
-def _least(bits: int) -> int:
+def _min_columns(bits: int) -> int:
     count = 1
     while count * bits % 32:
         count += 1
     return count
 
 
-def as_stored(scale: Tensor, dtype: torch.dtype, layer: str) -> Tensor:
+def to_stored_scales(scale: Tensor, dtype: torch.dtype, layer: str) -> Tensor:
     """Scales in the type that the format stores; they must have been rounded to it before codes were chosen."""
     narrow = scale.to(dtype)
     if not torch.equal(narrow.to(torch.float32), scale.to(torch.float32)):

@@ -23,16 +23,16 @@ from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.checkpoint_folder.bit_packing import pack_bits
 from scalepoint.formats.checkpoint_folder.folder import (
     EMBEDDINGS,
-    as_stored,
-    block_of,
+    can_quantize,
     check_blocks,
     check_integers,
     check_source,
     check_words,
-    dividing,
-    floats_of,
-    holds,
+    choose_block_size,
+    list_float_layers,
+    read_block_size,
     tensor_bytes,
+    to_stored_scales,
     write_config,
     write_folder,
     write_json,
@@ -48,13 +48,13 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
     """Refuse what the format cannot hold."""
     check_source(source, NAME)
     spec = check_integers(weight, activation, NAME, BITS)
-    check_blocks(source, block_of(spec))
+    check_blocks(source, read_block_size(spec))
     for axis in (1, 0):
         check_words(source, axis, get_format(spec.dtype).bits, NAME)
 
 
 @dataclass
-class _Folder:
+class _GptqLayers:
     """What was seen of the layers."""
 
     source: Source
@@ -66,13 +66,13 @@ class _Folder:
         symmetric = packed.spec.qscheme != QuantizationScheme.ASYMMETRIC
         if self.is_first_version is None:
             self.is_first_version = symmetric
-        group = block_of(packed.spec) or -1
+        group = read_block_size(packed.spec) or -1
         self.layers[layer] = packed.bits, group, symmetric
         codes, zero = packed.unsigned()
         return {
             "qweight": pack_bits(codes, packed.bits).T.contiguous(),
             "qzeros": pack_bits(self._stored(layer, zero).T, packed.bits),
-            "scales": as_stored(packed.scale, torch.float16, layer).T.contiguous(),
+            "scales": to_stored_scales(packed.scale, torch.float16, layer).T.contiguous(),
             "g_idx": (torch.arange(packed.codes.shape[1]) // packed.block).to(torch.int32),
         }
 
@@ -87,22 +87,24 @@ class _Folder:
         return zero - 1
 
     def finish(self, folder: Path) -> None:
-        config = config_of(self.source, self.layers, self.is_first_version is not False)
+        config = build_config(self.source, self.layers, self.is_first_version is not False)
         write_config(folder, self.source, config)
         write_json(folder / "quantize_config.json", config)
 
 
-def config_of(source: Source, layers: dict[str, tuple[int, int, bool]], is_first_version: bool) -> dict[str, Any]:
+def build_config(source: Source, layers: dict[str, tuple[int, int, bool]], is_first_version: bool) -> dict[str, Any]:
     """The commonest settings for all; `dynamic` names layers with others, and those that stay float."""
     usual = Counter(layers.values()).most_common(1)[0][0] if layers else (4, 128, True)
     others: dict[str, dict[str, Any]] = {
-        f"+:^{re.escape(layer)}$": _settings(each) for layer, each in layers.items() if each != usual
+        f"+:^{re.escape(layer)}$": _layer_settings(each) for layer, each in layers.items() if each != usual
     }
-    kept = [layer for layer in floats_of(source, layers) if layer.rpartition(".")[2] not in (*EMBEDDINGS, *HEADS)]
+    kept = [
+        layer for layer in list_float_layers(source, layers) if layer.rpartition(".")[2] not in (*EMBEDDINGS, *HEADS)
+    ]
     others |= {f"-:^{re.escape(layer)}$": {} for layer in kept}
     return {
         "quant_method": NAME,
-        **_settings(usual),
+        **_layer_settings(usual),
         "desc_act": False,
         "lm_head": any(layer.rpartition(".")[2] in HEADS for layer in layers),
         "checkpoint_format": "gptq" if is_first_version else "gptq_v2",
@@ -111,14 +113,14 @@ def config_of(source: Source, layers: dict[str, tuple[int, int, bool]], is_first
     }
 
 
-def _settings(found: tuple[int, int, bool]) -> dict[str, Any]:
+def _layer_settings(found: tuple[int, int, bool]) -> dict[str, Any]:
     bits, group, symmetric = found
     return {"bits": bits, "group_size": group, "sym": symmetric}
 
 
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """Weights as they come, then both configs with what was seen."""
-    seen = _Folder(checkpoint.source)
+    seen = _GptqLayers(checkpoint.source)
     write_folder(checkpoint, path, seen.parts, seen.finish)
 
 
@@ -129,7 +131,7 @@ GPTQ = CheckpointFormat(
     check=check,
     scale_dtype=torch.float16,
     summary="a folder for vLLM, GPTQModel and others: weights of 2, 3, 4 or 8 bits, float activations",
-    blocks=dividing,
-    holds=holds,
+    blocks=choose_block_size,
+    holds=can_quantize,
     tensor_bytes=tensor_bytes,
 )

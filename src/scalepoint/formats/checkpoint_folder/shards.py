@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-SHARD = 2_000_000_000  # bytes
-LARGEST_HEADER = 1 << 20
-ENTRY = 160  # bytes of an entry besides its name
-TYPES = {
+MAX_SHARD_BYTES = 2_000_000_000  # bytes
+MAX_HEADER_BYTES = 1 << 20
+ENTRY_BYTES = 160  # bytes of an entry besides its name
+SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -38,13 +38,13 @@ class _Shard:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     late: dict[str, Tensor] = field(default_factory=dict)  # what would leave the next one unaligned
     size: int = 0
-    header: int = ENTRY
+    header: int = ENTRY_BYTES
 
     def write(self, name: str, tensor: Tensor) -> None:
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
         start, self.size = self.size, self.size + data.numel()
         self.entries[name] = {
-            "dtype": TYPES[tensor.dtype],
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, self.size],
         }
@@ -59,19 +59,19 @@ class _Shard:
         self.file.close()
 
 
-class Shards:
+class ShardWriter:
     """The weights of a folder: `add` all, then `finish`. `bound` is what all names and their entries may take."""
 
-    def __init__(self, folder: Path, bound: int, limit: int = SHARD) -> None:
+    def __init__(self, folder: Path, bound: int, limit: int = MAX_SHARD_BYTES) -> None:
         self.folder, self.limit = folder, limit
-        self.room = -(-min(bound + 2 * ENTRY, LARGEST_HEADER) // 8) * 8
+        self.room = -(-min(bound + 2 * ENTRY_BYTES, MAX_HEADER_BYTES) // 8) * 8
         self.places: dict[str, int] = {}
         self.total = 0
         self.count = 0
         self._shard: _Shard | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        entry, nbytes = len(json.dumps(name)) + ENTRY, tensor.numel() * tensor.dtype.itemsize
+        entry, nbytes = len(json.dumps(name)) + ENTRY_BYTES, tensor.numel() * tensor.dtype.itemsize
         shard = self._shard
         if shard is not None and (shard.header + entry > self.room or self.total_of(shard) + nbytes > self.limit):
             self._close()
@@ -88,11 +88,11 @@ class Shards:
         """Give the files their names, and the folder its index when there are several."""
         self._close()
         if self.count == 1:
-            (self.folder / _part(1)).rename(self.folder / "model.safetensors")
+            (self.folder / _shard_name(1)).rename(self.folder / "model.safetensors")
             return
         names = [f"model-{number:05d}-of-{self.count:05d}.safetensors" for number in range(1, self.count + 1)]
         for number, name in enumerate(names, 1):
-            (self.folder / _part(number)).rename(self.folder / name)
+            (self.folder / _shard_name(number)).rename(self.folder / name)
         places = {name: names[number - 1] for name, number in sorted(self.places.items())}
         index = {"metadata": {"total_size": self.total}, "weight_map": places}
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -108,7 +108,7 @@ class Shards:
 
     def _open(self) -> _Shard:
         self.count += 1
-        file = (self.folder / _part(self.count)).open("wb")
+        file = (self.folder / _shard_name(self.count)).open("wb")
         file.seek(8 + self.room)
         return _Shard(file, self.room)
 
@@ -118,5 +118,5 @@ class Shards:
             self._shard = None
 
 
-def _part(number: int) -> str:
+def _shard_name(number: int) -> str:
     return f"shard-{number}.part"

@@ -3,8 +3,14 @@
 import torch
 
 from scalepoint.formats.checkpoint import CheckpointFormat
-from scalepoint.formats.gguf.block_types import planned, snap, snap_minima, snapped, wider
-from scalepoint.formats.gguf.write import check, holds, tensor_bytes, write
+from scalepoint.formats.gguf.block_types import (
+    describe_wider_type,
+    plan_block_type,
+    round_scales,
+    round_scales_and_minima,
+    round_to_block_type,
+)
+from scalepoint.formats.gguf.write import can_quantize, check, tensor_bytes, write
 
 GGUF = CheckpointFormat(
     name="gguf",
@@ -12,12 +18,12 @@ GGUF = CheckpointFormat(
     write=write,
     check=check,
     scale_dtype=torch.float16,
-    round_scales=snap,
-    round_scales_and_minima=snap_minima,
-    holds=holds,
+    round_scales=round_scales,
+    round_scales_and_minima=round_scales_and_minima,
+    holds=can_quantize,
     tensor_bytes=tensor_bytes,
-    describe_wider_type=wider,
+    describe_wider_type=describe_wider_type,
     summary="GGUF, for llama.cpp and what is built on it",
 )
 
-__all__ = ["GGUF", "planned", "snapped"]
+__all__ = ["GGUF", "plan_block_type", "round_to_block_type"]

@@ -12,15 +12,15 @@ from torch import Tensor
 from scalepoint.checkpoints import Packed
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf import blocks, superblocks
-from scalepoint.formats.gguf.layer_types import Bytes, Form, forms_of
+from scalepoint.formats.gguf.layer_types import BlockCodes, Bytes, list_block_codes
 from scalepoint.numerics import QuantizationFormulation, get_format
 from scalepoint.spec import QuantizationSpec
 
-HALF = 11  # significant bits of a float16
+FLOAT16_DIGITS = 11  # significant bits of a float16
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockType:
     """One block type."""
 
     name: str  # as the gguf package has it
@@ -29,7 +29,7 @@ class Kind:
     low: int
     high: int
     has_least: bool
-    pack: Callable[[Form], Bytes | None]
+    pack: Callable[[BlockCodes], Bytes | None]
     steps: int = 0  # of the integer that a scale is in a super-block; 0: a scale is a float16
 
     @property
@@ -42,7 +42,7 @@ class Kind:
         fits = self.low <= low and high <= self.high and columns % self.columns == 0
         return fits and block % self.size == 0 and (self.columns % block == 0 or block % self.columns == 0)
 
-    def bytes_of(self, form: Form) -> Bytes | None:
+    def bytes_of(self, form: BlockCodes) -> Bytes | None:
         """None where this type cannot hold the weight."""
         columns = form.codes.shape[1]
         if self.has_least != (form.least is not None):
@@ -53,25 +53,25 @@ class Kind:
         return None if cut is None else self.pack(cut)
 
 
-KINDS = (
-    Kind("Q2_K", 256, 16, 0, 3, True, superblocks.q2_k, 15),
-    Kind("Q3_K", 256, 16, -4, 3, False, superblocks.q3_k, 31),
-    Kind("Q4_0", 32, 32, -8, 7, False, blocks.q4_0),
-    Kind("Q4_K", 256, 32, 0, 15, True, superblocks.q4_k, 63),
-    Kind("Q4_1", 32, 32, 0, 15, True, blocks.q4_1),
-    Kind("Q5_0", 32, 32, -16, 15, False, blocks.q5_0),
-    Kind("Q5_K", 256, 32, 0, 31, True, superblocks.q5_k, 63),
-    Kind("Q5_1", 32, 32, 0, 31, True, blocks.q5_1),
-    Kind("Q6_K", 256, 16, -32, 31, False, superblocks.q6_k, 127),
-    Kind("Q8_0", 32, 32, -128, 127, False, blocks.q8_0),
+BLOCK_TYPES = (
+    BlockType("Q2_K", 256, 16, 0, 3, True, superblocks.pack_q2_k, 15),
+    BlockType("Q3_K", 256, 16, -4, 3, False, superblocks.pack_q3_k, 31),
+    BlockType("Q4_0", 32, 32, -8, 7, False, blocks.pack_q4_0),
+    BlockType("Q4_K", 256, 32, 0, 15, True, superblocks.pack_q4_k, 63),
+    BlockType("Q4_1", 32, 32, 0, 15, True, blocks.pack_q4_1),
+    BlockType("Q5_0", 32, 32, -16, 15, False, blocks.pack_q5_0),
+    BlockType("Q5_K", 256, 32, 0, 31, True, superblocks.pack_q5_k, 63),
+    BlockType("Q5_1", 32, 32, 0, 31, True, blocks.pack_q5_1),
+    BlockType("Q6_K", 256, 16, -32, 31, False, superblocks.pack_q6_k, 127),
+    BlockType("Q8_0", 32, 32, -128, 127, False, blocks.pack_q8_0),
 )
 
 
-def kind_of(weights: Iterable[Packed], name: str) -> Kind:
+def choose_block_type(weights: Iterable[Packed], name: str) -> BlockType:
     """The smallest type that holds all of them exactly, read one at a time; experts of one layer share theirs."""
-    left, seen = list(KINDS), ""
+    left, seen = list(BLOCK_TYPES), ""
     for packed in weights:
-        forms = forms_of(packed)
+        forms = list_block_codes(packed)
         left = [kind for kind in left if any(kind.bytes_of(form) is not None for form in forms)]
         seen = f"{packed.spec.dtype} in blocks of {packed.block} of {packed.codes.shape[1]} columns"
     if left:
@@ -82,51 +82,51 @@ def kind_of(weights: Iterable[Packed], name: str) -> Kind:
     )
 
 
-def bytes_of(packed: Packed, kind: Kind) -> Bytes:
+def pack_weight(packed: Packed, kind: BlockType) -> Bytes:
     """(rows, bytes of a row)."""
-    found = next((data for form in forms_of(packed) if (data := kind.bytes_of(form)) is not None), None)
+    found = next((data for form in list_block_codes(packed) if (data := kind.bytes_of(form)) is not None), None)
     if found is None:
         raise ExportError(f"{kind.name} cannot hold a weight of {packed.spec.dtype} in blocks of {packed.block}")
     return found
 
 
-def planned(spec: QuantizationSpec, columns: int, block: int) -> Kind | None:
+def plan_block_type(spec: QuantizationSpec, columns: int, block: int) -> BlockType | None:
     """The type that a weight takes once its scales are `snapped`; None: there is none."""
     row = get_format(spec.dtype)
     low, high = int(row.low), int(row.high)
     if row.is_float:
         return None
     if spec.qformulation == QuantizationFormulation.MINVAL:
-        return _first(columns, block, low=0, high=high - low, has_least=True)
+        return _first_fitting_type(columns, block, low=0, high=high - low, has_least=True)
     if low == 0:  # zero points: of super-blocks only those of 2 bits could be held, and not all
-        tries = (kind for kind in KINDS if not kind.steps and kind.has_least)
+        tries = (kind for kind in BLOCK_TYPES if not kind.steps and kind.has_least)
         return next((kind for kind in tries if kind.takes(0, high, columns, block)), None)
-    if (low, high) == (-2, 1) and (found := _first(columns, block, low=0, high=3, has_least=True)):
+    if (low, high) == (-2, 1) and (found := _first_fitting_type(columns, block, low=0, high=3, has_least=True)):
         return found
-    return _first(columns, block, low=low, high=high, has_least=False)
+    return _first_fitting_type(columns, block, low=low, high=high, has_least=False)
 
 
-def wider(spec: QuantizationSpec, columns: int) -> str:
+def describe_wider_type(spec: QuantizationSpec, columns: int) -> str:
     """Why the codes of a weight take more bits in the file than their type has; "": they do not."""
     block = getattr(spec.granularity, "block_size", None)
     block = block if isinstance(block, int) else columns
-    kind, bits = planned(spec, columns, block), get_format(spec.dtype).bits
+    kind, bits = plan_block_type(spec, columns, block), get_format(spec.dtype).bits
     if kind is None or kind.bits <= bits:
         return ""
-    whole = planned(spec, superblocks.SIZE * block, block)
+    whole = plan_block_type(spec, superblocks.SUPERBLOCK_COLUMNS * block, block)
     if whole is not None and whole.bits < kind.bits:
-        why = f"their rows are not a multiple of {superblocks.SIZE} columns, which {whole.name} needs"
+        why = f"their rows are not a multiple of {superblocks.SUPERBLOCK_COLUMNS} columns, which {whole.name} needs"
     else:
         why = f"GGUF has no smaller type for blocks of {block}"
     return f"{kind.name}, which has {kind.bits} bits for each code: {why}"
 
 
-def _first(columns: int, block: int, *, low: int, high: int, has_least: bool) -> Kind | None:
-    tries = (kind for kind in KINDS if kind.has_least == has_least)
+def _first_fitting_type(columns: int, block: int, *, low: int, high: int, has_least: bool) -> BlockType | None:
+    tries = (kind for kind in BLOCK_TYPES if kind.has_least == has_least)
     return next((kind for kind in tries if kind.takes(low, high, columns, block)), None)
 
 
-def snapped(
+def round_to_block_type(
     spec: QuantizationSpec, columns: int, scale: Tensor, minval: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Scales (rows, blocks), and least values where there are any, moved to what the planned type can hold.
@@ -135,49 +135,51 @@ def snapped(
     become zero in super-blocks, which cannot hold them.
     """
     block = columns // scale.shape[1]
-    kind = planned(spec, columns, block)
+    kind = plan_block_type(spec, columns, block)
     if kind is None:
         raise ExportError(f"no block type of GGUF holds {spec.dtype} in blocks of {block} of {columns} columns")
     if not kind.steps:
         if kind.has_least and minval is None:
-            return _few_bits(scale, HALF - get_format(spec.dtype).bits), None
-        return _half(scale), None if minval is None else _half(minval)
-    found = _in_super_blocks(scale, block, kind.steps)
-    return found, None if minval is None else -_in_super_blocks((-minval).clamp(min=0), block, kind.steps)
+            return _round_to_bits(scale, FLOAT16_DIGITS - get_format(spec.dtype).bits), None
+        return _to_float16(scale), None if minval is None else _to_float16(minval)
+    found = _round_in_super_blocks(scale, block, kind.steps)
+    return found, None if minval is None else -_round_in_super_blocks((-minval).clamp(min=0), block, kind.steps)
 
 
-def snap(spec: QuantizationSpec, columns: int, scale: Tensor) -> Tensor:
+def round_scales(spec: QuantizationSpec, columns: int, scale: Tensor) -> Tensor:
     """Scales as `snapped` has them; as float16 where no type holds the weight, which is told when it is written."""
     block = columns // scale.shape[1]
-    kind = planned(spec, columns, block)
+    kind = plan_block_type(spec, columns, block)
     small = scale.to(torch.float32).abs().clamp(min=2.0**-24)
     if kind is None or not (kind.steps or kind.has_least):
         small = torch.where(scale < 0, -small, small)  # a float16 of its own may be negative
-    return _half(small) if kind is None else snapped(spec, columns, small)[0]
+    return _to_float16(small) if kind is None else round_to_block_type(spec, columns, small)[0]
 
 
-def snap_minima(spec: QuantizationSpec, columns: int, scale: Tensor, minval: Tensor) -> tuple[Tensor, Tensor]:
+def round_scales_and_minima(
+    spec: QuantizationSpec, columns: int, scale: Tensor, minval: Tensor
+) -> tuple[Tensor, Tensor]:
     """Scales and minima as `snapped` has them; as float16 where no type holds the weight."""
     small = scale.to(torch.float32).clamp(min=2.0**-24)
-    if planned(spec, columns, columns // scale.shape[1]) is None:
-        return _half(small), _half(minval)
-    found, least = snapped(spec, columns, small, minval)
+    if plan_block_type(spec, columns, columns // scale.shape[1]) is None:
+        return _to_float16(small), _to_float16(minval)
+    found, least = round_to_block_type(spec, columns, small, minval)
     assert least is not None  # noqa: S101  # given
     return found, least
 
 
-def _in_super_blocks(values: Tensor, block: int, steps: int) -> Tensor:
-    each = superblocks.SIZE // block if block < superblocks.SIZE else 1
+def _round_in_super_blocks(values: Tensor, block: int, steps: int) -> Tensor:
+    each = superblocks.SUPERBLOCK_COLUMNS // block if block < superblocks.SUPERBLOCK_COLUMNS else 1
     parts = values.to(torch.float32).reshape(values.shape[0], -1, each)
-    return superblocks.nearest(parts, steps).reshape(values.shape)
+    return superblocks.round_to_factors(parts, steps).reshape(values.shape)
 
 
-def _half(values: Tensor) -> Tensor:
+def _to_float16(values: Tensor) -> Tensor:
     return values.to(torch.float16).to(torch.float32)
 
 
-def _few_bits(values: Tensor, bits: int) -> Tensor:
+def _round_to_bits(values: Tensor, bits: int) -> Tensor:
     """The nearest float16 of so many significant bits, above zero."""
     mantissa, exponent = torch.frexp(values.to(torch.float32))
     few = torch.ldexp((mantissa * 2**bits).round(), exponent - bits)
-    return _half(few.clamp(min=2.0**-24))
+    return _to_float16(few.clamp(min=2.0**-24))

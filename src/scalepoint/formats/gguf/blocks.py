@@ -13,40 +13,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.gguf.layer_types import Bytes, Form
+from scalepoint.formats.gguf.layer_types import BlockCodes, Bytes
 
-SIZE = 32
-
-
-def q8_0(form: Form) -> Bytes | None:
-    return _joined(form, _half(form.scale), form.codes.to(torch.int8).numpy().view(np.uint8).reshape(-1, SIZE))
+BLOCK_COLUMNS = 32
 
 
-def q4_0(form: Form) -> Bytes | None:
-    return _joined(form, _half(form.scale), _nibbles(_codes(form, 8)))
+def pack_q8_0(form: BlockCodes) -> Bytes | None:
+    return _join_fields(
+        form, _float16_bytes(form.scale), form.codes.to(torch.int8).numpy().view(np.uint8).reshape(-1, BLOCK_COLUMNS)
+    )
 
 
-def q4_1(form: Form) -> Bytes | None:
-    return _joined(form, _half(form.scale), _half(form.least), _nibbles(_codes(form, 0)))
+def pack_q4_0(form: BlockCodes) -> Bytes | None:
+    return _join_fields(form, _float16_bytes(form.scale), _pack_nibbles(_shift_codes(form, 8)))
 
 
-def q5_0(form: Form) -> Bytes | None:
-    codes = _codes(form, 16)
-    return _joined(form, _half(form.scale), _fifth(codes), _nibbles(codes))
+def pack_q4_1(form: BlockCodes) -> Bytes | None:
+    return _join_fields(
+        form, _float16_bytes(form.scale), _float16_bytes(form.least), _pack_nibbles(_shift_codes(form, 0))
+    )
 
 
-def q5_1(form: Form) -> Bytes | None:
-    codes = _codes(form, 0)
-    return _joined(form, _half(form.scale), _half(form.least), _fifth(codes), _nibbles(codes))
+def pack_q5_0(form: BlockCodes) -> Bytes | None:
+    codes = _shift_codes(form, 16)
+    return _join_fields(form, _float16_bytes(form.scale), _pack_fifth_bits(codes), _pack_nibbles(codes))
 
 
-def _joined(form: Form, *parts: Bytes | None) -> Bytes | None:
+def pack_q5_1(form: BlockCodes) -> Bytes | None:
+    codes = _shift_codes(form, 0)
+    return _join_fields(
+        form, _float16_bytes(form.scale), _float16_bytes(form.least), _pack_fifth_bits(codes), _pack_nibbles(codes)
+    )
+
+
+def _join_fields(form: BlockCodes, *parts: Bytes | None) -> Bytes | None:
     """Rows of blocks; None where a scale is not a float16."""
     known = [each for each in parts if each is not None]
     return None if len(known) < len(parts) else np.concatenate(known, 1).reshape(form.codes.shape[0], -1)
 
 
-def _half(values: Tensor | None) -> Bytes | None:
+def _float16_bytes(values: Tensor | None) -> Bytes | None:
     """Two bytes for each, where all are float16 exactly."""
     if values is None:
         return None
@@ -54,14 +60,14 @@ def _half(values: Tensor | None) -> Bytes | None:
     return narrow.numpy().view(np.uint8).reshape(-1, 2) if torch.equal(narrow.to(torch.float32), values) else None
 
 
-def _codes(form: Form, shift: int) -> Bytes:
-    return (form.codes + shift).to(torch.uint8).numpy().reshape(-1, SIZE)
+def _shift_codes(form: BlockCodes, shift: int) -> Bytes:
+    return (form.codes + shift).to(torch.uint8).numpy().reshape(-1, BLOCK_COLUMNS)
 
 
-def _nibbles(codes: Bytes) -> Bytes:
+def _pack_nibbles(codes: Bytes) -> Bytes:
     low = codes & 15
-    return low[:, : SIZE // 2] | low[:, SIZE // 2 :] << 4
+    return low[:, : BLOCK_COLUMNS // 2] | low[:, BLOCK_COLUMNS // 2 :] << 4
 
 
-def _fifth(codes: Bytes) -> Bytes:
+def _pack_fifth_bits(codes: Bytes) -> Bytes:
     return np.packbits(codes >> 4, axis=1, bitorder="little")

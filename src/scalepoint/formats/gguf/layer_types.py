@@ -21,7 +21,7 @@ Bytes = NDArray[Any]  # uint8; shifts and masks lose that in the eyes of mypy
 
 
 @dataclass(frozen=True)
-class Form:
+class BlockCodes:
     """Codes (rows, columns) from `low` to `high`, by their type; scale and least (rows, blocks)."""
 
     codes: Tensor  # int32
@@ -40,23 +40,23 @@ class Form:
         return type(self)(self.codes, self.low, self.high, scale, least)
 
 
-def forms_of(packed: Packed) -> list[Form]:
+def list_block_codes(packed: Packed) -> list[BlockCodes]:
     """The plain form and the one with a least value, where the weight has them."""
-    _check(packed)
+    _check_weight(packed)
     row = get_format(packed.spec.dtype)
     low, high = int(row.low), int(row.high)
     codes, scale = packed.codes.to(torch.int32), packed.scale.to(torch.float32)
     if packed.minval is not None:
-        return [Form(codes - low, 0, high - low, scale, packed.minval.to(torch.float32))]
+        return [BlockCodes(codes - low, 0, high - low, scale, packed.minval.to(torch.float32))]
     given = packed.zero_point
     zero = torch.zeros_like(scale, dtype=torch.int32) if given is None else given.to(torch.int32)
     shift = zero.repeat_interleave(packed.block, 1)
     reach = (low, high) if given is None else (low - high, high - low)
-    above = Form(codes - low, 0, high - low, scale, (low - zero).to(torch.float32) * scale)
-    return [Form(codes - shift, *reach, scale), above]
+    above = BlockCodes(codes - low, 0, high - low, scale, (low - zero).to(torch.float32) * scale)
+    return [BlockCodes(codes - shift, *reach, scale), above]
 
 
-def _check(packed: Packed) -> None:
+def _check_weight(packed: Packed) -> None:
     if packed.is_float or packed.outer_scale is not None:
         raise ExportError(f"GGUF holds integer codes, not {packed.spec.dtype}: take int8, int4 or another integer type")
     if packed.activation is not None:

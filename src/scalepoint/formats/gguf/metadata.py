@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.gguf.architectures import Architecture, Config, head_size, heads_of, needed
+from scalepoint.formats.gguf.architectures import Architecture, Config, count_heads, head_size, require_key
 
 ROPES = ("default", "linear", "yarn", "llama3", "longrope", "su")
 YARN = {  # of the config: of the writer
@@ -21,15 +21,15 @@ YARN = {  # of the config: of the writer
 
 def add_metadata(writer: Any, config: Config, architecture: Architecture) -> None:
     """Sizes and everything that the arithmetic needs, as llama.cpp reads it."""
-    heads, size = heads_of(config), head_size(config)
-    hidden = int(needed(config, "hidden_size", "n_embd"))
-    writer.add_block_count(blocks_of(config))
-    writer.add_context_length(context_of(config))
+    heads, size = count_heads(config), head_size(config)
+    hidden = int(require_key(config, "hidden_size", "n_embd"))
+    writer.add_block_count(count_blocks(config))
+    writer.add_context_length(context_length(config))
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden))
     writer.add_head_count(heads)
     writer.add_head_count_kv(int(config.get("num_key_value_heads") or heads))
-    writer.add_vocab_size(int(needed(config, "vocab_size")))
+    writer.add_vocab_size(int(require_key(config, "vocab_size")))
     if "head_dim" in config:
         writer.add_key_length(size)
         writer.add_value_length(size)
@@ -39,18 +39,18 @@ def add_metadata(writer: Any, config: Config, architecture: Architecture) -> Non
     _add_experts(writer, config)
 
 
-def blocks_of(config: Config) -> int:
-    return int(needed(config, "num_hidden_layers", "n_layer"))
+def count_blocks(config: Config) -> int:
+    return int(require_key(config, "num_hidden_layers", "n_layer"))
 
 
-def context_of(config: Config) -> int:
+def context_length(config: Config) -> int:
     """As many tokens as the model sees alike everywhere: Mistral's window is not known to llama.cpp."""
-    length = int(needed(config, "max_position_embeddings", "n_positions", "n_ctx"))
+    length = int(require_key(config, "max_position_embeddings", "n_positions", "n_ctx"))
     window = config.get("sliding_window") if config.get("model_type") in ("mistral", "mixtral", "phi3") else None
     return min(length, int(window)) if window else length
 
 
-def rope_of(config: Config) -> Mapping[str, Any]:
+def read_rope(config: Config) -> Mapping[str, Any]:
     """The rope of full attention, in the spelling of transformers 5 or before."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     given = dict(given.get("full_attention") or given)
@@ -65,7 +65,7 @@ def rope_of(config: Config) -> Mapping[str, Any]:
         "rope_type": kind,
         "rope_theta": float(theta),
         "partial_rotary_factor": float(part),
-        "original_max_position_embeddings": int(original or needed(config, "max_position_embeddings")),
+        "original_max_position_embeddings": int(original or require_key(config, "max_position_embeddings")),
     }
 
 
@@ -73,7 +73,7 @@ def _add_norms(writer: Any, config: Config, architecture: Architecture) -> None:
     if architecture.has_layer_norm:
         writer.add_layer_norm_eps(float(config.get("layer_norm_eps") or config.get("layer_norm_epsilon") or 1e-5))
     else:
-        writer.add_layer_norm_rms_eps(float(needed(config, "rms_norm_eps")))
+        writer.add_layer_norm_rms_eps(float(require_key(config, "rms_norm_eps")))
 
 
 def _add_attention(writer: Any, config: Config, architecture: Architecture) -> None:
@@ -96,10 +96,10 @@ def _add_rope(writer: Any, config: Config, architecture: Architecture) -> None:
 
     if architecture.name == "GPT2":
         return
-    rope = rope_of(config)
+    rope = read_rope(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if architecture.says_rope:
-        writer.add_rope_dimension_count(rotated(config))
+        writer.add_rope_dimension_count(rotary_columns(config))
     near = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     if local := near.get("rope_theta") or config.get("rope_local_base_freq"):
         writer.add_rope_freq_base_swa(float(local))
@@ -110,7 +110,7 @@ def _add_rope(writer: Any, config: Config, architecture: Architecture) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] in ("longrope", "su"):
         writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
-        writer.add_rope_scaling_attn_factors(_longer(config, rope))
+        writer.add_rope_scaling_attn_factors(_longrope_attention_factor(config, rope))
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         for key, name in YARN.items():
@@ -118,17 +118,17 @@ def _add_rope(writer: Any, config: Config, architecture: Architecture) -> None:
                 getattr(writer, f"add_rope_scaling_yarn_{name}")(float(rope[key]))
 
 
-def rotated(config: Config) -> int:
+def rotary_columns(config: Config) -> int:
     """Columns of a head that rope turns."""
-    return int(rope_of(config)["partial_rotary_factor"] * head_size(config))
+    return int(read_rope(config)["partial_rotary_factor"] * head_size(config))
 
 
-def _longer(config: Config, rope: Mapping[str, Any]) -> float:
+def _longrope_attention_factor(config: Config, rope: Mapping[str, Any]) -> float:
     """How much longrope scales attention."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     original = rope["original_max_position_embeddings"]
-    times = int(needed(config, "max_position_embeddings")) / original
+    times = int(require_key(config, "max_position_embeddings")) / original
     return math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0
 
 
@@ -137,7 +137,7 @@ def _add_experts(writer: Any, config: Config) -> None:
     if count is None:
         return
     writer.add_expert_count(int(count))
-    writer.add_expert_used_count(int(needed(config, "num_experts_per_tok")))
+    writer.add_expert_used_count(int(require_key(config, "num_experts_per_tok")))
     if config.get("moe_intermediate_size") is not None:
         writer.add_expert_feed_forward_length(int(config["moe_intermediate_size"]))
     if config.get("shared_expert_intermediate_size") is not None:
@@ -148,7 +148,7 @@ def rope_factors(config: Config) -> dict[str, Tensor]:
     """Tensors that scaled ropes bring: by how much every frequency is divided."""
     if config.get("model_type") == "gpt2":
         return {}
-    rope = rope_of(config)
+    rope = read_rope(config)
     if rope["rope_type"] in ("longrope", "su"):
         return {f"rope_factors_{key}.weight": torch.tensor(rope[f"{key}_factor"]).float() for key in ("long", "short")}
     if rope["rope_type"] != "llama3":

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.formats.gguf.layer_types import Bytes, Form
+from scalepoint.formats.gguf.layer_types import BlockCodes, Bytes
 
-SIZE = 256
+SUPERBLOCK_COLUMNS = 256
 
 
-def nearest(values: Tensor, most: int) -> Tensor:
+def round_to_factors(values: Tensor, most: int) -> Tensor:
     """(.., blocks of a super-block), not negative: the nearest d i, where d is a float16 and i at most `most`.
 
     A value above zero stays above zero. The largest one fixes d.
@@ -29,7 +29,7 @@ def nearest(values: Tensor, most: int) -> Tensor:
     return d * torch.where((steps == 0) & (values > 0), 1.0, steps)
 
 
-def factors(values: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
+def split_into_factors(values: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
     """(rows, blocks), not negative -> float16 d (rows) and integers up to `most` (rows, blocks) with d i = values.
 
     None where there are none.
@@ -48,86 +48,86 @@ def factors(values: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
     return None if len(left) else (d.to(torch.float16), whole.to(torch.uint8))
 
 
-def q2_k(form: Form) -> Bytes | None:
-    found = _scales(form, 16, 15)
+def pack_q2_k(form: BlockCodes) -> Bytes | None:
+    found = _pack_scales(form, 16, 15)
     if found is None:
         return None
     d, steps, least, more = found
-    quarter = _codes(form, 0).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
+    quarter = _shift_codes(form, 0).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
     codes = np.bitwise_or.reduce(quarter, 2).reshape(-1, 64)
-    return _rows(form, steps | more << 4, codes, d, least)
+    return _code_rows(form, steps | more << 4, codes, d, least)
 
 
-def q3_k(form: Form) -> Bytes | None:
-    found = factors(form.scale.reshape(-1, 16), 31)
+def pack_q3_k(form: BlockCodes) -> Bytes | None:
+    found = split_into_factors(form.scale.reshape(-1, 16), 31)
     if found is None:
         return None
     d, steps = found[0].numpy().view(np.uint8).reshape(-1, 2), found[1].numpy() + np.uint8(32)
-    codes = _codes(form, 4)
+    codes = _shift_codes(form, 4)
     quarter = (codes & 3).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
     low = np.bitwise_or.reduce(quarter, 2).reshape(-1, 64)
     high = np.packbits((codes >> 2).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
     short = (steps[:, :8] & 15) | (steps[:, 8:] & 15) << 4
     upper = (steps >> 4).reshape(-1, 4, 4) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    return _rows(form, high, low, short, np.bitwise_or.reduce(upper, 1), d)
+    return _code_rows(form, high, low, short, np.bitwise_or.reduce(upper, 1), d)
 
 
-def q4_k(form: Form) -> Bytes | None:
-    found = _scales(form, 8, 63)
+def pack_q4_k(form: BlockCodes) -> Bytes | None:
+    found = _pack_scales(form, 8, 63)
     if found is None:
         return None
     d, steps, least, more = found
-    return _rows(form, d, least, _six(steps, more), _halves(_codes(form, 0)))
+    return _code_rows(form, d, least, _pack_six_bits(steps, more), _pack_halves(_shift_codes(form, 0)))
 
 
-def q5_k(form: Form) -> Bytes | None:
-    found = _scales(form, 8, 63)
+def pack_q5_k(form: BlockCodes) -> Bytes | None:
+    found = _pack_scales(form, 8, 63)
     if found is None:
         return None
     d, steps, least, more = found
-    codes = _codes(form, 0)
+    codes = _shift_codes(form, 0)
     fifth = np.packbits((codes >> 4).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
-    return _rows(form, d, least, _six(steps, more), fifth, _halves(codes & 15))
+    return _code_rows(form, d, least, _pack_six_bits(steps, more), fifth, _pack_halves(codes & 15))
 
 
-def q6_k(form: Form) -> Bytes | None:
-    found = factors(form.scale.reshape(-1, 16), 127)
+def pack_q6_k(form: BlockCodes) -> Bytes | None:
+    found = split_into_factors(form.scale.reshape(-1, 16), 127)
     if found is None:
         return None
-    codes = _codes(form, 32).reshape(-1, 2, 4, 32)
+    codes = _shift_codes(form, 32).reshape(-1, 2, 4, 32)
     low = (codes[:, :, :2] & 15 | (codes[:, :, 2:] & 15) << 4).reshape(-1, 128)
     high = np.bitwise_or.reduce((codes >> 4) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1), 2).reshape(-1, 64)
-    return _rows(form, low, high, found[1].numpy(), found[0].numpy().view(np.uint8).reshape(-1, 2))
+    return _code_rows(form, low, high, found[1].numpy(), found[0].numpy().view(np.uint8).reshape(-1, 2))
 
 
-def _scales(form: Form, blocks: int, most: int) -> tuple[Bytes, Bytes, Bytes, Bytes] | None:
+def _pack_scales(form: BlockCodes, blocks: int, most: int) -> tuple[Bytes, Bytes, Bytes, Bytes] | None:
     """d and its integers, dmin and its integers; None where they cannot be held."""
     assert form.least is not None  # noqa: S101  # only forms with least values come here
-    first = factors(form.scale.reshape(-1, blocks), most)
-    second = factors(-form.least.reshape(-1, blocks), most)
+    first = split_into_factors(form.scale.reshape(-1, blocks), most)
+    second = split_into_factors(-form.least.reshape(-1, blocks), most)
     if first is None or second is None:
         return None
     d, least = (each[0].numpy().view(np.uint8).reshape(-1, 2) for each in (first, second))
     return d, first[1].numpy(), least, second[1].numpy()
 
 
-def _six(steps: Bytes, more: Bytes) -> Bytes:
+def _pack_six_bits(steps: Bytes, more: Bytes) -> Bytes:
     """Twelve bytes of eight pairs of 6 bits: the first four as they are, the others in halves and upper bits."""
     first = steps[:, :4] | (steps[:, 4:] >> 4) << 6
     second = more[:, :4] | (more[:, 4:] >> 4) << 6
     return np.concatenate((first, second, steps[:, 4:] & 15 | (more[:, 4:] & 15) << 4), 1)
 
 
-def _halves(codes: Bytes) -> Bytes:
+def _pack_halves(codes: Bytes) -> Bytes:
     """Of 64 codes the first 32 in the low halves of bytes, the others in the high ones."""
     pairs = codes.reshape(-1, 4, 2, 32)
     found: Bytes = pairs[:, :, 0] | pairs[:, :, 1] << 4
     return found.reshape(-1, 128)
 
 
-def _codes(form: Form, shift: int) -> Bytes:
-    return (form.codes + shift).to(torch.uint8).numpy().reshape(-1, SIZE)
+def _shift_codes(form: BlockCodes, shift: int) -> Bytes:
+    return (form.codes + shift).to(torch.uint8).numpy().reshape(-1, SUPERBLOCK_COLUMNS)
 
 
-def _rows(form: Form, *parts: Bytes) -> Bytes:
+def _code_rows(form: BlockCodes, *parts: Bytes) -> Bytes:
     return np.concatenate(parts, 1).reshape(form.codes.shape[0], -1)

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from scalepoint.checkpoints import Packed, QuantizedCheckpoint
 from scalepoint.errors import ExportError
-from scalepoint.formats.gguf.architectures import Architecture, architecture_of
-from scalepoint.formats.gguf.block_types import Kind, bytes_of, kind_of
+from scalepoint.formats.gguf.architectures import Architecture, find_architecture
+from scalepoint.formats.gguf.block_types import BlockType, choose_block_type, pack_weight
 from scalepoint.formats.gguf.layer_types import Bytes
-from scalepoint.formats.gguf.metadata import blocks_of, rope_factors
+from scalepoint.formats.gguf.metadata import count_blocks, rope_factors
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 SKIPPED = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$")
-WIDE = re.compile(r"_norm\.weight$|\.ffn_gate_inp|^position_embd")  # float32 in llama.cpp
-FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FLOAT32_TENSORS = re.compile(r"_norm\.weight$|\.ffn_gate_inp|^position_embd")  # float32 in llama.cpp
+FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of the file."""
 
     name: str
@@ -36,26 +36,26 @@ class Entry:
     make: Callable[[], Bytes]  # bytes of rows where it is quantized
 
 
-def entries(checkpoint: QuantizedCheckpoint) -> list[Entry]:
+def list_entries(checkpoint: QuantizedCheckpoint) -> list[TensorEntry]:
     """All tensors, in the order of the source; a name that llama.cpp does not know is refused."""
     config = checkpoint.source.config
-    architecture = architecture_of(config)
-    names = _names(architecture, blocks_of(config))
-    found: list[Entry] = []
-    for key, sources in _grouped(checkpoint).items():
+    architecture = find_architecture(config)
+    names = _name_translator(architecture, count_blocks(config))
+    found: list[TensorEntry] = []
+    for key, sources in _group_sources(checkpoint).items():
         name = names(key)
         if name == "output.weight" and architecture.is_tied:
             continue
-        found.append(_entry(checkpoint, architecture, name, sources))
+        found.append(_make_entry(checkpoint, architecture, name, sources))
     written = {each.name: each for each in found}
     if architecture.is_tied is False and "output.weight" not in written:
         found.append(replace(written["token_embd.weight"], name="output.weight"))
     for name, value in rope_factors(config).items():
-        found.append(Entry(name, "F32", tuple(value.shape), value.numpy))
+        found.append(TensorEntry(name, "F32", tuple(value.shape), value.numpy))
     return found
 
 
-def _names(architecture: Architecture, blocks: int) -> Callable[[str], str]:
+def _name_translator(architecture: Architecture, blocks: int) -> Callable[[str], str]:
     from gguf import MODEL_ARCH, get_tensor_name_map  # noqa: PLC0415  # an extra
 
     table = get_tensor_name_map(MODEL_ARCH[architecture.name], blocks)
@@ -69,7 +69,7 @@ def _names(architecture: Architecture, blocks: int) -> Callable[[str], str]:
     return name
 
 
-def _grouped(checkpoint: QuantizedCheckpoint) -> dict[str, list[str]]:
+def _group_sources(checkpoint: QuantizedCheckpoint) -> dict[str, list[str]]:
     """A name as the table of gguf has it -> the tensors of the source that it takes, experts in their order."""
     every = {*checkpoint.source.tensors, *checkpoint.packed, *checkpoint.changed}
     order = [*checkpoint.source.tensors, *sorted(every - checkpoint.source.tensors.keys())]
@@ -88,29 +88,33 @@ def _grouped(checkpoint: QuantizedCheckpoint) -> dict[str, list[str]]:
     return {key: [name for _, name in sorted(each)] for key, each in found.items()}
 
 
-def _entry(checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, sources: Sequence[str]) -> Entry:
+def _make_entry(
+    checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, sources: Sequence[str]
+) -> TensorEntry:
     quantized = [each in checkpoint.packed for each in sources]
     if any(quantized) and not all(quantized):
         raise ExportError(f"{sources[quantized.index(False)]} is float, other experts of its layer are quantized: "
                           "a GGUF file has one type for all")  # fmt: skip
     if not any(quantized):
-        return _float(checkpoint, architecture, name, sources)
-    kind = kind_of((checkpoint.packed[each] for each in sources), sources[0])
+        return _make_float_entry(checkpoint, architecture, name, sources)
+    kind = choose_block_type((checkpoint.packed[each] for each in sources), sources[0])
     rows, columns = checkpoint.packed[sources[0]].codes.shape
     shape = (rows, columns) if len(sources) == 1 else (len(sources), rows, columns)
-    return Entry(name, kind.name, shape, lambda: _blocks(checkpoint, architecture, sources, kind))
+    return TensorEntry(name, kind.name, shape, lambda: _pack_sources(checkpoint, architecture, sources, kind))
 
 
-def _blocks(checkpoint: QuantizedCheckpoint, architecture: Architecture, sources: Sequence[str], kind: Kind) -> Bytes:
+def _pack_sources(
+    checkpoint: QuantizedCheckpoint, architecture: Architecture, sources: Sequence[str], kind: BlockType
+) -> Bytes:
     parts = []
     for each in sources:
         packed = checkpoint.packed[each]
-        order = _order(checkpoint, architecture, each, packed.codes.shape[0])
-        parts.append(bytes_of(packed if order is None else _reordered(packed, order), kind))
+        order = _row_order(checkpoint, architecture, each, packed.codes.shape[0])
+        parts.append(pack_weight(packed if order is None else _reorder_rows(packed, order), kind))
     return parts[0] if len(parts) == 1 else np.stack(parts)
 
 
-def _reordered(packed: Packed, order: Tensor) -> Packed:
+def _reorder_rows(packed: Packed, order: Tensor) -> Packed:
     def rows(value: Tensor | None) -> Tensor | None:
         return None if value is None else value[order]
 
@@ -123,18 +127,20 @@ def _reordered(packed: Packed, order: Tensor) -> Packed:
     )
 
 
-def _order(checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, rows: int) -> Tensor | None:
+def _row_order(checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, rows: int) -> Tensor | None:
     layer = name.rpartition(".")[0].rpartition(".")[2]
     order = architecture.rows.get(layer)
     return None if order is None else order(checkpoint.source.config, rows)
 
 
-def _float(checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, sources: Sequence[str]) -> Entry:
+def _make_float_entry(
+    checkpoint: QuantizedCheckpoint, architecture: Architecture, name: str, sources: Sequence[str]
+) -> TensorEntry:
     """As the source has it; norms, biases and routers in float32."""
     stored = checkpoint.source.tensors.get(sources[0])
     first = checkpoint.tensor(sources[0]) if sources[0] in checkpoint.changed or stored is None else None
     shape, dtype = (stored.shape, stored.dtype) if first is None and stored else (first.shape, first.dtype)  # type: ignore[union-attr]
-    is_wide = len(shape) == 1 or WIDE.search(name) is not None or dtype not in FLOATS
+    is_wide = len(shape) == 1 or FLOAT32_TENSORS.search(name) is not None or dtype not in FLOAT_TYPES
     layer = sources[0].rpartition(".")[0].rpartition(".")[2]
     is_turned = layer in architecture.transposed and len(shape) == 2
     shape = tuple(shape[::-1]) if is_turned else tuple(shape)
@@ -146,7 +152,7 @@ def _float(checkpoint: QuantizedCheckpoint, architecture: Architecture, name: st
         parts = []
         for each in sources:
             value = checkpoint.tensor(each)
-            order = _order(checkpoint, architecture, each, value.shape[0])
+            order = _row_order(checkpoint, architecture, each, value.shape[0])
             value = value if order is None else value[order]
             parts.append(value.T if is_turned else value)
         value = torch.stack(parts) if len(parts) > 1 else parts[0].reshape(shape)
@@ -154,4 +160,4 @@ def _float(checkpoint: QuantizedCheckpoint, architecture: Architecture, name: st
         whole = value.contiguous()
         return whole.view(torch.uint8).numpy() if kind is torch.bfloat16 else whole.numpy()
 
-    return Entry(name, FLOATS[kind], (len(sources), *shape) if len(sources) > 1 else shape, make)
+    return TensorEntry(name, FLOAT_TYPES[kind], (len(sources), *shape) if len(sources) > 1 else shape, make)

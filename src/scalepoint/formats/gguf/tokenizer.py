@@ -14,23 +14,23 @@ from typing import Any
 
 from scalepoint.errors import DocumentError, ExportError, shown
 from scalepoint.formats.gguf.tokenizer_files import (
-    LARGEST,
+    MAX_FILE_BYTES,
     AddedToken,
-    Bpe,
-    Document,
-    Settings,
-    Step,
+    BpeModel,
+    TokenizerDocument,
+    TokenizerSettings,
+    TokenizerStep,
     check_text,
-    fields_of,
+    iterate_fields,
     read_document,
     read_settings,
     read_template,
-    typed,
+    validate_as,
 )  # fmt: skip
 from scalepoint.support.formatting import one_line
 from scalepoint.support.untrusted import read_bytes
 
-MOST_TOKENS = 2**24
+MAX_TOKENS = 2**24
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SHORT = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])")
@@ -45,7 +45,7 @@ SPLITS = {  # the pattern of a Split: its name, and that where whole words are t
 }
 
 
-class Type(IntEnum):
+class TokenType(IntEnum):
     """What a token is to llama.cpp."""
 
     NORMAL = 1
@@ -63,7 +63,7 @@ class Vocabulary:
     model: str
     split: str
     texts: list[str]
-    types: list[Type]
+    types: list[TokenType]
     special: tuple[bool, bool]  # a special token is put before a text, and after it
     scores: list[float] | None = None
     merges: list[str] | None = None
@@ -72,7 +72,7 @@ class Vocabulary:
 
 def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
     """Tokens, special ones, and the chat template."""
-    found = read(folder, vocabulary_size(config))
+    found = read_vocabulary(folder, vocabulary_size(config))
     writer.add_tokenizer_model(found.model)
     writer.add_tokenizer_pre(found.split)
     writer.add_token_list(found.texts)
@@ -94,10 +94,10 @@ def vocabulary_size(config: Mapping[str, Any]) -> int:
     return size
 
 
-def read(folder: Path, size: int) -> Vocabulary:
+def read_vocabulary(folder: Path, size: int) -> Vocabulary:
     """Out of tokenizer.json, or of tokenizer.model where there is no other; `size` tokens, filled up."""
-    if not 0 <= size <= MOST_TOKENS:
-        raise ExportError(f"{folder}: a vocabulary of {shown(size)} tokens: at most {MOST_TOKENS} can be written")
+    if not 0 <= size <= MAX_TOKENS:
+        raise ExportError(f"{folder}: a vocabulary of {shown(size)} tokens: at most {MAX_TOKENS} can be written")
     path, pieces = folder / "tokenizer.json", folder / "tokenizer.model"
     if path.is_file():
         found = _from_json(path, size)
@@ -110,7 +110,7 @@ def read(folder: Path, size: int) -> Vocabulary:
         )
     missing = range(len(found.texts), size)
     found.texts += [f"[PAD{number}]" for number in missing]
-    found.types += [Type.UNUSED] * len(missing)
+    found.types += [TokenType.UNUSED] * len(missing)
     if found.scores is not None:
         found.scores += [-10000.0] * len(missing)
     return found
@@ -127,66 +127,68 @@ def _from_json(path: Path, size: int) -> Vocabulary:
     kind = document.model.get("type") or ("BPE" if "merges" in document.model else "")
     if kind != "BPE":
         raise ExportError(f"{path}: a {one_line(kind) or 'nameless'} tokenizer; GGUF is written here for BPE alone")
-    model = typed(Bpe, document.model, path)
+    model = validate_as(BpeModel, document.model, path)
     merges = model.pairs()
     if any(len(pair) != 2 for pair in merges):
         raise ExportError(f"{path}: a merge is of two tokens, not {shown(next(p for p in merges if len(p) != 2))}")
     added, is_plain = document.added_tokens or [], bool(model.byte_fallback)
     takes_words = bool(model.ignore_merges)
-    split = "default" if is_plain else _split(document.pre_tokenizer, path, takes_words=takes_words)
+    split = "default" if is_plain else _find_split(document.pre_tokenizer, path, takes_words=takes_words)
     _check_count(max([*model.vocab.values(), *(each.id for each in added)], default=-1) + 1, size, path)
-    texts, types = _tokens(model.vocab, added, is_plain=is_plain)
+    texts, types = _list_tokens(model.vocab, added, is_plain=is_plain)
     check_text([*texts, *("".join(pair) for pair in merges)], path)
-    special = _template(document.post_processor)
+    special = _read_template_flags(document.post_processor)
     if is_plain:
         return Vocabulary(
-            "llama", split, texts, types, special, _scores(texts, types, merges), None, _puts_space(document)
+            "llama", split, texts, types, special, _merge_scores(texts, types, merges), None, _adds_space(document)
         )
     joined = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
     return Vocabulary("gpt2", split, texts, types, special, merges=joined)
 
 
-def _tokens(
+def _list_tokens(
     vocabulary: Mapping[str, int], added: Sequence[AddedToken], *, is_plain: bool
-) -> tuple[list[str], list[Type]]:
+) -> tuple[list[str], list[TokenType]]:
     """By number; a hole is an unused token."""
     count = max([*vocabulary.values(), *(each.id for each in added)], default=-1) + 1
-    texts, types = [f"[PAD{number}]" for number in range(count)], [Type.UNUSED] * count
+    texts, types = [f"[PAD{number}]" for number in range(count)], [TokenType.UNUSED] * count
     for text, number in vocabulary.items():
         is_byte = is_plain and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
-        texts[number], types[number] = text, Type.BYTE if is_byte else Type.NORMAL
+        texts[number], types[number] = text, TokenType.BYTE if is_byte else TokenType.NORMAL
     for each in added:
         text = each.content
-        kind = Type.UNKNOWN if is_plain and text == "<unk>" else Type.CONTROL if each.special else Type.USER
-        texts[each.id], types[each.id] = text.replace("\u2581", " ") if kind is Type.USER else text, kind
+        kind = (
+            TokenType.UNKNOWN if is_plain and text == "<unk>" else TokenType.CONTROL if each.special else TokenType.USER
+        )
+        texts[each.id], types[each.id] = text.replace("\u2581", " ") if kind is TokenType.USER else text, kind
     return texts, types
 
 
-def _scores(texts: list[str], types: list[Type], merges: list[list[str]]) -> list[float]:
+def _merge_scores(texts: list[str], types: list[TokenType], merges: list[list[str]]) -> list[float]:
     """The order of merges, as scores: llama.cpp joins the pair whose token scores highest."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), rank)
     return [
-        -float(ranks.get(text, len(merges))) if kind is Type.NORMAL else 0.0
+        -float(ranks.get(text, len(merges))) if kind is TokenType.NORMAL else 0.0
         for text, kind in zip(texts, types, strict=True)
     ]
 
 
-def _puts_space(document: Document) -> bool:
+def _adds_space(document: TokenizerDocument) -> bool:
     """Whether a text begins as if a space stood before it."""
-    parts = [*_parts(document.normalizer), *_parts(document.pre_tokenizer)]
+    parts = [*_list_steps(document.normalizer), *_list_steps(document.pre_tokenizer)]
     scheme = (each.prepend_scheme for each in parts if each.type == "Metaspace")
     return any(each.type == "Prepend" for each in parts) or any(each != "never" for each in scheme)
 
 
-def _parts(step: Step | None) -> list[Step]:
+def _list_steps(step: TokenizerStep | None) -> list[TokenizerStep]:
     return [] if step is None else step.parts()
 
 
-def _split(step: Step | None, path: Path, *, takes_words: bool) -> str:
+def _find_split(step: TokenizerStep | None, path: Path, *, takes_words: bool) -> str:
     """The name for how a text is cut."""
-    parts = _parts(step)
+    parts = _list_steps(step)
     kinds = [each.type for each in parts]
     if kinds and kinds[-1] == "ByteLevel" and not parts[-1].add_prefix_space:
         uses_regex = parts[-1].use_regex
@@ -209,21 +211,21 @@ def _split(step: Step | None, path: Path, *, takes_words: bool) -> str:
 def _from_pieces(path: Path, size: int) -> Vocabulary:
     """A SentencePiece model: field 1 are pieces (text, score, type), field 2 says how it was trained."""
     texts: list[str] = []
-    types: list[Type] = []
+    types: list[TokenType] = []
     scores: list[float] = []
     trained, adds_space = 1, True
     try:
-        for field, value in fields_of(read_bytes(path, LARGEST, folder=path.parent)):
+        for field, value in iterate_fields(read_bytes(path, MAX_FILE_BYTES, folder=path.parent)):
             if field == 1:
                 _check_count(len(texts) + 1, size, path)
-                text, score, kind = _piece(value)
+                text, score, kind = _read_piece(value)
                 texts.append(text)
                 scores.append(score)
                 types.append(kind)
             elif field == 2:
-                trained = dict(fields_of(value)).get(3, 1)
+                trained = dict(iterate_fields(value)).get(3, 1)
             elif field == 3:
-                adds_space = bool(dict(fields_of(value)).get(3, 1))
+                adds_space = bool(dict(iterate_fields(value)).get(3, 1))
     except DocumentError as error:
         raise ExportError(error.args[0]) from error
     except (OSError, ValueError) as error:
@@ -233,19 +235,19 @@ def _from_pieces(path: Path, size: int) -> Vocabulary:
     return Vocabulary("llama", "default", texts, types, (True, False), scores, None, adds_space)
 
 
-def _piece(value: Any) -> tuple[str, float, Type]:
+def _read_piece(value: Any) -> tuple[str, float, TokenType]:
     """Text, score and type; ValueError for fields that are missing or of another type."""
-    piece = dict(fields_of(value))
+    piece = dict(iterate_fields(value))
     text, score, kind = piece.get(1), piece.get(2, bytes(4)), piece.get(3, 1)
     if not (isinstance(text, bytes) and isinstance(score, bytes) and len(score) == 4 and isinstance(kind, int)):
         raise ValueError("a piece has no text, or its score or type is not a number")
-    return text.decode(), struct.unpack("<f", score)[0], Type(kind)
+    return text.decode(), struct.unpack("<f", score)[0], TokenType(kind)
 
 
 def _add_special(writer: Any, folder: Path, config: Mapping[str, Any], found: Vocabulary) -> None:
     """Numbers of the special tokens, whether a text begins and ends with them, and the chat template."""
     path = folder / "tokenizer_config.json"
-    about = read_settings(path) if path.is_file() else Settings()
+    about = read_settings(path) if path.is_file() else TokenizerSettings()
     numbers = {text: number for number, text in enumerate(found.texts)}
     for role in ("bos", "eos", "unk", "pad"):
         text = about.special(role)
@@ -263,9 +265,9 @@ def _add_special(writer: Any, folder: Path, config: Mapping[str, Any], found: Vo
         writer.add_chat_template(chat)
 
 
-def _template(step: Step | None) -> tuple[bool, bool]:
+def _read_template_flags(step: TokenizerStep | None) -> tuple[bool, bool]:
     """Whether tokenizer.json puts a special token before a text, and after it."""
-    for each in _parts(step):
+    for each in _list_steps(step):
         if each.type == "TemplateProcessing" and each.single:
             single = each.single
             return "SpecialToken" in single[0], len(single) > 1 and "SpecialToken" in single[-1]

@@ -18,22 +18,22 @@ from scalepoint.errors import DocumentError, ExportError
 from scalepoint.support.formatting import one_line
 from scalepoint.support.untrusted import read_json, read_text
 
-LARGEST = 256_000_000  # bytes
-Number = Annotated[int, Field(ge=0)]
+MAX_FILE_BYTES = 256_000_000  # bytes
+NonNegativeInt = Annotated[int, Field(ge=0)]
 T = TypeVar("T", bound=BaseModel)
 
 
-class _Part(BaseModel):
+class _TokenizerModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class Step(_Part):
+class TokenizerStep(_TokenizerModel):
     """A normalizer, pre-tokenizer or post-processor, or a sequence of such."""
 
     type: str | None = None
-    pretokenizers: list["Step"] | None = None
-    normalizers: list["Step"] | None = None
-    processors: list["Step"] | None = None
+    pretokenizers: list["TokenizerStep"] | None = None
+    normalizers: list["TokenizerStep"] | None = None
+    processors: list["TokenizerStep"] | None = None
     prepend_scheme: str | None = "always"
     add_prefix_space: bool | None = False
     use_regex: bool | None = True
@@ -41,22 +41,22 @@ class Step(_Part):
     pattern: dict[str, str] | None = None
     single: list[dict[str, Any]] | list[str] | None = None
 
-    def parts(self) -> list["Step"]:
+    def parts(self) -> list["TokenizerStep"]:
         """The steps of a sequence, or the one step."""
         inner = self.pretokenizers or self.normalizers or self.processors
         return [part for each in inner for part in each.parts()] if inner else [self]
 
 
-class AddedToken(_Part):
-    id: Number
+class AddedToken(_TokenizerModel):
+    id: NonNegativeInt
     content: str
     special: bool = False
 
 
-class Bpe(_Part):
+class BpeModel(_TokenizerModel):
     """The model of a BPE tokenizer."""
 
-    vocab: dict[str, Number]
+    vocab: dict[str, NonNegativeInt]
     merges: list[str | Annotated[list[str], Field(min_length=2, max_length=2)]] = []
     byte_fallback: bool | None = False
     ignore_merges: bool | None = False
@@ -66,21 +66,21 @@ class Bpe(_Part):
         return [each if isinstance(each, list) else each.split(" ") for each in self.merges]
 
 
-class Document(_Part):
+class TokenizerDocument(_TokenizerModel):
     """tokenizer.json; its model has a type of its own for each kind."""
 
     model: dict[str, Any] = {}
     added_tokens: list[AddedToken] | None = None
-    normalizer: Step | None = None
-    pre_tokenizer: Step | None = None
-    post_processor: Step | None = None
+    normalizer: TokenizerStep | None = None
+    pre_tokenizer: TokenizerStep | None = None
+    post_processor: TokenizerStep | None = None
 
 
-class SpecialToken(_Part):
+class SpecialToken(_TokenizerModel):
     content: str
 
 
-class Settings(_Part):
+class TokenizerSettings(_TokenizerModel):
     """tokenizer_config.json."""
 
     bos_token: str | SpecialToken | None = None
@@ -96,12 +96,12 @@ class Settings(_Part):
         return given.content if isinstance(given, SpecialToken) else given
 
 
-def read_document(path: Path) -> Document:
-    return typed(Document, _json(path), path)
+def read_document(path: Path) -> TokenizerDocument:
+    return validate_as(TokenizerDocument, _read_json(path), path)
 
 
-def read_settings(path: Path) -> Settings:
-    return typed(Settings, _json(path), path)
+def read_settings(path: Path) -> TokenizerSettings:
+    return validate_as(TokenizerSettings, _read_json(path), path)
 
 
 def read_template(path: Path) -> str:
@@ -112,7 +112,7 @@ def read_template(path: Path) -> str:
         raise ExportError(f"the chat template cannot be used: {error}") from error
 
 
-def typed(kind: type[T], value: Any, path: Path) -> T:
+def validate_as(kind: type[T], value: Any, path: Path) -> T:
     """A value of a file as one of the classes here."""
     try:
         return kind.model_validate(value)
@@ -130,36 +130,36 @@ def check_text(texts: list[str], path: Path) -> None:
         raise ExportError(f"{path} has half a character in it: {error.object[error.start]!r}") from error
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
-        return read_json(path, LARGEST, folder=path.parent)
+        return read_json(path, MAX_FILE_BYTES, folder=path.parent)
     except DocumentError as error:
         raise ExportError(error.args[0]) from error
     except OSError as error:
         raise ExportError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def fields_of(data: Any) -> Iterator[tuple[int, Any]]:
+def iterate_fields(data: Any) -> Iterator[tuple[int, Any]]:
     """The fields of a protocol buffer by number: integers, or bytes; ValueError for what is none."""
     if not isinstance(data, bytes):
         raise ValueError("a field is a number instead of a message")
     at = 0
     while at < len(data):
-        key, at = _integer(data, at)
+        key, at = _read_varint(data, at)
         if key & 7 == 0:
-            value, at = _integer(data, at)
+            value, at = _read_varint(data, at)
             yield key >> 3, value
             continue
         if key & 7 not in (1, 2, 5):
             raise ValueError("a field has an unknown type")
-        size, at = _integer(data, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
+        size, at = _read_varint(data, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
         if at + size > len(data):
             raise ValueError("it ends too early")
         yield key >> 3, data[at : at + size]
         at += size
 
 
-def _integer(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     found = 0
     for shift in range(0, 70, 7):  # at most 64 bits, seven in a byte
         if at >= len(data):

@@ -10,10 +10,10 @@ import numpy as np
 
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
 from scalepoint.errors import ExportError, install_hint
-from scalepoint.formats.gguf.architectures import architecture_of
+from scalepoint.formats.gguf.architectures import find_architecture
 from scalepoint.formats.gguf.metadata import add_metadata
-from scalepoint.formats.gguf.tensors import Entry, entries
-from scalepoint.formats.gguf.tokenizer import add_tokenizer, read, vocabulary_size
+from scalepoint.formats.gguf.tensors import TensorEntry, list_entries
+from scalepoint.formats.gguf.tokenizer import add_tokenizer, read_vocabulary, vocabulary_size
 from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationFormulation, QuantizationSpec
 from scalepoint.support.files import replace_file
@@ -29,9 +29,9 @@ PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
 
 def check(source: Source, weight: QuantizationSpec | None, activation: QuantizationSpec | None) -> None:
     """Refuse before any work what a GGUF file cannot hold."""
-    _package()
-    architecture_of(source.config)
-    read(source.folder, vocabulary_size(source.config))
+    _check_installed()
+    find_architecture(source.config)
+    read_vocabulary(source.folder, vocabulary_size(source.config))
     if activation is not None:
         raise ExportError(
             "GGUF holds weights alone: llama.cpp rounds activations to 8 bits by itself; leave activations float"
@@ -47,11 +47,11 @@ def check(source: Source, weight: QuantizationSpec | None, activation: Quantizat
         )
 
 
-def holds(source: Source, name: str) -> bool:
+def can_quantize(source: Source, name: str) -> bool:
     """Rows of whole blocks; not what llama.cpp adds, or routes by."""
     shape = source.tensors[name].shape
     layer = name.rpartition(".")[0].rpartition(".")[2]
-    is_turned = layer in architecture_of(source.config).transposed
+    is_turned = layer in find_architecture(source.config).transposed
     is_kept = layer in ("wpe", "gate", "shared_expert_gate")
     return len(shape) == 2 and not is_kept and shape[0 if is_turned else 1] % 32 == 0
 
@@ -66,24 +66,24 @@ def tensor_bytes(path: Path) -> int:
 def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """The file, whole or not at all."""
     check(checkpoint.source, None, None)
-    found = entries(checkpoint)
-    replace_file(path, lambda temporary: _write(checkpoint, found, temporary))
+    found = list_entries(checkpoint)
+    replace_file(path, lambda temporary: _write_entries(checkpoint, found, temporary))
 
 
-def _write(checkpoint: QuantizedCheckpoint, found: list[Entry], path: Path) -> None:
+def _write_entries(checkpoint: QuantizedCheckpoint, found: list[TensorEntry], path: Path) -> None:
     from gguf import GGML_QUANT_VERSION, MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter  # noqa: PLC0415
 
-    source, architecture = checkpoint.source, architecture_of(checkpoint.source.config)
+    source, architecture = checkpoint.source, find_architecture(checkpoint.source.config)
     writer: Any = GGUFWriter(None, MODEL_ARCH_NAMES[MODEL_ARCH[architecture.name]])
     writer.add_type("model")
-    writer.add_name(_name(source))
-    writer.add_file_type(FILE_TYPES[_most(found)])
+    writer.add_name(_model_name(source))
+    writer.add_file_type(FILE_TYPES[_most_common_type(found)])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     add_metadata(writer, source.config, architecture)
     add_tokenizer(writer, source.folder, source.config)
     for each in found:
         kind = GGMLQuantizationType[each.type]
-        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _nbytes(each), raw_dtype=kind)
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), _entry_bytes(each), raw_dtype=kind)
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
@@ -94,26 +94,28 @@ def _write(checkpoint: QuantizedCheckpoint, found: list[Entry], path: Path) -> N
         writer.close()
 
 
-def _name(source: Source) -> str:
+def _model_name(source: Source) -> str:
     """The folder's name, without a word that llama.cpp takes for more than a name.
 
     Where general.name holds "phi3" or "phi-3", llama.cpp (release 0.5.0) changes the attributes of four tokens, and
     does not load a file that lacks one of them.
     """
     name = source.folder.resolve().name
-    if PHI3.search(name) and not set(PHI3_TOKENS) <= set(read(source.folder, vocabulary_size(source.config)).texts):
+    if PHI3.search(name) and not set(PHI3_TOKENS) <= set(
+        read_vocabulary(source.folder, vocabulary_size(source.config)).texts
+    ):
         return PHI3.sub("phi 3", name)
     return name
 
 
-def _nbytes(entry: Entry) -> int:
+def _entry_bytes(entry: TensorEntry) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415
 
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[entry.type]]
     return int(np.prod(entry.shape)) // int(block) * int(size)
 
 
-def _most(found: list[Entry]) -> str:
+def _most_common_type(found: list[TensorEntry]) -> str:
     """The type of most values."""
     counts: Counter[str] = Counter()
     for each in found:
@@ -121,6 +123,6 @@ def _most(found: list[Entry]) -> str:
     return counts.most_common(1)[0][0]
 
 
-def _package() -> None:
+def _check_installed() -> None:
     if find_spec("gguf") is None:
         raise ExportError(f"writing GGUF files needs the package gguf: {install_hint('gguf')}")

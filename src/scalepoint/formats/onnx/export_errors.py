@@ -28,8 +28,8 @@ def explain_export_error(error: Exception, program: ExportedProgram | None) -> E
     if not operation:
         return ExportError(f"torch cannot write this model as ONNX. {first}")
     return ExportError(
-        f"torch cannot write {operation} as ONNX{'' if node is None else describe_location(node)}. {first.rstrip('.')}. Write "
-        "that line with other operations"
+        f"torch cannot write {operation} as ONNX{'' if node is None else describe_location(node)}. "
+        f"{first.rstrip('.')}. Write that line with other operations"
     )
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from scalepoint.runtimes.runtime import Executed, Runtime, Variant
+from scalepoint.runtimes.runtime import ExecutedNodes, Runtime, Variant
 
 ROUNDED = (
     "MatMulNBits rounds activations to int8 at its default accuracy level 4; "
@@ -10,7 +10,7 @@ ROUNDED = (
 )
 
 
-def rounds_activations(executed: Executed) -> bool:
+def rounds_activations(executed: ExecutedNodes) -> bool:
     """Whether a product has narrow weights and float activations."""
     return any(each["op"] == "MatMulNBits" for each in executed)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from scalepoint.errors import install_hint
-from scalepoint.runtimes.runtime import Executed, Runtime, Variant
+from scalepoint.runtimes.runtime import ExecutedNodes, Runtime, Variant
 
 HALVES = ("_bf16", "_f16")
 INTEGERS = ("_i8", "_u8")
@@ -13,7 +13,7 @@ ROUNDED = (
 )
 
 
-def rounds_floats(executed: Executed) -> bool:
+def rounds_floats(executed: ExecutedNodes) -> bool:
     """Whether a primitive computes in 16 bits, or a product has narrow weights and float activations."""
     primitives = [(str(each["op"]).lower(), each["low"]) for each in executed]
     return any(op.endswith(HALVES) or (low and not op.endswith(INTEGERS)) for op, low in primitives)

@@ -62,7 +62,12 @@ _STEPS: Registry[Step] = Registry(Step, "scalepoint.steps", {}, UsageError)
 def register(
     name: str, over: Literal["layer", "stub", "piece", "model"] = "layer"
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a step known under a name."""
+    """Register a step of tuning under a name. Used as a decorator.
+
+    Args:
+        name: The name in TuneConfig.
+        over: What the step is called with: one layer, one activation quantizer, one piece of the model, or the model.
+    """
 
     def known(step: Callable[..., Any]) -> Callable[..., Any]:
         if over == "layer":

@@ -20,17 +20,19 @@ from scalepoint.graph.nodes import find_random_nodes
 from scalepoint.graph.origin import get_origin
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.runtimes import Runtime, Status, find_runtime
-from scalepoint.runtimes.process import Exchange, ask, exchange, precision
-from scalepoint.runtimes.runtime import Executed
+from scalepoint.runtimes.process import ExchangeFiles, count_low_precision, exchange_files, run_task
+from scalepoint.runtimes.runtime import ExecutedNodes
 from scalepoint.support.cpu import instruction_set
 from scalepoint.support.files import TemporaryFolder
 from scalepoint.support.formatting import one_line
 from scalepoint.support.torch_state import serialized
-from scalepoint.verification.agreement import Agreement, agreements, nothing_compared, worst
+from scalepoint.verification.agreement import Agreement, compare_outputs, describe_nothing_compared, worst_sqnr
+from scalepoint.verification.benchmarking import baseline_file, benchmark, check_baseline, explain_crash
 from scalepoint.verification.choices import FollowChoices, RuntimeChoice, runtime_choices
-from scalepoint.verification.departure import departure, foreseen
-from scalepoint.verification.files import about_file, existing, format_of
-from scalepoint.verification.profiling import layer_names, profile
+from scalepoint.verification.departure import find_departure, predict_saturation
+from scalepoint.verification.file_formats import check_exists, find_file_format, read_file_info
+from scalepoint.verification.layer_times import LayerTime
+from scalepoint.verification.profiling import map_layer_names, profile
 from scalepoint.verification.result import (
     BOUND_DB,
     OWN_BASELINE,
@@ -41,9 +43,7 @@ from scalepoint.verification.result import (
     Resized,
     Verification,
 )
-from scalepoint.verification.simulation import feeds_of, simulate
-from scalepoint.verification.times import LayerTime
-from scalepoint.verification.timing import benchmark, blamed, check_baseline, plain_file
+from scalepoint.verification.simulation import build_feeds, simulate
 
 Feeds = Mapping[str, np.ndarray]
 Codes = Mapping[str, list[Tensor]]
@@ -69,51 +69,65 @@ def verify(
     bound: float = BOUND_DB,
     layers: bool = True,
 ) -> Verification:
-    """Run the file in its runtime, in a process of its own, and compare with the simulation in PyTorch.
+    """Run a file in its runtime, in a separate process, and compare it with the simulation in PyTorch.
 
-    `runtime` is that of the model's target unless given. `float_path`, the float export, adds sizes and the latency
-    ratio. The baseline of the ratio is the faster of that file and of `plain_path`, which torch.onnx.export wrote; with
-    `float_model` instead of `plain_path` such a file is written for the measurement. `baseline` chooses one of the two,
-    "the float file" or "the plain export", for measurements that are to be compared with each other.
-    A run has `seconds` and `memory` (bytes; all of this machine's unless given): beyond them it failed, which the
-    status says. layers=False leaves out the search for the first tensor that departs.
+    Args:
+        path: The file.
+        model: The quantized model that it was written from.
+        inputs: Inputs to run.
+        kwargs: Keyword inputs of the model.
+        runtime: A runtime or its name; that of the model's target by default.
+        float_path: The exported float model. Adds sizes and the latency ratio.
+        float_model: Write a plain torch.onnx.export of this model for the measurement, if `plain_path` is not given.
+        plain_path: A file that torch.onnx.export wrote. The baseline is the faster of this and `float_path`.
+        baseline: Choose the baseline, "the float file" or "the plain export", so that measurements can be compared.
+        threads: Threads of the runtime.
+        seconds: Time limit of a run. A run that exceeds it failed; the status says so.
+        memory: Memory limit in bytes; that of the machine by default.
+        bound: Smallest signal-to-noise ratio, in dB, that counts as agreement.
+        layers: Also search for the first tensor that departs.
+
+    Returns:
+        Agreement per output, sizes, latency and status.
     """
     check_baseline(baseline)
-    path, chosen, given = existing(path), runtime_of(model, runtime), as_inputs(inputs, kwargs)
-    said = _about(path, chosen)
-    found = replace(_expected(path, chosen, said, bound), differences=_differences(path, chosen, model))
+    path, chosen, given = check_exists(path), choose_runtime(model, runtime), as_inputs(inputs, kwargs)
+    said = _read_info(path, chosen)
+    found = replace(_describe_before_run(path, chosen, said, bound), differences=_compare_file(path, chosen, model))
     expected, codes = simulate(model, given)
-    feeds = feeds_of(model, given)
-    with exchange(feeds) as files:
-        run = _Run(
-            chosen, path, Simulated(model, given, expected, codes), feeds, files, threads, seconds, memory, bound
+    feeds = build_feeds(model, given)
+    with exchange_files(feeds) as files:
+        run = _RuntimeRun(
+            chosen, path, Simulation(model, given, expected, codes), feeds, files, threads, seconds, memory, bound
         )
         answer = run.answer(executed=True)
         if answer.status != Status.OK:
-            answer = blamed(chosen, answer, files, None if float_path is None else Path(float_path), seconds)
+            answer = explain_crash(chosen, answer, files, None if float_path is None else Path(float_path), seconds)
             return replace(found, status=answer.status, message=answer.message, is_run=not chosen.why_not_run)
         executed = list((answer.data or {})["executed"])
         compared = run.compared(answer)
         found = replace(found, optimized=compared.agreed, choices=compared.choices)
-        found = replace(found, **run.otherwise(executed), resized=_resized(run, model, given))
+        found = replace(found, **run.run_variants(executed), resized=_verify_other_sizes(run, model, given))
         if layers and codes and said is not None and isinstance(model, fx.GraphModule):
-            found = replace(found, departure=_departure(run, compared.codes, said, found, Shown(model, given)))
+            found = replace(
+                found, departure=_find_departure(run, compared.codes, said, found, LayerOutputSource(model, given))
+            )
     if chosen.why_not_run:
         limit = min(found.bound, EVALUATED_DB)
         found = replace(found, is_run=False, message=chosen.why_not_run, bound=limit)
     elif float_path is not None:
-        speed = _speed(run, (float_path, plain_path, baseline), float_model, given, feeds)
-        found = replace(found, float_size=about_file(float_path, chosen).size, latency=speed)
-        found = replace(found, times=_times(run, float_path, feeds, model))
-    if found.status == Status.OK and (why := nothing_compared(found.optimized)):
+        speed = _measure_speed(run, (float_path, plain_path, baseline), float_model, given, feeds)
+        found = replace(found, float_size=read_file_info(float_path, chosen).size, latency=speed)
+        found = replace(found, times=_measure_layer_times(run, float_path, feeds, model))
+    if found.status == Status.OK and (why := describe_nothing_compared(found.optimized)):
         found = replace(found, status=Status.NOT_VERIFIED, message=why)
-    low, fallbacks = precision(executed)
+    low, fallbacks = count_low_precision(executed)
     counts = dict(Counter(each["op"] for each in executed))
     return replace(found, executed=counts, low_precision=low, fallbacks=fallbacks)
 
 
-def _speed(
-    run: "_Run",
+def _measure_speed(
+    run: "_RuntimeRun",
     floats: tuple[str | Path, str | Path | None, str | None],
     float_model: nn.Module | None,
     inputs: tuple[Any, Any],
@@ -127,23 +141,25 @@ def _speed(
     )  # fmt: skip
     if plain is not None or float_model is None:
         return measure(plain_path=plain)
-    form = format_of(run.path, run.runtime)
-    with plain_file(float_model, form, ExportRequest(inputs, names=tuple(feeds))) as written:
+    form = find_file_format(run.path, run.runtime)
+    with baseline_file(float_model, form, ExportRequest(inputs, names=tuple(feeds))) as written:
         found = measure(plain_path=written)
     return found if found.baseline == OWN_BASELINE else replace(found, baseline_file="")  # it is gone by now
 
 
-def _times(run: "_Run", float_path: str | Path, feeds: Feeds, model: nn.Module) -> tuple[LayerTime, ...]:
+def _measure_layer_times(
+    run: "_RuntimeRun", float_path: str | Path, feeds: Feeds, model: nn.Module
+) -> tuple[LayerTime, ...]:
     """By layer, where the runtime tells; a profiler that fails is no fault of the file."""
     if not run.runtime.profiles:
         return ()
     limits: dict[str, Any] = {"runtime": run.runtime, "threads": run.threads, "memory": run.memory}
     with suppress(VerificationError):
-        return profile(float_path, run.path, feeds, names=layer_names(model), **limits)
+        return profile(float_path, run.path, feeds, names=map_layer_names(model), **limits)
     return ()
 
 
-def runtime_of(model: nn.Module, runtime: str | Runtime | None) -> Runtime:
+def choose_runtime(model: nn.Module, runtime: str | Runtime | None) -> Runtime:
     """What was given, else that of the model's target, else ONNX Runtime."""
     if runtime is None:
         target = record_of(model).target if has_record(model) else None
@@ -151,7 +167,7 @@ def runtime_of(model: nn.Module, runtime: str | Runtime | None) -> Runtime:
     return find_runtime(runtime or "onnxruntime")
 
 
-class Simulated(NamedTuple):
+class Simulation(NamedTuple):
     """The simulation of a model on its inputs."""
 
     model: nn.Module
@@ -160,7 +176,7 @@ class Simulated(NamedTuple):
     codes: Codes
 
 
-class Compared(NamedTuple):
+class ComparedRun(NamedTuple):
     """A run against the simulation: where the runtime chose otherwise among equal scores, given the same choices."""
 
     agreed: tuple[Agreement, ...]
@@ -169,14 +185,14 @@ class Compared(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RuntimeRun:
     """A file in its runtime, in one way or another, against the same simulation."""
 
     runtime: Runtime
     path: Path
-    simulated: Simulated
+    simulated: Simulation
     feeds: Feeds
-    files: Exchange
+    files: ExchangeFiles
     threads: int
     seconds: float
     memory: int | None
@@ -185,9 +201,9 @@ class _Run:
     def answer(self, *, executed: bool = False, **options: Any) -> Any:
         request = {"task": "run", "path": str(self.path), "options": {"threads": self.threads, **options}}
         asked = {**request, **self.files.files, "executed": executed}
-        return ask(self.runtime, asked, seconds=self.seconds, memory=self.memory)
+        return run_task(self.runtime, asked, seconds=self.seconds, memory=self.memory)
 
-    def otherwise(self, executed: Executed) -> dict[str, Any]:
+    def run_variants(self, executed: ExecutedNodes) -> dict[str, Any]:
         """How near the file is in the other ways to run it, and what the runtime does unless it is run so."""
         variants = [each for each in self.runtime.variants if each.applies(executed)]
         found: dict[str, Any] = {each.name: self.agreements(**each.options) for each in variants}
@@ -197,24 +213,26 @@ class _Run:
         answer = self.answer(**options)
         return self.compared(answer, **options).agreed if answer.status == Status.OK else ()
 
-    def compared(self, answer: Any, **options: Any) -> Compared:
+    def compared(self, answer: Any, **options: Any) -> ComparedRun:
         """The outputs of a run that went well, against the simulation's."""
         outputs = self.files.outputs(answer)
-        own = Compared(agreements(self.simulated.expected, outputs, self.feeds), self.simulated.codes)
-        if worst(own.agreed) >= SURE_DB:
+        own = ComparedRun(compare_outputs(self.simulated.expected, outputs, self.feeds), self.simulated.codes)
+        if worst_sqnr(own.agreed) >= SURE_DB:
             return own
         follow = FollowChoices(self._choices(**options), self.bound)
         if not follow.choices:
             return own
         with follow:
             expected, codes = simulate(self.simulated.model, self.simulated.inputs)
-        agreed = agreements(expected, outputs, self.feeds)
-        is_explained = follow.followed and worst(agreed) >= self.bound and worst(agreed) > worst(own.agreed)
-        return Compared(agreed, codes, follow.followed) if is_explained else own
+        agreed = compare_outputs(expected, outputs, self.feeds)
+        is_explained = (
+            follow.followed and worst_sqnr(agreed) >= self.bound and worst_sqnr(agreed) > worst_sqnr(own.agreed)
+        )
+        return ComparedRun(agreed, codes, follow.followed) if is_explained else own
 
     def _choices(self, **options: Any) -> list[RuntimeChoice]:
         """What the runtime chooses by which scores, if the format can show it."""
-        show = format_of(self.path, self.runtime).show_choices
+        show = find_file_format(self.path, self.runtime).show_choices
         if show is None:
             return []
         with TemporaryFolder() as folder:
@@ -226,7 +244,7 @@ class _Run:
             return runtime_choices(shown, self.files.outputs(answer))
 
 
-def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
+def _verify_other_sizes(run: _RuntimeRun, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | None:
     """With the sizes that capture tried, where axes are free by name."""
     origin = get_origin(model)
     if not origin.tried:
@@ -234,11 +252,11 @@ def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | 
     found = Resized(dict(origin.tried), steps=dict(origin.steps))
     others = resize_inputs(model, inputs, origin.axes, origin.tried)
     try:
-        simulated = Simulated(model, others, *simulate(model, others))
+        simulated = Simulation(model, others, *simulate(model, others))
     except RuntimeError as error:  # the float graph ran there
         return replace(found, message=f"the simulation fails: {one_line(str(error))}")
-    feeds = feeds_of(model, others)
-    with exchange(feeds) as files:
+    feeds = build_feeds(model, others)
+    with exchange_files(feeds) as files:
         other = replace(run, simulated=simulated, feeds=feeds, files=files)
         answer = other.answer()
         if answer.status != Status.OK:
@@ -246,51 +264,55 @@ def _resized(run: _Run, model: nn.Module, inputs: tuple[Any, Any]) -> Resized | 
         return replace(found, agreed=other.compared(answer).agreed)
 
 
-def _about(path: Path, runtime: Runtime) -> FileInfo | None:
+def _read_info(path: Path, runtime: Runtime) -> FileInfo | None:
     try:
-        return about_file(path, runtime)
+        return read_file_info(path, runtime)
     except StoreError:  # the runtime will say so
         return None
 
 
-def _differences(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, ...]:
+def _compare_file(path: Path, runtime: Runtime, model: nn.Module) -> tuple[str, ...]:
     """What a file holds that the model does not, for formats that can be compared bit by bit."""
-    compare = format_of(path, runtime).compare
+    compare = find_file_format(path, runtime).compare
     return () if compare is None or not isinstance(model, fx.GraphModule) else tuple(compare(path, model))
 
 
-def _expected(path: Path, runtime: Runtime, said: FileInfo | None, bound: float) -> Verification:
+def _describe_before_run(path: Path, runtime: Runtime, said: FileInfo | None, bound: float) -> Verification:
     """What the file itself says, before it runs."""
     found = Verification(str(path), runtime.name, Status.OK, bound=bound, machine_cpu=instruction_set())
     if said is None:
         return found
-    warning = foreseen(said.made_for, path, bool(said.quantizers))
+    warning = predict_saturation(said.made_for, path, bool(said.quantizers))
     if warning:
         warnings.warn(ScalepointWarning(warning), stacklevel=3)
     return replace(found, made_for=dict(said.made_for), warning=warning, size=said.size)
 
 
-class Shown(NamedTuple):
+class LayerOutputSource(NamedTuple):
     """What a file is made from that shows the codes at its quantizers."""
 
     model: fx.GraphModule
     inputs: tuple[Any, Any]
 
 
-def _departure(run: _Run, codes: Codes, said: FileInfo, found: Verification, shown: Shown) -> Departure | None:
+def _find_departure(
+    run: _RuntimeRun, codes: Codes, said: FileInfo, found: Verification, shown: LayerOutputSource
+) -> Departure | None:
     """By the runtime where it shows codes; else by a file that does, which is written only where outputs disagree."""
     if run.runtime.shows_codes:
         answer, quantizers = run.answer(expose=True), said.quantizers
     else:
-        answer, quantizers = _exposed(run, shown) if worst(found.optimized) < SEARCHED_BELOW_DB else (None, {})
+        answer, quantizers = (
+            _run_with_layer_outputs(run, shown) if worst_sqnr(found.optimized) < SEARCHED_BELOW_DB else (None, {})
+        )
     if answer is None or answer.status != Status.OK:
         return None
     agreed = (found.optimized, found.unoptimized)
-    return departure(codes, quantizers, run.files.outputs(answer), *agreed, drawn=find_random_nodes(shown.model))
+    return find_departure(codes, quantizers, run.files.outputs(answer), *agreed, drawn=find_random_nodes(shown.model))
 
 
-def _exposed(run: _Run, shown: Shown) -> tuple[Any, Mapping[str, str]]:
-    form = format_of(run.path, run.runtime)
+def _run_with_layer_outputs(run: _RuntimeRun, shown: LayerOutputSource) -> tuple[Any, Mapping[str, str]]:
+    form = find_file_format(run.path, run.runtime)
     if form.write_with_layer_outputs is None:
         return None, {}
     with TemporaryFolder() as folder:

@@ -1,4 +1,4 @@
-"""The other side of the process boundary, the same for all runtimes: python -I loop.py CHILD.py
+"""The other side of the process boundary, the same for all runtimes: python -I child_loop.py CHILD.py
 
 A runtime can crash, hang or eat all memory; here it takes only itself down. CHILD.py is the program of one runtime,
 with a class File(path, options) that has `inputs` (names), `run(feeds) -> [(name, array), ..]` and
@@ -32,10 +32,10 @@ import numpy as np
 
 OUT_OF_MEMORY = 70  # how this program ends then
 NOT_EVALUATED = 71  # exit code for an operation that the stand-in for a runtime cannot evaluate
-HUNGRY = ("bad_alloc", "allocate memory", "failed to allocate")  # how runtimes say so
-LEAST_RUNS = 5
-GRACE = 1.0  # seconds to exit by itself; the parent waits 5
-TIMES = ("prefill_seconds", "decode_seconds")
+OUT_OF_MEMORY_PHRASES = ("bad_alloc", "allocate memory", "failed to allocate")  # how runtimes say so
+MIN_RUNS = 5
+EXIT_GRACE_SECONDS = 1.0  # seconds to exit by itself; the parent waits 5
+TIME_OUTPUTS = ("prefill_seconds", "decode_seconds")
 Arrays = dict[str, np.ndarray]
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
     except Exception as error:
-        if any(words in str(error).lower() for words in HUNGRY):
+        if any(words in str(error).lower() for words in OUT_OF_MEMORY_PHRASES):
             sys.exit(OUT_OF_MEMORY)
         raise
 
@@ -70,55 +70,55 @@ def _exit_with_parent() -> None:
     stdin = select.poll()
     stdin.register(0, 0)
     stdin.poll()
-    time.sleep(GRACE)  # enough for a main thread that waits for the next request
+    time.sleep(EXIT_GRACE_SECONDS)  # enough for a main thread that waits for the next request
     interrupt_main()  # temporary folders are removed on the way out
-    time.sleep(GRACE)
+    time.sleep(EXIT_GRACE_SECONDS)
     os._exit(1)
 
 
 def run(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
     """Outputs of a file, and the graph that really runs when asked for."""
     file = kind(request["path"], request["options"])
-    outputs = file.run(_by_name(file.inputs, _given(request["inputs"])))
+    outputs = file.run(_match_input_names(file.inputs, _read_arrays(request["inputs"])))
     with open(request["outputs"], "wb") as target:
-        target.write(_packed(outputs))
+        target.write(_to_npz(outputs))
     executed = file.executed() if request.get("executed") else []
-    _answer(pipe, {"names": [name for name, _ in outputs], "executed": executed})
+    _send_json(pipe, {"names": [name for name, _ in outputs], "executed": executed})
 
 
 def benchmark(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
     """Seconds a run of several files, interleaved: noise hits all alike. One thread: of the CPU, which others share."""
     clock = time.process_time if request["options"].get("threads") == 1 else time.perf_counter
-    feeds = _given(request["inputs"])
+    feeds = _read_arrays(request["inputs"])
     files = [kind(path, request["options"]) for path in request["paths"]]
-    given = [_by_name(file.inputs, feeds) for file in files]
+    given = [_match_input_names(file.inputs, feeds) for file in files]
     taken: list[list[float]] = [[] for _ in files]
     for file, feed in zip(files, given, strict=True):
         file.run(feed)
         file.run(feed)
     deadline = time.monotonic() + request["seconds"]
     turn = list(zip(files, given, taken, strict=True))
-    while len(taken[0]) < request["repeats"] and (len(taken[0]) < LEAST_RUNS or time.monotonic() < deadline):
+    while len(taken[0]) < request["repeats"] and (len(taken[0]) < MIN_RUNS or time.monotonic() < deadline):
         for file, feed, times in turn:
             start = clock()
             file.run(feed)
             times.append(clock() - start)
         turn.reverse()  # what runs before a file decides what it finds in the caches: not always the same
     quarters = [statistics.quantiles(times, n=4) for times in taken]
-    _answer(pipe, {"quartiles": quarters, "repeats": len(taken[0])})
+    _send_json(pipe, {"quartiles": quarters, "repeats": len(taken[0])})
 
 
 def profile(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
     """Seconds of every node of several files, run in turns, by the runtime's own profiler."""
-    feeds = _given(request["inputs"])
+    feeds = _read_arrays(request["inputs"])
     files = [kind(path, {**request["options"], "profile": True}) for path in request["paths"]]
-    given = [_by_name(file.inputs, feeds) for file in files]
+    given = [_match_input_names(file.inputs, feeds) for file in files]
     deadline, runs = time.monotonic() + request["seconds"], 0
     while runs <= request["fewest"] or (runs <= request["most"] and time.monotonic() < deadline):
         for file, feed in zip(files, given, strict=True):
             file.run(feed)
         runs += 1
-    _answer(pipe, {"nodes": [file.profiled() for file in files], "repeats": runs - 1})
+    _send_json(pipe, {"nodes": [file.profiled() for file in files], "repeats": runs - 1})
 
 
 def generate(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
@@ -128,40 +128,40 @@ def generate(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) 
     for _ in range(request["repeats"]):
         for file, answers in zip(files, found, strict=True):
             answers.append(file.generate(request["tokens"], request["count"]))
-    medians = [{name: statistics.median(each[name] for each in answers) for name in TIMES} for answers in found]
+    medians = [{name: statistics.median(each[name] for each in answers) for name in TIME_OUTPUTS} for answers in found]
     firsts = [answers[0]["tokens"] for answers in found]
-    _answer(pipe, {"files": [{"tokens": each, **own} for each, own in zip(firsts, medians, strict=True)]})
+    _send_json(pipe, {"files": [{"tokens": each, **own} for each, own in zip(firsts, medians, strict=True)]})
 
 
 def serve(kind: Callable[..., Any], request: dict[str, Any], pipe: BinaryIO) -> None:
     """One file, called until nobody asks any more."""
     file = kind(request["path"], request["options"])
-    _answer(pipe, {"inputs": list(file.inputs)})
+    _send_json(pipe, {"inputs": list(file.inputs)})
     while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
         frame = sys.stdin.buffer.read(size)
         if len(frame) < size:
             return  # the parent was killed while it wrote
-        answer = _packed(_called(file, io.BytesIO(frame)))
+        answer = _to_npz(_call_file(file, io.BytesIO(frame)))
         pipe.write(len(answer).to_bytes(8, "little") + answer)
         pipe.flush()
 
 
-def _called(file: Any, frame: BinaryIO) -> list[tuple[str, np.ndarray]]:
+def _call_file(file: Any, frame: BinaryIO) -> list[tuple[str, np.ndarray]]:
     """What the file computes; where tokens are to follow, those and their seconds."""
     with np.load(frame, allow_pickle=False) as given:
         if "count" in given.files:  # an input would be called input.count
             found = file.generate(given["tokens"].tolist(), int(given["count"]))
-            return [(name, np.asarray(found[name])) for name in ("tokens", *TIMES)]
+            return [(name, np.asarray(found[name])) for name in ("tokens", *TIME_OUTPUTS)]
     frame.seek(0)
-    return list(file.run(_by_name(file.inputs, _given(frame))))
+    return list(file.run(_match_input_names(file.inputs, _read_arrays(frame))))
 
 
-def _given(source: str | BinaryIO) -> Arrays:
+def _read_arrays(source: str | BinaryIO) -> Arrays:
     with np.load(source, allow_pickle=False) as file:
         return {name.removeprefix("input."): file[name] for name in file.files}
 
 
-def _by_name(names: list[str], feeds: Arrays) -> Arrays:
+def _match_input_names(names: list[str], feeds: Arrays) -> Arrays:
     """The arrays by the names of the file's inputs: by name where they agree, else by place."""
     values = list(feeds.values())
     if len(names) > len(values):
@@ -169,7 +169,7 @@ def _by_name(names: list[str], feeds: Arrays) -> Arrays:
     return {name: feeds.get(name, values[index]) for index, name in enumerate(names)}
 
 
-def _packed(outputs: list[tuple[str, np.ndarray]]) -> bytes:
+def _to_npz(outputs: list[tuple[str, np.ndarray]]) -> bytes:
     """Numbered, since names may be any."""
     buffer = io.BytesIO()
     numbered: dict[str, Any] = {str(index): value for index, (_, value) in enumerate(outputs)}
@@ -177,7 +177,7 @@ def _packed(outputs: list[tuple[str, np.ndarray]]) -> bytes:
     return buffer.getvalue()
 
 
-def _answer(pipe: BinaryIO, answer: dict[str, Any]) -> None:
+def _send_json(pipe: BinaryIO, answer: dict[str, Any]) -> None:
     pipe.write(json.dumps(answer).encode() + b"\n")
     pipe.flush()
 

@@ -13,8 +13,8 @@ from scalepoint.errors import UsageError, VerificationError
 from scalepoint.formats import ExportRequest, find_format
 from scalepoint.quantize import quantize
 from scalepoint.runtimes import Runtime, find_runtime
-from scalepoint.verification.files import runtime_for
-from scalepoint.verification.timing import plain_file, random_inputs, throughput
+from scalepoint.verification.benchmarking import baseline_file, make_random_inputs, throughput
+from scalepoint.verification.file_formats import find_runtime_for
 from tests.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -62,7 +62,7 @@ def test_an_input_that_is_no_batch_does_not_fix_the_batch_of_the_others(tmp_path
     made = [helper.make_tensor_value_info("y", 1, ["batch", 3])]
     graph = helper.make_graph([helper.make_node("Add", ["x", "anchors"], ["y"])], "g", given, made)
     onnx.save(helper.make_model(graph), tmp_path / "m.onnx")
-    found = random_inputs(tmp_path / "m.onnx", find_runtime("onnxruntime"), batch=8)
+    found = make_random_inputs(tmp_path / "m.onnx", find_runtime("onnxruntime"), batch=8)
     assert {name: value.shape for name, value in found.items()} == {"x": (8, 3), "anchors": (3,)}
 
 
@@ -78,7 +78,7 @@ def test_throughput_is_told_at_each_batch_and_a_file_with_a_fixed_one_says_so(fi
 
 def test_the_plain_exporter_takes_what_deploy_takes(files):
     model, *_ = files
-    with plain_file(model, find_format("onnx"), ExportRequest((ARGS, KWARGS), names=("given_x", "offset"))) as path:
+    with baseline_file(model, find_format("onnx"), ExportRequest((ARGS, KWARGS), names=("given_x", "offset"))) as path:
         assert [each.name for each in find_format("onnx").read_info(path).inputs] == ["given_x", "offset"]
     assert not path.exists()
 
@@ -88,7 +88,7 @@ def test_a_model_that_the_plain_exporter_cannot_take_has_no_plain_file(capfd):
         def forward(self, x: Tensor) -> Tensor:
             return torch.special.bessel_j0(x)
 
-    with plain_file(Odd(), find_format("onnx"), ExportRequest(((torch.randn(2),), {}))) as path:
+    with baseline_file(Odd(), find_format("onnx"), ExportRequest(((torch.randn(2),), {}))) as path:
         assert path is None
     assert capfd.readouterr().out == ""
 
@@ -167,6 +167,6 @@ def test_a_file_that_does_not_run_is_an_error(timed):
 
 def test_the_runtime_is_that_of_the_files_name():
     known = {"a.onnx": "onnxruntime", "a.pte": "executorch", "a.tflite": "litert"}
-    assert {name: runtime_for(name).name for name in known} == known
+    assert {name: find_runtime_for(name).name for name in known} == known
     with raises(UsageError, "a.bin", ".onnx, .pte"):
-        runtime_for("a.bin")
+        find_runtime_for("a.bin")

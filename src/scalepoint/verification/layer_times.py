@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from scalepoint.support.formatting import share_of, short, time_of
 
 CONVERSIONS = frozenset(("QuantizeLinear", "DequantizeLinear"))
-LEAST_LOSS = 0.01  # of the whole time: less is noise
-NAMED = 3
+MIN_LOSS = 0.01  # of the whole time: less is noise
+MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """How long a layer takes in a file, and in the one that it is compared with; None where that has none such."""
+    """Time of one layer in a file, and in the file it is compared with (None if that one has no such layer)."""
 
     name: str
     seconds: float | None
@@ -31,30 +31,30 @@ class LayerTime:
         return bool(self.kernels) and CONVERSIONS.issuperset(self.kernels)
 
 
-def totals(rows: Sequence[LayerTime]) -> tuple[float, float]:
+def sum_seconds(rows: Sequence[LayerTime]) -> tuple[float, float]:
     """Seconds of the file compared with, and of the file."""
     return sum(row.float_seconds or 0.0 for row in rows), sum(row.seconds or 0.0 for row in rows)
 
 
-def losers(rows: Sequence[LayerTime]) -> tuple[LayerTime, ...]:
+def find_slower_layers(rows: Sequence[LayerTime]) -> tuple[LayerTime, ...]:
     """Layers that are slower than in the other file by more than noise, the worst first; conversions are told apart."""
-    least = LEAST_LOSS * max(totals(rows))
+    least = MIN_LOSS * max(sum_seconds(rows))
     found = [row for row in rows if row.float_seconds is not None and row.seconds is not None and row.loss > least]
     return tuple(sorted(found, key=lambda row: -row.loss))
 
 
-def because(rows: Sequence[LayerTime]) -> str:
+def describe_slower_layers(rows: Sequence[LayerTime]) -> str:
     """Which layers lose time, and how much goes into conversions; "" where nothing does."""
-    lost = losers(rows)
-    words = [f"{short(row.name, 60)} ({_against(row)})" for row in lost[:NAMED]]
-    words += [f"{len(lost) - NAMED} more layers"] if len(lost) > NAMED else []
+    lost = find_slower_layers(rows)
+    words = [f"{short(row.name, 60)} ({_describe_row(row)})" for row in lost[:MAX_NAMED]]
+    words += [f"{len(lost) - MAX_NAMED} more layers"] if len(lost) > MAX_NAMED else []
     converting = sum(row.seconds or 0.0 for row in rows if row.is_conversion)
-    total = totals(rows)[1]
-    if total and converting > LEAST_LOSS * total:
+    total = sum_seconds(rows)[1]
+    if total and converting > MIN_LOSS * total:
         words.append(f"conversions between float and integers, {share_of(converting / total)} of its time")
     return ", ".join(words)
 
 
-def _against(row: LayerTime) -> str:
+def _describe_row(row: LayerTime) -> str:
     now, before = (short(kernels[0], 60) if kernels else "nothing" for kernels in (row.kernels, row.float_kernels))
     return f"{now} {time_of(row.seconds or 0.0)}, {before} {time_of(row.float_seconds or 0.0)} in float"

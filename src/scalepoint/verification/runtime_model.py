@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.runtimes import Runtime, find_runtime
-from scalepoint.runtimes.serving import Served
+from scalepoint.runtimes.serving import RuntimeSession
 from scalepoint.support.torch_state import caller_dtype
-from scalepoint.verification.files import existing
-from scalepoint.verification.simulation import as_array
+from scalepoint.verification.file_formats import check_exists
+from scalepoint.verification.simulation import to_file_array
 
 
 class RuntimeModel:
-    """The file in its runtime, in a process of its own that ends with this object, or with `close`.
+    """A file in its runtime, called like the model. It runs in a separate process until `close`.
 
     threads=0 lets the runtime choose.
     """
@@ -33,21 +33,21 @@ class RuntimeModel:
         threads: int = 0,
         memory: int | None = None,
     ) -> None:
-        found: tuple[list[Any], Any] = ([], None) if like is None else _structure(like, example)
+        found: tuple[list[Any], Any] = ([], None) if like is None else _read_output_structure(like, example)
         self.leaves, self.structure = found
-        self.served = Served(find_runtime(runtime), existing(path), threads=threads, memory=memory)
+        self.served = RuntimeSession(find_runtime(runtime), check_exists(path), threads=threads, memory=memory)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         by_name = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         feeds = {
-            name: as_array(by_name[name] if name in by_name else leaves[index])
+            name: to_file_array(by_name[name] if name in by_name else leaves[index])
             for index, name in enumerate(self.served.inputs)
         }
         outputs = [torch.from_numpy(np.array(value)) for value in self.served(feeds)]
         given = iter(outputs)
-        if self.structure is not None and sum(map(_is_written, self.leaves)) == len(outputs):
-            whole = [next(given) if _is_written(leaf) else leaf for leaf in self.leaves]
+        if self.structure is not None and sum(map(_is_file_output, self.leaves)) == len(outputs):
+            whole = [next(given) if _is_file_output(leaf) else leaf for leaf in self.leaves]
             return pytree.tree_unflatten(whole, self.structure)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -69,12 +69,12 @@ class RuntimeModel:
     eval = _itself  # as a model has it; a file has no other mode
 
 
-def _is_written(leaf: Any) -> bool:
+def _is_file_output(leaf: Any) -> bool:
     """Whether a file has it among its outputs: tensors and numbers, no None and no text."""
     return isinstance(leaf, Tensor | bool | int | float)
 
 
-def _structure(model: nn.Module, example: Any) -> tuple[list[Any], Any]:
+def _read_output_structure(model: nn.Module, example: Any) -> tuple[list[Any], Any]:
     """What the model gives, and how it nests it; its modes stay as they are."""
     args, kwargs = example
     with eval_mode(model), torch.no_grad(), caller_dtype():
