@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
 import smollm
 from scalepoint import deploy_checkpoint
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.formats.gguf import GGUF, round_to_block_type
 from scalepoint.numerics import format_of
 from scalepoint.runtimes import find_runtime
@@ -85,7 +85,7 @@ def nearest(source: Source, dtype: str, block: int) -> QuantizedCheckpoint:
             values = source.tensor(name, torch.float32).reshape(stored.shape[0], -1, block)
             scale, _ = round_to_block_type(spec, stored.shape[1], values.abs().amax(2) / row.high)
             codes = (values / scale[..., None]).round().clamp(row.low, row.high)
-            packed[name] = Packed(codes.reshape(stored.shape).to(row.storage), scale, spec)
+            packed[name] = QuantizedWeight(codes.reshape(stored.shape).to(row.storage), scale, spec)
     table = source.tensor("model.embed_tokens.weight").to(torch.float16)
     return QuantizedCheckpoint(source, packed, {"model.embed_tokens.weight": table})
 

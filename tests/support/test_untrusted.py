@@ -160,7 +160,7 @@ def _opening(path: Path) -> list[str]:
 
 
 def test_no_other_module_opens_a_file_by_itself() -> None:
-    """A child program of a runtime (child.py, child_loop.py) imports nothing of ours; its parent checks the file before."""
+    """A child program (child.py, child_loop.py) imports nothing of ours; its parent checks the file before."""
     found = [
         line
         for path in sorted(SOURCE.rglob("*.py"))

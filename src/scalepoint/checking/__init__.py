@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from scalepoint.checking.qdq_graph import Version, read_views
-from scalepoint.checking.rule import Finding, Rule, Severity, finding
+from scalepoint.checking.rule import Finding, Rule, Severity, make_finding
 from scalepoint.checking.tensorrt import POST_BUILD, RULES
 from scalepoint.errors import TargetError, nearest, shown
 
@@ -34,12 +34,12 @@ def check(
     """
     if target not in _TARGETS:
         raise TargetError(f"no static checks for the target {shown(target)}. {nearest(str(target), _TARGETS)}")
-    parsed = _version(version)
+    parsed = _parse_version(version)
     findings: list[Finding] = []
     for view in read_views(source, parsed):
         faults = [(rule, fault) for rule in _TARGETS[target] for fault in rule.check(view)]
         faults.sort(key=lambda pair: (view.position(pair[1].node), pair[0].id))
-        findings += [finding(view, rule, fault) for rule, fault in faults]
+        findings += [make_finding(view, rule, fault) for rule, fault in faults]
     return findings
 
 
@@ -61,7 +61,7 @@ def describe_rules(target: str) -> "tuple[Section, ...]":
     )
 
 
-def _version(version: int | str) -> Version:
+def _parse_version(version: int | str) -> Version:
     # A float is refused: 10.10 would be read as 10.1.
     text = str(version) if isinstance(version, int | str) and not isinstance(version, bool) else ""
     major, _, rest = text.partition(".")

@@ -37,7 +37,7 @@ def check(
         raise usage(str(error.args[0])) from error
     from scalepoint.formats import find_format
 
-    origin = find_format("onnx").read_info(path).made_for
+    origin = find_format("onnx").about(path).made_for
     counts = Counter(each.severity.value for each in found)
     code = Code.MODEL if counts["error"] else Code.DONE
     if json:

@@ -81,7 +81,7 @@ def _all_targets(json: bool) -> int:
     rows = []
     for each in found:
         runtime = each["runtime"]
-        here = "none known" if runtime is None else "ok" if find_runtime(runtime).is_installed else "missing"
+        here = "none known" if runtime is None else "ok" if find_runtime(runtime).is_here else "missing"
         rows.append({**{key: each[key] for key in ("name", "summary", "default", "accepts")}, "runtime": here})
     if json:
         show_json("targets", {"exit_code": 0, "targets": rows, "broken": broken})

@@ -64,7 +64,7 @@ def tell_about(path: Path, *, json: bool) -> int:
     if not path.exists():
         raise usage(f"{str(path)!r}: there is no such file")
     form = next(each for each in map(find_format, list_formats()) if each.suffix == path.suffix)
-    said = form.read_info(path)
+    said = form.about(path)
     if json:
         metadata = {key: read_value(value) for key, value in said.metadata.items()}
         inputs = [{"name": each.name, "dtype": each.dtype, "shape": each.shape} for each in said.inputs]

@@ -43,7 +43,7 @@ def export(
     `target` is that of the model unless given. `float_path` receives the float model of the same capture, to compare.
     `float_dtype` ("float16", "bfloat16") is the type of what is not quantized and of the scales, for compilers that
     run the types of the file; inputs and outputs stay float32. `metadata` (labels, preprocessing, ...) is kept in the
-    file, beside versions, target, config and calibration; `FileFormat.read_info` reads it.
+    file, beside versions, target, config and calibration; `FileFormat.about` reads it.
     """
     path = Path(path)
     for item in (path, *(() if float_path is None else (Path(float_path),))):

@@ -13,7 +13,8 @@ from scalepoint.allocation import Allocation, Budget, Choice, Widths, front, thi
 from scalepoint.allocation.widths import Costs
 from scalepoint.analysis import compare, histograms
 from scalepoint.checking import check, has_rules
-from scalepoint.formats.differences import describe_differences, describe_removed_casts
+from scalepoint.formats.differences import describe_differences as otherwise
+from scalepoint.formats.differences import describe_removed_casts as uncast
 from scalepoint.options import DeployConfig, changed_values
 from scalepoint.pipeline.fingerprints import fingerprint
 from scalepoint.pipeline.job import SMOKE_BATCHES, Job
@@ -108,7 +109,7 @@ def config_file(job: Job) -> str:
 def _warnings(job: Job, best: Trial) -> tuple[str, ...]:
     constant = record_of(best.model).constant
     own = (*((SMOKE,) if job.is_smoke else ()), *((constant,) if constant else ()))
-    return (*own, *describe_differences(best.model, job.example), *describe_removed_casts(best.model))
+    return (*own, *otherwise(best.model, job.example), *uncast(best.model))
 
 
 def _layer_errors(job: Job, best: Trial) -> tuple[tuple[ReportedLayer, ...], tuple[Histogram, ...]]:

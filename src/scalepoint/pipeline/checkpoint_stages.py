@@ -16,8 +16,27 @@ from torch import Tensor, fx
 
 from scalepoint import distributed
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
-from scalepoint.checkpoints.skeleton import Weights, head_of, skeleton
-from scalepoint.checkpoints.text import Text, context_of, sequences, tokenizer_of
+from scalepoint.checkpoints.skeleton import (
+    CheckpointWeights as Weights,
+)
+from scalepoint.checkpoints.skeleton import (
+    build_skeleton as skeleton,
+)
+from scalepoint.checkpoints.skeleton import (
+    find_head as head_of,
+)
+from scalepoint.checkpoints.text import (
+    Text,
+)
+from scalepoint.checkpoints.text import (
+    context_length as context_of,
+)
+from scalepoint.checkpoints.text import (
+    load_sequences as sequences,
+)
+from scalepoint.checkpoints.text import (
+    load_tokenizer as tokenizer_of,
+)
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, VerificationError
 from scalepoint.numerics import dtype_name
 from scalepoint.pipeline.build_report import environment, tuned_layers
@@ -31,8 +50,11 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.report import Language, Metric, Report
 from scalepoint.report.language import DEPARTS
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import Status, describe_missing, run_task, total_memory
-from scalepoint.runtimes.serving import RuntimeSession
+from scalepoint.runtimes.process import Status
+from scalepoint.runtimes.process import describe_missing as missing
+from scalepoint.runtimes.process import run_task as ask
+from scalepoint.runtimes.process import total_memory as all_memory
+from scalepoint.runtimes.serving import RuntimeSession as Served
 from scalepoint.support.formatting import plural
 from scalepoint.support.output_folder import WrittenFiles
 from scalepoint.transformation import transform
@@ -142,15 +164,15 @@ class RuntimeCheck:
 def verify_checkpoint(job: CheckpointJob, tokens: list[Tensor], score: CheckpointScore) -> RuntimeCheck:
     """Run the file in its runtime: logits, perplexity, speed. A failure is a status; `Language.check` raises it."""
     runtime = find_runtime(job.target.runtime or "")
-    if not runtime.is_installed:
-        return RuntimeCheck(runtime.name, Status.UNAVAILABLE.value, describe_missing(runtime).message)
+    if not runtime.is_here:
+        return RuntimeCheck(runtime.name, Status.UNAVAILABLE.value, missing(runtime).message)
     context = context_of(job.source, PROMPT_TOKENS + NEW_TOKENS)
     prompt = tuple(int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)])
     count = min(NEW_TOKENS, context - len(prompt))
     sqnr = loss = None
     try:
         options = {"cache": job.cache} if job.cache else {}
-        served = RuntimeSession(runtime, job.path, threads=torch.get_num_threads(), options=options)
+        served = Served(runtime, job.path, threads=torch.get_num_threads(), options=options)
         try:
             sqnr = _sqnr(score.logits, _logits(served, tokens[0]))
             if not sqnr >= MIN_AGREEMENT_DB:
@@ -188,11 +210,11 @@ def _run_float(
 ) -> tuple[tuple[int, ...], float | None, float | None]:
     """How the float checkpoint continues the prompt, and its tokens per second; nothing if it is too large."""
     runtime = find_runtime(FLOAT_RUNTIME)
-    if not runtime.is_installed or job.source.size > min(LARGEST_FLOAT, total_memory() // 4):
+    if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, all_memory() // 4):
         return (), None, None
     options = {"threads": torch.get_num_threads()}
     task = {"task": "generate", "paths": [str(job.source.folder)], "options": options, "repeats": 1}
-    answer = run_task(runtime, {**task, "tokens": list(prompt), "count": count})
+    answer = ask(runtime, {**task, "tokens": list(prompt), "count": count})
     if answer.data is None:
         return (), None, None
     result = answer.data["files"][0]
@@ -201,7 +223,7 @@ def _run_float(
     return tokens, prefill, len(tokens) / max(result["decode_seconds"], 1e-9)
 
 
-def _logits(served: RuntimeSession, tokens: Tensor) -> Tensor:
+def _logits(served: Served, tokens: Tensor) -> Tensor:
     (logits,) = served({"input_ids": tokens.numpy().astype(np.int64)})[:1]
     return torch.from_numpy(logits.astype(np.float32))
 
@@ -302,9 +324,7 @@ def _bits(job: CheckpointJob) -> float:
 def _wider(job: CheckpointJob, codes: TunedCodes) -> tuple[str, ...]:
     """A warning for every kind of layer whose codes take more bits in the file than their type has."""
     counts = Counter(
-        (dtype_name(spec.dtype), why)
-        for spec, columns in codes.specs()
-        if (why := job.format.describe_wider_type(spec, columns))
+        (dtype_name(spec.dtype), why) for spec, columns in codes.specs() if (why := job.format.wider(spec, columns))
     )
     return tuple(
         f"{dtype} codes of {plural(count, 'layer')} are stored as {why}" for (dtype, why), count in counts.items()

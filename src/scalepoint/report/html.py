@@ -26,7 +26,9 @@ from scalepoint.report.beside import layer_texts, written
 from scalepoint.report.model import Report, ReportedLayer
 from scalepoint.report.placement_graph import Placement, draw_placement
 from scalepoint.support import formatting
-from scalepoint.verification.layer_times import LayerTime, describe_slower_layers, sum_seconds
+from scalepoint.verification.layer_times import LayerTime
+from scalepoint.verification.layer_times import describe_slower_layers as because
+from scalepoint.verification.layer_times import sum_seconds as totals
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -442,15 +444,15 @@ class ReportView:
     @cached_property
     def times(self) -> TimeTable:
         rows = self.report.verification.times if self.report.verification else ()
-        float_total, total = sum_seconds(rows)
+        float_total, total = totals(rows)
         slowest, rest = rows[:SLOWEST], rows[SLOWEST:]
         largest = max((max(row.seconds or 0.0, row.float_seconds or 0.0) for row in slowest), default=0.0) or 1.0
         shown = [_time_row(row, largest, total) for row in slowest]
         if rest:
-            float_rest, rest_total = sum_seconds(rest)
+            float_rest, rest_total = totals(rest)
             others = LayerTime(f"{len(rest)} others", rest_total, float_rest)
             shown.append(_time_row(others, max(largest, float_rest, rest_total), total, is_rest=True))
-        return TimeTable(shown, float_total, total, describe_slower_layers(rows))
+        return TimeTable(shown, float_total, total, because(rows))
 
     @cached_property
     def placement(self) -> Placement:

@@ -54,7 +54,7 @@ def run_task(
     runtime: Runtime, request: Mapping[str, Any], *, seconds: float = TIMEOUT_SECONDS, memory: int | None = None
 ) -> TaskResult:
     """Run one task in a child process that has `memory` bytes at most."""
-    if not runtime.is_installed:
+    if not runtime.is_here:
         return describe_missing(runtime)
     check_threads(request.get("options", {}).get("threads") or 0)
     limit = memory or total_memory()
