@@ -88,7 +88,7 @@ def _loaded_runtimes() -> Iterator[None]:
     """The child of a runtime is forked from one that has it loaded; not so in the tests of such processes."""
     from scalepoint.runtimes import process  # noqa: PLC0415  # by now torch is loaded
 
-    shipped = process.command
+    shipped = process.child_command
 
     def command(runtime: process.Runtime) -> list[str]:
         python, *rest = shipped(runtime)
@@ -96,7 +96,7 @@ def _loaded_runtimes() -> Iterator[None]:
         return [python, *rest] if is_cold else [*warm(rest[-1]), *rest]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "command", command)
+        patch.setattr(process, "child_command", command)
         yield
 
 
