@@ -4,12 +4,12 @@ import gc
 import os
 import sys
 
-from scalepoint.support.cpu import cap
+from scalepoint.support.cpu import cap_instruction_set
 
 sys.dont_write_bytecode = False  # hundreds of processes import the package: it is compiled once
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-cap()  # before torch is loaded: no test may die of what the processor only announces
+cap_instruction_set()  # before torch is loaded: no test may die of what the processor only announces
 
 # ruff: noqa: E402
 from collections import Counter

@@ -20,10 +20,10 @@ from torch import nn
 import scalepoint
 from scalepoint.checkpoints.source import Source
 from scalepoint.checkpoints.text import _iterate_texts
-from scalepoint.cli.data import Reading, load_data
+from scalepoint.cli.data import DataOptions, load_data
+from scalepoint.cli.library_models import load_weights
+from scalepoint.cli.load_objects import ObjectLoader
 from scalepoint.cli.metadata import with_metadata
-from scalepoint.cli.models import load_weights
-from scalepoint.cli.naming import Finder
 from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read_vocabulary
@@ -59,7 +59,7 @@ def _put(path: Path, text: str) -> Path:
 
 
 def _data(path: Path) -> list[Any]:
-    return list(load_data(str(path), Reading(2)))
+    return list(load_data(str(path), DataOptions(2)))
 
 
 def _journal(path: Path) -> list[str]:
@@ -127,7 +127,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         "weights of torch": File(here / "weights.pt", weights),
         "metadata": File(
             _put(here / "said.yaml", "labels: [cat, dog]\nsize: {a: &b 3, c: *b}\n"),
-            lambda path: with_metadata(DeployConfig(metadata=str(path)), Finder()),
+            lambda path: with_metadata(DeployConfig(metadata=str(path)), ObjectLoader()),
         ),
         "checkpoint": File(here / "llm" / "config.json", checkpoint),
         "index": File(_put(here / "llm" / "model.safetensors.index.json", json.dumps(index)), checkpoint),

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.cli.app import run
-from scalepoint.cli.ending import Code
+from scalepoint.cli.exit_codes import Code
 from scalepoint.errors import NonFiniteError, ScalepointWarning, StoreError, UsageError, VerificationError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat

@@ -40,7 +40,8 @@ from scalepoint.pipeline.perplexity import CheckpointScore, score_checkpoint
 from scalepoint.pipeline.result import Deployment
 from scalepoint.quantize import QuantConfig, coverage
 from scalepoint.report import Report, write
-from scalepoint.support.files import is_full, room_needed
+from scalepoint.support.files import describe_needed_space as room_needed
+from scalepoint.support.files import is_disk_full as is_full
 from scalepoint.support.progress import timed
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
