@@ -4,12 +4,12 @@ import gc
 import os
 import sys
 
-from scalepoint.support.cpu import cap
+from scalepoint.support.cpu import cap_instruction_set
 
 sys.dont_write_bytecode = False  # hundreds of processes import the package: it is compiled once
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-cap()  # before torch is loaded: no test may die of what the processor only announces
+cap_instruction_set()  # before torch is loaded: no test may die of what the processor only announces
 
 # ruff: noqa: E402
 from collections import Counter
@@ -88,7 +88,7 @@ def _loaded_runtimes() -> Iterator[None]:
     """The child of a runtime is forked from one that has it loaded; not so in the tests of such processes."""
     from scalepoint.runtimes import process  # noqa: PLC0415  # by now torch is loaded
 
-    shipped = process.command
+    shipped = process.child_command
 
     def command(runtime: process.Runtime) -> list[str]:
         python, *rest = shipped(runtime)
@@ -96,7 +96,7 @@ def _loaded_runtimes() -> Iterator[None]:
         return [python, *rest] if is_cold else [*warm(rest[-1]), *rest]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "command", command)
+        patch.setattr(process, "child_command", command)
         yield
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
 from scalepoint import deploy_checkpoint
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.formats.genai import ORT_GENAI
 from scalepoint.quantize import Override, QuantConfig
 from scalepoint.runtimes import find_runtime
@@ -61,7 +61,7 @@ class Result:
     perplexity: float
 
 
-def nearest(weight: Tensor, bits: int, block: int) -> Packed:
+def nearest(weight: Tensor, bits: int, block: int) -> QuantizedWeight:
     """Rounded to nearest around zero, a scale a block."""
     granularity = {"type": "per_block", "block_size": block, "axis": 1}
     spec = QuantizationSpec(dtype=f"int{bits}", granularity=granularity)
@@ -71,7 +71,7 @@ def nearest(weight: Tensor, bits: int, block: int) -> Packed:
     scale = -largest / half  # of either sign: the largest value is -half exactly
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = (blocks / scale).round().clamp(-half, half - 1)
-    return Packed(codes.reshape(weight.shape).to(torch.int8), scale[..., 0], spec)
+    return QuantizedWeight(codes.reshape(weight.shape).to(torch.int8), scale[..., 0], spec)
 
 
 def quantized(source: Source, blocks: tuple[int, int], table: tuple[int, int]) -> QuantizedCheckpoint:

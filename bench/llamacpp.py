@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 
 import smollm
 from scalepoint import deploy_checkpoint
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
-from scalepoint.formats.gguf import GGUF, snapped
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
+from scalepoint.formats.gguf import GGUF, round_to_block_type
 from scalepoint.numerics import get_format
 from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.llamacpp.child import File, Llama
@@ -83,9 +83,9 @@ def nearest(source: Source, dtype: str, block: int) -> QuantizedCheckpoint:
     for name, stored in source.tensors.items():
         if len(stored.shape) == 2 and "embed" not in name:
             values = source.tensor(name, torch.float32).reshape(stored.shape[0], -1, block)
-            scale, _ = snapped(spec, stored.shape[1], values.abs().amax(2) / row.high)
+            scale, _ = round_to_block_type(spec, stored.shape[1], values.abs().amax(2) / row.high)
             codes = (values / scale[..., None]).round().clamp(row.low, row.high)
-            packed[name] = Packed(codes.reshape(stored.shape).to(row.storage), scale, spec)
+            packed[name] = QuantizedWeight(codes.reshape(stored.shape).to(row.storage), scale, spec)
     table = source.tensor("model.embed_tokens.weight").to(torch.float16)
     return QuantizedCheckpoint(source, packed, {"model.embed_tokens.weight": table})
 

@@ -555,7 +555,7 @@ def coreml_rows(name: str) -> list[dict[str, Any]]:
             path, plain = Path(folder) / "m.mlpackage", Path(folder) / "f.mlpackage"
             scalepoint.export(made, path, args, kwargs=kwargs, float_path=plain)
             found = scalepoint.verify(path, made, args, kwargs=kwargs)
-            size, whole = (form.read_info(each).size for each in (path, plain))
+            size, whole = (form.about(each).size for each in (path, plain))
         row = {"model": subject.title, "way": way, "different": len(found.differences), "db": found.sqnr}
         row |= {"low": found.low_precision, "mb": size / 1e6, "of float16": size / whole, "status": found.status.value}
         rows.append(row)

@@ -27,9 +27,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scalepoint.support.cpu import amx, cap, child_environment
+from scalepoint.support.cpu import amx, cap_instruction_set, child_environment
 
-cap()  # before torch is loaded
+cap_instruction_set()  # before torch is loaded
 
 # ruff: noqa: E402
 import torch

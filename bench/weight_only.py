@@ -70,7 +70,7 @@ def ours(model: Any, words: Tensor, folder: Path, runtime: str) -> Iterator[tupl
                 OURS,
                 f"{dtype}, {'a scale a channel' if block is None else f'blocks of {block}'}",
                 0.0,
-                found.size / ONNX.read_info(plain).size,
+                found.size / ONNX.about(plain).size,
                 f"{found.low_precision} of {found.low_precision + len(found.fallbacks)}",
                 found.sqnr,
                 found.exact[0].sqnr if found.exact else None,
@@ -92,7 +92,7 @@ def theirs(model: Any, words: Tensor, folder: Path) -> Iterator[tuple[Path, Resu
         quantizer.process()
         quantizer.model.save_model_to_file(str(path))
         narrow = [node.op_type for node in onnx.load(path).graph.node].count("MatMulNBits")
-        size = ONNX.read_info(path).size / ONNX.read_info(plain).size
+        size = ONNX.about(path).size / ONNX.about(plain).size
         told, error = f"{narrow} of {7 * SIZES.layers + 1}", sqnr(expected, RuntimeModel(path, threads=1)(words))
         yield path, Result("onnxruntime", THEIRS, f"int4, blocks of {block}", 0.0, size, told, None, None, error)
 

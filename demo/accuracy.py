@@ -12,7 +12,7 @@ from rich.console import Console
 import scalepoint
 from scalepoint.quantize import QuantConfig
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
-from scalepoint.support.cpu import cap
+from scalepoint.support.cpu import cap_instruction_set
 from sentences import prepared
 
 OUT = Path(__file__).parent.parent / "out" / "minilm-accuracy"
@@ -27,7 +27,7 @@ SHOWN = 3
 
 
 def main() -> None:
-    cap()  # before the first product
+    cap_instruction_set()  # before the first product
     console = Console()
     task = prepared()
     done = scalepoint.deploy(

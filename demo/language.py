@@ -16,7 +16,7 @@ from rich.console import Console
 import scalepoint
 import smollm
 from registry_data import CACHE, fetch_npm
-from scalepoint.support.cpu import cap
+from scalepoint.support.cpu import cap_instruction_set
 from scalepoint.support.files import replace_folder
 from texts import parts
 
@@ -43,7 +43,7 @@ def llamacpp() -> Path | None:
 
 
 def main() -> None:
-    cap()  # before the first product
+    cap_instruction_set()  # before the first product
     console = Console()
     targets = ["gguf", "ort-genai"]
     library = llamacpp()

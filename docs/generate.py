@@ -15,7 +15,7 @@ from scalepoint import errors
 from scalepoint.allocation import Budget
 from scalepoint.checking import describe_rules
 from scalepoint.cli.app import EXIT_CODES, app
-from scalepoint.cli.beginning import TEMPLATES, WRITTEN
+from scalepoint.cli.init import TEMPLATE_FILES, TEMPLATES
 from scalepoint.options import DeployConfig, option_of
 from scalepoint.quantize import (
     Override,
@@ -254,7 +254,9 @@ known one.
 
 
 def config_page() -> str:
-    template = (TEMPLATES / WRITTEN["scalepoint.yaml"]).read_text(encoding="utf-8")
+    template = (TEMPLATES / TEMPLATE_FILES["scalepoint.yaml"]).read_text(
+        encoding="utf-8"
+    )
     parts = [
         f"# Config file\n\n{MADE}{CONFIG}",
         f'```yaml title="scalepoint.yaml"\n{template}```\n',

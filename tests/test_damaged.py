@@ -19,11 +19,11 @@ from torch import nn
 
 import scalepoint
 from scalepoint.checkpoints.source import Source
-from scalepoint.checkpoints.text import _texts
-from scalepoint.cli.data import Reading, load_data
+from scalepoint.checkpoints.text import _iterate_texts
+from scalepoint.cli.data import DataOptions, load_data
+from scalepoint.cli.library_models import load_weights
+from scalepoint.cli.load_objects import ObjectLoader
 from scalepoint.cli.metadata import with_metadata
-from scalepoint.cli.models import load_weights
-from scalepoint.cli.naming import Finder
 from scalepoint.errors import ScalepointError, ScalepointWarning
 from scalepoint.formats import find_format
 from scalepoint.formats.gguf.tokenizer import add_tokenizer, read_vocabulary
@@ -59,7 +59,7 @@ def _put(path: Path, text: str) -> Path:
 
 
 def _data(path: Path) -> list[Any]:
-    return list(load_data(str(path), Reading(2)))
+    return list(load_data(str(path), DataOptions(2)))
 
 
 def _journal(path: Path) -> list[str]:
@@ -114,7 +114,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
     return {
         "manifest": File(here / "kept" / "scalepoint.json", load),
         "tensors": File(next((here / "kept").glob("*.safetensors")), load),
-        "ONNX": File(here / "model.onnx", lambda path: find_format("onnx").read_info(path)),
+        "ONNX": File(here / "model.onnx", lambda path: find_format("onnx").about(path)),
         "ONNX, checked": File(here / "model.onnx", scalepoint.check),
         "report": File(here / "run" / "report.json", lambda path: compare_runs(path.parent, here / "other")),
         "config of a run": File(here / "run" / "config.yaml", lambda path: compare_runs(path.parent, here / "other")),
@@ -127,7 +127,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         "weights of torch": File(here / "weights.pt", weights),
         "metadata": File(
             _put(here / "said.yaml", "labels: [cat, dog]\nsize: {a: &b 3, c: *b}\n"),
-            lambda path: with_metadata(DeployConfig(metadata=str(path)), Finder()),
+            lambda path: with_metadata(DeployConfig(metadata=str(path)), ObjectLoader()),
         ),
         "checkpoint": File(here / "llm" / "config.json", checkpoint),
         "index": File(_put(here / "llm" / "model.safetensors.index.json", json.dumps(index)), checkpoint),
@@ -137,8 +137,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
         "chat template": File(_put(here / "words" / "chat_template.jinja", "{{ messages }}"), special),
         "tuning": File(_put(here / "tuned" / "tuning.json", pages), tuned),
         "tuning that ended": File(_put(here / "ended" / "tuning.json", pages), ended),
-        "text": File(_put(here / "text.txt", "some words\n"), lambda path: list(_texts(path))),
-        "lines": File(_put(here / "text.jsonl", '{"text": "some words"}\n'), lambda path: list(_texts(path))),
+        "text": File(_put(here / "text.txt", "some words\n"), lambda path: list(_iterate_texts(path))),
+        "lines": File(_put(here / "text.jsonl", '{"text": "some words"}\n'), lambda path: list(_iterate_texts(path))),
         "report of a command": File(here / "other" / "report.json", Report.from_file),
     }
 

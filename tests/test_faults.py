@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import scalepoint
-from scalepoint.cli.ending import Code, fail
+from scalepoint.cli.exit_codes import Code, report_error
 from scalepoint.errors import ScalepointError
 from scalepoint.quantize import quantize
 from tests.faults import FAULTS
@@ -79,7 +79,7 @@ def test_fault_50_out_of_memory_names_the_batch_and_the_smaller_setting(capsys) 
     with pytest.raises(MemoryError) as raised:
         quantize(net(), torch.randn(2, 3, 8, 8), forward_loop=batches())
     assert any("batch 1" in note for note in raised.value.__notes__)
-    assert fail(raised.value, "deploy", is_json=False, is_debug=False) == Code.USAGE
+    assert report_error(raised.value, "deploy", is_json=False, is_debug=False) == Code.USAGE
     assert "--batch-size" in capsys.readouterr().err
 
 

@@ -23,7 +23,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from scalepoint.budget import Budget
 from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
-from scalepoint.support.documents import Places, dump_yaml, parse_json, parse_yaml
+from scalepoint.support.documents import DocumentPositions, dump_yaml, parse_json, parse_yaml
 from scalepoint.support.files import replace_text
 from scalepoint.support.untrusted import read_text
 from scalepoint.support.validation_errors import Config, cause_of, complaints, told
@@ -354,7 +354,7 @@ class DeployConfig(DeployOptions, CheckpointOptions):
         except ConfigError as error:
             if (cause := cause_of(error)) is None:
                 raise
-            raise ConfigError(told(cause, data, str(path), Places(text))) from cause
+            raise ConfigError(told(cause, data, str(path), DocumentPositions(text))) from cause
 
     def updated(self, values: Mapping[str, Any]) -> Self:
         """Return a config with other values, which are checked."""

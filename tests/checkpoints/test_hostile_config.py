@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scalepoint.checkpoints.skeleton import skeleton
+from scalepoint.checkpoints.skeleton import build_skeleton
 from scalepoint.checkpoints.source import Source
 from scalepoint.errors import ScalepointError, StoreError
 from scalepoint.pipeline.checkpoint_job import prepare_checkpoint_job
@@ -25,7 +25,7 @@ def read(folder: Path, config: Any, target: str) -> bool:
     (folder / "config.json").write_text(json.dumps(config))
     try:
         prepare_checkpoint_job(folder, folder.parent / "out", target, None, "fast", None)
-        skeleton(Source.open(folder))
+        build_skeleton(Source.open(folder))
     except ScalepointError:
         return False
     return True
@@ -48,4 +48,4 @@ def test_more_layers_than_the_checkpoint_has_weights_for_are_refused(key: str, t
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: 2**31}))
     with pytest.raises(StoreError, match=f"{key} is {2**31}"):
-        skeleton(Source.open(folder))
+        build_skeleton(Source.open(folder))

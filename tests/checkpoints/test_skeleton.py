@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from scalepoint.checkpoints import Source
-from scalepoint.checkpoints.skeleton import check_config, head_of, skeleton
+from scalepoint.checkpoints.skeleton import build_skeleton, check_config, find_head
 from scalepoint.errors import CaptureError, StoreError
 
 SMALL = {
@@ -52,7 +52,7 @@ def saved(kind, folder, **more):
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_its_weights_it_computes_what_the_checkpoint_does(tmp_path, kind):
     model = saved(kind, tmp_path)
-    tree, weights = skeleton(Source.open(tmp_path))
+    tree, weights = build_skeleton(Source.open(tmp_path))
     tokens = torch.randint(0, 40, (2, 9))
     with torch.no_grad():
         assert not tree(tokens).logits.any() or kind in ("gpt2", "gpt_neox")  # nothing is there yet
@@ -60,12 +60,12 @@ def test_with_its_weights_it_computes_what_the_checkpoint_does(tmp_path, kind):
         torch.testing.assert_close(tree(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-4)
         weights.drop()
         assert not any(parameter.any() for parameter in tree.parameters())
-    assert head_of(tree) == "lm_head"
+    assert find_head(tree) == "lm_head"
 
 
 def test_a_tied_head_stays_tied(tmp_path):
     saved("llama", tmp_path, tie_word_embeddings=True)
-    tree, weights = skeleton(Source.open(tmp_path))
+    tree, weights = build_skeleton(Source.open(tmp_path))
     assert tree.lm_head.weight is tree.model.embed_tokens.weight
     assert weights.name_of(tree.lm_head.weight) == "model.embed_tokens.weight"
 
@@ -77,7 +77,7 @@ def test_sixteen_bits_become_floats(tmp_path):
         warnings.simplefilter("ignore")
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(tmp_path)
-    tree, weights = skeleton(Source.open(tmp_path))
+    tree, weights = build_skeleton(Source.open(tmp_path))
     weights.load(tree.parameters())
     own = tree.model.layers[0].mlp.up_proj.weight
     assert own.dtype == torch.float32
@@ -89,7 +89,7 @@ def test_an_expert_that_is_not_there_is_named(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 5}))
     with pytest.raises(StoreError, match=r"experts\.4\.gate_proj\.weight|has shape"):
-        skeleton(Source.open(tmp_path))
+        build_skeleton(Source.open(tmp_path))
 
 
 def test_experts_that_are_stored_in_one_tensor_are_refused_by_that_reason(tmp_path):
@@ -97,7 +97,7 @@ def test_experts_that_are_stored_in_one_tensor_are_refused_by_that_reason(tmp_pa
     config = transformers.AutoConfig.for_model("granitemoe", **{**SMALL, **more})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(CaptureError, match="for each layer"):
-        skeleton(Source.open(tmp_path))
+        build_skeleton(Source.open(tmp_path))
 
 
 def test_too_little_memory_is_no_fault_of_the_config(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_head_of_its_own_counts_more_than_a_config_that_ties_it(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     source = Source.open(tmp_path)
     assert source.config["tie_word_embeddings"] is False
-    tree, weights = skeleton(source)
+    tree, weights = build_skeleton(source)
     weights.load(tree.parameters())
     tokens = torch.arange(9)[None]
     with torch.no_grad():
@@ -132,5 +132,5 @@ def test_a_head_that_is_stored_twice_stays_tied(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    tree, _ = skeleton(Source.open(tmp_path))
+    tree, _ = build_skeleton(Source.open(tmp_path))
     assert tree.lm_head.weight is tree.model.embed_tokens.weight

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalepoint.cli.app import COMMANDS
-from scalepoint.cli.ending import Code
+from scalepoint.cli.exit_codes import Code
 
 GIVEN = ("nets:net", "--data", "nets:batches")
 USAGE, MODEL = Code.USAGE, Code.MODEL

@@ -16,9 +16,9 @@ import pytest
 
 import scalepoint
 from scalepoint import DeployConfig, errors
-from scalepoint.cli import deploying
 from scalepoint.cli.app import COMMANDS
-from scalepoint.cli.ending import Code, fail
+from scalepoint.cli.deploy import deploy as deploy_command
+from scalepoint.cli.exit_codes import Code, report_error
 from tests.cli.conftest import child
 from tests.warm import warm
 
@@ -346,7 +346,7 @@ OF_ONE_COMMAND = {
 def test_a_flag_is_a_keyword_is_a_key() -> None:
     from scalepoint import DeployConfig, deploy, deploy_checkpoint
 
-    flags = set(inspect.signature(deploying.deploy).parameters)
+    flags = set(inspect.signature(deploy_command).parameters)
     keys = set(DeployConfig.model_fields) - {"quantization"}  # as a keyword: config
     keywords = {name for name, each in inspect.signature(deploy).parameters.items() if each.kind == each.KEYWORD_ONLY}
     assert flags - FOR_THE_SCREEN - MODES == keys
@@ -358,7 +358,7 @@ def test_a_flag_is_a_keyword_is_a_key() -> None:
 
 @pytest.mark.parametrize(("command", "name"), [(command, name) for command, name, _ in COMMANDS], ids=NAMES)
 def test_an_option_has_one_name_in_all_commands(command, name) -> None:
-    known = set(inspect.signature(deploying.deploy).parameters) | OF_ONE_COMMAND | {"runtime"}
+    known = set(inspect.signature(deploy_command).parameters) | OF_ONE_COMMAND | {"runtime"}
     assert set(inspect.signature(command).parameters) <= known
     function = {"bench": "benchmark", "report": "", "targets": "", "doctor": "", "init": ""}.get(name, name)
     if function:
@@ -370,7 +370,7 @@ def test_an_option_has_one_name_in_all_commands(command, name) -> None:
     "kind", [each for each in vars(errors).values() if inspect.isclass(each) and hasattr(each, "code")]
 )
 def test_every_error_has_an_ending(kind, capsys) -> None:
-    code = fail(kind("a [bold]name[/bold] \x1b[31m"), "deploy", is_json=True, is_debug=False)
+    code = report_error(kind("a [bold]name[/bold] \x1b[31m"), "deploy", is_json=True, is_debug=False)
     out, err = capsys.readouterr()
     assert code in (Code.INTERNAL, Code.USAGE, Code.MODEL, Code.UNVERIFIED)
     assert (code == Code.INTERNAL) == (kind in (errors.GraphError, errors.RankError))
@@ -618,7 +618,9 @@ def test_the_doctor_tells_what_is_missing_and_the_way_out(call, monkeypatch) -> 
     assert code == 0
     assert lines["torch"]["state"] == "ok"
     assert {"scalepoint", "int8 instructions", "disk here", "onnxruntime", "openvino"} <= set(lines)
-    monkeypatch.setattr("scalepoint.cli.machine.find_spec", lambda name: None if name == "onnxruntime" else object())
+    monkeypatch.setattr(
+        "scalepoint.cli.setup_commands.find_spec", lambda name: None if name == "onnxruntime" else object()
+    )
     code, out, err = call("doctor")
     assert code == Code.UNVERIFIED
     assert "pip install onnxruntime" in " ".join(out.split())
@@ -627,7 +629,7 @@ def test_the_doctor_tells_what_is_missing_and_the_way_out(call, monkeypatch) -> 
 
 def test_doctor_lists_every_optional_part_with_the_extra_that_brings_it(call, monkeypatch) -> None:
     extras = metadata("scalepoint").get_all("Provides-Extra")
-    monkeypatch.setattr("scalepoint.cli.machine.find_spec", lambda name: None)
+    monkeypatch.setattr("scalepoint.cli.setup_commands.find_spec", lambda name: None)
     lines = {line["name"]: line for line in json.loads(call("doctor", "--json")[1])["lines"]}
     optional = {name: line["way_out"] for name, line in lines.items() if "(optional)" in line["detail"]}
     assert {"openvino", "transformers", "compressed-tensors", "onnxruntime-genai", "gguf"} <= set(optional)

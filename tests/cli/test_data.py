@@ -6,33 +6,33 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from scalepoint.cli.data import LARGEST, Reading, load_data
-from scalepoint.cli.naming import Finder
+from scalepoint.cli.data import MAX_DATA_BYTES, DataOptions, load_data
+from scalepoint.cli.load_objects import ObjectLoader
 from scalepoint.errors import UsageError
 
-TRUSTING = Finder(trust=True)
+TRUSTING = ObjectLoader(trust=True)
 
 
 def test_one_array_is_one_input(here) -> None:
     np.savez("one.npz", images=np.arange(20, dtype=np.float32).reshape(5, 4))
-    data = load_data("one.npz", Reading(batch_size=2))
+    data = load_data("one.npz", DataOptions(batch_size=2))
     assert [tuple(batch.shape) for batch in data] == [(2, 4), (2, 4), (1, 4)]
     assert torch.equal(torch.cat(list(data)), torch.arange(20.0).reshape(5, 4))
-    assert len(list(load_data("one.npz", Reading(2, max_batches=2)))) == 2
+    assert len(list(load_data("one.npz", DataOptions(2, max_batches=2)))) == 2
 
 
 def test_numbered_arrays_are_positional_and_named_ones_go_by_name(here) -> None:
     np.savez("numbered.npz", *(np.full((3, 1), index) for index in range(11)))
-    (batch,) = load_data("numbered.npz", Reading())
+    (batch,) = load_data("numbered.npz", DataOptions())
     assert [int(each[0, 0]) for each in batch] == list(range(11))
     save_file({"ids": torch.ones(3, 2, dtype=torch.int64), "mask": torch.zeros(3, 2)}, "named.safetensors")
-    (batch,) = load_data("named.safetensors", Reading())
+    (batch,) = load_data("named.safetensors", DataOptions())
     assert {name: value.dtype for name, value in batch.items()} == {"ids": torch.int64, "mask": torch.float32}
 
 
 def test_doubles_are_read_as_floats_and_said(here, capsys) -> None:
     np.savez("double.npz", x=np.ones((2, 2)))
-    (batch,) = load_data("double.npz", Reading())
+    (batch,) = load_data("double.npz", DataOptions())
     assert batch.dtype == torch.float32
     assert "float64" in capsys.readouterr().err
 
@@ -43,12 +43,12 @@ def test_pictures_are_resized_cut_and_normalised_as_stated(here) -> None:
     Image.new("RGB", (20, 10), (255, 0, 51)).save(folder / "b.png")
     Image.new("L", (9, 30), 255).save(folder / "a.JPG")
     (folder / "notes.txt").write_text("no picture")
-    reading = Reading(size=8, mean=(0.5, 0.5, 0.2), std=(0.5, 0.5, 0.1))
+    reading = DataOptions(size=8, mean=(0.5, 0.5, 0.2), std=(0.5, 0.5, 0.1))
     (batch,) = load_data("photos", reading)
     assert batch.shape == (2, 3, 8, 8)
     assert torch.allclose(batch[1, :, 4, 4], torch.tensor([1.0, -1.0, 0.0]), atol=1e-5)
     assert torch.allclose(batch[0, :, 4, 4], torch.tensor([1.0, 1.0, 8.0]), atol=1e-5)
-    (grey,) = load_data("photos", Reading(size=4, mean=(0,), std=(1,)))
+    (grey,) = load_data("photos", DataOptions(size=4, mean=(0,), std=(1,)))
     assert grey.shape == (2, 1, 4, 4)
     (folder / "c.png").write_bytes(b"\x89PNG broken")
     with pytest.raises(UsageError, match=r"c\.png cannot be read"):
@@ -56,11 +56,11 @@ def test_pictures_are_resized_cut_and_normalised_as_stated(here) -> None:
 
 
 def test_a_generator_function_begins_anew_each_time(here) -> None:
-    data = load_data("nets:batches", Reading(max_batches=2, finder=TRUSTING))
+    data = load_data("nets:batches", DataOptions(max_batches=2, finder=TRUSTING))
     assert [len(list(data)), len(list(data))] == [2, 2]
     assert data.first().shape == (2, 3, 8, 8)
     with pytest.raises(UsageError, match="the disk went away"):
-        list(load_data("nets:broken_batches", Reading(finder=TRUSTING)))
+        list(load_data("nets:broken_batches", DataOptions(finder=TRUSTING)))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_is_no_data_is_refused(here, name, message) -> None:
         (here / each).write_text("text")
     (here / "pictures").mkdir()
     with pytest.raises(UsageError, match=message):
-        load_data(name, Reading(finder=TRUSTING))
+        load_data(name, DataOptions(finder=TRUSTING))
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_what_is_no_data_is_refused(here, name, message) -> None:
 def test_a_preprocessing_that_makes_no_sense_is_refused(here, mean, std) -> None:
     (here / "pictures").mkdir()
     with pytest.raises(UsageError, match="--mean"):
-        load_data("pictures", Reading(size=8, mean=mean, std=std))
+        load_data("pictures", DataOptions(size=8, mean=mean, std=std))
     with pytest.raises(UsageError, match="no pictures"):
-        load_data("pictures", Reading(size=8, mean=(0,), std=(1,)))
+        load_data("pictures", DataOptions(size=8, mean=(0,), std=(1,)))
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(here, monkeypatch) -> None:
-    assert LARGEST > 1e9
-    monkeypatch.setattr("scalepoint.cli.data.LARGEST", 1000)
+    assert MAX_DATA_BYTES > 1e9
+    monkeypatch.setattr("scalepoint.cli.data.MAX_DATA_BYTES", 1000)
     np.savez_compressed("bomb.npz", x=np.zeros((1000, 10)))
     with pytest.raises(UsageError, match="once unpacked"):
-        load_data("bomb.npz", Reading())
+        load_data("bomb.npz", DataOptions())
 
 
 def test_labels_beside_the_inputs_are_left_away(call, here) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scalepoint.cli.ending import Code
+from scalepoint.cli.exit_codes import Code
+from scalepoint.cli.load_objects import ObjectLoader
 from scalepoint.cli.metadata import with_metadata
-from scalepoint.cli.naming import Finder
 from scalepoint.options import DeployConfig
 
 
@@ -53,7 +53,7 @@ def test_the_cpu_of_a_file_is_an_option_and_a_key(call, here) -> None:
 def test_a_missing_runtime_is_told_before_the_model_is_made(call, here, monkeypatch) -> None:
     from scalepoint.runtimes import Runtime
 
-    monkeypatch.setattr(Runtime, "is_installed", False)
+    monkeypatch.setattr(Runtime, "is_here", False)
     code, _, err = call("deploy", "nets:sleeping", "--data", "nets:same")
     assert (code, "is not installed" in err) == (Code.UNVERIFIED, True), err
     assert not (here / "started").exists()
@@ -284,14 +284,14 @@ def test_inspect_of_a_file_shows_what_it_says_of_itself(call, made) -> None:
 def test_what_a_file_keeps_comes_from_a_file_and_from_how_pictures_are_made(here) -> None:
     (here / "said.yaml").write_text("labels: [cat, dog]\n")
     settings = DeployConfig(metadata="said.yaml", size=32, mean=(0.5,), std=(0.25,))
-    found = with_metadata(settings, Finder(here)).metadata
+    found = with_metadata(settings, ObjectLoader(here)).metadata
     assert found == {"labels": ["cat", "dog"], "preprocessing": {"size": 32, "mean": (0.5,), "std": (0.25,)}}
     (here / "net").mkdir()
     (here / "net" / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
     of_folder = DeployConfig(model="hf:net", metadata={"preprocessing": "mine"})
-    assert with_metadata(of_folder, Finder(here)).metadata == {"preprocessing": "mine"}
+    assert with_metadata(of_folder, ObjectLoader(here)).metadata == {"preprocessing": "mine"}
     bare = of_folder.updated({"metadata": None})
-    assert with_metadata(bare, Finder(here)).metadata == {"preprocessing": {"image_mean": [0.5]}}
+    assert with_metadata(bare, ObjectLoader(here)).metadata == {"preprocessing": {"image_mean": [0.5]}}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 
-from scalepoint.cli.ending import Code
+from scalepoint.cli.exit_codes import Code
 
 GRID = """
 model: nets:net

@@ -34,7 +34,7 @@ import pytest
 from sybil import Document, Example, Region, Sybil
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
-from scalepoint.support.cpu import signal_of
+from scalepoint.support.cpu import signal_name
 
 ROOT = Path(__file__).parents[2]
 INFO = re.compile(r'(?P<language>[\w-]*)(?:[ \t]+title="(?P<title>[^"]+)")?[ \t]*$\n', re.MULTILINE)
@@ -155,7 +155,7 @@ class Page:
         print(json.dumps({"source": source, "path": path}), file=self.reader.stdin, flush=True)
         answer = self.reader.stdout.readline()
         limit.cancel()
-        assert answer, f"python ended: {signal_of(self.reader.wait()) or self.reader.returncode}"
+        assert answer, f"python ended: {signal_name(self.reader.wait()) or self.reader.returncode}"
         found = json.loads(answer)
         assert "failed" not in found, found["failed"]
         self.printed = found["printed"]

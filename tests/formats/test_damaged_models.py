@@ -44,7 +44,7 @@ def made(name: str, folder: Path) -> tuple[Path, Path]:
 def read(name: str, path: Path) -> Any:
     """What a damaged file says of itself, or None for an error of ours; any other error fails the test."""
     try:
-        return find_format(name).read_info(path)
+        return find_format(name).about(path)
     except ScalepointError:
         return None
 
@@ -55,7 +55,7 @@ def test_a_damaged_model_file_gives_no_error_but_ours(name: str, much: str, tmp_
     lengths, flips = MANY[much]
     path, file = made(name, tmp_path)
     whole, chance = file.read_bytes(), random.Random(0)  # noqa: S311  # no secret
-    expected = find_format(name).read_info(path)
+    expected = find_format(name).about(path)
     for end in range(0, len(whole), max(1, len(whole) // lengths)):
         file.write_bytes(whole[:end])
         assert read(name, path) != expected, end
@@ -89,7 +89,7 @@ def test_what_is_no_regular_file_is_refused_unread(name: str, spoil: Any, tmp_pa
     (path / inside).parent.mkdir(parents=True, exist_ok=True)
     spoil(path / inside if inside.parts else path)
     with pytest.raises(StoreError):
-        find_format(name).read_info(path)
+        find_format(name).about(path)
 
 
 @pytest.mark.parametrize("where", ["../outside", "{tmp}/outside", "link", "pipe", "missing"])
@@ -105,10 +105,10 @@ def test_the_size_of_an_onnx_file_counts_no_file_outside_of_its_folder(where: st
     graph = helper.make_graph([helper.make_node("Identity", ["w"], ["y"])], "g", [], [y], [tensor])
     (home / "a.onnx").write_bytes(helper.make_model(graph).SerializeToString())
     with pytest.raises(StoreError, match="weights in"):
-        find_format("onnx").read_info(home / "a.onnx")
+        find_format("onnx").about(home / "a.onnx")
     shutil.copy(tmp_path / "outside", home / "beside")
     tensor.external_data[0].value = "beside"
     inside = helper.make_model(helper.make_graph(graph.node, "g", [], [y], [tensor])).SerializeToString()
     (home / "a.onnx").write_bytes(inside)
     assert onnx.load_from_string(inside).graph.output
-    assert find_format("onnx").read_info(home / "a.onnx").size == len(inside) + 1000
+    assert find_format("onnx").about(home / "a.onnx").size == len(inside) + 1000

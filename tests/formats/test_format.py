@@ -37,13 +37,13 @@ def test_an_unknown_one_is_told_with_the_nearest():
         ({"suffix": "mine"}, "begins with a dot"),
         ({"write": one}, r"write=.*\(model, path, request\)"),
         ({"files": write}, r"files=.*\(path\)"),
-        ({"read_info": None}, r"read_info=.*\(path\).*None"),
+        ({"about": None}, r"about=.*\(path\).*None"),
         ({"write_baseline": one}, r"write_baseline=.*\(model, path, request\)"),
         ({"write_with_layer_outputs": one}, r"write_with_layer_outputs=.*\(model, path, request\)"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(fields, why):
-    given = {"name": "mine", "suffix": ".mine", "write": write, "files": one, "read_info": one} | fields
+    given = {"name": "mine", "suffix": ".mine", "write": write, "files": one, "about": one} | fields
     with pytest.raises(UsageError, match=why):
         FileFormat(**given)
 

@@ -43,7 +43,7 @@ def path(quantized, tmp_path_factory):
 
 
 def test_versions_target_config_and_calibration_are_in_the_file(path, quantized) -> None:
-    said = find_format("onnx").read_info(path).metadata
+    said = find_format("onnx").about(path).metadata
     assert said["scalepoint.version"] == scalepoint.__version__
     assert said["scalepoint.torch"] == torch.__version__
     assert said["scalepoint.target"] == "onnxruntime"
@@ -168,10 +168,10 @@ def test_what_no_tensor_is_and_what_no_text_is_in_a_file_are_no_traceback(path, 
     model.graph.input[0].CopyFrom(onnx.helper.make_tensor_sequence_value_info("x", onnx.TensorProto.FLOAT, None))
     onnx.save(model, tmp_path / "sequence.onnx")
     with raises(StoreError, "input 'x'", "no tensor"):
-        find_format("onnx").read_info(tmp_path / "sequence.onnx")
+        find_format("onnx").about(tmp_path / "sequence.onnx")
     damaged = path.read_bytes().replace(b"somebody", b"some\xffody")
     (tmp_path / "damaged.onnx").write_bytes(damaged)
-    assert find_format("onnx").read_info(tmp_path / "damaged.onnx").metadata["author"] == "some\ufffdody"
+    assert find_format("onnx").about(tmp_path / "damaged.onnx").metadata["author"] == "some\ufffdody"
 
 
 def test_a_tuned_file_says_with_how_many_threads_it_was_tuned(quantized, path, tmp_path) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from scalepoint import deploy_checkpoint
 from scalepoint.checkpoints import Source
-from scalepoint.checkpoints.text import sequences
+from scalepoint.checkpoints.text import load_sequences
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
@@ -34,7 +34,7 @@ def deployed(folder, path, target, cache, **more):
 def test_a_runtime_keeps_keys_and_values_as_simulated(wide, tmp_path, case):
     target, cache = case.split()
     runtime = find_runtime(find_target(target).runtime)
-    if not runtime.is_installed:
+    if not runtime.is_here:
         pytest.skip(f"{runtime.name} is not installed")
     done = deployed(wide, tmp_path / "out", target, cache)
     found = done.report.language
@@ -56,7 +56,7 @@ def test_the_scales_are_those_of_the_largest_keys_and_values(wide, tmp_path, mon
     job = prepare_checkpoint_job(wide, tmp_path / "again", "ort-genai", None, "fast", None, "int8")
     model, weights = quantized_skeleton(job, [])
     weights.load(model.parameters())
-    texts = sequences(wide / "calibration.txt", job.source, length=32, count=12, what="text")
+    texts = load_sequences(wide / "calibration.txt", job.source, length=32, count=12, what="text")
     largest = _largest(model, torch.cat(texts))
     (cache,) = seen
     assert cache.bits == 8

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 
 import scalepoint
 from scalepoint import deploy_checkpoint, perplexity
-from scalepoint.checkpoints.skeleton import Weights
-from scalepoint.checkpoints.text import sequences
+from scalepoint.checkpoints.skeleton import CheckpointWeights
+from scalepoint.checkpoints.text import load_sequences
 from scalepoint.errors import CalibrationError, CaptureError, ConfigError, StoreError, UsageError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
@@ -65,7 +65,7 @@ WHOLE = {}
 def whole(llama, tmp_path_factory, _values):
     """The usual run, made once: what it gave, its folder, and how many weights were here at a time."""
     if not WHOLE:
-        most, load = [0], Weights.load
+        most, load = [0], CheckpointWeights.load
 
         def loading(self, tensors):
             load(self, tensors)
@@ -73,7 +73,7 @@ def whole(llama, tmp_path_factory, _values):
 
         path = tmp_path_factory.mktemp("whole") / "out"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Weights, "load", loading)
+            patch.setattr(CheckpointWeights, "load", loading)
             WHOLE["run"] = deployed(llama, path), path, most[0]
     return WHOLE["run"]
 
@@ -84,7 +84,7 @@ def judged(folder, path):
         warnings.simplefilter("ignore")
         model = LlamaForCausalLM.from_pretrained(path, local_files_only=True).eval()
     source = scalepoint.checkpoints.Source.open(folder)
-    tokens = sequences(folder / "judge.txt", source, length=32, count=16, what="text")
+    tokens = load_sequences(folder / "judge.txt", source, length=32, count=16, what="text")
     with torch.no_grad():
         return perplexity(lambda own: model(own).logits, tokens)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.checkpoints import Source
-from scalepoint.checkpoints.skeleton import skeleton
+from scalepoint.checkpoints.skeleton import build_skeleton
 from scalepoint.errors import TargetError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
@@ -46,7 +46,7 @@ def test_a_family_is_tuned_and_simulated_as_it_computes(tmp_path, monkeypatch, k
     )  # fmt: skip
     with torch.no_grad():
         assert done.float_score == pytest.approx(perplexity(lambda own: model(own).logits, tokens[12:]), rel=1e-4)
-        tree, weights = skeleton(Source.open(tmp_path / kind))
+        tree, weights = build_skeleton(Source.open(tmp_path / kind))
         weights.load(tree.parameters())
         for parameter in tree.parameters():
             name = weights.name_of(parameter)
@@ -124,7 +124,7 @@ def test_a_family_whose_packed_weights_transformers_cannot_load_is_refused_befor
 )
 def test_a_head_of_its_own_is_kept_where_the_config_ties_it(tmp_path, target):
     runtime = find_runtime(find_target(target).runtime)
-    if not runtime.is_installed:
+    if not runtime.is_here:
         pytest.skip(f"{runtime.name} is not installed")
     written("llama", tmp_path / "m", tie_word_embeddings=True)
     file = tmp_path / "m" / "model.safetensors"

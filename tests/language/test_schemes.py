@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, tensorrt
-from scalepoint.checkpoints.packed import outer_of
+from scalepoint.checkpoints.quantized import outer_scale
 from scalepoint.errors import CalibrationError
 from scalepoint.numerics import E4M3, QParams
 from scalepoint.pipeline.checkpoint_codes import _two_level
@@ -84,7 +84,7 @@ def test_scales_of_blocks_are_float8_times_a_power_of_two():
         scale = torch.rand(8, 16, generator=generator) * factor
         scale[0, 0] = 0.0
         found = _two_level(QParams(scale)).scale
-        outer = outer_of(found)
+        outer = outer_scale(found)
         assert float(outer.log2()) == round(float(outer.log2()))
         assert torch.equal((found / outer).to(E4M3).float() * outer, found)
         assert bool((found > 0).all())

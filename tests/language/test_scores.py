@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from scalepoint import deploy_checkpoint, perplexity
 from scalepoint.cli.app import run
-from scalepoint.cli.ending import Code
+from scalepoint.cli.exit_codes import Code
 from scalepoint.errors import NonFiniteError, ScalepointWarning, StoreError, UsageError, VerificationError
 from scalepoint.formats import registry
 from scalepoint.formats.checkpoint import CheckpointFormat
@@ -61,7 +61,7 @@ def test_a_lower_perplexity_is_an_improvement_in_every_place_that_shows_it(llama
 
 
 def test_a_missing_runtime_is_an_error_before_any_work_unless_it_may_be_unverified(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(Runtime, "is_installed", False)
+    monkeypatch.setattr(Runtime, "is_here", False)
     with pytest.raises(VerificationError, match="transformers is not installed"):
         deployed(llama, tmp_path / "out")
     options = ["--target", TARGET, "--judge", str(llama[0] / "judge.txt"), "--accuracy", "fast"]

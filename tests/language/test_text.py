@@ -6,14 +6,14 @@ import torch
 from scalepoint import deploy_checkpoint
 from scalepoint.checkpoints import Source
 from scalepoint.checkpoints import text as module
-from scalepoint.checkpoints.text import context_of, sequences, tokenizer_of
+from scalepoint.checkpoints.text import context_length, load_sequences, load_tokenizer
 from scalepoint.errors import CalibrationError, UsageError
 
 CONFIG = {"weight": {"n_bits": 4, "block_size": 32}}
 
 
 def given(llama, data, *, length, count):
-    return sequences(data, Source.open(llama[0]), length=length, count=count, what="data")
+    return load_sequences(data, Source.open(llama[0]), length=length, count=count, what="data")
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,20 @@ def test_sequences_longer_than_the_context_are_refused(llama, tmp_path, data):
 def test_a_context_is_read_from_a_config_of_any_kind(llama, scaling):
     source = Source.open(llama[0])
     source = Source(source.folder, {**source.config, "rope_parameters": None, "rope_scaling": scaling}, source.tensors)
-    assert context_of(source, 5) == 128
+    assert context_length(source, 5) == 128
 
 
 def test_only_as_much_text_is_tokenized_as_is_needed(llama, tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_text((llama[0] / "calibration.txt").read_text() * 20)
-    real, seen = tokenizer_of(Source.open(llama[0])), []
+    real, seen = load_tokenizer(Source.open(llama[0])), []
 
     class Counting:
         def encode(self, text, **options):
             seen.append(len(text))
             return real.encode(text, **options)
 
-    monkeypatch.setattr(module, "tokenizer_of", lambda source: Counting())
+    monkeypatch.setattr(module, "load_tokenizer", lambda source: Counting())
     found = given(llama, path, length=32, count=4)
     assert sum(seen) < 5_000 < len(path.read_text())
     whole = real.encode(path.read_text(), add_special_tokens=False)

@@ -31,7 +31,7 @@ def deploy(folder, **options):
 @pytest.mark.filterwarnings("ignore:.*VNNI")
 def test_a_file_for_another_cpu_says_so_when_it_is_verified(tmp_path, target):
     done = deploy(tmp_path, target=target, cpu=OTHER)
-    assert find_format("onnx").read_info(done.path).made_for["cpu"] == OTHER
+    assert find_format("onnx").about(done.path).made_for["cpu"] == OTHER
     assert f"cpu {OTHER}; verified on another CPU, {HERE}" in done.verification.origin
     assert ("made for", done.verification.origin) in done.verification.rows()
     assert DeployConfig.from_file(tmp_path / "config.yaml").cpu == OTHER
@@ -40,7 +40,7 @@ def test_a_file_for_another_cpu_says_so_when_it_is_verified(tmp_path, target):
 def test_the_file_of_this_cpu_needs_no_word(tmp_path):
     done = deploy(tmp_path, cpu=HERE)
     assert "another CPU" not in str(done.verification)
-    assert find_format("onnx").read_info(done.path).made_for["cpu"] == HERE
+    assert find_format("onnx").about(done.path).made_for["cpu"] == HERE
 
 
 def test_an_automatic_choice_is_told_in_one_line_and_kept(tmp_path, capsys):
@@ -79,4 +79,4 @@ def test_a_run_that_goes_on_for_another_cpu_is_made_again(tmp_path):
         deploy(tmp_path, cpu=HERE, evaluate=lambda run: 1.0 if isinstance(run, nn.Module) else fail(run))
     with pytest.warns(ScalepointWarning, match="the target changed"):
         done = deploy(tmp_path, cpu=OTHER, resume=True)
-    assert find_format("onnx").read_info(done.path).made_for["cpu"] == OTHER
+    assert find_format("onnx").about(done.path).made_for["cpu"] == OTHER

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import scalepoint
-from scalepoint.cli.settings import settings_of
+from scalepoint.cli.run_config import load_settings
 from scalepoint.errors import ConfigError, ScalepointWarning, TargetError, UsageError, VerificationError
 from scalepoint.formats import export
 from scalepoint.graph.origin import get_origin
@@ -133,7 +133,7 @@ def test_macs_are_those_of_the_example(segments, pictures):
 
 @pytest.mark.parametrize("runtime", fast(("onnxruntime", "openvino"), "onnxruntime"))
 def test_frames_of_any_number(runtime, tmp_path):
-    if not find_runtime(runtime).is_installed:
+    if not find_runtime(runtime).is_here:
         pytest.skip(f"{runtime} is not installed")
     torch.manual_seed(0)
     model, x = Frames().eval(), torch.randn(2, 20, 12)
@@ -201,6 +201,6 @@ def test_the_key_of_a_config_is_read_as_yaml_and_json_have_it(tmp_path):
 
 def test_the_flag_is_the_key():
     given = {"dynamic_axes": ["x:2=height,3=width", "mask:1"]}
-    assert settings_of(given).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
+    assert load_settings(given).dynamic_axes == {**PICTURE, "mask": {1: "mask_1"}}
     with raises(UsageError, "--dynamic-axes", "x:2=height,3=width", "x:2,3", "'x=2'"):
-        settings_of({"dynamic_axes": ["x=2"]})
+        load_settings({"dynamic_axes": ["x=2"]})

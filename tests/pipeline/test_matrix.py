@@ -231,7 +231,7 @@ def check_result(case: Case, done: scalepoint.Deployment) -> None:
     assert (done.score is not None) == (case["goal"] == "max_drop")
     if "=" in str(case["goal"]):
         assert done.allocation is not None
-    names = [each.name for each in find_format(find_target(str(case["target"])).format).read_info(done.path).inputs]
+    names = [each.name for each in find_format(find_target(str(case["target"])).format).about(done.path).inputs]
     assert names == (["x"] if case["inputs"] == "positional" else ["x", "gain"])
     if case["outputs"] == "dict":
         assert output_names(done.path) in (OUTPUTS[str(case["net"])], None)
@@ -275,7 +275,7 @@ def test_a_combination_of_options_ends_in_a_verified_file_or_a_refusal(
     case: Case, earlier: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     runtime = find_target(str(case["target"])).runtime
-    if runtime is not None and not find_runtime(runtime).is_installed:
+    if runtime is not None and not find_runtime(runtime).is_here:
         pytest.skip(f"{runtime} is not installed")
     output, codes = tmp_path / "out", refusals(case)
     options = {"smoke": case["run"] == "smoke"}

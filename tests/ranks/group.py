@@ -56,9 +56,9 @@ def free_port() -> int:
 
 
 def main(job: str, rank: str, size: str, init: str, folder: str) -> None:
-    from scalepoint.support.cpu import cap
+    from scalepoint.support.cpu import cap_instruction_set
 
-    cap()
+    cap_instruction_set()
     import torch
     from torch import distributed
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalepoint.cli.ending import Code, _explained
+from scalepoint.cli.exit_codes import Code, classify_error
 from scalepoint.distributed.channel import decode_error, decode_tensors, encode_error, encode_tensors
 from scalepoint.errors import BatchNote, CalibrationError, RankError
 
@@ -15,7 +15,7 @@ def test_an_error_of_the_users_data_is_one_on_every_rank() -> None:
     found = decode_error(encode_error(error), 1)
     assert found.__notes__ == ["calibrating: batch 3", "seen by somebody else", "raised on rank 1"]
     assert [isinstance(note, BatchNote) for note in found.__notes__] == [True, False, False]
-    assert _explained(found)[:2] == _explained(error)[:2] == (Code.USAGE, CalibrationError.code)
+    assert classify_error(found)[:2] == classify_error(error)[:2] == (Code.USAGE, CalibrationError.code)
 
 
 @pytest.mark.parametrize("error", [CalibrationError("empty"), KeyError("x"), KeyboardInterrupt()], ids=repr)

@@ -47,9 +47,7 @@ def test_it_tells_which_products_are_low(written):
     assert not [each for each in executed if each["low"] is False]
 
 
-@pytest.mark.skipif(
-    not RUNTIME.is_installed, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]"
-)
+@pytest.mark.skipif(not RUNTIME.is_here, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]")
 def test_it_runs_in_a_child_process(written):
     with exchange_files({"input_ids": WORDS.numpy()}) as files:
         answer = run_task(
@@ -65,9 +63,7 @@ def test_it_runs_in_a_child_process(written):
     assert answer.data["files"][0]["tokens"] == made
 
 
-@pytest.mark.skipif(
-    not RUNTIME.is_installed, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]"
-)
+@pytest.mark.skipif(not RUNTIME.is_here, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != LONG])
 def test_it_generates_what_the_simulation_does(tmp_path, name):
     make(name, tmp_path / "float")
@@ -86,9 +82,7 @@ def test_it_generates_what_the_simulation_does(tmp_path, name):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["float", "out", "simulated"]
 
 
-@pytest.mark.skipif(
-    not RUNTIME.is_installed, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]"
-)
+@pytest.mark.skipif(not RUNTIME.is_here, reason="onnxruntime-genai is not installed: pip install scalepoint[genai]")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_texts_of_several_lengths_go_on_as_each_alone_does(tmp_path, name):
     import onnxruntime_genai

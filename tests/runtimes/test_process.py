@@ -156,7 +156,7 @@ def test_a_package_that_is_not_installed(runtime, tmp_path):
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
 def test_a_real_runtime_that_needs_more_than_it_may_have_is_a_finding(name, tmp_path):
-    if not find_runtime(name).is_installed:
+    if not find_runtime(name).is_here:
         pytest.skip(f"{name} is not installed")
     path, model, x = tmp_path / "m.onnx", nn.Linear(8, 4000).eval(), torch.randn(30_000, 8)
     write_baseline(model, path, ExportRequest(((x,), {})))

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from scalepoint.support import cpu
-from scalepoint.support.cpu import CAP, KNOWN, PROGRAM, Amx, flags, signal_of, tried
+from scalepoint.support.cpu import (
+    AMX_RESULT_VARIABLE,
+    ISA_CAP,
+    PROBE_VARIABLE,
+    Amx,
+    probe_amx,
+    read_cpu_flags,
+    signal_name,
+)
 
 PROBE = Path(cpu.__file__).with_name("amx_probe.py")
 DIES = "import os, signal\nif 'ONEDNN_MAX_CPU_ISA' not in os.environ: os.kill(os.getpid(), signal.SIGILL)\n"
@@ -33,13 +41,15 @@ def dying(tmp_path: Path) -> Path:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what the run of the tests itself has found."""
-    for name in (KNOWN, PROGRAM, *CAP):
+    for name in (AMX_RESULT_VARIABLE, PROBE_VARIABLE, *ISA_CAP):
         monkeypatch.delenv(name, raising=False)
 
 
 def python(code: str, *arguments: str, **environment: str) -> str:
     """What a process of its own prints; it knows nothing of what was found here."""
-    own = {name: value for name, value in os.environ.items() if name not in (KNOWN, PROGRAM, *CAP)}
+    own = {
+        name: value for name, value in os.environ.items() if name not in (AMX_RESULT_VARIABLE, PROBE_VARIABLE, *ISA_CAP)
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**own, **environment},
@@ -51,7 +61,7 @@ def python(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("library", cpu.TRIED)
+@pytest.mark.parametrize("library", cpu.PROBED_LIBRARIES)
 def test_the_product_of_each_library_is_really_tried(library: str) -> None:
     pytest.importorskip(library)
     done = subprocess.run([sys.executable, "-I", str(PROBE), library], capture_output=True, text=True, check=False)
@@ -59,7 +69,7 @@ def test_the_product_of_each_library_is_really_tried(library: str) -> None:
 
 
 def test_a_child_that_dies_is_found_and_the_cap_keeps_it_alive(dying: Path, bare: None) -> None:
-    found = tried(dying)
+    found = probe_amx(dying)
     assert found.died["torch"] == "SIGILL"
     assert found.is_mended
     assert str(found).startswith("announced, but torch dies of SIGILL")
@@ -68,7 +78,7 @@ def test_a_child_that_dies_is_found_and_the_cap_keeps_it_alive(dying: Path, bare
 
 def test_a_cap_that_does_not_help_is_said(tmp_path: Path, bare: None) -> None:
     (tmp_path / "dies.py").write_text(DIES_ANYWAY)
-    found = tried(tmp_path / "dies.py")
+    found = probe_amx(tmp_path / "dies.py")
     assert (found.died["torch"], found.is_mended) == ("SIGSEGV", False)
     assert "does not help" in str(found)
 
@@ -76,15 +86,15 @@ def test_a_cap_that_does_not_help_is_said(tmp_path: Path, bare: None) -> None:
 @pytest.mark.parametrize("code", ["", "raise ImportError"], ids=["runs", "cannot be tried"])
 def test_a_child_that_ends_by_itself_needs_no_cap(code: str, tmp_path: Path, bare: None) -> None:
     (tmp_path / "lives.py").write_text(code)
-    assert str(tried(tmp_path / "lives.py")) == "announced, and runs"
+    assert str(probe_amx(tmp_path / "lives.py")) == "announced, and runs"
 
 
 def test_flags_are_read_from_the_system(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(
         "processor\t: 0\nflags\t\t: fpu avx2 amx_tile\n\nprocessor\t: 1\nflags\t\t: fpu\n"
     )
-    assert flags(tmp_path / "cpuinfo") == {"fpu", "avx2", "amx_tile"}
-    assert flags(tmp_path / "none") == set()
+    assert read_cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx2", "amx_tile"}
+    assert read_cpu_flags(tmp_path / "none") == set()
     assert str(Amx()) == "not announced"
 
 
@@ -115,21 +125,23 @@ print(os.environ["ONEDNN_MAX_CPU_ISA"])
 
 def test_the_child_of_a_runtime_is_capped_and_this_process_when_asked(dying: Path) -> None:
     """The environment that the child really gets, by Python's own audit of what is started."""
-    capped = CAP["ONEDNN_MAX_CPU_ISA"]
-    assert python(CHILDREN, **{PROGRAM: str(dying)}).split() == ["True", capped, "False", capped]
+    capped = ISA_CAP["ONEDNN_MAX_CPU_ISA"]
+    assert python(CHILDREN, **{PROBE_VARIABLE: str(dying)}).split() == ["True", capped, "False", capped]
 
 
 def test_processes_that_are_started_know_without_trying_again(dying: Path) -> None:
     code = "from scalepoint.support.cpu import amx\nimport os\namx()\nprint(os.environ['SCALEPOINT_AMX'])"
-    known = python(code, **{PROGRAM: str(dying)}).strip()
-    said = python(WATCHED + "from scalepoint.support.cpu import amx\nprint(amx(), len(started))", **{KNOWN: known})
+    known = python(code, **{PROBE_VARIABLE: str(dying)}).strip()
+    said = python(
+        WATCHED + "from scalepoint.support.cpu import amx\nprint(amx(), len(started))", **{AMX_RESULT_VARIABLE: known}
+    )
     assert "torch dies of SIGILL" in said
     assert said.split()[-1] == "0"
 
 
 @pytest.mark.parametrize("text", ["", "yes", "[]", '{"died": 3, "mended": true}', '{"died": {}}'])
 def test_what_another_wrote_there_is_not_believed(text: str) -> None:
-    assert cpu._known(text) is None
+    assert cpu._parse_result(text) is None
 
 
 TOLD = """
@@ -158,8 +170,8 @@ def net():
 def test_the_command_line_caps_itself_and_the_doctor_and_the_report_say_it(is_mended: bool, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "dies.py").write_text(DIES if is_mended else DIES_ANYWAY)
-    built, line, reported = json.loads(python(TOLD, str(tmp_path), **{PROGRAM: str(tmp_path / "dies.py")}))
-    assert built == CAP["ONEDNN_MAX_CPU_ISA"]  # before the user's code could multiply
+    built, line, reported = json.loads(python(TOLD, str(tmp_path), **{PROBE_VARIABLE: str(tmp_path / "dies.py")}))
+    assert built == ISA_CAP["ONEDNN_MAX_CPU_ISA"]  # before the user's code could multiply
     assert line["state"] == ("ok" if is_mended else "missing")
     assert f"torch dies of {'SIGILL' if is_mended else 'SIGSEGV'}" in line["detail"]
     assert reported == line["detail"]
@@ -195,4 +207,4 @@ def test_a_test_that_dies_does_not_take_the_run_down(tmp_path: Path) -> None:
     [(-4, "SIGILL"), (-11, "SIGSEGV"), (132, "SIGILL"), (134, "SIGABRT"), (137, "SIGKILL"), (0, None), (1, None)],
 )
 def test_an_exit_code_names_its_signal(code: int, name: str | None) -> None:
-    assert signal_of(code) == name
+    assert signal_name(code) == name

@@ -4,7 +4,7 @@ import pytest
 
 from scalepoint.errors import DocumentError
 from scalepoint.spec import QuantizationSpec
-from scalepoint.support.documents import MAX_BYTES, Places, dump_yaml, parse_json, parse_yaml
+from scalepoint.support.documents import MAX_BYTES, DocumentPositions, dump_yaml, parse_json, parse_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 10)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -89,7 +89,7 @@ def test_a_spec_truncated_at_any_byte_is_an_error_or_a_spec(form):
     ],
 )
 def test_a_key_or_value_is_found_in_its_text(text, path, of_key, place):
-    assert Places(text).of(path, of_key=of_key) == place
+    assert DocumentPositions(text).of(path, of_key=of_key) == place
 
 
 def test_yaml_has_a_key_on_each_line_and_innermost_lists_on_one() -> None:

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalepoint.errors import StoreError, UsageError
-from scalepoint.support.files import locked, replace_file, replace_folder, replace_text, sweep
-from scalepoint.support.output_folder import LIST, WrittenFiles, check_path, move_into
+from scalepoint.support.files import locked, remove_leftovers, replace_file, replace_folder, replace_text
+from scalepoint.support.output_folder import LIST_FILE, WrittenFiles, check_path, move_into
 from tests.errors import raises
 
 
@@ -72,7 +72,7 @@ def test_only_what_killed_processes_left_of_ours_is_swept(tmp_path):
     for name in others:
         (tmp_path / name).write_text("of another program")
     (tmp_path / ".tmp-80-report.html").symlink_to(tmp_path / ".tmp-mine")
-    sweep(tmp_path, ("report.html", "report.json", "out"))
+    remove_leftovers(tmp_path, ("report.html", "report.json", "out"))
     assert {each.name for each in tmp_path.iterdir()} == {*others, "out", ".tmp-80-report.html"}
     assert [each.name for each in (tmp_path / "out").iterdir()] == ["a"]
 
@@ -121,7 +121,7 @@ def staged(folder, **files):
 
 
 def texts(folder):
-    return {each.name: each.read_text() for each in folder.iterdir() if each.name != LIST}
+    return {each.name: each.read_text() for each in folder.iterdir() if each.name != LIST_FILE}
 
 
 def test_moving_files_in_deletes_those_of_earlier_runs_alone(tmp_path):
@@ -131,7 +131,7 @@ def test_moving_files_in_deletes_those_of_earlier_runs_alone(tmp_path):
     (out / "mine").write_text("mine")
     move_into(staged(tmp_path / "2", a="two"), out)
     assert texts(out) == {"a": "two", "c": "edited", "mine": "mine"}
-    assert set(json.loads((out / LIST).read_text())["files"]) == {"a"}
+    assert set(json.loads((out / LIST_FILE).read_text())["files"]) == {"a"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out"]
 
 
@@ -141,7 +141,7 @@ def test_moving_files_in_deletes_those_of_earlier_runs_alone(tmp_path):
 def test_a_list_that_is_damaged_deletes_nothing(tmp_path, text):
     out = staged(tmp_path / "out", a="old")
     (tmp_path / "mine").write_text("mine")
-    (out / LIST).write_text(text)
+    (out / LIST_FILE).write_text(text)
     move_into(staged(tmp_path / "1", b="new"), out)
     assert texts(out) == {"a": "old", "b": "new"}
     assert (tmp_path / "mine").read_text() == "mine"

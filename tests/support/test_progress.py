@@ -67,7 +67,7 @@ def test_a_phase_that_fails_says_how_far_it_came(capsys):
 
 
 def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_INTERVAL_SECONDS", 0.0)
     with phase("calibrating", total=4) as running:
         running.advance()
         running.advance(3)

@@ -79,7 +79,7 @@ def test_throughput_is_told_at_each_batch_and_a_file_with_a_fixed_one_says_so(fi
 def test_the_plain_exporter_takes_what_deploy_takes(files):
     model, *_ = files
     with baseline_file(model, find_format("onnx"), ExportRequest((ARGS, KWARGS), names=("given_x", "offset"))) as path:
-        assert [each.name for each in find_format("onnx").read_info(path).inputs] == ["given_x", "offset"]
+        assert [each.name for each in find_format("onnx").about(path).inputs] == ["given_x", "offset"]
     assert not path.exists()
 
 

@@ -105,7 +105,7 @@ def test_a_file_for_avx2_runs_on_any_cpu(one_sign):
     assert found.warning == ""
     assert found.made_for == {"target": "onnxruntime", "cpu": "avx2"}
     assert "target onnxruntime, cpu avx2" in str(found)
-    assert find_format("onnx").read_info(path).made_for == found.made_for
+    assert find_format("onnx").about(path).made_for == found.made_for
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")

@@ -1,7 +1,7 @@
 """Static checks of a deployed file: a compiler's rules over an ONNX Q/DQ graph, where the compiler cannot be asked.
 
-    for finding in check("model.onnx", "tensorrt", version="10.9"):
-        print(finding)
+    for make_finding in check("model.onnx", "tensorrt", version="10.9"):
+        print(make_finding)
 
 Needs the package onnx; `import scalepoint` does not import this.
 """
@@ -9,7 +9,7 @@ Needs the package onnx; `import scalepoint` does not import this.
 import os
 from typing import TYPE_CHECKING
 
-from scalepoint.checking.rule import Finding, Rule, Severity, finding
+from scalepoint.checking.rule import Finding, Rule, Severity, make_finding
 from scalepoint.errors import TargetError, nearest, shown
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def check(
     for view in read_views(source, parsed):
         faults = [(rule, fault) for rule in _rules(target) for fault in rule.check(view)]
         faults.sort(key=lambda pair: (view.position(pair[1].node), pair[0].id))
-        findings += [finding(view, rule, fault) for rule, fault in faults]
+        findings += [make_finding(view, rule, fault) for rule, fault in faults]
     return findings
 
 

@@ -14,9 +14,9 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 from scalepoint.errors import DocumentError, StoreError, shown
 from scalepoint.support.untrusted import read_bytes, read_part
 
-OLDEST_OPSET = 10  # QuantizeLinear appeared
-MOST_NODES = 1_000_000  # after inlining functions, which can double at every level
-MOST_BYTES = 2**31  # the limit of protobuf
+MIN_OPSET = 10  # QuantizeLinear appeared
+MAX_NODES = 1_000_000  # after inlining functions, which can double at every level
+MAX_BYTES = 2**31  # the limit of protobuf
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
@@ -44,17 +44,17 @@ def read_model(source: str | os.PathLike[str] | ModelProto) -> OnnxFile:
     Raises:
         StoreError: The file or the model is damaged, too large, or refers to files outside of its folder.
     """
-    path = None if isinstance(source, ModelProto) else _path(source)
-    model = source if isinstance(source, ModelProto) else _parse(_path(source))
+    path = None if isinstance(source, ModelProto) else _check_path(source)
+    model = source if isinstance(source, ModelProto) else _parse(_check_path(source))
     name = "the model" if path is None else str(path)
     folder = None if path is None else path.parent
     _check_header(model, name)
-    for tensor in _tensors(model):
+    for tensor in _iterate_tensors(model):
         _check_tensor(tensor, folder)
-    model = _with_shapes(_inlined(model, name))
+    model = _infer_shapes(_inline_functions(model, name))
     _check_graph(model.graph, frozenset())
     try:
-        return OnnxFile(ir.from_proto(model), opset_of(model), folder)
+        return OnnxFile(ir.from_proto(model), read_opset(model), folder)
     except Exception as error:  # onnx_ir wraps any error in one whose text contains the whole node, weights included
         raise StoreError(f"{name} is damaged: {_root_cause(error)}") from None
 
@@ -65,7 +65,7 @@ def tensor_values(tensor: ir.TensorProtocol, folder: Path | None) -> Floats:
     try:
         if isinstance(tensor, ir.ExternalTensor):  # its own numpy() would open any file that the model names
             entries = {"location": str(tensor.location), "offset": tensor.offset, "length": tensor.length}
-            data = read_part(*_external(name, entries, folder), folder=folder)
+            data = read_part(*_locate_external_data(name, entries, folder), folder=folder)
             dims = list(tensor.shape.numpy())
             proto = TensorProto(name=name, data_type=int(tensor.dtype), dims=dims, raw_data=data)
             tensor = ir.serde.deserialize_tensor(proto)
@@ -74,12 +74,12 @@ def tensor_values(tensor: ir.TensorProtocol, folder: Path | None) -> Floats:
         raise StoreError(f"the values of {shown(name)} cannot be read: {error}") from error
 
 
-def _path(source: str | os.PathLike[str]) -> Path:
+def _check_path(source: str | os.PathLike[str]) -> Path:
     try:
         path = Path(source)
         if not path.is_file():
             raise StoreError(f"there is no file {shown(str(path))}")
-        if path.stat().st_size >= MOST_BYTES:
+        if path.stat().st_size >= MAX_BYTES:
             raise StoreError(f"{path} has 2 GB or more: ONNX keeps such weights in a data file beside it")
     except (TypeError, ValueError, OSError) as error:
         if isinstance(error, StoreError):
@@ -91,7 +91,7 @@ def _path(source: str | os.PathLike[str]) -> Path:
 def _parse(path: Path) -> ModelProto:
     model = ModelProto()
     try:
-        model.ParseFromString(read_bytes(path, MOST_BYTES - 1))
+        model.ParseFromString(read_bytes(path, MAX_BYTES - 1))
     except DecodeError as error:
         raise StoreError(f"{path} is no ONNX file, or is cut off: write it again") from error
     except DocumentError as error:
@@ -106,16 +106,16 @@ def _check_header(model: ModelProto, name: str) -> None:
         raise StoreError(f"{name} has no graph, opset or IR version: it is no ONNX file, or is cut off")
     if model.ir_version > onnx.IR_VERSION:
         raise StoreError(f"{name} has IR version {model.ir_version}; known are those up to {onnx.IR_VERSION}")
-    opset, newest = opset_of(model), onnx.defs.onnx_opset_version()
-    if not OLDEST_OPSET <= opset <= newest:
-        raise StoreError(f"{name} has opset {opset}; Q/DQ files have one from {OLDEST_OPSET} to {newest}")
+    opset, newest = read_opset(model), onnx.defs.onnx_opset_version()
+    if not MIN_OPSET <= opset <= newest:
+        raise StoreError(f"{name} has opset {opset}; Q/DQ files have one from {MIN_OPSET} to {newest}")
 
 
-def opset_of(model: ModelProto) -> int:
+def read_opset(model: ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
 
 
-def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+def _iterate_tensors(model: ModelProto) -> Iterator[TensorProto]:
     """Every tensor in the file, also those in attributes, bodies and functions."""
     yield from _tensors_of_graph(model.graph)
     for function in model.functions:
@@ -166,16 +166,18 @@ def _check_tensor(tensor: TensorProto, folder: Path | None) -> None:
         unknown = sorted(entries.keys() - _EXTERNAL_KEYS)
         if unknown or len(entries) != len(tensor.external_data):
             raise StoreError(f"tensor {name} has unknown or repeated keys of external data: {shown(unknown)}")
-        _external(tensor.name, entries, folder)
+        _locate_external_data(tensor.name, entries, folder)
 
 
-def _external(tensor_name: str, entries: Mapping[str, str | int | None], folder: Path | None) -> tuple[Path, int, int]:
+def _locate_external_data(
+    tensor_name: str, entries: Mapping[str, str | int | None], folder: Path | None
+) -> tuple[Path, int, int]:
     """Find the data of a tensor: file, offset, length. Only a plain file in the model's own folder is read."""
     name = shown(tensor_name)
     if folder is None:
         raise StoreError(f"tensor {name} has external data: give the path of the file instead of a ModelProto")
     location = str(entries.get("location") or "")
-    path = _contained(location, folder, name)
+    path = _resolve_in_folder(location, folder, name)
     try:
         size = path.stat().st_size
         offset = int(entries.get("offset") or 0)
@@ -189,7 +191,7 @@ def _external(tensor_name: str, entries: Mapping[str, str | int | None], folder:
     return path, offset, length
 
 
-def _contained(location: str, folder: Path, name: str) -> Path:
+def _resolve_in_folder(location: str, folder: Path, name: str) -> Path:
     parts = location.replace("\\", "/").split("/")
     if not location or "\0" in location or ".." in parts or Path(location).is_absolute() or ":" in parts[0]:
         raise StoreError(f"tensor {name} has its data in {shown(location)}: only files in the model's folder are read")
@@ -204,22 +206,22 @@ def _contained(location: str, folder: Path, name: str) -> Path:
     return path
 
 
-def _inlined(model: ModelProto, name: str) -> ModelProto:
+def _inline_functions(model: ModelProto, name: str) -> ModelProto:
     if not model.functions:
         return model
     functions = {(function.domain, function.name): function for function in model.functions}
     sizes: dict[tuple[str, str], int] = {}
     for key in functions:
-        _count(key, functions, sizes, ())
-    if sum(sizes.get((node.domain, node.op_type), 1) for node in _nodes(model.graph.node)) > MOST_NODES:
-        raise StoreError(f"{name} has functions that grow to more than {MOST_NODES} nodes")
+        _count_nodes(key, functions, sizes, ())
+    if sum(sizes.get((node.domain, node.op_type), 1) for node in _iterate_nodes(model.graph.node)) > MAX_NODES:
+        raise StoreError(f"{name} has functions that grow to more than {MAX_NODES} nodes")
     try:
         return inliner.inline_local_functions(model)
     except Exception as error:  # native code raises what it likes
         raise StoreError(f"{name} has functions that cannot be inlined: {error}") from error
 
 
-def _count(
+def _count_nodes(
     key: tuple[str, str],
     functions: dict[tuple[str, str], FunctionProto],
     sizes: dict[tuple[str, str], int],
@@ -231,19 +233,19 @@ def _count(
     if key not in functions:
         return 1
     if key not in sizes:
-        inner = _nodes(functions[key].node)
-        sizes[key] = sum(_count((node.domain, node.op_type), functions, sizes, (*open_, key)) for node in inner)
+        inner = _iterate_nodes(functions[key].node)
+        sizes[key] = sum(_count_nodes((node.domain, node.op_type), functions, sizes, (*open_, key)) for node in inner)
     return sizes[key]
 
 
-def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+def _iterate_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     for node in nodes:
         yield node
-        for body in _bodies(node):
-            yield from _nodes(body.node)
+        for body in _list_bodies(node):
+            yield from _iterate_nodes(body.node)
 
 
-def _bodies(node: NodeProto) -> list[GraphProto]:
+def _list_bodies(node: NodeProto) -> list[GraphProto]:
     """The graphs of If, Loop and Scan."""
     return [
         graph
@@ -252,7 +254,7 @@ def _bodies(node: NodeProto) -> list[GraphProto]:
     ]
 
 
-def _with_shapes(model: ModelProto) -> ModelProto:
+def _infer_shapes(model: ModelProto) -> ModelProto:
     try:
         return shape_inference.infer_shapes(model, data_prop=True)
     except Exception:  # shapes are a help, not a need: rules that lack one say nothing
@@ -278,7 +280,7 @@ def _check_graph(graph: GraphProto, outer: frozenset[str]) -> None:
         for tensor in filter(None, node.input):
             if tensor not in own and tensor not in outer:
                 raise StoreError(f"node {shown(label)} reads {shown(tensor)}, which no earlier node makes")
-        for body in _bodies(node):
+        for body in _list_bodies(node):
             _check_graph(body, outer | own)
         for tensor in filter(None, node.output):
             if tensor in own:

@@ -64,29 +64,29 @@ ACTIVATIONS = frozenset(
 _LINEAR = frozenset({"BatchNormalization", "Add", "Sub", "Mul", "Div"})  # with a constant: folded into the kernel
 
 
-class Use(NamedTuple):
+class OperandUse(NamedTuple):
     """A tensor is operand `place` of `node`; -1 if a graph inside the node reads it."""
 
     node: Node
     place: int
 
 
-class Step(NamedTuple):
+class ReaderStep(NamedTuple):
     """A reader behind the Q/DQ pairs, and the Q in between (None without a pair)."""
 
-    use: Use
+    use: OperandUse
     crossed: Node | None
 
 
-def operand(node: Node, place: int) -> Tensor:
+def get_operand(node: Node, place: int) -> Tensor:
     return node.inputs[place] if place < len(node.inputs) else None
 
 
-def result(node: Node) -> Tensor:
+def get_result(node: Node) -> Tensor:
     return node.outputs[0] if node.outputs else None
 
 
-def integer(node: Node, attribute: str, default: int = 0) -> int:
+def get_integer(node: Node, attribute: str, default: int = 0) -> int:
     stored = node.attributes.get(attribute)
     return stored.value if stored is not None and isinstance(stored.value, int) else default
 
@@ -108,7 +108,7 @@ class _Index:
         bodies: list[ir.Graph] = []
         for position, node in enumerate(graph):
             self.order[node] = position
-            inner = _bodies(node)
+            inner = _list_bodies(node)
             self.owners.update(dict.fromkeys(inner, node))
             bodies += inner
             operands = [tensor for tensor in node.inputs if tensor is not None]
@@ -123,7 +123,7 @@ class _Index:
         return is_sparse or tensor in self.constants
 
 
-def _bodies(node: Node) -> list[ir.Graph]:
+def _list_bodies(node: Node) -> list[ir.Graph]:
     bodies: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -133,24 +133,24 @@ def _bodies(node: Node) -> list[ir.Graph]:
     return bodies
 
 
-def read_views(source: str | os.PathLike[str] | ModelProto, version: Version) -> "list[View]":
+def read_views(source: str | os.PathLike[str] | ModelProto, version: Version) -> "list[QdqView]":
     """The main graph, then the bodies in it, in graph order."""
     model, opset, folder = read_model(source)
     index = _Index(opset, folder)
     graphs = [model.graph]
     for graph in graphs:  # grows while it is read
         graphs += index.add(graph)
-    return [View(graph, version, index) for graph in graphs]
+    return [QdqView(graph, version, index) for graph in graphs]
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class QdqView:
     """One graph and the version of the compiler that is to read it."""
 
     graph: ir.Graph
     version: Version
     index: _Index
-    _readers: dict[Tensor, list[Use]] = field(default_factory=dict)
+    _readers: dict[Tensor, list[OperandUse]] = field(default_factory=dict)
 
     @property
     def opset(self) -> int:
@@ -180,7 +180,7 @@ class View:
     def producer(self, tensor: Tensor) -> Node | None:
         return None if tensor is None else tensor.producer()
 
-    def readers(self, tensor: Tensor) -> list[Use]:
+    def readers(self, tensor: Tensor) -> list[OperandUse]:
         """The uses of a tensor in this graph, in graph order."""
         if tensor is not None and tensor not in self._readers:
             uses = {use for node, place in tensor.uses() if (use := self._use_here(node, place)) is not None}
@@ -188,26 +188,26 @@ class View:
             self._readers[tensor] = sorted(uses, key=lambda use: (order[use.node], use.place < 0, use.place))
         return self._readers.get(tensor, [])
 
-    def _use_here(self, node: Node, place: int) -> Use | None:
+    def _use_here(self, node: Node, place: int) -> OperandUse | None:
         while node.graph is not self.graph:
             if not isinstance(node.graph, ir.Graph) or node.graph not in self.index.owners:
                 return None  # a reader outside of this body
             node, place = self.index.owners[node.graph], -1
-        return Use(node, place)
+        return OperandUse(node, place)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Known when the engine is built: an initializer, or computed from constants only."""
         return self.index.is_constant(tensor)
 
     def shape(self, tensor: Tensor) -> Shape | None:
-        stored = _constant(tensor) or tensor
+        stored = _read_constant(tensor) or tensor
         if stored is None or stored.shape is None:
             return None
         return tuple(size if isinstance(size, int) and size >= 0 else None for size in stored.shape)
 
     def dtype(self, tensor: Tensor) -> int:
         """A TensorProto data type; 0 (UNDEFINED) if it is not known."""
-        stored = _constant(tensor) or tensor
+        stored = _read_constant(tensor) or tensor
         return TensorProto.UNDEFINED if stored is None or stored.dtype is None else int(stored.dtype)
 
     def values(self, tensor: Tensor) -> Floats | None:
@@ -215,17 +215,17 @@ class View:
         if tensor is None:
             return None
         if tensor not in self.index.floats:
-            stored = _constant(tensor)
+            stored = _read_constant(tensor)
             self.index.floats[tensor] = None if stored is None else tensor_values(stored, self.index.folder)
         return self.index.floats[tensor]
 
     def source(self, tensor: Tensor, ops: frozenset[str] = COPIES) -> Tensor:
         """The tensor behind a row of such operations."""
-        while (node := self.producer(tensor)) is not None and node.op_type in ops and operand(node, 0) is not None:
-            tensor = operand(node, 0)
+        while (node := self.producer(tensor)) is not None and node.op_type in ops and get_operand(node, 0) is not None:
+            tensor = get_operand(node, 0)
         return tensor
 
-    def readers_past(self, tensor: Tensor, passes: Callable[[Use], bool]) -> Iterator[Use]:
+    def readers_past(self, tensor: Tensor, passes: Callable[[OperandUse], bool]) -> Iterator[OperandUse]:
         """The uses of a tensor, looking through the operations that `passes` lets through."""
         pending, seen = [tensor], {tensor}
         while pending:
@@ -242,13 +242,13 @@ class View:
         found: dict[Tensor, Node] = {}
         for node in self.graph:
             if node.op_type in DEQUANTIZE:
-                found[result(node)] = node
-            elif node.op_type in MOVES and operand(node, 0) in found:
-                found.update(dict.fromkeys(node.outputs, found[operand(node, 0)]))
+                found[get_result(node)] = node
+            elif node.op_type in MOVES and get_operand(node, 0) in found:
+                found.update(dict.fromkeys(node.outputs, found[get_operand(node, 0)]))
             elif node.op_type == "Concat" and all(tensor in found for tensor in node.inputs):
                 sources = [found[tensor] for tensor in node.inputs]
                 if sources and all(self.same_scale(sources[0], source) for source in sources):
-                    found[result(node)] = sources[0]
+                    found[get_result(node)] = sources[0]
         return found
 
     def dequantizer(self, tensor: Tensor) -> Node | None:
@@ -264,32 +264,32 @@ class View:
         """The tensor before its Q/DQ pairs, and the DQ next to the reader."""
         crossed = None
         while (dequantize := self.producer(tensor)) is not None and dequantize.op_type in DEQUANTIZE:
-            quantize = self.producer(operand(dequantize, 0))
+            quantize = self.producer(get_operand(dequantize, 0))
             if quantize is None or quantize.op_type not in QUANTIZE:
                 break
             crossed = crossed or dequantize
-            tensor = operand(quantize, 0)
+            tensor = get_operand(quantize, 0)
         return tensor, crossed
 
-    def steps(self, tensor: Tensor) -> list[Step]:
+    def steps(self, tensor: Tensor) -> list[ReaderStep]:
         """Who reads a tensor, Q/DQ pairs looked through. A Q without DQ is a reader of its own."""
         found = []
         for use in self.readers(tensor):
             behind = [
                 far
-                for near in self.readers(result(use.node))
+                for near in self.readers(get_result(use.node))
                 if use.node.op_type in QUANTIZE and near.node.op_type in DEQUANTIZE
-                for far in self.readers(result(near.node))
+                for far in self.readers(get_result(near.node))
             ]
-            found += [Step(far, use.node) for far in behind] or [Step(use, None)]
+            found += [ReaderStep(far, use.node) for far in behind] or [ReaderStep(use, None)]
         return found
 
-    def only_step(self, tensor: Tensor) -> Step | None:
+    def only_step(self, tensor: Tensor) -> ReaderStep | None:
         """The one reader of a tensor; None if there are more, or if it leaves the graph."""
         steps = [] if tensor in self.outputs else self.steps(tensor)
         return steps[0] if len(steps) == 1 else None
 
-    def is_linear(self, use: Use) -> bool:
+    def is_linear(self, use: OperandUse) -> bool:
         """Batch norm, or arithmetic with a constant: a compiler folds it into the kernel before."""
         node = use.node
         if node.op_type == "BatchNormalization":
@@ -297,9 +297,9 @@ class View:
         others = [tensor for position, tensor in enumerate(node.inputs) if position != use.place]
         return node.op_type in _LINEAR and all(map(self.is_constant, others))
 
-    def epilogue(self, node: Node) -> Iterator[Step]:
+    def epilogue(self, node: Node) -> Iterator[ReaderStep]:
         """What is fused behind a weighted operation, Q/DQ looked through: linear*, an activation, a max pool."""
-        tensor, stage = result(node), 0
+        tensor, stage = get_result(node), 0
         while (step := self.only_step(tensor)) is not None:
             rank = self._rank(step.use)
             if rank is None or rank < stage:
@@ -307,9 +307,9 @@ class View:
             yield step
             if rank == 2:
                 return
-            tensor, stage = result(step.use.node), rank + (rank == 1)
+            tensor, stage = get_result(step.use.node), rank + (rank == 1)
 
-    def _rank(self, use: Use) -> int | None:
+    def _rank(self, use: OperandUse) -> int | None:
         if self.is_linear(use):
             return 0
         if use.node.op_type in ACTIVATIONS and use.place == 0:
@@ -323,9 +323,9 @@ class View:
             if node is None or node.op_type in CONVOLUTIONS:
                 return node
             place = next((place for place, name in enumerate(node.inputs) if not self.is_constant(name)), 0)
-            if not self.is_linear(Use(node, place)):
+            if not self.is_linear(OperandUse(node, place)):
                 return None
-            tensor = operand(node, place)
+            tensor = get_operand(node, place)
         return None
 
     def is_quantized(self, node: Node) -> bool:
@@ -340,38 +340,38 @@ class View:
     def weight(self, node: Node) -> int | None:
         """Which operand of a weighted operation is the constant one; None if both are data."""
         places = (1, 0) if node.op_type == "MatMul" else (1,)
-        return next((place for place in places if self.is_constant(operand(node, place))), None)
+        return next((place for place in places if self.is_constant(get_operand(node, place))), None)
 
     def kind(self, node: Node) -> int:
         """The quantized type of a Q or DQ node, as ONNX says it; 0 if it is not known."""
         if node.op_type in DEQUANTIZE:
-            return self.dtype(operand(node, 0)) or self._zero_point_kind(node)
-        return self._zero_point_kind(node) or integer(node, "output_dtype") or UINT8
+            return self.dtype(get_operand(node, 0)) or self._zero_point_kind(node)
+        return self._zero_point_kind(node) or get_integer(node, "output_dtype") or UINT8
 
     def _zero_point_kind(self, node: Node) -> int:
         if "FP8" in node.op_type:
             return FP8
         if node.op_type == "TRT_FP4DynamicQuantize":
             return FP4
-        return INT4 if "INT4" in node.op_type else self.dtype(operand(node, 2))
+        return INT4 if "INT4" in node.op_type else self.dtype(get_operand(node, 2))
 
     def is_fp8(self, node: Node | None) -> bool:
         return node is not None and self.kind(node) == FP8
 
     def scale(self, node: Node) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
         """The scale of a Q or DQ node in float32; None if it is not stored in the file."""
-        values = self.values(operand(node, 1))
+        values = self.values(get_operand(node, 1))
         return None if values is None else values.astype(np.float32)
 
     def axis(self, node: Node, rank: int) -> int:
-        axis = integer(node, "axis", 1)
+        axis = get_integer(node, "axis", 1)
         return axis + rank if axis < 0 else axis
 
     def block(self, node: Node) -> int:
-        return integer(node, "block_size")
+        return get_integer(node, "block_size")
 
     def same_scale(self, left: Node, right: Node) -> bool:
-        if operand(left, 1) == operand(right, 1):
+        if get_operand(left, 1) == get_operand(right, 1):
             return True
         first, second = self.scale(left), self.scale(right)
         if first is None or second is None:
@@ -384,13 +384,13 @@ class View:
         return None if shape is None or None in shape else prod(size or 0 for size in shape)
 
 
-def last(shape: Shape | None, count: int) -> Shape:
+def last_sizes(shape: Shape | None, count: int) -> Shape:
     """The last sizes of a shape; unknown ones are None."""
     known = shape or ()
     return (None,) * (count - len(known)) + known[len(known) - min(count, len(known)) :]
 
 
-def _constant(tensor: Tensor) -> ir.TensorProtocol | None:
+def _read_constant(tensor: Tensor) -> ir.TensorProtocol | None:
     try:
         return None if tensor is None else ir.convenience.get_const_tensor(tensor)
     except (ValueError, TypeError, OverflowError):  # a Constant node without a value

@@ -6,10 +6,10 @@ from enum import StrEnum
 
 from onnx_ir import Node
 
-from scalepoint.checking.qdq_graph import Tensor, View
+from scalepoint.checking.qdq_graph import QdqView, Tensor
 from scalepoint.support.formatting import short
 
-_LONGEST_NAME = 120
+_MAX_NAME_LENGTH = 120
 
 
 class Severity(StrEnum):
@@ -41,7 +41,7 @@ class Rule:
     severity: Severity
     why: str
     way_out: str
-    check: Callable[[View], Iterator[Fault]]
+    check: Callable[[QdqView], Iterator[Fault]]
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Finding:
     way_out: str
 
     def __str__(self) -> str:
-        node, tensor = (short(name, _LONGEST_NAME) for name in (self.node, self.tensor))
+        node, tensor = (short(name, _MAX_NAME_LENGTH) for name in (self.node, self.tensor))
         where = f"{node} ({tensor})" if self.tensor else node
         return f"{self.rule} {self.severity.value}: {where}: {short(self.why, 1000)}. Way out: {self.way_out}"
 
 
-def finding(view: View, rule: Rule, fault: Fault) -> Finding:
+def make_finding(view: QdqView, rule: Rule, fault: Fault) -> Finding:
     return Finding(
         rule=rule.id,
         severity=fault.severity or rule.severity,

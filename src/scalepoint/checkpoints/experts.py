@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Expert(nn.Module):
+class GatedExpert(nn.Module):
     """One gated network."""
 
     def __init__(self, hidden: int, inner: int, act: Any) -> None:
@@ -27,14 +27,14 @@ class Expert(nn.Module):
         return found
 
 
-class Experts(nn.Module):
+class ExpertList(nn.Module):
     """All experts of a block, by number."""
 
     def __init__(self, stacked: nn.Module) -> None:
         super().__init__()
         gate_up, down = (getattr(stacked, name) for name in ("gate_up_proj", "down_proj"))
         for number in range(gate_up.shape[0]):
-            self.add_module(str(number), Expert(gate_up.shape[2], down.shape[2], getattr(stacked, "act_fn")))  # noqa: B009
+            self.add_module(str(number), GatedExpert(gate_up.shape[2], down.shape[2], getattr(stacked, "act_fn")))  # noqa: B009
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden_states)
@@ -45,7 +45,7 @@ class Experts(nn.Module):
         return total
 
 
-def is_stack(module: nn.Module) -> bool:
+def is_expert_stack(module: nn.Module) -> bool:
     """Whether it is a stack of gated experts."""
     wide, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not (isinstance(wide, Tensor) and isinstance(down, Tensor) and wide.ndim == down.ndim == 3):
@@ -53,9 +53,9 @@ def is_stack(module: nn.Module) -> bool:
     return wide.shape[1] == 2 * down.shape[2] and wide.shape[2] == down.shape[1] and hasattr(module, "act_fn")
 
 
-def take_apart(model: nn.Module) -> None:
+def split_experts(model: nn.Module) -> None:
     """Every stack of a model becomes experts by number."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if is_stack(child):
-                setattr(module, name, Experts(child))
+            if is_expert_stack(child):
+                setattr(module, name, ExpertList(child))

@@ -22,12 +22,12 @@ from scalepoint.support.untrusted import check_file, open_tensors, read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-LARGEST_INDEX = 64_000_000
-ROWS = 4096  # of a matrix that are compared at once
-LARGEST_FILE = 256_000_000  # of a tokenizer
+SINGLE_SHARD = "model.safetensors"
+MAX_INDEX_BYTES = 64_000_000
+COMPARED_ROWS = 4096  # of a matrix that are compared at once
+MAX_FILE_BYTES = 256_000_000  # of a tokenizer
 OPENED_BY_TRANSFORMERS = (".json", ".model", ".txt", ".jinja", ".safetensors")
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -38,9 +38,9 @@ TOKENIZER = (
     "chat_template.jinja",
     "generation_config.json",
 )
-HEADS = ("lm_head", "embed_out")
+HEAD_LAYERS = ("lm_head", "embed_out")
 TOKEN_EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings", "tokens_embed")
-TIE = "tie_word_embeddings"
+TIE_KEY = "tie_word_embeddings"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -56,7 +56,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where a tensor lies, and what it is."""
 
     shard: Path
@@ -71,7 +71,7 @@ class Stored:
 class Source:
     """A language model's checkpoint in a folder: config, tensors read one by one, tokenizer files."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
         self.folder, self.config, self.tensors = folder, config, tensors
 
     @classmethod
@@ -81,17 +81,17 @@ class Source:
         if not folder.is_dir():
             raise StoreError(f"{folder}: no such folder. A checkpoint is a folder with {CONFIG} and safetensors files")
         check_files(folder)
-        config = _json(folder / CONFIG)
-        found: dict[str, Stored] = {}
-        for shard, names in _shards(folder).items():
-            tensors = _header(shard)
+        config = _read_json(folder / CONFIG)
+        found: dict[str, StoredTensor] = {}
+        for shard, names in _list_shards(folder).items():
+            tensors = _read_header(shard)
             if missing := sorted(set(names or ()) - tensors.keys()):
                 raise StoreError(
                     f"{shard.name} lacks {missing[0]} ({len(missing)} in all), which {INDEX} looks for there"
                 )
             found |= {name: tensors[name] for name in (names or tensors)}
-        if config.get(TIE) is not False and cls(folder, config, found).has_own_head():
-            config = {**config, TIE: False}
+        if config.get(TIE_KEY) is not False and cls(folder, config, found).has_own_head():
+            config = {**config, TIE_KEY: False}
         return cls(folder, config, found)
 
     def has_own_head(self) -> bool:
@@ -99,7 +99,7 @@ class Source:
 
         transformers uses such a head even if config.json ties it to the embedding.
         """
-        heads, embeddings = (self._weights_of(names) for names in (HEADS, TOKEN_EMBEDDINGS))
+        heads, embeddings = (self._weights_of(names) for names in (HEAD_LAYERS, TOKEN_EMBEDDINGS))
         if len(heads) != 1 or len(embeddings) != 1:
             return False
         if self.tensors[heads[0]].shape != self.tensors[embeddings[0]].shape:
@@ -116,8 +116,8 @@ class Source:
             ):
                 rows = first_file.get_slice(first), second_file.get_slice(second)
                 return all(
-                    torch.equal(*(each[start : start + ROWS].to(torch.float32) for each in rows))
-                    for start in range(0, one.shape[0] if one.shape else 0, ROWS)
+                    torch.equal(*(each[start : start + COMPARED_ROWS].to(torch.float32) for each in rows))
+                    for start in range(0, one.shape[0] if one.shape else 0, COMPARED_ROWS)
                 )
         except (OSError, SafetensorError, DocumentError) as error:
             raise StoreError(f"{one.shard}: {first} cannot be read: {error}") from error
@@ -138,7 +138,7 @@ class Source:
     @property
     def tokenizer_files(self) -> list[Path]:
         """What is copied beside the weights as it is."""
-        return [path for name in TOKENIZER if (path := self.folder / name).is_file()]
+        return [path for name in TOKENIZER_FILES if (path := self.folder / name).is_file()]
 
     @cached_property
     def mark(self) -> str:
@@ -167,16 +167,16 @@ def check_files(folder: Path) -> None:
         if path.suffix not in OPENED_BY_TRANSFORMERS or path.is_dir():
             continue
         try:
-            check_file(path, None if path.suffix == ".safetensors" else LARGEST_FILE, folder=folder)
+            check_file(path, None if path.suffix == ".safetensors" else MAX_FILE_BYTES, folder=folder)
         except (OSError, DocumentError) as error:
             raise StoreError(
                 error.args[0] if isinstance(error, DocumentError) else f"{path}: {error.strerror}"
             ) from error
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path, LARGEST_INDEX, folder=path.parent)
+        found = read_json(path, MAX_INDEX_BYTES, folder=path.parent)
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}. A checkpoint folder has a {path.name}") from error
     except DocumentError as error:
@@ -186,10 +186,10 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _shards(folder: Path) -> dict[Path, list[str] | None]:
+def _list_shards(folder: Path) -> dict[Path, list[str] | None]:
     """Every shard, and what is looked for in it: None for all that it has."""
     if (folder / INDEX).is_file():
-        places = _json(folder / INDEX).get("weight_map")
+        places = _read_json(folder / INDEX).get("weight_map")
         if not (isinstance(places, dict) and places and all(isinstance(each, str) for each in places.values())):
             raise StoreError(f"{folder / INDEX} has no weight_map of names to files")
         found: dict[Path, list[str] | None] = {}
@@ -200,25 +200,25 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
             assert listed is not None  # noqa: S101  # made here
             listed.append(name)
         return found
-    if (folder / SINGLE).is_file():
-        return {folder / SINGLE: None}
+    if (folder / SINGLE_SHARD).is_file():
+        return {folder / SINGLE_SHARD: None}
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     hint = (
         f" It has {others[0]}: save it as safetensors first (save_pretrained), pickles are never read."
         if others
         else ""
     )
-    raise StoreError(f"{folder} has neither {SINGLE} nor {INDEX}.{hint}")
+    raise StoreError(f"{folder} has neither {SINGLE_SHARD} nor {INDEX}.{hint}")
 
 
-def _header(shard: Path) -> dict[str, Stored]:
+def _read_header(shard: Path) -> dict[str, StoredTensor]:
     """What a shard holds; its length is checked against its header."""
     try:
         with open_tensors(shard, folder=shard.parent) as file:
             names: Iterable[str] = file.keys()
             slices = {name: file.get_slice(name) for name in names}
             return {
-                name: Stored(shard, _dtype(each.get_dtype(), name, shard), tuple(each.get_shape()))
+                name: StoredTensor(shard, _parse_dtype(each.get_dtype(), name, shard), tuple(each.get_shape()))
                 for name, each in slices.items()
             }
     except FileNotFoundError:
@@ -229,7 +229,7 @@ def _header(shard: Path) -> dict[str, Stored]:
         raise StoreError(f"{shard} is damaged or incomplete: {error}. Fetch it again") from error
 
 
-def _dtype(name: str, tensor: str, shard: Path) -> torch.dtype:
+def _parse_dtype(name: str, tensor: str, shard: Path) -> torch.dtype:
     try:
         return _DTYPES[name]
     except KeyError:

@@ -19,20 +19,20 @@ from scalepoint.support.untrusted import open_text
 
 Text = str | Path | Sequence[Tensor] | None  # a path, or sequences of tokens
 SUFFIXES = (".txt", ".md", ".jsonl")
-LARGEST = 64_000_000  # characters that are read of a text: enough for any calibration
-PIECE = 1_000_000  # characters that are tokenized at once at most
-CHARACTERS = 8  # that a token has at most, in most texts
+MAX_TEXT_BYTES = 64_000_000  # characters that are read of a text: enough for any calibration
+PIECE_CHARACTERS = 1_000_000  # characters that are tokenized at once at most
+CHARACTERS_PER_TOKEN = 8  # that a token has at most, in most texts
 CONTEXTS = ("original_max_position_embeddings", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 MARGIN = 16  # tokens beyond those that are wanted: the end of a text that was cut may have other ones
 
 
-def sequences(given: Text, source: Source, *, length: int, count: int, what: str) -> list[Tensor]:
+def load_sequences(given: Text, source: Source, *, length: int, count: int, what: str) -> list[Tensor]:
     """Return at most `count` sequences of shape (1, length); what follows the last whole one is left out.
 
     Rows of token tensors are cut in the same way. A row that is shorter than `length` is one sequence as it is.
     """
     if given is not None and not isinstance(given, str | Path):
-        rows = _rows(given, source, length, count)
+        rows = _to_sequences(given, source, length, count)
         check_context(rows, source, what)
         return rows
     if given is None:
@@ -40,7 +40,7 @@ def sequences(given: Text, source: Source, *, length: int, count: int, what: str
             f"no {what}: give a text file, a .jsonl with a field 'text', a folder of such, or tokens; accuracy='fast' "
             "rounds without any"
         )
-    tokens = tokenized(Path(given), source, length * count)
+    tokens = tokenize_file(Path(given), source, length * count)
     whole = tokens.numel() // length
     if not whole:
         raise CalibrationError(
@@ -52,7 +52,7 @@ def sequences(given: Text, source: Source, *, length: int, count: int, what: str
     return found
 
 
-def context_of(source: Source, default: int) -> int:
+def context_length(source: Source, default: int) -> int:
     """The most tokens of a sequence: the shortest context that config.json names."""
     config = source.config
     rope = config.get("rope_parameters") or config.get("rope_scaling")
@@ -64,27 +64,27 @@ def context_of(source: Source, default: int) -> int:
 def check_context(found: Sequence[Tensor], source: Source, what: str) -> None:
     """Refuse sequences that are longer than the model's context: it has no positions for them."""
     longest = max((each.shape[1] for each in found), default=0)
-    if longest > (context := context_of(source, longest)):
+    if longest > (context := context_length(source, longest)):
         raise UsageError(
             f"{what}: sequences of {longest} tokens, and config.json allows {context}: give length={context}, or less"
         )
 
 
-def tokenized(path: Path, source: Source, enough: int) -> Tensor:
+def tokenize_file(path: Path, source: Source, enough: int) -> Tensor:
     """The first tokens of a text."""
-    tokenizer = tokenizer_of(source)
+    tokenizer = load_tokenizer(source)
     found: list[int] = []
-    for text in _texts(path):
-        for start in range(0, len(text), PIECE):
-            found += _encoded(tokenizer, text[start : start + PIECE], enough - len(found))
+    for text in _iterate_texts(path):
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            found += _encode(tokenizer, text[start : start + PIECE_CHARACTERS], enough - len(found))
             if len(found) >= enough:
                 return torch.tensor(found[:enough])
     return torch.tensor(found, dtype=torch.int64)
 
 
-def _encoded(tokenizer: Any, text: str, enough: int) -> list[int]:
+def _encode(tokenizer: Any, text: str, enough: int) -> list[int]:
     """Return the first `enough` tokens of a text, or all; no more of the text is tokenized than these need."""
-    size = CHARACTERS * (enough + MARGIN)
+    size = CHARACTERS_PER_TOKEN * (enough + MARGIN)
     while size < len(text):
         found: list[int] = tokenizer.encode(text[:size], add_special_tokens=False)
         if len(found) >= enough + MARGIN:
@@ -93,7 +93,7 @@ def _encoded(tokenizer: Any, text: str, enough: int) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def tokenizer_of(source: Source) -> Any:
+def load_tokenizer(source: Source) -> Any:
     """The tokenizer in the folder; nothing is fetched and no code of the folder runs."""
     from transformers import AutoTokenizer  # noqa: PLC0415  # an extra; the skeleton has looked for it
 
@@ -106,8 +106,8 @@ def tokenizer_of(source: Source) -> Any:
         ) from error
 
 
-def _texts(path: Path) -> Iterator[str]:
-    if not _is_there(path):
+def _iterate_texts(path: Path) -> Iterator[str]:
+    if not _exists(path):
         raise UsageError(f"{shown(str(path))}: no such file or folder. Text itself is given as a file, or as tokens")
     files = sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
@@ -115,7 +115,7 @@ def _texts(path: Path) -> Iterator[str]:
     for file in files:
         try:
             with open_text(file) as opened:
-                yield from _lines(file, opened) if file.suffix == ".jsonl" else [opened.read(LARGEST)]
+                yield from _iterate_lines(file, opened) if file.suffix == ".jsonl" else [opened.read(MAX_TEXT_BYTES)]
         except UnicodeDecodeError as error:
             raise UsageError(f"{file} is no UTF-8 text: {error}") from error
         except DocumentError as error:
@@ -124,7 +124,7 @@ def _texts(path: Path) -> Iterator[str]:
             raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     """A whole text in place of a path is too long for the system to look for."""
     try:
         return path.exists()
@@ -132,13 +132,13 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _lines(file: Path, opened: IO[str]) -> Iterator[str]:
-    lines = iter(lambda: opened.readline(LARGEST), "")  # a file without line breaks must not become one string
+def _iterate_lines(file: Path, opened: IO[str]) -> Iterator[str]:
+    lines = iter(lambda: opened.readline(MAX_TEXT_BYTES), "")  # a file without line breaks must not become one string
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            said = parse_json(line, 4 * LARGEST)
+            said = parse_json(line, 4 * MAX_TEXT_BYTES)
         except DocumentError as error:
             raise UsageError(f"{file}, line {number}: no JSON: {error.args[0]}") from error
         if not isinstance(said, dict) or not isinstance(said.get("text"), str):
@@ -146,7 +146,7 @@ def _lines(file: Path, opened: IO[str]) -> Iterator[str]:
         yield said["text"]
 
 
-def _rows(given: Iterable[Tensor], source: Source, length: int, count: int) -> list[Tensor]:
+def _to_sequences(given: Iterable[Tensor], source: Source, length: int, count: int) -> list[Tensor]:
     """The first `count` sequences of token tensors, each of shape (1, length) or shorter."""
     size = source.config.get("vocab_size")
     found: list[Tensor] = []

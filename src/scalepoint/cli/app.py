@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 import scalepoint
-from scalepoint.cli import beginning, deploying, files, inspecting, machine, proving, sweeping
-from scalepoint.cli.ending import Code, fail, flushed, interrupted, misused
-from scalepoint.cli.screen import NARROW, abandon, prepare, say, show
+from scalepoint.cli import deploy, files, init, inspect, setup_commands, sweep, verify
+from scalepoint.cli.exit_codes import Code, flush_and_exit_code, report_error, report_interrupt, report_usage_error
+from scalepoint.cli.output import NARROW_WIDTH, discard_output, prepare_streams, say, show
 from scalepoint.errors import ScalepointWarning
 from scalepoint.support.interrupts import remembering_interrupts
 
-_MISUSE: Any = typer.BadParameter.__mro__[2]  # ClickException, under whichever name typer brings it
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, under whichever name typer brings it
 EXIT_CODES = (
     "Exit codes: 0 done and verified; 1 internal error; 2 usage or config; 3 the model cannot be captured or the "
     "target cannot run it; 4 verification failed or the runtime is missing; 5 accuracy or latency below the asked "
@@ -23,20 +23,20 @@ EXIT_CODES = (
 )
 
 
-def examples(*lines: str) -> str:
+def format_examples(*lines: str) -> str:
     """Blank lines between: the help keeps them apart."""
     return "\n\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
 # typer's panels cut option names off on a narrow screen, and need letters that not every locale has
 _WIDTH = get_terminal_size().columns
-_HAS_PANELS = _WIDTH >= NARROW and "utf" in str(getattr(sys.stdout, "encoding", "")).lower()
+_HAS_PANELS = _WIDTH >= NARROW_WIDTH and "utf" in str(getattr(sys.stdout, "encoding", "")).lower()
 
 app = typer.Typer(
     name="scalepoint",
     rich_markup_mode="rich" if _HAS_PANELS else None,
     help="A trained PyTorch model in, a quantized one that is really deployed out.",
-    epilog=examples(
+    epilog=format_examples(
         "scalepoint init",
         "scalepoint deploy deploy:model --data deploy:data --target onnxruntime -o out/ --trust",
         "scalepoint report out/",
@@ -49,7 +49,7 @@ app = typer.Typer(
 config = typer.Typer(rich_markup_mode=app.rich_markup_mode, help="Config files.", no_args_is_help=True)
 
 
-def _version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> None:
     if wanted:
         show(f"scalepoint {scalepoint.__version__}")
         raise typer.Exit
@@ -58,7 +58,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _start(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
     ] = False,
 ) -> None:
     pass
@@ -66,7 +66,7 @@ def _start(
 
 COMMANDS = (
     (
-        deploying.deploy,
+        deploy.deploy,
         "deploy",
         (
             "scalepoint deploy mypackage.models:resnet --data calibration.npz -o out/",
@@ -78,7 +78,7 @@ COMMANDS = (
         ),
     ),
     (
-        sweeping.sweep,
+        sweep.sweep,
         "sweep",
         (
             "scalepoint sweep -c sweep.yaml -o sweep/ --trust",
@@ -86,12 +86,12 @@ COMMANDS = (
         ),
     ),
     (
-        proving.verify,
+        verify.verify,
         "verify",
         ("scalepoint verify out/", "scalepoint verify out/ mypackage.models:resnet --data calibration.npz"),
     ),
     (
-        inspecting.inspect,
+        inspect.inspect,
         "inspect",
         (
             "scalepoint inspect mypackage.models:resnet --shape 1,3,224,224",
@@ -103,26 +103,30 @@ COMMANDS = (
     (files.bench, "bench", ("scalepoint bench out/float.onnx out/model.onnx --threads 2 --min-ratio 1.5",)),
     (files.report, "report", ("scalepoint report out/", "scalepoint report out/ --html page.html")),
     (
-        proving.compare,
+        verify.compare,
         "compare",
         (
             "scalepoint compare before/ after/",
             "scalepoint compare out/ mypackage.models:resnet --data calibration.npz",
         ),
     ),
-    (machine.targets, "targets", ("scalepoint targets", "scalepoint targets tensorrt", "scalepoint targets --json")),
-    (machine.doctor, "doctor", ("scalepoint doctor",)),
-    (beginning.init, "init", ("scalepoint init", "scalepoint init new-folder/")),
+    (
+        setup_commands.targets,
+        "targets",
+        ("scalepoint targets", "scalepoint targets tensorrt", "scalepoint targets --json"),
+    ),
+    (setup_commands.doctor, "doctor", ("scalepoint doctor",)),
+    (init.init, "init", ("scalepoint init", "scalepoint init new-folder/")),
 )
 for _command, _name, _examples in COMMANDS:
-    app.command(_name, help=" ".join(str(_command.__doc__).split()), epilog=examples(*_examples))(_command)
-config.command("schema", epilog=examples("scalepoint config schema > scalepoint.schema.json"))(beginning.schema)
+    app.command(_name, help=" ".join(str(_command.__doc__).split()), epilog=format_examples(*_examples))(_command)
+config.command("schema", epilog=format_examples("scalepoint config schema > scalepoint.schema.json"))(init.schema)
 app.add_typer(config, name="config")
 
 
 def run(arguments: list[str]) -> int:
     """One command; returns its exit code."""
-    prepare()
+    prepare_streams()
     is_json, is_debug = "--json" in arguments, "--debug" in arguments
     name = next((each for each in arguments if not each.startswith("-")), "scalepoint")
     with warnings.catch_warnings(), remembering_interrupts():
@@ -130,24 +134,24 @@ def run(arguments: list[str]) -> int:
         try:
             code = app(arguments, standalone_mode=False, prog_name="scalepoint")
             if code == Code.INTERRUPTED and not isinstance(code, Code):  # typer's, without a word
-                code = interrupted()
-        except _MISUSE as error:
-            code = misused(error, name, is_json=is_json)
+                code = report_interrupt()
+        except _USAGE_ERROR as error:
+            code = report_usage_error(error, name, is_json=is_json)
         except typer.Abort:
-            code = interrupted()
+            code = report_interrupt()
         except BrokenPipeError:
-            code = _unread()
+            code = _ignore_closed_pipe()
         except KeyboardInterrupt:
-            code = interrupted()
+            code = report_interrupt()
         except SystemExit as ended:  # by typer: completion is done, or the reader of the help has gone
-            code = ended.code if "_SCALEPOINT_COMPLETE" in os.environ else _unread()
+            code = ended.code if "_SCALEPOINT_COMPLETE" in os.environ else _ignore_closed_pipe()
         except Exception as error:
-            code = fail(error, name, is_json=is_json, is_debug=is_debug)
-    return flushed(int(code or 0))
+            code = report_error(error, name, is_json=is_json, is_debug=is_debug)
+    return flush_and_exit_code(int(code or 0))
 
 
-def _unread() -> Code:
-    abandon(sys.stdout)
+def _ignore_closed_pipe() -> Code:
+    discard_output(sys.stdout)
     return Code.DONE
 
 

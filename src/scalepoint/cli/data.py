@@ -11,21 +11,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from scalepoint.cli.ending import usage
-from scalepoint.cli.naming import PICKLES, Finder, check_name, named, users_code
-from scalepoint.cli.screen import say
+from scalepoint.cli.exit_codes import usage_error
+from scalepoint.cli.load_objects import PICKLE_SUFFIXES, ObjectLoader, check_name, load_object, user_code
+from scalepoint.cli.output import say
 from scalepoint.errors import DocumentError, ScalepointError
 from scalepoint.support.untrusted import check_file
 
-FILES = (".npz", ".safetensors")
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
-LARGEST = 2**34  # bytes of a .npz once unpacked
-STATED = "--size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225"
+FILE_SUFFIXES = (".npz", ".safetensors")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+MAX_DATA_BYTES = 2**34  # bytes of a .npz once unpacked
+PREPROCESSING_EXAMPLE = "--size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225"
 KINDS = "a .npz or .safetensors file, a folder of pictures, or package.module:function"
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataOptions:
     """How files become batches."""
 
     batch_size: int = 8
@@ -33,7 +33,7 @@ class Reading:
     size: int | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    finder: Finder = field(default_factory=Finder)
+    finder: ObjectLoader = field(default_factory=ObjectLoader)
 
 
 class Batches:
@@ -45,10 +45,10 @@ class Batches:
         self._limit = limit
 
     def __iter__(self) -> Iterator[Any]:
-        with users_code(f"data {self.name!r}"):
+        with user_code(f"data {self.name!r}"):
             source = iter(self._start())
         for _ in range(self._limit) if self._limit else iter(int, 1):
-            with users_code(f"data {self.name!r}"):
+            with user_code(f"data {self.name!r}"):
                 try:
                     batch = next(source)
                 except StopIteration:
@@ -58,92 +58,94 @@ class Batches:
     def first(self) -> Any:
         for batch in islice(self, 1):
             return batch
-        raise usage(f"data {self.name!r} holds no batch")
+        raise usage_error(f"data {self.name!r} holds no batch")
 
 
-def check_data(text: str, reading: Reading) -> None:
+def check_data(text: str, reading: DataOptions) -> None:
     """Refuse what cannot be data, before anything slow happens."""
     path = reading.finder.path(text)
     suffix = path.suffix.lower()
-    if suffix in PICKLES and ":" not in text:
-        raise usage(
+    if suffix in PICKLE_SUFFIXES and ":" not in text:
+        raise usage_error(
             f"data {text!r}: a {suffix} file can run code when it is loaded, so it is never opened here: save {KINDS}"
         )
-    if suffix in FILES or path.exists():
+    if suffix in FILE_SUFFIXES or path.exists():
         if not path.exists():
-            raise usage(f"data {text!r}: there is no such file ({Path.cwd()})")
+            raise usage_error(f"data {text!r}: there is no such file ({Path.cwd()})")
         if path.is_dir():
-            _stated(text, reading)
-        elif suffix not in FILES:
-            raise usage(f"data {text!r}: {suffix or 'this kind of file'} is not read. Data is {KINDS}")
+            _require_preprocessing(text, reading)
+        elif suffix not in FILE_SUFFIXES:
+            raise usage_error(f"data {text!r}: {suffix or 'this kind of file'} is not read. Data is {KINDS}")
     elif ":" not in text:
-        raise usage(f"data {text!r}: there is no such file or folder ({Path.cwd()}). Data is {KINDS}")
+        raise usage_error(f"data {text!r}: there is no such file or folder ({Path.cwd()}). Data is {KINDS}")
     else:
         check_name(text, "data", reading.finder)
 
 
-def load_data(text: str, reading: Reading) -> Batches:
+def load_data(text: str, reading: DataOptions) -> Batches:
     """Batches by name."""
     check_data(text, reading)
     path = reading.finder.path(text)
     if path.is_dir():
-        return _pictures(path, reading)
-    if path.suffix.lower() in FILES:
-        arrays = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
-        return Batches(text, lambda: _sliced(arrays, reading.batch_size), reading.max_batches)
-    found = named(text, "data", reading.finder)
+        return _image_batches(path, reading)
+    if path.suffix.lower() in FILE_SUFFIXES:
+        arrays = _read_npz(path) if path.suffix.lower() == ".npz" else _read_safetensors(path)
+        return Batches(text, lambda: _slice_batches(arrays, reading.batch_size), reading.max_batches)
+    found = load_object(text, "data", reading.finder)
     if not callable(found) and not isinstance(found, Iterable):
-        raise usage(
+        raise usage_error(
             f"data {text!r} is a {type(found).__name__}: give an iterable of batches, or a function that returns one"
         )
     return Batches(text, found if callable(found) else lambda: found, reading.max_batches)
 
 
-def _npz(path: Path) -> dict[str, Any]:
+def _read_npz(path: Path) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    _check(path)
+    _check_file(path)
     try:
         with zipfile.ZipFile(path) as file:
             unpacked = sum(each.file_size for each in file.infolist())
-        if unpacked > LARGEST:
-            raise usage(f"{path}: {unpacked} bytes once unpacked, at most {LARGEST} are read")
+        if unpacked > MAX_DATA_BYTES:
+            raise usage_error(f"{path}: {unpacked} bytes once unpacked, at most {MAX_DATA_BYTES} are read")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        return _checked(path, {name: torch.from_numpy(array) for name, array in arrays.items()})
+        return _check_samples(path, {name: torch.from_numpy(array) for name, array in arrays.items()})
     except ScalepointError:
         raise
     except Exception as error:  # what is wrong in an archive is told by every kind
-        raise usage(f"{path} is not a .npz of plain arrays: {error}") from error
+        raise usage_error(f"{path} is not a .npz of plain arrays: {error}") from error
 
 
-def _safetensors(path: Path) -> dict[str, Any]:
+def _read_safetensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    _check(path)
+    _check_file(path)
     try:
-        return _checked(path, load_file(path))
+        return _check_samples(path, load_file(path))
     except (SafetensorError, OSError, ValueError) as error:
-        raise usage(f"{path} is not a safetensors file: {error}") from error
+        raise usage_error(f"{path} is not a safetensors file: {error}") from error
 
 
-def _check(path: Path) -> None:
+def _check_file(path: Path) -> None:
     try:
         check_file(path)
     except (OSError, DocumentError) as error:
-        raise usage(error.args[0] if isinstance(error, DocumentError) else f"{path} cannot be read: {error}") from error
+        raise usage_error(
+            error.args[0] if isinstance(error, DocumentError) else f"{path} cannot be read: {error}"
+        ) from error
 
 
-def _checked(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _check_samples(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Samples lie along the first axis, as many in each."""
     import torch
 
     lengths = {name: len(tensor) if tensor.ndim else 0 for name, tensor in tensors.items()}
     if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()) or "nothing"
-        raise usage(
+        raise usage_error(
             f"{path}: each array holds the samples of one input along its first axis, as many in each; found {found}"
         )
     doubles = [name for name, tensor in tensors.items() if tensor.dtype == torch.float64]
@@ -152,7 +154,7 @@ def _checked(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tensor.float() if name in doubles else tensor for name, tensor in tensors.items()}
 
 
-def _sliced(arrays: Mapping[str, Any], size: int) -> Iterator[Any]:
+def _slice_batches(arrays: Mapping[str, Any], size: int) -> Iterator[Any]:
     """One array is one input; several are inputs by name, or by place when numpy named them arr_0, arr_1, ..."""
     names = sorted(arrays, key=lambda name: (len(name), name)) if all(map(_is_numbered, arrays)) else list(arrays)
     for start in range(0, len(arrays[names[0]]), size):
@@ -167,37 +169,42 @@ def _is_numbered(name: str) -> bool:
     return name.startswith("arr_") and name[4:].isdecimal()
 
 
-def _stated(text: str, reading: Reading) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+def _require_preprocessing(text: str, reading: DataOptions) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
     """The preprocessing is the model's own: it is never guessed."""
     if reading.size is None or reading.mean is None or reading.std is None:
-        raise usage(f"data {text!r} is a folder of pictures: say how the model wants them, such as {STATED}")
+        raise usage_error(
+            f"data {text!r} is a folder of pictures: say how the model wants them, such as {PREPROCESSING_EXAMPLE}"
+        )
     mean, std = reading.mean, reading.std
     if len(mean) != len(std) or len(mean) not in (1, 3) or not all(each > 0 for each in std):
-        raise usage(f"--mean and --std have 3 numbers each (colour) or 1 (grey), and --std is above 0, as in {STATED}")
+        raise usage_error(
+            f"--mean and --std have 3 numbers each (colour) or 1 (grey), and --std is above 0, as in "
+            f"{PREPROCESSING_EXAMPLE}"
+        )
     return reading.size, mean, std
 
 
-def _pictures(folder: Path, reading: Reading) -> Batches:
+def _image_batches(folder: Path, reading: DataOptions) -> Batches:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise usage("pictures need pillow: pip install pillow") from error
-    size, mean, std = _stated(str(folder), reading)
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICTURES and path.is_file())
+        raise usage_error("pictures need pillow: pip install pillow") from error
+    size, mean, std = _require_preprocessing(str(folder), reading)
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
     if not paths:
-        raise usage(f"data '{folder}': no pictures ({', '.join(PICTURES)}) in this folder")
+        raise usage_error(f"data '{folder}': no pictures ({', '.join(IMAGE_SUFFIXES)}) in this folder")
     groups = [paths[start : start + reading.batch_size] for start in range(0, len(paths), reading.batch_size)]
 
     def start() -> Iterator[Any]:
         import torch
 
         for group in groups:
-            yield torch.stack([_picture(path, size, mean, std) for path in group])
+            yield torch.stack([_read_image(path, size, mean, std) for path in group])
 
     return Batches(str(folder), start, reading.max_batches)
 
 
-def _picture(path: Path, size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
+def _read_image(path: Path, size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
     """(pixel / 255 - mean) / std of the middle square, channels first."""
     import numpy as np
     import torch
@@ -211,7 +218,7 @@ def _picture(path: Path, size: int, mean: Sequence[float], std: Sequence[float])
         left, top = (width - size) // 2, (height - size) // 2
         image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
     except (OSError, ValueError, SyntaxError, ZeroDivisionError, Image.DecompressionBombError) as error:
-        raise usage(f"{path} cannot be read as a picture: {error}") from error
+        raise usage_error(f"{path} cannot be read as a picture: {error}") from error
     pixels = np.asarray(image, dtype=np.float32).reshape(size, size, len(mean)) / 255
     values = (pixels - np.asarray(mean, dtype=np.float32)) / np.asarray(std, dtype=np.float32)
     return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))

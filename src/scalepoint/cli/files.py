@@ -10,15 +10,15 @@ import typer
 from rich.text import Text
 
 from scalepoint.cli import flags
-from scalepoint.cli.ending import Code, usage
-from scalepoint.cli.naming import public
-from scalepoint.cli.screen import Listing, say, show, show_json
+from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.load_objects import load_public
+from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.errors import TargetError, UsageError
 from scalepoint.support.formatting import one_line, ratio, time_of
 from scalepoint.support.formatting import size_of as written_size
 
-SHOWN = 3  # places of one finding
-SLOWEST = 10
+MAX_PLACES = 3  # places of one finding
+MAX_SLOWEST = 10
 OnnxFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
 
 
@@ -30,14 +30,14 @@ def check(
     debug: flags.Debug = False,
 ) -> int:
     """What a target's compiler would refuse or run badly, by its rules; the compiler is not needed."""
-    _there(path)
+    _check_file(path)
     try:
-        found = public("check")(path, target=target, version=target_version)
+        found = load_public("check")(path, target=target, version=target_version)
     except TargetError as error:  # a name or a version that is none
-        raise usage(str(error.args[0])) from error
+        raise usage_error(str(error.args[0])) from error
     from scalepoint.formats import find_format
 
-    origin = find_format("onnx").read_info(path).made_for
+    origin = find_format("onnx").about(path).made_for
     counts = Counter(each.severity.value for each in found)
     code = Code.MODEL if counts["error"] else Code.DONE
     if json:
@@ -48,13 +48,13 @@ def check(
         summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing found"
         other = origin.get("target", target) != target
         made = f" (it was made for {origin['target']}, not for {target})" if other else ""
-        show(_findings(found), Text(one_line(f"{path}: {summary}{made}")))
+        show(_list_findings(found), Text(one_line(f"{path}: {summary}{made}")))
     if code:
         say(f"failed: {target} {target_version} would refuse this file", "red")
     return code
 
 
-def _findings(found: Sequence[Any]) -> Listing:
+def _list_findings(found: Sequence[Any]) -> Listing:
     """One row a rule and reason, with the first places where it is broken; --json has them all."""
     places: dict[tuple[str, ...], list[str]] = {}
     for each in found:
@@ -62,8 +62,8 @@ def _findings(found: Sequence[Any]) -> Listing:
         places.setdefault(reason, []).append(each.node or each.tensor)
     rows = []
     for (rule, severity, why, way_out), nodes in places.items():
-        more = f" and {len(nodes) - SHOWN} more" if len(nodes) > SHOWN else ""
-        rows.append((f"{rule} {severity}", ", ".join(nodes[:SHOWN]) + more, why, way_out))
+        more = f" and {len(nodes) - MAX_PLACES} more" if len(nodes) > MAX_PLACES else ""
+        rows.append((f"{rule} {severity}", ", ".join(nodes[:MAX_PLACES]) + more, why, way_out))
     return Listing(("rule", "where", "why", "way out"), rows)
 
 
@@ -91,36 +91,38 @@ def bench(
 
     If B is in a folder that deploy wrote, the inputs are those that deploy measured with. Otherwise, and with --batches
     or --length, they are random."""
-    _there(first, None)
-    _there(second, None)
+    _check_file(first, None)
+    _check_file(second, None)
     from scalepoint.runtimes import find_runtime
     from scalepoint.verification.file_formats import find_runtime_for, read_file_info
 
     try:
         chosen = find_runtime_for(second) if runtime is None else find_runtime(runtime)
     except UsageError as error:
-        raise usage(str(error.args[0])) from error
+        raise usage_error(str(error.args[0])) from error
     sizes = [
         read_file_info(path, chosen).size for path in (first, second)
     ]  # what is no model is told before anything runs
-    counts, sizes_of = _counts("--threads", threads), _counts("--batches", batches)
+    counts, sizes_of = _parse_counts("--threads", threads), _parse_counts("--batches", batches)
     from scalepoint.verification.benchmarking import make_random_inputs, throughput
 
-    kept = _kept_inputs(first, second, chosen) if batches is None and length is None and len(counts) == 1 else None
+    kept = (
+        _load_saved_inputs(first, second, chosen) if batches is None and length is None and len(counts) == 1 else None
+    )
     try:
         feeds = make_random_inputs(first, chosen, sizes_of[0], length or 1) if kept is None else kept
         more: Sequence[Any] = ()
         if len(counts) * len(sizes_of) > 1:
             more = throughput(first, second, batches=sizes_of, threads=counts, length=length or 1, runtime=chosen)
     except UsageError as error:
-        raise usage(str(error.args[0])) from error
-    found = more[0] if more else public("benchmark")(first, second, feeds, runtime=chosen, threads=counts[0])
+        raise usage_error(str(error.args[0])) from error
+    found = more[0] if more else load_public("benchmark")(first, second, feeds, runtime=chosen, threads=counts[0])
     by_layer = _with_layer_names(first)
-    layers = _layers(by_layer, second, feeds, chosen, counts[0])
+    layers = _profile_layers(by_layer, second, feeds, chosen, counts[0])
     code = Code.LIMIT if min_ratio is not None and not found.ratio >= min_ratio else Code.DONE
     if json:
         about = {"exit_code": int(code), "files": [first, second], "bytes": sizes}
-        show_json("bench", {**about, **vars(found), "layers": list(map(vars, layers)), "throughput": _rates(more)})
+        show_json("bench", {**about, **vars(found), "layers": list(map(vars, layers)), "throughput": _list_rates(more)})
     else:
         rows = [
             (path, time_of(seconds), written_size(size))
@@ -130,15 +132,15 @@ def bench(
         show(
             Listing(("file", "median", "size"), rows, numbers=(1, 2)),
             Text(one_line(f"{second.name}: {speed} of {first.name} ({found.how})")),
-            *_throughput(more, first, second),
-            *_slowest(layers, by_layer, second),
+            *_show_throughput(more, first, second),
+            *_show_slowest(layers, by_layer, second),
         )
     if code:
         say(f"failed: {ratio(found.ratio)} is less than the {min_ratio} asked for", "red")
     return code
 
 
-def _kept_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any] | None:
+def _load_saved_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any] | None:
     """Load the inputs that deploy measured the second file with; None if there are none, or the files take others."""
     from scalepoint.verification.file_formats import read_file_info
     from scalepoint.verification.inputs import INPUTS_FILE, load_inputs
@@ -153,22 +155,22 @@ def _kept_inputs(first: Path, second: Path, runtime: Any) -> dict[str, Any] | No
     return feeds
 
 
-def _rates(more: Sequence[Any]) -> list[dict[str, Any]]:
+def _list_rates(more: Sequence[Any]) -> list[dict[str, Any]]:
     return [
         {"batch": each.batch, "threads": each.threads, "per_second": each.per_second, "ratio": each.ratio}
         for each in more
     ]
 
 
-def _counts(name: str, given: str | None) -> list[int]:
+def _parse_counts(name: str, given: str | None) -> list[int]:
     """1,8,32 as numbers; 1 unless given."""
     parts = [part.strip() for part in (given or "1").split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise usage(f"{name} {given!r}: whole numbers above 0, as 1,8,32")
+        raise usage_error(f"{name} {given!r}: whole numbers above 0, as 1,8,32")
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _throughput(more: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
+def _show_throughput(more: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
     """Samples a second, where several batches or numbers of threads were asked for."""
     if more:
         rows = [
@@ -179,7 +181,7 @@ def _throughput(more: Sequence[Any], first: Path, second: Path) -> Iterator[Any]
         yield Listing(columns, rows, numbers=(0, 1, 2, 3, 4))
 
 
-def _layers(first: Path, second: Path, feeds: Any, runtime: Any, threads: int) -> Sequence[Any]:
+def _profile_layers(first: Path, second: Path, feeds: Any, runtime: Any, threads: int) -> Sequence[Any]:
     """By layer, where the runtime tells."""
     from scalepoint.verification import profile
 
@@ -192,7 +194,7 @@ def _with_layer_names(path: Path) -> Path:
     return own if path.stem == "float_plain" and own.is_file() else path
 
 
-def _slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
+def _show_slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
     """The slowest rows of the second file, and what loses time against the first."""
     from scalepoint.verification.layer_times import describe_slower_layers
 
@@ -206,7 +208,7 @@ def _slowest(layers: Sequence[Any], first: Path, second: Path) -> Iterator[Any]:
             ratio(each.float_seconds / each.seconds) if each.float_seconds and each.seconds else "",
             one_line(" + ".join(each.kernels[:2])),
         )
-        for each in layers[:SLOWEST]
+        for each in layers[:MAX_SLOWEST]
     ]
     yield Listing(("slowest layer", first.name, second.name, "speed", "kernels"), rows, numbers=(1, 2, 3))
     if why := describe_slower_layers(layers):
@@ -224,9 +226,9 @@ def report(
     """Show the report of a deployment; the page is report.html in the folder."""
     path = folder / "report.json" if folder.is_dir() else folder
     if not path.is_file() or path.suffix != ".json":
-        raise usage(f"{path} is not there or no report: give the folder that `scalepoint deploy` wrote")
+        raise usage_error(f"{path} is not there or no report: give the folder that `scalepoint deploy` wrote")
     if html is not None and html.exists() and not force:
-        raise usage(f"{html} is there already: choose another name, or overwrite it with --force")
+        raise usage_error(f"{html} is there already: choose another name, or overwrite it with --force")
     from scalepoint.report import Report, to_html
     from scalepoint.support.files import replace_text
 
@@ -244,8 +246,8 @@ def report(
     return Code.DONE
 
 
-def _there(path: Path, suffix: str | None = ".onnx") -> None:
+def _check_file(path: Path, suffix: str | None = ".onnx") -> None:
     if not path.is_file():
-        raise usage(f"{str(path)!r}: there is no such file ({Path.cwd()})")
+        raise usage_error(f"{str(path)!r}: there is no such file ({Path.cwd()})")
     if suffix is not None and path.suffix != suffix:
-        raise usage(f"{str(path)!r} is not an {suffix} file")
+        raise usage_error(f"{str(path)!r} is not an {suffix} file")

@@ -32,14 +32,14 @@ class CheckpointFormat:
     # What it stores scales in: they are rounded to it before codes are chosen. None: the type of the source's weight.
     scale_dtype: torch.dtype | None = torch.float32
     summary: str = ""
-    round_scales: RoundScales | None = (
+    snap: RoundScales | None = (
         None  # where scales of blocks must lie beyond that; they are moved before codes are chosen
     )
     # The same for weights with a minimum, (spec, columns, scales, minima) -> scales and minima; None: it holds none.
-    round_scales_and_minima: RoundScalesAndMinima | None = None
+    snap_minima: RoundScalesAndMinima | None = None
     # The largest blocks, up to a size, that all its layers can have: what the target's default becomes.
     blocks: Callable[[Source, int], int] = lambda source, size: size
     holds: Callable[[Source, str], bool] = lambda source, name: True  # whether it can hold this weight quantized
     tensor_bytes: Callable[[Path], int] | None = None  # bytes of all tensors in what was written; None: its whole size
     # (spec, columns): why codes are stored with more bits than their type has; "": they are not.
-    describe_wider_type: Callable[[QuantizationSpec, int], str] = lambda spec, columns: ""
+    wider: Callable[[QuantizationSpec, int], str] = lambda spec, columns: ""

@@ -1,10 +1,10 @@
 """A file format as a declaration: how it is written, which files it is, what it says of itself.
 
-    FileFormat("mine", ".mine", write=write, files=files, read_info=read_info)
+    FileFormat("mine", ".mine", write=write, files=files, about=read_info)
 
 `write(model, path, request)` puts a quantized model there, whole or not at all, and the float model of the same
 capture at request.float_path where that is given; `files(path)` names all that it wrote, the file itself last;
-`read_info(path)` reads it back without running anything. `check(model, request)`, where a format has it, refuses a
+`about(path)` reads it back without running anything. `check(model, request)`, where a format has it, refuses a
 graph that has an operation without a form, before anything is calibrated. `compare(path, model)`, where a format has
 it, reads all codes, scales and tables back and says in words where they are others than the model's, bit by bit.
 `show_choices(path, copy)`, where a format has it, writes a copy of a file whose further outputs are the scores and
@@ -74,7 +74,7 @@ class FileFormat:
     suffix: str
     write: Callable[[fx.GraphModule, Path, ExportRequest], None]
     files: Callable[[Path], Sequence[Path]]
-    read_info: Callable[[Path], FileInfo]
+    about: Callable[[Path], FileInfo]
     summary: str = ""
     write_baseline: Callable[[nn.Module, Path, ExportRequest], None] | None = (
         None  # the float model by the exporter that people use
@@ -93,7 +93,7 @@ class FileFormat:
             raise UsageError(f"a format has a name, not {shown(self.name)}")
         if not (isinstance(self.suffix, str) and self.suffix.startswith(".") and len(self.suffix) > 1):
             raise UsageError(f"format {self.name!r}: suffix= begins with a dot, such as '.onnx', not {self.suffix!r}")
-        signatures = {"write": ("model", "path", "request"), "files": ("path",), "read_info": ("path",)}
+        signatures = {"write": ("model", "path", "request"), "files": ("path",), "about": ("path",)}
         for extra in ("write_baseline", "write_with_layer_outputs"):
             if getattr(self, extra) is not None:
                 signatures[extra] = ("model", "path", "request")

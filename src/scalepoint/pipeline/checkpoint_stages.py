@@ -17,8 +17,27 @@ from torch import Tensor, fx
 
 from scalepoint import distributed
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
-from scalepoint.checkpoints.skeleton import Weights, head_of, skeleton
-from scalepoint.checkpoints.text import Text, context_of, sequences, tokenizer_of
+from scalepoint.checkpoints.skeleton import (
+    CheckpointWeights as Weights,
+)
+from scalepoint.checkpoints.skeleton import (
+    build_skeleton as skeleton,
+)
+from scalepoint.checkpoints.skeleton import (
+    find_head as head_of,
+)
+from scalepoint.checkpoints.text import (
+    Text,
+)
+from scalepoint.checkpoints.text import (
+    context_length as context_of,
+)
+from scalepoint.checkpoints.text import (
+    load_sequences as sequences,
+)
+from scalepoint.checkpoints.text import (
+    load_tokenizer as tokenizer_of,
+)
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, VerificationError
 from scalepoint.numerics import dtype_name
 from scalepoint.pipeline.build_report import environment
@@ -132,7 +151,7 @@ def verify_checkpoint(
         status; `LanguageModelResult.check` raises it.
     """
     score, runtime = evaluation.score, find_runtime(job.target.runtime or "")
-    if not runtime.is_installed:
+    if not runtime.is_here:
         return replace(result, status=Status.UNAVAILABLE.value, message=describe_missing(runtime).message), score
     context = context_of(job.source, PROMPT_TOKENS + NEW_TOKENS)
     prompt = [int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)]]
@@ -178,7 +197,7 @@ def verify_checkpoint(
 def _run_float(job: CheckpointJob, prompt: list[int], count: int) -> Mapping[str, Any] | None:
     """How the float checkpoint continues the prompt: tokens and seconds; None if it is too large."""
     runtime = find_runtime(FLOAT_RUNTIME)
-    if not runtime.is_installed or job.source.size > min(LARGEST_FLOAT, total_memory() // 4):
+    if not runtime.is_here or job.source.size > min(LARGEST_FLOAT, total_memory() // 4):
         return None
     options = {"threads": torch.get_num_threads()}
     task = {"task": "generate", "paths": [str(job.source.folder)], "options": options, "repeats": 1}
@@ -257,9 +276,7 @@ def _bits(job: CheckpointJob) -> float:
 def _wider(job: CheckpointJob, codes: TunedCodes) -> tuple[str, ...]:
     """A warning for every kind of layer whose codes take more bits in the file than their type has."""
     counts = Counter(
-        (dtype_name(spec.dtype), why)
-        for spec, columns in codes.specs()
-        if (why := job.format.describe_wider_type(spec, columns))
+        (dtype_name(spec.dtype), why) for spec, columns in codes.specs() if (why := job.format.wider(spec, columns))
     )
     return tuple(
         f"{dtype} codes of {plural(count, 'layer')} are stored as {why}" for (dtype, why), count in counts.items()

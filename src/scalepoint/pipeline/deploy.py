@@ -307,7 +307,7 @@ def _send_metrics(
     is_compared = verification is not None and verification.status == Status.OK
     numbers = {
         "score": score,
-        "size": float(context.format.read_info(path).size),
+        "size": float(context.format.about(path).size),
         "speed": None if latency is None else latency.ratio,
         "agreement": verification.sqnr if verification is not None and is_compared else None,
     }

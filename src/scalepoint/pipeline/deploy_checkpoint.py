@@ -41,7 +41,7 @@ from scalepoint.pipeline.result import Deployment
 from scalepoint.quantize import QuantConfig, coverage
 from scalepoint.report import Report, write
 from scalepoint.results import TuneReport
-from scalepoint.support.files import is_full, room_needed
+from scalepoint.support.files import describe_needed_space, is_disk_full
 from scalepoint.support.progress import timed
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target
@@ -176,9 +176,9 @@ def _errors_explained(job: CheckpointJob) -> Iterator[None]:
             raise StoreError(f"{failure}: memory ran out; {less}{hint}") from error
         if isinstance(error, OSError | SafetensorError):
             # The chosen codes are at most as large as the weights of the checkpoint.
-            room = f". {room_needed(job.workspace.work, job.source.size)}" if is_full(error) else ""
+            room = f". {describe_needed_space(job.workspace.work, job.source.size)}" if is_disk_full(error) else ""
             raise StoreError(f"{failure}: {error}{room}{hint}") from error
-        if isinstance(error, StoreError) and is_full(error):
+        if isinstance(error, StoreError) and is_disk_full(error):
             raise StoreError(f"{error.args[0]}{hint}") from error
         raise
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from torch import Tensor, fx
 
-from scalepoint.checkpoints import Cache, Source
+from scalepoint.checkpoints import CacheScales as Cache
+from scalepoint.checkpoints import Source
 from scalepoint.checkpoints.source import CONFIG
 from scalepoint.errors import CaptureError, UsageError
 from scalepoint.formats.checkpoint_folder import attention_layers

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from scalepoint import distributed
-from scalepoint.checkpoints.skeleton import Weights
+from scalepoint.checkpoints.skeleton import CheckpointWeights as Weights
 from scalepoint.errors import CaptureError, NonFiniteError, UsageError
 from scalepoint.results import Score
 from scalepoint.support.progress import phase

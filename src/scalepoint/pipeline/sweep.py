@@ -29,7 +29,7 @@ from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.sweep import FILE
 from scalepoint.support.files import LOCK, locked, replace_text
-from scalepoint.support.files import sweep as sweep_files
+from scalepoint.support.files import remove_leftovers as sweep_files
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.output_folder import check_links, check_path
 from scalepoint.support.progress import say

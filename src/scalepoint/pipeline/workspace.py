@@ -27,14 +27,21 @@ from scalepoint.support.files import (
     LOCK,
     TEMPORARY,
     copy_whole,
-    is_full,
     locked,
     remove,
     replace_text,
-    sweep,
-    sweep_temporary,
 )
-from scalepoint.support.output_folder import LIST, WrittenFiles, check_links, check_path, move_into
+from scalepoint.support.files import (
+    is_disk_full as is_full,
+)
+from scalepoint.support.files import (
+    remove_leftover_folders as sweep_temporary,
+)
+from scalepoint.support.files import (
+    remove_leftovers as sweep,
+)
+from scalepoint.support.output_folder import LIST_FILE as LIST
+from scalepoint.support.output_folder import WrittenFiles, check_links, check_path, move_into
 from scalepoint.support.progress import Event, tell
 from scalepoint.verification.inputs import INPUTS_FILE
 

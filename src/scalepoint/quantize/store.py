@@ -37,15 +37,15 @@ from scalepoint.quantize.stubs import Quantizing, QuantStub
 from scalepoint.spec import QParamsCalculatorBase
 from scalepoint.support.files import (
     LOCK,
+    describe_needed_space,
     digest,
     finish_file,
-    is_full,
+    is_disk_full,
     locked,
-    make_anew,
+    make_empty_folder,
     remove,
+    remove_leftovers,
     replace_text,
-    room_needed,
-    sweep,
     temporary_path,
 )
 from scalepoint.support.output_folder import check_path
@@ -89,12 +89,12 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
         return folder
     with locked(folder):
         old = _named_by(folder)
-        sweep(folder, (MANIFEST, TENSORS))
+        remove_leftovers(folder, (MANIFEST, TENSORS))
         holder = temporary_path(folder / TENSORS)  # safetensors writes a file of its own next to the one it is given
         temporary = holder / "file"
         committed, path = False, temporary
         try:
-            make_anew(holder)
+            make_empty_folder(holder)
             _write_tensors(tensors, temporary)
             file_digest = digest(temporary)
             path = folder / f"tensors-{file_digest[:16]}.safetensors"
@@ -104,7 +104,7 @@ def save(model: nn.Module, folder: str | Path, *, with_graph: bool | None = Fals
             committed = True
         except OSError as error:
             size = sum(each.nbytes for each in tensors.values())
-            room = f". {room_needed(holder, size)}" if is_full(error) else ""
+            room = f". {describe_needed_space(holder, size)}" if is_disk_full(error) else ""
             raise StoreError(
                 f"cannot write into {folder}: {error.strerror or error}. What was there is intact{room}"
             ) from error

@@ -16,7 +16,7 @@ import numpy as np
 
 from scalepoint.runtimes.child_loop import NOT_EVALUATED, OUT_OF_MEMORY
 from scalepoint.runtimes.runtime import Runtime
-from scalepoint.support.cpu import check_threads, child_environment, signal_of
+from scalepoint.support.cpu import check_threads, child_environment, signal_name
 from scalepoint.support.files import TemporaryFolder
 
 TIMEOUT_SECONDS = 600
@@ -54,7 +54,7 @@ def run_task(
     runtime: Runtime, request: Mapping[str, Any], *, seconds: float = TIMEOUT_SECONDS, memory: int | None = None
 ) -> TaskResult:
     """Run one task in a child process that has `memory` bytes at most."""
-    if not runtime.is_installed:
+    if not runtime.is_here:
         return describe_missing(runtime)
     check_threads(request.get("options", {}).get("threads") or 0)
     limit = memory or total_memory()
@@ -183,7 +183,7 @@ def describe_exit(runtime: Runtime, code: int, errors: str, memory: int) -> Task
         return TaskResult(Status.FAILED, f"{runtime.name} needs more memory than the {memory / 1e9:.2f} GB it may have")
     if code == NOT_EVALUATED:
         return TaskResult(Status.NOT_VERIFIED, _last_line(errors).removeprefix(": "))
-    end = signal_of(code)
+    end = signal_name(code)
     if end is not None:
         return TaskResult(Status.CRASHED, f"{runtime.name} died of {end}{_last_line(errors)}")
     said = _last_line(errors).removeprefix(": ")

@@ -60,7 +60,7 @@ class Runtime:
             raise UsageError(f"runtime {self.name!r}: a variant is one of {', '.join(_FIELDS)}, not {shown(wrong[0])}")
 
     @property
-    def is_installed(self) -> bool:
+    def is_here(self) -> bool:
         """Whether its package is installed; nothing is imported."""
         if self.found is not None:
             return self.found()

@@ -41,7 +41,7 @@ class RuntimeSession:
         memory: int | None = None,
         options: Mapping[str, str] | None = None,
     ) -> None:
-        if not runtime.is_installed:
+        if not runtime.is_here:
             raise VerificationError(describe_missing(runtime).message)
         check_threads(threads)
         self.runtime, self.path, self.seconds, self.memory = runtime, path, seconds, memory or total_memory()

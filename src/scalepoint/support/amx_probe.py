@@ -4,14 +4,14 @@ import sys
 from collections.abc import Callable
 
 
-def torch() -> None:
+def multiply_in_torch() -> None:
     import torch  # noqa: PLC0415
 
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     torch.mm(x, x)
 
 
-def openvino() -> None:
+def multiply_in_openvino() -> None:
     import numpy as np  # noqa: PLC0415
     import openvino  # noqa: PLC0415
     from openvino import opset13 as operations  # noqa: PLC0415
@@ -22,7 +22,7 @@ def openvino() -> None:
     compiled(np.ones((64, 64), np.float32))
 
 
-PRODUCTS: dict[str, Callable[[], None]] = {"torch": torch, "openvino": openvino}
+PRODUCTS: dict[str, Callable[[], None]] = {"torch": multiply_in_torch, "openvino": multiply_in_openvino}
 
 
 if __name__ == "__main__":

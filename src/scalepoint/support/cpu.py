@@ -21,12 +21,14 @@ from typing import Any
 from scalepoint.errors import TargetError, UsageError, nearest
 
 # ONNX Runtime sends events to Microsoft by default from 1.29 on, also on Linux, and writes $TMPDIR/.ses for it
-NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1", "ORT_GENAI_TELEMETRY_DISABLED": "1"}
-CAP = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # not below it: OpenVINO would still choose bfloat16, without kernels
-KNOWN = "SCALEPOINT_AMX"  # what was found, for the processes that this one starts
-PROGRAM = "SCALEPOINT_PROBE"  # another program to try, on any processor
-TRIED = ("torch", "openvino")
-SECONDS = 120
+TELEMETRY_OFF = {"ORT_DISABLE_TELEMETRY": "1", "ORT_GENAI_TELEMETRY_DISABLED": "1"}
+ISA_CAP = {
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"
+}  # not below it: OpenVINO would still choose bfloat16, without kernels
+AMX_RESULT_VARIABLE = "SCALEPOINT_AMX"  # what was found, for the processes that this one starts
+PROBE_VARIABLE = "SCALEPOINT_PROBE"  # another program to try, on any processor
+PROBED_LIBRARIES = ("torch", "openvino")
+PROBE_SECONDS = 120
 CPUINFO = Path("/proc/cpuinfo")
 
 CPU_CHOICES = ("auto", "vnni", "avx2")
@@ -46,7 +48,7 @@ def check_threads(threads: int) -> None:
         raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs; give at most {most} threads")
 
 
-def flags(path: Path = CPUINFO) -> set[str]:
+def read_cpu_flags(path: Path = CPUINFO) -> set[str]:
     """The flags of the first processor; none where the system does not tell, which is the safe answer."""
     try:
         lines = path.read_text().splitlines()
@@ -67,7 +69,7 @@ def instruction_set(cpu: str = "auto") -> str:
         return cpu
     if platform.machine().lower() in ("arm64", "aarch64"):
         return "vnni"
-    return "vnni" if flags() & {"avx512_vnni", "avx_vnni", "amx_int8"} else "avx2"
+    return "vnni" if read_cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"} else "avx2"
 
 
 @dataclass(frozen=True)
@@ -84,63 +86,63 @@ class Amx:
         if not self.died:
             return "announced, and runs"
         dead = " and ".join(f"{name} dies of {each}" for name, each in self.died.items())
-        named = "".join(f"{name}={value}" for name, value in CAP.items())
+        named = "".join(f"{name}={value}" for name, value in ISA_CAP.items())
         return f"announced, but {dead}: " + (f"runs with {named}" if self.is_mended else f"{named} does not help")
 
 
 @cache
 def amx() -> Amx:
     """What a child process found, once for this process and those that it starts."""
-    program = os.environ.get(PROGRAM)
-    known = _known(os.environ.get(KNOWN, ""))
+    program = os.environ.get(PROBE_VARIABLE)
+    known = _parse_result(os.environ.get(AMX_RESULT_VARIABLE, ""))
     if known is not None:
         return known
-    if not program and not any(name.startswith("amx") for name in flags()):
+    if not program and not any(name.startswith("amx") for name in read_cpu_flags()):
         return Amx()
-    found = tried(Path(program) if program else Path(__file__).with_name("amx_probe.py"))
-    os.environ[KNOWN] = json.dumps({"died": dict(found.died), "mended": found.is_mended})
+    found = probe_amx(Path(program) if program else Path(__file__).with_name("amx_probe.py"))
+    os.environ[AMX_RESULT_VARIABLE] = json.dumps({"died": dict(found.died), "mended": found.is_mended})
     return found
 
 
-def tried(program: Path) -> Amx:
+def probe_amx(program: Path) -> Amx:
     """Run the program for every library that is here, and again with the cap where it dies."""
-    here = [name for name in TRIED if find_spec(name) is not None]
-    died = {name: end for name in here if (end := _ended(program, name, {}))}
-    return Amx(is_announced=True, died=died, is_mended=not any(_ended(program, name, CAP) for name in died))
+    here = [name for name in PROBED_LIBRARIES if find_spec(name) is not None]
+    died = {name: end for name in here if (end := _run_probe(program, name, {}))}
+    return Amx(is_announced=True, died=died, is_mended=not any(_run_probe(program, name, ISA_CAP) for name in died))
 
 
-def cap() -> None:
+def cap_instruction_set() -> None:
     """Cap this process and those that it starts, where AMX does not run: before the first product, or too late."""
-    os.environ.update(CAP if amx().died else {})
+    os.environ.update(ISA_CAP if amx().died else {})
 
 
 def child_environment() -> dict[str, str]:
     """The environment for a process that may multiply, with the telemetry of runtimes off unless the user set it."""
-    return {**NO_TELEMETRY, **os.environ, **(CAP if amx().died else {})}
+    return {**TELEMETRY_OFF, **os.environ, **(ISA_CAP if amx().died else {})}
 
 
-def signal_of(code: int) -> str | None:
+def signal_name(code: int) -> str | None:
     """The name of the signal that ended a process, as its exit code tells; None where it ended by itself."""
     number = -code if code < 0 else code - 128
     known = {each.value: each.name for each in signal.Signals}
     return known.get(number) if code < 0 or number in (4, 6, 7, 8, 9, 11) else None
 
 
-def _ended(program: Path, library: str, more: Mapping[str, str]) -> str | None:
+def _run_probe(program: Path, library: str, more: Mapping[str, str]) -> str | None:
     try:
         done = subprocess.run(  # noqa: S603  # our own file, or the user's; no shell
             [sys.executable, "-I", str(program), library],
-            env={**NO_TELEMETRY, **os.environ, **more},
+            env={**TELEMETRY_OFF, **os.environ, **more},
             capture_output=True,
-            timeout=SECONDS,
+            timeout=PROBE_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return None
-    return signal_of(done.returncode)
+    return signal_name(done.returncode)
 
 
-def _known(text: str) -> Amx | None:
+def _parse_result(text: str) -> Amx | None:
     try:
         data: Any = json.loads(text)
         return Amx(True, {str(name): str(end) for name, end in data["died"].items()}, bool(data["mended"]))

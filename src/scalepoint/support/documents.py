@@ -47,7 +47,7 @@ def parse_yaml(text: str) -> Any:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            _expanded(node, {}, set())
+            _count_expanded(node, {}, set())
             return None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
@@ -57,7 +57,7 @@ def parse_yaml(text: str) -> Any:
         raise DocumentError(f"not valid YAML: {error}") from error
 
 
-def _expanded(node: Any, sizes: dict[int, int], open_nodes: set[int]) -> int:
+def _count_expanded(node: Any, sizes: dict[int, int], open_nodes: set[int]) -> int:
     """How many items a node stands for when its aliases are written out; too many, or endless, is an error."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
@@ -67,14 +67,14 @@ def _expanded(node: Any, sizes: dict[int, int], open_nodes: set[int]) -> int:
         open_nodes.add(id(node))
         pairs = isinstance(node, yaml.MappingNode)
         children = [child for pair in node.value for child in pair] if pairs else node.value
-        sizes[id(node)] = 1 + sum(_expanded(child, sizes, open_nodes) for child in children)
+        sizes[id(node)] = 1 + sum(_count_expanded(child, sizes, open_nodes) for child in children)
         open_nodes.discard(id(node))
     if sizes[id(node)] > MAX_ITEMS:
         raise DocumentError(f"stands for more than {MAX_ITEMS} items once its aliases are written out")
     return sizes[id(node)]
 
 
-class Places:
+class DocumentPositions:
     """Where the keys and values of a YAML or JSON text stand."""
 
     def __init__(self, text: str) -> None:
@@ -92,7 +92,7 @@ class Places:
         node = self._root
         for step in path:
             mark = node.start_mark if node is not None else mark
-            node, key = _child(node, step)
+            node, key = _find_child(node, step)
             if node is None:
                 break
             mark = (key or node).start_mark if of_key else node.start_mark
@@ -101,7 +101,7 @@ class Places:
         return None if mark is None else (mark.line + 1, mark.column + 1)
 
 
-def _child(node: Any, step: str | int) -> tuple[Any, Any]:
+def _find_child(node: Any, step: str | int) -> tuple[Any, Any]:
     """What a step leads to, and the key that names it."""
     if isinstance(node, yaml.MappingNode):
         return next(((value, key) for key, value in node.value if key.value == str(step)), (None, None))
@@ -114,14 +114,14 @@ def parse_json(text: str, limit: int = MAX_BYTES) -> Any:
     """The plain value of a JSON text of at most 1 MB, or another limit."""
     _check_text(text, limit)
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates, parse_int=_integer)
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_int=_parse_integer)
     except DocumentError:
         raise
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"not valid JSON: {error}") from error
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     """Refuse numbers with very many digits: no count or size has them, and float() fails on them."""
     if len(text) > MAX_DIGITS:
         raise DocumentError(f"a whole number of {len(text)} digits: at most {MAX_DIGITS} are read")

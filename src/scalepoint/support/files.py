@@ -21,22 +21,24 @@ from scalepoint.errors import StoreError
 TEMPORARY = ".tmp-"
 PREFIX = "scalepoint-"  # of folders in the system's temporary folder
 LOCK = ".lock"
-YOUNG = 5.0  # seconds in which a process takes the lock of a folder that it has made
-LONGEST = 200  # bytes of a name in the name of its temporary folder; file systems allow 255
-LINK = "is a symbolic link, and scalepoint writes through none: remove the link, or choose another output folder"
-OLD = "old-"  # before the name of a folder that was moved away while its successor takes its place
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of the process
-_LEFT = re.compile(r"\.tmp-\d+-(?P<rest>.+)", re.DOTALL)
+MIN_AGE_SECONDS = 5.0  # seconds in which a process takes the lock of a folder that it has made
+MAX_NAME_LENGTH = 200  # bytes of a name in the name of its temporary folder; file systems allow 255
+LINK_MESSAGE = (
+    "is a symbolic link, and scalepoint writes through none: remove the link, or choose another output folder"
+)
+OLD_PREFIX = "old-"  # before the name of a folder that was moved away while its successor takes its place
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of the process
+_TEMPORARY_NAME = re.compile(r"\.tmp-\d+-(?P<rest>.+)", re.DOTALL)
 
 
 def temporary_path(path: Path, kind: str = "") -> Path:
     """The name that stands for `path` while it is written."""
-    return path.with_name(f"{TEMPORARY}{os.getpid()}-{kind}{_shortened(path.name)}")
+    return path.with_name(f"{TEMPORARY}{os.getpid()}-{kind}{_shorten_name(path.name)}")
 
 
-def _shortened(name: str) -> str:
+def _shorten_name(name: str) -> str:
     encoded = os.fsencode(name)
-    return name if len(encoded) <= LONGEST else hashlib.sha256(encoded).hexdigest()
+    return name if len(encoded) <= MAX_NAME_LENGTH else hashlib.sha256(encoded).hexdigest()
 
 
 def replace_file(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
@@ -47,8 +49,8 @@ def replace_file(path: Path, write: Callable[[Path], None], size: int | None = N
     folder = temporary_path(path)
     temporary = folder / "file"
     try:
-        with _explained(path, folder, size):
-            make_anew(folder)
+        with _explain_disk_errors(path, folder, size):
+            make_empty_folder(folder)
             write(temporary)
             finish_file(temporary)
             os.replace(temporary, path)
@@ -64,11 +66,11 @@ def replace_folder(path: Path, write: Callable[[Path], None], size: int | None =
     The old folder is moved away first and put back if the last step fails. A folder that contains other names than
     the new one is not replaced: those files are not ours.
     """
-    temporary, old = temporary_path(path), temporary_path(path, OLD)
+    temporary, old = temporary_path(path), temporary_path(path, OLD_PREFIX)
     try:
-        with _explained(path, temporary, size):
+        with _explain_disk_errors(path, temporary, size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            make_anew(temporary)
+            make_empty_folder(temporary)
             write(temporary)
             for each in (*temporary.rglob("*"), temporary):
                 _flush(each)
@@ -90,7 +92,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], size: int | None =
 
 def _check_replaceable(path: Path, names: set[str]) -> None:
     if path.is_symlink():
-        raise StoreError(f"{path} {LINK}")
+        raise StoreError(f"{path} {LINK_MESSAGE}")
     others = sorted(each.name for each in path.iterdir() if each.name not in names) if path.is_dir() else []
     if others:
         raise StoreError(
@@ -98,7 +100,7 @@ def _check_replaceable(path: Path, names: set[str]) -> None:
         )
 
 
-def make_anew(folder: Path) -> None:
+def make_empty_folder(folder: Path) -> None:
     """Make an empty folder. A killed process with the same id may have left one of this name."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -111,25 +113,29 @@ def finish_file(path: Path) -> None:
 
 
 @contextmanager
-def _explained(path: Path, temporary: Path, size: int | None) -> Iterator[None]:
+def _explain_disk_errors(path: Path, temporary: Path, size: int | None) -> Iterator[None]:
     """Turn an error of the disk into one that names the file, and what a full disk would need."""
     try:
         yield
     except OSError as error:
-        room = f". {room_needed(temporary, size)}" if is_full(error) else ""
+        room = f". {describe_needed_space(temporary, size)}" if is_disk_full(error) else ""
         raise StoreError(
             f"cannot write {path}: {error.strerror or error}. What was there before is untouched{room}"
         ) from error
 
 
-def is_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether an error, or its cause, says that the disk is full, also as safetensors words it."""
     text, cause = str(error), error.__cause__
-    is_told = any(os.strerror(number) in text or f"(os error {number})" in text for number in FULL)
-    return is_told or (isinstance(error, OSError) and error.errno in FULL) or (cause is not None and is_full(cause))
+    is_told = any(os.strerror(number) in text or f"(os error {number})" in text for number in DISK_FULL_ERRORS)
+    return (
+        is_told
+        or (isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS)
+        or (cause is not None and is_disk_full(cause))
+    )
 
 
-def room_needed(temporary: Path, size: int | None = None) -> str:
+def describe_needed_space(temporary: Path, size: int | None = None) -> str:
     """How many bytes a write needs (at least, if `size` is not known) and how many its disk has for it."""
     written = size_of(temporary)
     folder = next(each for each in (temporary, *temporary.absolute().parents) if each.exists())
@@ -172,26 +178,26 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def sweep(folder: Path, names: Iterable[str] | None = None) -> None:
+def remove_leftovers(folder: Path, names: Iterable[str] | None = None) -> None:
     """Delete the temporary folders and files that killed processes left for these names.
 
     The caller must hold the folder's lock. Other programs have files called .tmp-* too: only in a folder that is
     ours alone `names` may be None, for all names. A folder that was moved away and not yet replaced is put back.
     """
-    known = None if names is None else {_shortened(name): name for name in names}
+    known = None if names is None else {_shorten_name(name): name for name in names}
     for left in folder.iterdir():
-        found = _LEFT.fullmatch(left.name)
-        if found is None or left.is_symlink() or (known is not None and _named(found["rest"]) not in known):
+        found = _TEMPORARY_NAME.fullmatch(left.name)
+        if found is None or left.is_symlink() or (known is not None and _target_name(found["rest"]) not in known):
             continue
-        place = folder / (_named(found["rest"]) if known is None else known[_named(found["rest"])])
-        if found["rest"].startswith(OLD) and left.is_dir() and not place.exists():
+        place = folder / (_target_name(found["rest"]) if known is None else known[_target_name(found["rest"])])
+        if found["rest"].startswith(OLD_PREFIX) and left.is_dir() and not place.exists():
             os.replace(left, place)
         else:
             remove(left)
 
 
-def _named(rest: str) -> str:
-    return rest.removeprefix(OLD)
+def _target_name(rest: str) -> str:
+    return rest.removeprefix(OLD_PREFIX)
 
 
 class TemporaryFolder:
@@ -223,7 +229,7 @@ class TemporaryFolder:
         self.close()
 
 
-def sweep_temporary() -> None:
+def remove_leftover_folders() -> None:
     """Delete temporary folders of ours whose processes were killed."""
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -231,7 +237,7 @@ def sweep_temporary() -> None:
                 if path.is_symlink() or path.stat().st_uid != os.geteuid():
                     continue
                 # The lock of a folder is taken a moment after the folder is made: leave young ones to the next sweep.
-                if time.time() - (path / LOCK).stat().st_mtime > YOUNG:
+                if time.time() - (path / LOCK).stat().st_mtime > MIN_AGE_SECONDS:
                     with suppress(Timeout), _lock_of(path):
                         shutil.rmtree(path, ignore_errors=True)
 
@@ -278,7 +284,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise StoreError(message) from None
     except OSError as error:
         if error.errno == errno.ELOOP and (folder / LOCK).is_symlink():
-            raise StoreError(f"{folder / LOCK} {LINK}") from error
+            raise StoreError(f"{folder / LOCK} {LINK_MESSAGE}") from error
         raise StoreError(f"cannot write into {folder}: {error.strerror}") from error
     with lock:
         yield

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LONGEST = 96
+MAX_LENGTH = 96
 
 
 def printed(shown: "RenderableType") -> str:
@@ -35,7 +35,7 @@ def one_line(text: object) -> str:
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def short(text: str, longest: int = LONGEST) -> str:
+def short(text: str, longest: int = MAX_LENGTH) -> str:
     """One line; the middle of a long name is left out, as both ends tell where it is."""
     text = one_line(text[: longest * 4] + text[-longest * 4 :] if len(text) > longest * 8 else text)
     if len(text) <= longest:

@@ -17,11 +17,11 @@ from pathlib import Path, PurePosixPath
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from scalepoint.errors import DocumentError, StoreError, UsageError, shown
-from scalepoint.support.files import LINK, digest, remove, replace_file, replace_text
+from scalepoint.support.files import LINK_MESSAGE, digest, remove, replace_file, replace_text
 from scalepoint.support.untrusted import read_json
 
-LIST = ".scalepoint-files.json"
-LARGEST = 64_000_000
+LIST_FILE = ".scalepoint-files.json"
+MAX_LIST_BYTES = 64_000_000
 
 
 class FileRecord(BaseModel):
@@ -47,7 +47,7 @@ class WrittenFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.records = _read(folder / LIST)
+        self.records = _read(folder / LIST_FILE)
 
     def __contains__(self, name: str) -> bool:
         """Whether we wrote this file and it is unchanged."""
@@ -84,7 +84,7 @@ class WrittenFiles:
 
     def _store(self) -> None:
         found = FileList(files=dict(sorted(self.records.items())))
-        replace_text(self.folder / LIST, json.dumps(found.model_dump(), indent=1) + "\n")
+        replace_text(self.folder / LIST_FILE, json.dumps(found.model_dump(), indent=1) + "\n")
 
 
 def move_into(source: Path, folder: Path) -> None:
@@ -166,7 +166,7 @@ def check_links(folder: Path, names: Iterable[str]) -> None:
         below = (Path(place) / each for place, *found in os.walk(folder / name) for each in found[0] + found[1])
         for path in (*above, *below):
             if path.is_symlink():
-                raise UsageError(f"{path} {LINK}")
+                raise UsageError(f"{path} {LINK_MESSAGE}")
 
 
 def _is_plain(folder: Path, name: str) -> bool:
@@ -181,6 +181,6 @@ def _is_plain(folder: Path, name: str) -> bool:
 def _read(path: Path) -> dict[str, FileRecord]:
     """The list of a folder. A list that is damaged names nothing: then nothing is ours to delete."""
     try:
-        return {} if path.is_symlink() else FileList.model_validate(read_json(path, LARGEST)).files
+        return {} if path.is_symlink() else FileList.model_validate(read_json(path, MAX_LIST_BYTES)).files
     except (OSError, DocumentError, ValidationError):
         return {}

@@ -20,7 +20,7 @@ from typing import Literal
 from scalepoint import distributed
 from scalepoint.support.interrupts import check_interrupt
 
-EVERY = 10.0  # seconds between two lines of a long phase
+LINE_INTERVAL_SECONDS = 10.0  # seconds between two lines of a long phase
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Event:
     def _now(self) -> str:
         """How far it is; with a total also the share, and the time that is left at this pace."""
         if self.total is None:
-            return f"{self.name}: {_counted(self.done, self.unit)}, {duration(self.seconds)}"
+            return f"{self.name}: {_format_count(self.done, self.unit)}, {duration(self.seconds)}"
         left = self.seconds / self.done * max(self.total - self.done, 0) if self.done else 0.0
         percent = 100 * min(self.done / max(self.total, 1), 1)
         share = f"{self.done}/{self.total} {self.unit} ({percent:.0f} %)"
@@ -52,11 +52,11 @@ class Event:
 
     def _ended(self) -> str:
         if not self.is_whole:
-            after = f" after {_counted(self.done, self.unit)}" if self.done else ""
+            after = f" after {_format_count(self.done, self.unit)}" if self.done else ""
             return f"{self.name}: stopped{after}, {duration(self.seconds)}"
         if not self.done:
             return f"{self.name}: {duration(self.seconds)}"
-        return f"{self.name}: {_counted(self.done, self.unit)} in {duration(self.seconds)}"
+        return f"{self.name}: {_format_count(self.done, self.unit)} in {duration(self.seconds)}"
 
 
 Callback = Callable[[Event], object]
@@ -121,7 +121,7 @@ class _Lines:
     def __call__(self, event: Event) -> None:
         if event.kind == "end":
             say(str(event))
-        elif event.kind == "advance" and event.seconds - self._last >= EVERY:
+        elif event.kind == "advance" and event.seconds - self._last >= LINE_INTERVAL_SECONDS:
             self._last = event.seconds
             say(str(event))
 
@@ -210,6 +210,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _counted(count: int, unit: str) -> str:
+def _format_count(count: int, unit: str) -> str:
     singular = {"batches": "batch", "layers": "layer", "files": "file", "passes": "pass"}
     return f"{count} {singular.get(unit, unit) if count == 1 else unit}"

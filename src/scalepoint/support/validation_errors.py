@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from scalepoint.errors import ConfigError, ScalepointError, nearest, shown
-from scalepoint.support.documents import Places
+from scalepoint.support.documents import DocumentPositions
 
 MOST = 5
 Path = tuple[str | int, ...]
@@ -176,7 +176,7 @@ def told_plainly(error: ValidationError, data: Any) -> str:
     return "; ".join([f"{each.key + ': ' if each.key else ''}{each.message}" for each in found[:MOST]] + more)
 
 
-def told(error: ValidationError, data: Any, file: str, places: Places) -> str:
+def told(error: ValidationError, data: Any, file: str, places: DocumentPositions) -> str:
     """All complaints, one a line, each with its place in the file."""
     lines = []
     for each in complaints(error, data):

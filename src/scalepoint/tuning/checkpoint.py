@@ -22,7 +22,7 @@ from torch import Tensor
 from scalepoint import distributed
 from scalepoint.errors import DocumentError, ScalepointWarning, StoreError
 from scalepoint.results import TunedLayer, TunedPiece
-from scalepoint.support.files import digest, locked, replace_file, replace_text, sweep
+from scalepoint.support.files import digest, locked, remove_leftovers, replace_file, replace_text
 from scalepoint.support.untrusted import check_file, open_tensors, read_json
 from scalepoint.tuning.state import States
 from scalepoint.tuning.walk import Walk
@@ -147,7 +147,7 @@ def _states(tensors: Mapping[str, Tensor]) -> States:
 def _swept(folder: Path) -> None:
     with locked(folder):
         pieces = (_PIECE.search(each.name) for each in folder.iterdir())
-        sweep(folder, (FILE, *(found[0] for found in pieces if found)))
+        remove_leftovers(folder, (FILE, *(found[0] for found in pieces if found)))
 
 
 def mark_of(model: object, walk: Walk, config: str) -> str:

@@ -37,4 +37,4 @@ def _list_suffixes(runtime: Runtime) -> list[str]:
 def read_file_info(path: str | Path, runtime: Runtime) -> FileInfo:
     """What a file says of itself."""
     path = check_exists(path)
-    return find_file_format(path, runtime).read_info(path)
+    return find_file_format(path, runtime).about(path)

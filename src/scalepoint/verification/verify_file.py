@@ -318,4 +318,4 @@ def _run_with_layer_outputs(run: _RuntimeRun, shown: LayerOutputSource) -> tuple
     with TemporaryFolder() as folder:
         path = folder / f"exposed{form.suffix}"
         form.write_with_layer_outputs(shown.model, path, ExportRequest(shown.inputs))
-        return replace(run, path=path).answer(), form.read_info(path).quantizers
+        return replace(run, path=path).answer(), form.about(path).quantizers

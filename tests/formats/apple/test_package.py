@@ -65,10 +65,10 @@ def test_every_code_scale_and_zero_point_is_read_back_as_it_is_in_the_model(tmp_
 def test_float32_is_held_too_where_it_is_asked_for(tmp_path: Path) -> None:
     path, model = written(tmp_path, float_dtype="float32", float_path=tmp_path / "f.mlpackage")
     assert COREML.compare(path, model) == []
-    said = COREML.read_info(path)
+    said = COREML.about(path)
     assert [(each.name, each.dtype, each.shape) for each in said.inputs] == [("input", "float32", (2, 3, 16, 16))]
     assert said.made_for == {"target": "coreml"}
-    assert said.size < COREML.read_info(tmp_path / "f.mlpackage").size
+    assert said.size < COREML.about(tmp_path / "f.mlpackage").size
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_what_is_cut_off_is_no_package(tmp_path: Path) -> None:
     file = path / MODEL_FOLDER / "model.mlmodel"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(StoreError, match="Core ML package"):
-        COREML.read_info(path)
+        COREML.about(path)
 
 
 def test_without_coremltools_an_export_says_how_it_is_installed(tmp_path: Path, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Language models of many families, tiny and random, as folders; and their weights rounded to nearest as `Packed`."""
+"""Language models of many families, tiny and random, as folders; and their weights as rounded `QuantizedWeight`s."""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.formats.checkpoint_folder.folder import list_quantizable
 from scalepoint.numerics import E4M3, E8M0, FP4, QuantizationScheme, format_of
 from scalepoint.spec import PerBlockGranularity, PerTensorGranularity, QuantizationSpec
@@ -60,7 +60,7 @@ def make(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Sour
 
 def nearest(
     weight: Tensor, spec: QuantizationSpec, dtype: torch.dtype, activation: QuantizationSpec | None = None
-) -> Packed:
+) -> QuantizedWeight:
     """Every weight to the nearest code, scales of type `dtype`."""
     rows, columns = weight.shape
     row = format_of(spec.dtype)
@@ -80,14 +80,14 @@ def nearest(
         scale = ((high - low) / row.high).to(dtype).to(torch.float32)
         zero = (-low / scale).round().clamp(0, row.high).to(torch.int32)
         codes = ((blocks / scale[..., None]).round() + zero[..., None]).clamp(0, row.high)
-        return Packed(codes.reshape(weight.shape).to(torch.uint8), scale, spec, zero, activation)
+        return QuantizedWeight(codes.reshape(weight.shape).to(torch.uint8), scale, spec, zero, activation)
     else:
         scale = (largest / row.high).to(dtype).to(torch.float32)
     exact = (blocks / scale[..., None]).clamp(row.low, row.high).reshape(weight.shape)
     if not row.is_float:
-        return Packed(exact.round().to(torch.int8), scale, spec, activation=activation)
+        return QuantizedWeight(exact.round().to(torch.int8), scale, spec, activation=activation)
     codes = round_float4(exact).to(E4M3) if spec.dtype == FP4 else exact.to(spec.dtype)
-    return Packed(codes, scale, spec, activation=activation, outer_scale=outer)
+    return QuantizedWeight(codes, scale, spec, activation=activation, outer_scale=outer)
 
 
 def round_float4(values: Tensor) -> Tensor:

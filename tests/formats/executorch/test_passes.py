@@ -15,7 +15,7 @@ from scalepoint.formats.export import export
 from scalepoint.quantize.shortcut import quantize
 from scalepoint.runtimes import find_runtime
 
-HERE = find_runtime("executorch").is_installed
+HERE = find_runtime("executorch").is_here
 pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: pip install 'scalepoint[executorch]'")
 
 

@@ -17,7 +17,7 @@ from scalepoint.verification import Status, verify
 from scalepoint.verification.departure import match_calls
 from scalepoint.verification.simulation import simulate
 
-HERE = find_runtime("executorch").is_installed
+HERE = find_runtime("executorch").is_here
 pytestmark = pytest.mark.skipif(not HERE, reason="executorch is not installed: pip install 'scalepoint[executorch]'")
 INT4 = QuantizationSpec(dtype="int4", granularity=PerBlockGranularity(block_size=32), qparam_calculator_cls="static")
 
@@ -82,7 +82,7 @@ def test_a_metric_is_judged_in_the_runtime_whatever_its_batch(deployed):
 
 def test_the_file_tells_its_inputs_and_what_it_was_made_for(deployed):
     done = deployed[0]
-    said = find_format("executorch").read_info(done.path)
+    said = find_format("executorch").about(done.path)
     assert (said.inputs[0].name, said.inputs[0].dtype, said.inputs[0].shape) == ("x", "float32", (None, 3, 32, 32))
     assert dict(said.made_for) == {"target": "executorch"}
     assert said.size == done.path.stat().st_size
@@ -109,7 +109,7 @@ def test_every_code_is_at_most_a_step_from_the_simulation(deployed, tmp_path):
     with exchange_files({"x": x.numpy()}) as files:
         answer = run_task(runtime, {"task": "run", "path": str(tmp_path / "exposed.pte"), "options": {}, **files.files})
         found = files.outputs(answer)
-    quantizers = form.read_info(tmp_path / "exposed.pte").quantizers
+    quantizers = form.about(tmp_path / "exposed.pte").quantizers
     compared = 0
     for name, calls in codes.items():
         for wanted, given in match_calls(name, calls, quantizers, found):
@@ -142,7 +142,7 @@ def test_a_part_of_a_file_is_told(deployed, tmp_path, keep):
     part = tmp_path / "part.pte"
     part.write_bytes(deployed[0].path.read_bytes()[:keep])
     with pytest.raises(StoreError, match="ExecuTorch program"):
-        find_format("executorch").read_info(part)
+        find_format("executorch").about(part)
 
 
 class Encoder(nn.Module):

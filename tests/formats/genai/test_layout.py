@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from scalepoint.checkpoints import Packed
+from scalepoint.checkpoints import QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.formats.genai.layout import PackedMatrix, pack_matrix, stack_matrices
 from tests.formats.genai.tiny import int_spec, nearest
@@ -47,7 +47,9 @@ def test_values_are_kept_bit_for_bit(bits, given, columns, stored, is_symmetric)
 
 def test_unsigned_codes_around_their_middle_need_no_zero_points():
     spec = int_spec(4, 16, is_symmetric=False).replace(qscheme="symmetric")
-    packed = Packed(torch.randint(0, 16, (2, 32), dtype=torch.uint8), torch.ones(2, 2), spec, torch.full((2, 2), 8))
+    packed = QuantizedWeight(
+        torch.randint(0, 16, (2, 32), dtype=torch.uint8), torch.ones(2, 2), spec, torch.full((2, 2), 8)
+    )
     found = pack_matrix(packed)
     assert found.zeros is None
     assert np.array_equal(unpacked(found), packed.values().numpy())
@@ -55,7 +57,7 @@ def test_unsigned_codes_around_their_middle_need_no_zero_points():
 
 def test_unsigned_codes_without_zero_points_count_from_zero():
     spec = int_spec(4, 16, is_symmetric=False).replace(qscheme="symmetric")
-    packed = Packed(torch.randint(0, 16, (2, 32), dtype=torch.uint8), torch.ones(2, 2), spec)
+    packed = QuantizedWeight(torch.randint(0, 16, (2, 32), dtype=torch.uint8), torch.ones(2, 2), spec)
     assert np.array_equal(unpacked(pack_matrix(packed)), packed.values().numpy())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.errors import StoreError
 from scalepoint.formats.genai import ORT_GENAI
 from scalepoint.formats.registry import find_checkpoint_format, list_checkpoint_formats
@@ -50,13 +50,13 @@ def test_the_same_checkpoint_gives_the_same_bytes(tmp_path):
         assert each.read_bytes() == (tmp_path / "second" / each.name).read_bytes()
 
 
-class Broken(Mapping[str, Packed]):
+class Broken(Mapping[str, QuantizedWeight]):
     """Weights of which the last one cannot be read."""
 
-    def __init__(self, packed: Mapping[str, Packed]) -> None:
+    def __init__(self, packed: Mapping[str, QuantizedWeight]) -> None:
         self.packed = packed
 
-    def __getitem__(self, name: str) -> Packed:
+    def __getitem__(self, name: str) -> QuantizedWeight:
         if name == list(self.packed)[-1]:
             raise OSError(5, "the disk is gone")
         return self.packed[name]
@@ -85,10 +85,10 @@ def test_nothing_is_left_of_a_folder_that_could_not_be_finished(tmp_path):
 class Lazy(Broken):
     """Codes that are made when they are asked for."""
 
-    def __init__(self, source: Source, packed: Mapping[str, Packed]) -> None:
+    def __init__(self, source: Source, packed: Mapping[str, QuantizedWeight]) -> None:
         self.source, self.packed = source, packed
 
-    def __getitem__(self, name: str) -> Packed:
+    def __getitem__(self, name: str) -> QuantizedWeight:
         return nearest(self.source.tensor(name), int_spec(4))
 
 

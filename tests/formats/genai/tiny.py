@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationSpec
 
@@ -114,7 +114,7 @@ def int_spec(bits: int, block: int = 32, *, is_symmetric: bool = True) -> Quanti
     return QuantizationSpec(dtype=dtype, qscheme=scheme, granularity=granularity)
 
 
-def nearest(weight: Tensor, spec: QuantizationSpec) -> Packed:
+def nearest(weight: Tensor, spec: QuantizationSpec) -> QuantizedWeight:
     """Rounded to nearest, a scale a block (or a row)."""
     kind = get_format(spec.dtype)
     size = getattr(spec.granularity, "block_size", None) or weight.shape[1]
@@ -128,7 +128,7 @@ def nearest(weight: Tensor, spec: QuantizationSpec) -> Packed:
         zero = (-low / scale).round().to(torch.int32)
         codes = (blocks / scale[..., None]).round() + zero[..., None]
     codes = codes.clamp(kind.low, kind.high).reshape(weight.shape)
-    return Packed(codes.to(torch.int8 if kind.low < 0 else torch.uint8), scale, spec, zero)
+    return QuantizedWeight(codes.to(torch.int8 if kind.low < 0 else torch.uint8), scale, spec, zero)
 
 
 def quantized(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.formats.gguf import round_to_block_type
 from scalepoint.numerics import format_of
 from scalepoint.spec import ExtendedQuantizationSpec
@@ -114,15 +114,15 @@ def nearest(weight, spec, block):
     if spec.qscheme == "symmetric":
         scale, _ = round_to_block_type(spec, weight.shape[1], torch.maximum(-least, most) / max(high, 1))
         codes = (values / scale[..., None]).round().clamp(low, high)
-        return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec)
+        return QuantizedWeight(codes.reshape(weight.shape).to(row.storage), scale, spec)
     if spec.qformulation == "minval":
         scale, minval = round_to_block_type(spec, weight.shape[1], (most - least) / (high - low), least)
         codes = ((values - minval[..., None]) / scale[..., None]).round().clamp(0, high - low) + low
-        return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec, minval=minval)
+        return QuantizedWeight(codes.reshape(weight.shape).to(row.storage), scale, spec, minval=minval)
     scale, _ = round_to_block_type(spec, weight.shape[1], (most - least) / (high - low))
     zero = (-least / scale).round().clamp(0, high)
     codes = (values / scale[..., None] + zero[..., None]).round().clamp(low, high)
-    return Packed(codes.reshape(weight.shape).to(row.storage), scale, spec, zero.int())
+    return QuantizedWeight(codes.reshape(weight.shape).to(row.storage), scale, spec, zero.int())
 
 
 def quantized(source, spec, block, *, but=("embed", "wte", "wpe", "lm_head", "mlp.gate.", "moe.gate.", "expert_gate")):

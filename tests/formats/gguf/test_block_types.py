@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalepoint.checkpoints import Packed
+from scalepoint.checkpoints import QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf import GGUF
 from scalepoint.formats.gguf.block_types import (
@@ -72,7 +72,7 @@ def test_the_extreme_codes_are_held_too(case):
     low, high = packed.spec.quant_min, packed.spec.quant_max
     edge[:, ::2], edge[:, 1::2] = int(low), int(high)
     assert row.min <= low
-    packed = Packed(edge, packed.scale, spec, packed.zero_point, minval=packed.minval)
+    packed = QuantizedWeight(edge, packed.scale, spec, packed.zero_point, minval=packed.minval)
     assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.values())
 
 
@@ -99,32 +99,30 @@ def test_snapping_moves_scales_little_and_is_done_once():
 
 def test_a_format_moves_scales_by_spec_and_shape():
     scale = torch.rand(4, 16, generator=torch.Generator().manual_seed(0)) + 0.5
-    assert torch.equal(GGUF.round_scales(spec_of("int4", 32), 512, scale), scale.half().float())
+    assert torch.equal(GGUF.snap(spec_of("int4", 32), 512, scale), scale.half().float())
     assert torch.equal(
-        GGUF.round_scales(spec_of("int3", 32), 512, scale), round_to_block_type(spec_of("int3", 32), 512, scale)[0]
+        GGUF.snap(spec_of("int3", 32), 512, scale), round_to_block_type(spec_of("int3", 32), 512, scale)[0]
     )
-    few = GGUF.round_scales(spec_of("uint4", 32, **ZERO), 512, scale)
+    few = GGUF.snap(spec_of("uint4", 32, **ZERO), 512, scale)
     assert torch.equal((few * 15).half().float(), few * 15)
-    assert torch.equal(
-        GGUF.round_scales(spec_of("int4", 8), 128, scale), scale.half().float()
-    )  # no type holds blocks of 8
+    assert torch.equal(GGUF.snap(spec_of("int4", 8), 128, scale), scale.half().float())  # no type holds blocks of 8
 
 
 def test_scales_that_are_not_snapped_take_a_wider_type_or_none():
     codes = torch.randint(-4, 4, (4, 512), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     scale = (torch.rand(4, 16) + 0.5).half().float()
-    packed = Packed(codes, scale, spec_of("int3", 32))
+    packed = QuantizedWeight(codes, scale, spec_of("int3", 32))
     assert choose_block_type([packed], "w").name == "Q4_0"
     assert torch.equal(read_back(packed, choose_block_type([packed], "w")), packed.values())
     with raises(ExportError, "proj", "torch.int3", "blocks of 32"):
-        choose_block_type([Packed(codes, scale + 1e-6, spec_of("int3", 32))], "proj")
+        choose_block_type([QuantizedWeight(codes, scale + 1e-6, spec_of("int3", 32))], "proj")
 
 
 def test_a_zero_point_whose_product_is_no_float16_takes_a_bit_more():
     spec = spec_of("uint4", 32, **ZERO)
     codes = torch.randint(0, 16, (2, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     scale = torch.full((2, 2), 2047 / 2048)
-    packed = Packed(codes, scale, spec, torch.full((2, 2), 7, dtype=torch.int32))
+    packed = QuantizedWeight(codes, scale, spec, torch.full((2, 2), 7, dtype=torch.int32))
     kind = choose_block_type([packed], "w")
     assert kind.name == "Q5_0"
     assert torch.equal(read_back(packed, kind), packed.values())
@@ -133,8 +131,8 @@ def test_a_zero_point_whose_product_is_no_float16_takes_a_bit_more():
 def test_experts_of_a_layer_share_the_type_that_holds_all():
     spec = spec_of("int3", 32)
     codes = torch.zeros(4, 512, dtype=torch.int8)
-    snug = Packed(codes, torch.full((4, 16), 0.5), spec)
-    wide = Packed(codes, (torch.rand(4, 16) + 0.5).half().float(), spec)
+    snug = QuantizedWeight(codes, torch.full((4, 16), 0.5), spec)
+    wide = QuantizedWeight(codes, (torch.rand(4, 16) + 0.5).half().float(), spec)
     assert choose_block_type([snug], "w").name == "Q3_K"
     assert choose_block_type([snug, wide], "w").name == "Q4_0"
 
@@ -154,7 +152,7 @@ def test_experts_of_a_layer_share_the_type_that_holds_all():
 def test_what_no_block_holds_is_refused(fields, says):
     given = {"codes": torch.zeros(2, 64, dtype=torch.int8), "scale": torch.ones(2, 2), "spec": spec_of("int4", 32)}
     with pytest.raises(ExportError, match=says):
-        choose_block_type([Packed(**(given | fields))], "w")
+        choose_block_type([QuantizedWeight(**(given | fields))], "w")
 
 
 def test_the_table_grows_by_bits():

@@ -15,7 +15,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.runtimes.process import exchange_files, run_task
 from scalepoint.transformation import transform
 
-HERE = find_runtime("litert").is_installed
+HERE = find_runtime("litert").is_here
 pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip install 'scalepoint[litert]'")
 
 
@@ -140,7 +140,7 @@ def test_pictures(tmp_path):
     torch.manual_seed(0)
     model = Pictures()
     path = written(model, (torch.randn(2, 4, 8, 8),), tmp_path / "pictures.tflite")
-    assert find_format("litert").read_info(path).inputs[0].shape == (None, 4, 8, 8)
+    assert find_format("litert").about(path).inputs[0].shape == (None, 4, 8, 8)
     for batch in (2, 3):
         feeds = {"x": torch.randn(batch, 4, 8, 8)}
         compare(model, feeds, run(path, feeds))
@@ -166,7 +166,7 @@ def test_what_is_told_its_size_has_the_batch_of_the_example(tmp_path):
     torch.manual_seed(0)
     model, feeds = Transposed(), {"x": torch.randn(2, 4, 5, 5)}
     path = written(model, (feeds["x"],), tmp_path / "transposed.tflite")
-    assert find_format("litert").read_info(path).inputs[0].shape == (2, 4, 5, 5)
+    assert find_format("litert").about(path).inputs[0].shape == (2, 4, 5, 5)
     compare(model, feeds, run(path, feeds))
     with exchange_files({"x": torch.randn(3, 4, 5, 5).numpy()}) as files:
         answer = run_task(find_runtime("litert"), {"task": "run", "path": str(path), "options": {}, **files.files})

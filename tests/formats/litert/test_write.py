@@ -18,7 +18,7 @@ from scalepoint.verification.departure import match_calls
 from scalepoint.verification.simulation import simulate
 from tests.formats.executorch.test_write import Encoder
 
-HERE = find_runtime("litert").is_installed
+HERE = find_runtime("litert").is_here
 pytestmark = pytest.mark.skipif(not HERE, reason="LiteRT is not installed: pip install 'scalepoint[litert]'")
 INT4 = QuantizationSpec(
     dtype="int4", qscheme="symmetric", granularity=PerChannelGranularity(), qparam_calculator_cls="static"
@@ -95,7 +95,7 @@ def test_a_metric_is_judged_in_the_runtime_whatever_its_batch(deployed):
 def test_what_its_maker_gives_is_in_the_file(deployed, tmp_path):
     done, x, *_ = deployed
     path = export(done.model, tmp_path / "m.tflite", x, metadata={"labels": ["cat", "dög"]})
-    said = find_format("litert").read_info(path)
+    said = find_format("litert").about(path)
     assert read_value(said.metadata["labels"]) == ["cat", "dög"]
     assert said.made_for == {"target": "litert"}
     assert "scalepoint.config" in said.metadata
@@ -103,7 +103,7 @@ def test_what_its_maker_gives_is_in_the_file(deployed, tmp_path):
 
 def test_the_file_tells_its_inputs_and_what_it_was_made_for(deployed):
     done = deployed[0]
-    said = find_format("litert").read_info(done.path)
+    said = find_format("litert").about(done.path)
     assert (said.inputs[0].name, said.inputs[0].dtype, said.inputs[0].shape) == ("x", "float32", (None, 3, 32, 32))
     assert dict(said.made_for) == {"target": "litert"}
     assert (said.size, done.path.name) == (done.path.stat().st_size, "model.tflite")
@@ -140,7 +140,7 @@ def test_codes_are_those_of_the_simulation_until_a_concat_changes_a_scale(deploy
         found = files.outputs(answer)
     compared, is_behind = 0, False
     for name, calls in codes.items():
-        for wanted, given in match_calls(name, calls, form.read_info(path).quantizers, found):
+        for wanted, given in match_calls(name, calls, form.about(path).quantizers, found):
             apart = np.abs(given.astype(int) - wanted)
             is_behind |= given.shape == (2, 32, 8, 8)  # of the concat and all after it
             assert apart.max() <= (2 if is_behind else 0), name
@@ -170,7 +170,7 @@ def test_a_part_of_a_file_is_told(deployed, tmp_path, keep):
     part = tmp_path / "part.tflite"
     part.write_bytes(deployed[0].path.read_bytes()[:keep])
     with pytest.raises(StoreError, match=r"\.tflite file"):
-        find_format("litert").read_info(part)
+        find_format("litert").about(part)
 
 
 def encoder_inputs():
@@ -251,4 +251,4 @@ def test_a_batch_that_cannot_be_free_is_told_with_the_reason(tmp_path):
     )
     with pytest.warns(ScalepointWarning, match="is 2.*transposed convolution"):
         path = export(model, tmp_path / "fixed.tflite", x)
-    assert find_format("litert").read_info(path).inputs[0].shape == (2, 3, 4, 4)
+    assert find_format("litert").about(path).inputs[0].shape == (2, 3, 4, 4)

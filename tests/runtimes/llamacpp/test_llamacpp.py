@@ -14,7 +14,7 @@ from scalepoint.runtimes.serving import RuntimeSession
 from tests.formats.gguf.checkpoints import make, quantized, simulation, spec_of
 
 LLAMACPP = find_runtime("llamacpp")
-needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_installed, reason=f"needs llama.cpp: {LLAMACPP.install}")
+needs_llamacpp = pytest.mark.skipif(not LLAMACPP.is_here, reason=f"needs llama.cpp: {LLAMACPP.install}")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def written(tmp_path_factory):
 def test_a_folder_without_the_library_has_no_llamacpp(tmp_path, monkeypatch):
     monkeypatch.setenv(PLACE, str(tmp_path))
     assert library() is None
-    assert not LLAMACPP.is_installed
+    assert not LLAMACPP.is_here
     answer = run_task(LLAMACPP, {"task": "run"})
     assert answer.status is Status.UNAVAILABLE
     assert f"npm install --prefix {DEFAULT} @node-llama-cpp/" in answer.message

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.errors import ExportError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.checkpoint_folder.bit_packing import pack_bits
@@ -47,7 +47,7 @@ def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     """Weights as they come, then the config."""
     groups: dict[str, int] = {}
 
-    def parts(layer: str, packed: Packed) -> dict[str, Tensor]:
+    def parts(layer: str, packed: QuantizedWeight) -> dict[str, Tensor]:
         check_integers(packed.spec, packed.activation, NAME, BITS)
         groups[layer] = group = read_block_size(packed.spec) or -1
         first, usual = next(iter(groups.items()))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.checkpoint_folder.bit_packing import pack_bits
@@ -102,7 +102,7 @@ def write(checkpoint: QuantizedCheckpoint, path: Path) -> None:
     cached = _cache_scales(checkpoint)
     checkpoint = replace(checkpoint, changed={**checkpoint.changed, **cached})
 
-    def parts(layer: str, packed: Packed) -> dict[str, Tensor]:
+    def parts(layer: str, packed: QuantizedWeight) -> dict[str, Tensor]:
         scheme = schemes[layer] = choose_scheme(packed.spec, packed.activation)
         return _stored_tensors(layer, packed, scheme, source.tensors[layer + WEIGHT].dtype)
 
@@ -160,7 +160,7 @@ def _scheme_of_experts(source: Source, schemes: dict[str, Scheme]) -> Scheme | N
     return next(iter(found), None)
 
 
-def _stored_tensors(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
+def _stored_tensors(layer: str, packed: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
     if scheme.format == "pack-quantized":
         return _pack_integers(layer, packed, scheme, dtype)
     if packed.spec.dtype == FP4:
@@ -177,7 +177,7 @@ def _stored_tensors(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dty
     return found
 
 
-def _pack_integers(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
+def _pack_integers(layer: str, packed: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
     codes, zero = packed.unsigned()
     found = {
         "weight_packed": pack_bits(codes, packed.bits),
@@ -191,19 +191,19 @@ def _pack_integers(layer: str, packed: Packed, scheme: Scheme, dtype: torch.dtyp
     return found
 
 
-def _to_signed(layer: str, packed: Packed) -> Tensor:
+def _to_signed(layer: str, packed: QuantizedWeight) -> Tensor:
     """int8 codes around 0."""
     codes, zero = packed.unsigned()
     _check_middle(layer, packed, zero)
     return (codes - (1 << packed.bits - 1)).to(torch.int8)
 
 
-def _check_middle(layer: str, packed: Packed, zero: Tensor) -> None:
+def _check_middle(layer: str, packed: QuantizedWeight, zero: Tensor) -> None:
     if not bool((zero == 1 << packed.bits - 1).all()):
         raise ExportError(f"{layer}: its spec is symmetric, but its zero points are not in the middle")
 
 
-def _pack_floats(layer: str, packed: Packed, scheme: Scheme) -> dict[str, Tensor]:
+def _pack_floats(layer: str, packed: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
     values = packed.codes.to(torch.float32)
     index = torch.bucketize(values.abs(), torch.tensor(FLOAT4)).to(torch.uint8)
     index |= values.signbit().to(torch.uint8) << 3
@@ -222,7 +222,7 @@ def _pack_floats(layer: str, packed: Packed, scheme: Scheme) -> dict[str, Tensor
     return found
 
 
-def _input_scale(layer: str, packed: Packed) -> Tensor:
+def _input_scale(layer: str, packed: QuantizedWeight) -> Tensor:
     if packed.activation_scale is None:
         raise ExportError(f"{layer}: its input has a scale for all that is stored, and none was given")
     return packed.activation_scale.reshape(1)

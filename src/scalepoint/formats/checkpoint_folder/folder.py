@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
-from scalepoint.checkpoints.source import HEADS, TOKEN_EMBEDDINGS
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
+from scalepoint.checkpoints.source import HEAD_LAYERS, TOKEN_EMBEDDINGS
 from scalepoint.errors import ExportError, TargetError
 from scalepoint.formats.checkpoint_folder.shards import ENTRY_BYTES, ShardWriter
 from scalepoint.numerics import QuantizationFormulation, dtype_name, get_format
@@ -32,7 +32,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and no 
 BLOCK_SIZES = (256, 128, 64, 32, 16)  # of blocks, as people choose them
 
 StoreLayer = Callable[
-    [str, Packed], Mapping[str, Tensor]
+    [str, QuantizedWeight], Mapping[str, Tensor]
 ]  # the layer, its weight -> tensors by the last word of their names
 
 
@@ -111,7 +111,7 @@ def find_layer(name: str, source: Source) -> str:
         raise ExportError(f"{name} is an embedding, which this format keeps float: leave it float")
     if last in ROUTERS:
         raise ExportError(f"{name} routes to experts, which this format keeps float: leave it float")
-    if last in HEADS and is_tied(source):
+    if last in HEAD_LAYERS and is_tied(source):
         raise ExportError(f"{name} is tied to the embedding, which stays float: leave it float, or untie the two")
     return layer
 
@@ -121,13 +121,13 @@ def can_quantize(source: Source, name: str) -> bool:
     stored = source.tensors.get(name)
     last = name.removesuffix(WEIGHT).rpartition(".")[2]
     is_matrix = stored is not None and len(stored.shape) == 2 and stored.dtype.is_floating_point
-    is_taken = last not in (*EMBEDDINGS, *ROUTERS) and not (last in HEADS and is_tied(source))
+    is_taken = last not in (*EMBEDDINGS, *ROUTERS) and not (last in HEAD_LAYERS and is_tied(source))
     return is_matrix and name.endswith(WEIGHT) and is_taken
 
 
 def is_tied(source: Source) -> bool:
     """Whether the head has no weight of its own."""
-    own = any(name.removesuffix(WEIGHT).rpartition(".")[2] in HEADS for name in source.tensors)
+    own = any(name.removesuffix(WEIGHT).rpartition(".")[2] in HEAD_LAYERS for name in source.tensors)
     return bool(source.config.get("tie_word_embeddings", False)) or not own
 
 
@@ -139,7 +139,7 @@ def list_matrices(source: Source) -> dict[str, tuple[int, int]]:
         if name.endswith(WEIGHT) and len(stored.shape) == 2 and stored.dtype.is_floating_point:
             layer = name.removesuffix(WEIGHT)
             rows, columns = stored.shape
-            is_turned = turned and layer.rpartition(".")[2] not in (*EMBEDDINGS, *HEADS)
+            is_turned = turned and layer.rpartition(".")[2] not in (*EMBEDDINGS, *HEAD_LAYERS)
             found[layer] = (columns, rows) if is_turned else (rows, columns)
     return found
 
@@ -154,8 +154,8 @@ def list_float_layers(source: Source, packed: Iterable[str]) -> list[str]:
     may call it otherwise than the source does (embed_out of GPT-NeoX is lm_head in transformers 5)."""
     taken = set(packed)
     kept = [layer for layer in list_matrices(source) if layer not in taken]
-    is_float = not any(layer.rpartition(".")[2] in HEADS for layer in taken)
-    return kept + [head for head in HEADS if is_float and head not in kept]
+    is_float = not any(layer.rpartition(".")[2] in HEAD_LAYERS for layer in taken)
+    return kept + [head for head in HEAD_LAYERS if is_float and head not in kept]
 
 
 def check_source(source: Source, name: str) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint, Source
-from scalepoint.checkpoints.source import HEADS
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
+from scalepoint.checkpoints.source import HEAD_LAYERS
 from scalepoint.errors import ExportError
 from scalepoint.formats.checkpoint import CheckpointFormat
 from scalepoint.formats.checkpoint_folder.bit_packing import pack_bits
@@ -61,7 +61,7 @@ class _GptqLayers:
     layers: dict[str, tuple[int, int, bool]] = field(default_factory=dict)  # bits, group size, symmetric
     is_first_version: bool | None = None
 
-    def parts(self, layer: str, packed: Packed) -> dict[str, Tensor]:
+    def parts(self, layer: str, packed: QuantizedWeight) -> dict[str, Tensor]:
         check_integers(packed.spec, packed.activation, NAME, BITS)
         symmetric = packed.spec.qscheme != QuantizationScheme.ASYMMETRIC
         if self.is_first_version is None:
@@ -99,14 +99,16 @@ def build_config(source: Source, layers: dict[str, tuple[int, int, bool]], is_fi
         f"+:^{re.escape(layer)}$": _layer_settings(each) for layer, each in layers.items() if each != usual
     }
     kept = [
-        layer for layer in list_float_layers(source, layers) if layer.rpartition(".")[2] not in (*EMBEDDINGS, *HEADS)
+        layer
+        for layer in list_float_layers(source, layers)
+        if layer.rpartition(".")[2] not in (*EMBEDDINGS, *HEAD_LAYERS)
     ]
     others |= {f"-:^{re.escape(layer)}$": {} for layer in kept}
     return {
         "quant_method": NAME,
         **_layer_settings(usual),
         "desc_act": False,
-        "lm_head": any(layer.rpartition(".")[2] in HEADS for layer in layers),
+        "lm_head": any(layer.rpartition(".")[2] in HEAD_LAYERS for layer in layers),
         "checkpoint_format": "gptq" if is_first_version else "gptq_v2",
         "pack_dtype": "int32",
         "dynamic": others,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight
 from scalepoint.errors import ExportError, nearest
 from scalepoint.formats.genai.initializers import InitializerFile, to_array
 from scalepoint.formats.genai.layout import PackedMatrix, pack_matrix, stack_matrices
@@ -108,7 +108,7 @@ class GraphBuilder:
         name = f"{layer}.weight"
         return self.has(name) and self.name_of(name) in self.checkpoint.packed
 
-    def packed(self, layer: str) -> Packed:
+    def packed(self, layer: str) -> QuantizedWeight:
         return self.checkpoint.packed[self.name_of(f"{layer}.weight")]
 
     def linear(self, value: str, layer: str, *, rows: Tensor | None = None, name: str = "", **kind: bool) -> str:

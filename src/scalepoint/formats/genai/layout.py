@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from scalepoint.checkpoints import Packed
+from scalepoint.checkpoints import QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.numerics import get_format
 from scalepoint.spec import QuantizationScheme, QuantizationSpec
@@ -63,7 +63,7 @@ def describe_wider_type(spec: QuantizationSpec, columns: int) -> str:
     return "" if width == bits else f"{width}-bit codes: the kernels of ONNX Runtime are for codes of {known} bits"
 
 
-def stored_block_size(packed: Packed) -> int:
+def stored_block_size(packed: QuantizedWeight) -> int:
     """Columns that share a scale in the file."""
     given = packed.block
     if given in BLOCK_SIZES:
@@ -78,7 +78,7 @@ def stored_block_size(packed: Packed) -> int:
     return 32  # one scale a row: the last block is filled up
 
 
-def pack_matrix(packed: Packed, block: int = 0) -> PackedMatrix:
+def pack_matrix(packed: QuantizedWeight, block: int = 0) -> PackedMatrix:
     """A weight in the layout, in smaller blocks when asked for.
 
     Zero points in the middle are left out: kernels take them to be there.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from scalepoint.checkpoints import Cache
+from scalepoint.checkpoints import CacheScales
 from scalepoint.formats.genai.decoder import Decoder, DecoderBlock
 from scalepoint.formats.genai.expert_layout import write_mixture
 from scalepoint.formats.genai.graph import MICROSOFT, GraphBuilder
@@ -25,7 +25,7 @@ class NetworkWriter:
     rotaries: list[Rotary] = field(default_factory=list)  # those with tables
 
     @property
-    def cache(self) -> Cache | None:
+    def cache(self) -> CacheScales | None:
         """How keys and values are kept, where not in float."""
         return self.graph.checkpoint.cache
 
@@ -130,7 +130,7 @@ class NetworkWriter:
         made = graph.node_of("GroupQueryAttention", inputs, [label, *present], domain=MICROSOFT, **attributes)
         return graph.linear(made[0], names.of(index, "o"), is_transposed=decoder.is_transposed)
 
-    def _scales(self, cache: Cache, index: int) -> list[str]:
+    def _scales(self, cache: CacheScales, index: int) -> list[str]:
         parts = zip(("key", "value"), cache.scales[index], strict=True)
         return [self.graph.floats(f"cache.{index}.{part}_scale", scale) for part, scale in parts]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scalepoint.checkpoints import Cache, QuantizedCheckpoint, Source
+from scalepoint.checkpoints import CacheScales, QuantizedCheckpoint, Source
 from scalepoint.errors import DocumentError, ExportError
 from scalepoint.formats.genai.decoder import Decoder
 from scalepoint.formats.genai.families import describe_decoder
@@ -62,7 +62,7 @@ def _write_folder(checkpoint: QuantizedCheckpoint, decoder: Decoder, folder: Pat
         shutil.copyfile(each, folder / each.name)
 
 
-def _save_graph(graph: GraphBuilder, decoder: Decoder, path: Path, cache: Cache | None) -> None:
+def _save_graph(graph: GraphBuilder, decoder: Decoder, path: Path, cache: CacheScales | None) -> None:
     import onnx  # noqa: PLC0415  # only an export needs it
     from onnx import helper  # noqa: PLC0415
 
@@ -78,7 +78,7 @@ def _save_graph(graph: GraphBuilder, decoder: Decoder, path: Path, cache: Cache 
         raise ExportError(f"the graph is not sound: {error}") from error
 
 
-def _declare_interface(decoder: Decoder, cache: Cache | None) -> tuple[list[Any], list[Any]]:
+def _declare_interface(decoder: Decoder, cache: CacheScales | None) -> tuple[list[Any], list[Any]]:
     from onnx import TensorProto, helper  # noqa: PLC0415
 
     bits = 32 if cache is None else cache.bits

@@ -18,11 +18,11 @@ GGUF = CheckpointFormat(
     write=write,
     check=check,
     scale_dtype=torch.float16,
-    round_scales=round_scales,
-    round_scales_and_minima=round_scales_and_minima,
+    snap=round_scales,
+    snap_minima=round_scales_and_minima,
     holds=can_quantize,
     tensor_bytes=tensor_bytes,
-    describe_wider_type=describe_wider_type,
+    wider=describe_wider_type,
     summary="GGUF, for llama.cpp and what is built on it",
 )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed
+from scalepoint.checkpoints import QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf import blocks, superblocks
 from scalepoint.formats.gguf.layer_types import BlockCodes, Bytes, list_block_codes
@@ -67,7 +67,7 @@ BLOCK_TYPES = (
 )
 
 
-def choose_block_type(weights: Iterable[Packed], name: str) -> BlockType:
+def choose_block_type(weights: Iterable[QuantizedWeight], name: str) -> BlockType:
     """The smallest type that holds all of them exactly, read one at a time; experts of one layer share theirs."""
     left, seen = list(BLOCK_TYPES), ""
     for packed in weights:
@@ -82,7 +82,7 @@ def choose_block_type(weights: Iterable[Packed], name: str) -> BlockType:
     )
 
 
-def pack_weight(packed: Packed, kind: BlockType) -> Bytes:
+def pack_weight(packed: QuantizedWeight, kind: BlockType) -> Bytes:
     """(rows, bytes of a row)."""
     found = next((data for form in list_block_codes(packed) if (data := kind.bytes_of(form)) is not None), None)
     if found is None:

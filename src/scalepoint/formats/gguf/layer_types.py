@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed
+from scalepoint.checkpoints import QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.numerics import get_format
 
@@ -40,7 +40,7 @@ class BlockCodes:
         return type(self)(self.codes, self.low, self.high, scale, least)
 
 
-def list_block_codes(packed: Packed) -> list[BlockCodes]:
+def list_block_codes(packed: QuantizedWeight) -> list[BlockCodes]:
     """The plain form and the one with a least value, where the weight has them."""
     _check_weight(packed)
     row = get_format(packed.spec.dtype)
@@ -56,7 +56,7 @@ def list_block_codes(packed: Packed) -> list[BlockCodes]:
     return [BlockCodes(codes - shift, *reach, scale), above]
 
 
-def _check_weight(packed: Packed) -> None:
+def _check_weight(packed: QuantizedWeight) -> None:
     if packed.is_float or packed.outer_scale is not None:
         raise ExportError(f"GGUF holds integer codes, not {packed.spec.dtype}: take int8, int4 or another integer type")
     if packed.activation is not None:

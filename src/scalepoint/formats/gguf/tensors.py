@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalepoint.checkpoints import Packed, QuantizedCheckpoint
+from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.formats.gguf.architectures import Architecture, find_architecture
 from scalepoint.formats.gguf.block_types import BlockType, choose_block_type, pack_weight
@@ -114,7 +114,7 @@ def _pack_sources(
     return parts[0] if len(parts) == 1 else np.stack(parts)
 
 
-def _reorder_rows(packed: Packed, order: Tensor) -> Packed:
+def _reorder_rows(packed: QuantizedWeight, order: Tensor) -> QuantizedWeight:
     def rows(value: Tensor | None) -> Tensor | None:
         return None if value is None else value[order]
 

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from scalepoint.errors import ExportError, StoreError
-from scalepoint.support.files import digest, is_full, make_anew, replace_file, room_needed, temporary_path
+from scalepoint.support.files import (
+    describe_needed_space,
+    digest,
+    is_disk_full,
+    make_empty_folder,
+    replace_file,
+    temporary_path,
+)
 from scalepoint.support.untrusted import LARGEST_PROTOBUF, read_bytes
 
 MAX_SINGLE_FILE_BYTES = 1_900_000_000  # protobuf stops at 2 GB
@@ -85,7 +92,7 @@ def _save_with_data_file(graph: Any, path: Path) -> str:
 
     folder = temporary_path(path)
     try:
-        make_anew(folder)
+        make_empty_folder(folder)
         ir.save(graph, folder / path.name, external_data="data")
         name = f"{path.stem}.{digest(folder / 'data')[:8]}.data"
         os.replace(folder / "data", folder / name)
@@ -101,7 +108,7 @@ def _save_with_data_file(graph: Any, path: Path) -> str:
         raise ExportError(f"the exported graph is not sound: {error}") from error
     except OSError as error:
         size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
-        room = f". {room_needed(folder, size)}" if is_full(error) else ""
+        room = f". {describe_needed_space(folder, size)}" if is_disk_full(error) else ""
         reason = error.strerror or error
         raise StoreError(f"cannot write {path}: {reason}. What was there before is untouched{room}") from error
     finally:

@@ -9,7 +9,7 @@ from scalepoint.runtimes.runtime import Runtime, Variant
 PACKAGE = f"@node-llama-cpp/{PACKAGES.get(platform.machine(), 'linux-x64')}@3.22"
 
 
-def is_installed() -> bool:
+def is_here() -> bool:
     return library() is not None
 
 
@@ -20,6 +20,6 @@ LLAMACPP = Runtime(
     formats=("gguf",),
     summary="llama.cpp on CPUs",
     variants=(Variant("exact", {"exact": True}),),
-    found=is_installed,
+    found=is_here,
     install=f"npm install --prefix {DEFAULT} {PACKAGE} (or another folder, named by {PLACE})",
 )

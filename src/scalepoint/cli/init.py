@@ -13,15 +13,15 @@ import typer
 from rich.text import Text
 
 from scalepoint.cli import flags
-from scalepoint.cli.ending import Code, usage
-from scalepoint.cli.screen import say, show, show_json, write
+from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.output import say, show, show_json, write
 from scalepoint.errors import ScalepointError, UsageError, nearest
 from scalepoint.options import DeployConfig
 
 Check = Callable[[str], None]
 KEY = re.compile(r"(\w+): \S+ *(#.*)?$")
 TEMPLATES = Path(__file__).with_name("templates")
-WRITTEN = {"scalepoint.yaml": "scalepoint.yaml.txt", "deploy.py": "deploy.py.txt"}
+TEMPLATE_FILES = {"scalepoint.yaml": "scalepoint.yaml.txt", "deploy.py": "deploy.py.txt"}
 
 
 def init(
@@ -36,21 +36,23 @@ def init(
     """Write a commented scalepoint.yaml and a deploy.py to start from; nothing is overwritten. With --ask, a
     scalepoint.yaml of your answers."""
     if folder.exists() and not folder.is_dir():
-        raise usage(f"{str(folder)!r} is a file, not a folder")
-    names = ["scalepoint.yaml"] if ask else list(WRITTEN)
+        raise usage_error(f"{str(folder)!r} is a file, not a folder")
+    names = ["scalepoint.yaml"] if ask else list(TEMPLATE_FILES)
     there = [name for name in names if (folder / name).exists() or (folder / name).is_symlink()]
     if there:
-        raise usage(
+        raise usage_error(
             f"{' and '.join(there)} in {str(folder)!r} is there already, nothing was written: choose another folder"
         )
     from scalepoint.support.files import replace_text
 
-    answers = asked(folder) if ask else {}
+    answers = ask_for_settings(folder) if ask else {}
     if any(text.startswith("deploy:") for text in answers.values()) and not _has_module(folder):
         names.append("deploy.py")  # what the usual answers name
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        replace_text(folder / name, filled((TEMPLATES / WRITTEN[name]).read_text(encoding="utf-8"), answers))
+        replace_text(
+            folder / name, fill_template((TEMPLATES / TEMPLATE_FILES[name]).read_text(encoding="utf-8"), answers)
+        )
     paths = [folder / name for name in names]
     if json:
         show_json("init", {"exit_code": 0, "written": paths})
@@ -59,14 +61,14 @@ def init(
     # From here, not from the folder: the answers are names of files and modules as they are found from here.
     command = shlex.join(["scalepoint", "deploy", "-c", str(folder / "scalepoint.yaml")])
     if ask:
-        look_at(folder, trust)
+        preview_model(folder, trust)
     if not ask or _is_local(folder, answers):
         command += " --trust"
     say(f"Next: {command} --dry-run\n      {command}")
     return Code.DONE
 
 
-def filled(template: str, answers: Mapping[str, str]) -> str:
+def fill_template(template: str, answers: Mapping[str, str]) -> str:
     """The template with the answers in the places of its values; comments stay."""
     lines = []
     for line in template.splitlines():
@@ -77,38 +79,38 @@ def filled(template: str, answers: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def asked(folder: Path) -> dict[str, str]:
+def ask_for_settings(folder: Path) -> dict[str, str]:
     """One question after the other; what cannot be is said, and asked again."""
-    from scalepoint.cli.data import Reading, check_data
-    from scalepoint.cli.naming import Finder, check_name
+    from scalepoint.cli.data import DataOptions, check_data
+    from scalepoint.cli.load_objects import ObjectLoader, check_name
 
-    finder = Finder(folder, trust=True)  # nothing is run here: whether names can be is checked
-    targets = ", ".join(_targets())
+    finder = ObjectLoader(folder, trust=True)  # nothing is run here: whether names can be is checked
+    targets = ", ".join(_list_model_targets())
     questions: tuple[tuple[str, str, str, Check], ...] = (
         ("model", "The model (package.module:name, timm:NAME, hf:FOLDER)", "deploy:model",
          lambda text: check_name(text, "model", finder)),
         ("data", "Data to calibrate with (.npz, .safetensors, package.module:name)", "deploy:data",
-         lambda text: check_data(text, Reading(finder=finder))),
-        ("target", f"Where it will run ({targets})", "onnxruntime", _known_target),
+         lambda text: check_data(text, DataOptions(finder=finder))),
+        ("target", f"Where it will run ({targets})", "onnxruntime", _check_known_target),
         ("evaluate", "Your metric, package.module:name; empty for none", "",
          lambda text: check_name(text, "evaluate", finder) if text else None),
     )  # fmt: skip
-    return {key: _answer(question, usual, check) for key, question, usual, check in questions}
+    return {key: _ask(question, usual, check) for key, question, usual, check in questions}
 
 
-def _targets() -> list[str]:
+def _list_model_targets() -> list[str]:
     """Targets for models; those for language models take the folder of a checkpoint."""
     from scalepoint.targets import list_targets
 
     return list_targets()
 
 
-def _known_target(text: str) -> None:
-    if text not in _targets():
-        raise usage(f"no target {text!r}: {nearest(text, _targets())}")
+def _check_known_target(text: str) -> None:
+    if text not in _list_model_targets():
+        raise usage_error(f"no target {text!r}: {nearest(text, _list_model_targets())}")
 
 
-def _answer(question: str, usual: str, check: Check) -> str:
+def _ask(question: str, usual: str, check: Check) -> str:
     while True:
         text: str = typer.prompt(question, default=usual, err=True).strip()
         if not sys.stdin.isatty():  # nobody pressed Enter: what is said next would stand on the same line
@@ -127,13 +129,13 @@ def _has_module(folder: Path) -> bool:
 
 def _is_local(folder: Path, answers: Mapping[str, str]) -> bool:
     """Whether an answer names code that is run only with --trust."""
-    from scalepoint.cli.data import Reading, check_data
-    from scalepoint.cli.naming import Finder, check_name
+    from scalepoint.cli.data import DataOptions, check_data
+    from scalepoint.cli.load_objects import ObjectLoader, check_name
 
-    finder = Finder(folder)
+    finder = ObjectLoader(folder)
     try:
         check_name(answers["model"], "model", finder)
-        check_data(answers["data"], Reading(finder=finder))
+        check_data(answers["data"], DataOptions(finder=finder))
         if answers["evaluate"]:
             check_name(answers["evaluate"], "evaluate", finder)
     except UsageError:
@@ -141,14 +143,14 @@ def _is_local(folder: Path, answers: Mapping[str, str]) -> bool:
     return False
 
 
-def look_at(folder: Path, trust: bool) -> None:
+def preview_model(folder: Path, trust: bool) -> None:
     """What the target would quantize of the model; of one that cannot be looked at yet, why."""
-    from scalepoint.cli.inspecting import covered
-    from scalepoint.cli.settings import finder_of, settings_of
+    from scalepoint.cli.inspect import measure_coverage
+    from scalepoint.cli.run_config import load_settings, object_loader
 
-    settings = settings_of({"config": folder / "scalepoint.yaml"})
+    settings = load_settings({"config": folder / "scalepoint.yaml"})
     try:
-        found, _ = covered(settings, finder_of(settings, {"trust": trust}))
+        found, _ = measure_coverage(settings, object_loader(settings, {"trust": trust}))
     except ScalepointError as error:
         say(f"not looked at yet: {error.args[0]}", "yellow")
     else:

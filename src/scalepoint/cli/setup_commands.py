@@ -16,13 +16,13 @@ from rich.text import Text
 
 import scalepoint
 from scalepoint.cli import flags
-from scalepoint.cli.ending import Code, usage
-from scalepoint.cli.screen import Listing, say, show, show_json
+from scalepoint.cli.exit_codes import Code, usage_error
+from scalepoint.cli.output import Listing, say, show, show_json
 from scalepoint.errors import TargetError, install_hint, nearest
-from scalepoint.support.cpu import CAP, amx
+from scalepoint.support.cpu import ISA_CAP, amx
 from scalepoint.support.jsonable import to_jsonable
 
-NEEDED = (
+REQUIRED_PACKAGES = (
     "torch",
     "numpy",
     "pydantic",
@@ -35,7 +35,7 @@ NEEDED = (
     "onnxscript",
     "ml_dtypes",
 )
-DISTRIBUTION = {
+DISTRIBUTION_NAMES = {
     "yaml": "pyyaml",
     "PIL": "pillow",
     "onnx_ir": "onnx-ir",
@@ -44,7 +44,7 @@ DISTRIBUTION = {
     "compressed_tensors": "compressed-tensors",
     "onnxruntime_genai": "onnxruntime-genai",
 }
-OPTIONAL = (  # package, what it is for, the extra that brings it
+OPTIONAL_PACKAGES = (  # package, what it is for, the extra that brings it
     ("openvino", "runs files of target openvino", "openvino"),
     ("executorch", "writes and runs .pte files", "executorch"),
     ("ai_edge_litert", "writes and runs .tflite files", "litert"),
@@ -54,8 +54,8 @@ OPTIONAL = (  # package, what it is for, the extra that brings it
     ("onnxruntime_genai", "runs folders of target ort-genai", "genai"),
     ("gguf", "writes GGUF files", "gguf"),
 )
-SPACE = 2e9
-CAP_SAID = "".join(f"{name}={value}" for name, value in CAP.items())
+MIN_FREE_BYTES = 2e9
+CAP_TEXT = "".join(f"{name}={value}" for name, value in ISA_CAP.items())
 
 
 def targets(
@@ -66,14 +66,14 @@ def targets(
     debug: flags.Debug = False,
 ) -> int:
     """The deployment targets, and whether their runtime is here; with NAME, what one fuses, accepts and refuses."""
-    return _all_targets(json) if target is None else _one_target(target, json)
+    return _show_all_targets(json) if target is None else _show_target(target, json)
 
 
-def _all_targets(json: bool) -> int:
+def _show_all_targets(json: bool) -> int:
     from scalepoint.runtimes import find_runtime
 
     found, broken = [], []
-    for name in target_names():
+    for name in list_target_names():
         try:
             found.append(describe_target(name))
         except TargetError as error:
@@ -81,7 +81,7 @@ def _all_targets(json: bool) -> int:
     rows = []
     for each in found:
         runtime = each["runtime"]
-        here = "none known" if runtime is None else "ok" if find_runtime(runtime).is_installed else "missing"
+        here = "none known" if runtime is None else "ok" if find_runtime(runtime).is_here else "missing"
         rows.append({**{key: each[key] for key in ("name", "summary", "default", "accepts")}, "runtime": here})
     if json:
         show_json("targets", {"exit_code": 0, "targets": rows, "broken": broken})
@@ -93,7 +93,7 @@ def _all_targets(json: bool) -> int:
     return Code.DONE
 
 
-def target_names() -> list[str]:
+def list_target_names() -> list[str]:
     """All targets: for models, for checkpoints of language models, and those of other packages."""
     from scalepoint.targets import list_targets
 
@@ -106,8 +106,8 @@ def describe_target(name: str) -> dict[str, Any]:
     from scalepoint.quantize.coverage import describe as describe_spec
     from scalepoint.targets import describe, find_target
 
-    if name not in target_names():
-        raise usage(f"no target {name!r}: {nearest(name, target_names())}")
+    if name not in list_target_names():
+        raise usage_error(f"no target {name!r}: {nearest(name, list_target_names())}")
     target = find_target(name)
     activation = "float" if target.is_language else describe_spec(target.activation)
     return {
@@ -120,7 +120,7 @@ def describe_target(name: str) -> dict[str, Any]:
     }
 
 
-def _one_target(name: str, json: bool) -> int:
+def _show_target(name: str, json: bool) -> int:
     found = describe_target(name)
     if json:
         content = {key: found[key] for key in ("name", "summary", "sections")}
@@ -135,7 +135,7 @@ def _one_target(name: str, json: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Line:
+class DoctorLine:
     """One thing that was looked at."""
 
     name: str
@@ -148,20 +148,22 @@ class Line:
 def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:
     """What this machine has: versions, instruction set, runtimes, disk; what is missing with the way out."""
     lines = [
-        Line("scalepoint", "ok", scalepoint.__version__),
-        Line("python", "ok", f"{platform.python_version()} ({sys.executable})"),
-        Line("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
-        *(_package(name, is_needed=True) for name in NEEDED),
-        _package("onnxruntime", "runs target onnxruntime", is_needed=True),
-        *(_package(name, f"{what} (optional)", extra=extra) for name, what, extra in OPTIONAL),
-        _llamacpp(),
-        _package("tensorrt", "optional: `scalepoint check` applies its rules without it"),
-        _package("PIL", "reads folders of pictures (optional)"),
-        _instructions(),
-        *_matrices(),
-        Line("cores", "ok", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"),
-        _disk("disk here", Path.cwd()),
-        _disk("disk for temporary files", Path(os.environ.get("TMPDIR", "/tmp"))),  # noqa: S108  # only looked at
+        DoctorLine("scalepoint", "ok", scalepoint.__version__),
+        DoctorLine("python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        DoctorLine("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        *(_check_package(name, is_needed=True) for name in REQUIRED_PACKAGES),
+        _check_package("onnxruntime", "runs target onnxruntime", is_needed=True),
+        *(_check_package(name, f"{what} (optional)", extra=extra) for name, what, extra in OPTIONAL_PACKAGES),
+        _check_llamacpp(),
+        _check_package("tensorrt", "optional: `scalepoint check` applies its rules without it"),
+        _check_package("PIL", "reads folders of pictures (optional)"),
+        _check_instruction_set(),
+        *_check_amx(),
+        DoctorLine(
+            "cores", "ok", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+        ),
+        _check_disk("disk here", Path.cwd()),
+        _check_disk("disk for temporary files", Path(os.environ.get("TMPDIR", "/tmp"))),  # noqa: S108  # only looked at
     ]
     bad = [line for line in lines if line.state != "ok" and line.is_needed]
     code = Code.UNVERIFIED if bad else Code.DONE
@@ -180,64 +182,68 @@ def doctor(json: flags.Json = False, debug: flags.Debug = False) -> int:
     return code
 
 
-def _package(name: str, note: str = "", is_needed: bool = False, extra: str = "") -> Line:
+def _check_package(name: str, note: str = "", is_needed: bool = False, extra: str = "") -> DoctorLine:
     """Looked up, not imported: a broken package must not break this."""
-    distribution = DISTRIBUTION.get(name, name)
+    distribution = DISTRIBUTION_NAMES.get(name, name)
     try:
         is_there = find_spec(name) is not None
     except (ImportError, ValueError):
         is_there = False
     if not is_there:
         way_out = install_hint(extra) if extra else f"pip install {distribution}"
-        return Line(distribution, "missing", note, way_out, is_needed)
+        return DoctorLine(distribution, "missing", note, way_out, is_needed)
     try:
-        return Line(distribution, "ok", version(distribution), is_needed=is_needed)
+        return DoctorLine(distribution, "ok", version(distribution), is_needed=is_needed)
     except PackageNotFoundError:
-        return Line(distribution, "ok", "version unknown", is_needed=is_needed)
+        return DoctorLine(distribution, "ok", "version unknown", is_needed=is_needed)
 
 
-def _llamacpp() -> Line:
+def _check_llamacpp() -> DoctorLine:
     """No Python package: a library in a folder."""
     from scalepoint.runtimes.llamacpp import LLAMACPP
     from scalepoint.runtimes.llamacpp.child import RELEASE, library
 
     found = library()
     if found is None:
-        return Line("llama.cpp", "missing", "runs GGUF files (optional)", LLAMACPP.install)
-    return Line("llama.cpp", "ok", f"{RELEASE} ({found.parent})")
+        return DoctorLine("llama.cpp", "missing", "runs GGUF files (optional)", LLAMACPP.install)
+    return DoctorLine("llama.cpp", "ok", f"{RELEASE} ({found.parent})")
 
 
-def _instructions() -> Line:
+def _check_instruction_set() -> DoctorLine:
     try:
         from scalepoint.support.cpu import instruction_set
 
         found = instruction_set()
     except Exception as error:
-        return Line(
+        return DoctorLine(
             "int8 instructions",
             "missing",
             f"not known: {type(error).__name__}: {error}",
             "repair torch: pip install torch",
         )
     slow = "" if found == "vnni" else "no VNNI: int8 gains less here, and the pair-safe scale is used"
-    return Line("int8 instructions", "ok", f"{found}{'; ' + slow if slow else ''}")
+    return DoctorLine("int8 instructions", "ok", f"{found}{'; ' + slow if slow else ''}")
 
 
-def _matrices() -> list[Line]:
+def _check_amx() -> list[DoctorLine]:
     """AMX, where it is announced: a virtual machine may not have what its processor says."""
     found = amx()
     if not found.is_announced:
         return []
     if found.is_mended:
-        way_out = f"none needed here; elsewhere set {CAP_SAID} before the process starts" if found.died else ""
-        return [Line("AMX", "ok", str(found), way_out)]
-    return [Line("AMX", "missing", str(found), "another machine, or one whose system does not announce AMX")]
+        way_out = f"none needed here; elsewhere set {CAP_TEXT} before the process starts" if found.died else ""
+        return [DoctorLine("AMX", "ok", str(found), way_out)]
+    return [DoctorLine("AMX", "missing", str(found), "another machine, or one whose system does not announce AMX")]
 
 
-def _disk(name: str, folder: Path) -> Line:
+def _check_disk(name: str, folder: Path) -> DoctorLine:
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Line(name, "missing", str(error), "set TMPDIR to a folder that is there")
-    state, way_out = ("ok", "") if free >= SPACE else ("missing", f"free some space: at least {SPACE / 1e9:.0f} GB")
-    return Line(name, state, f"{free / 1e9:.1f} GB free in {folder}", way_out)
+        return DoctorLine(name, "missing", str(error), "set TMPDIR to a folder that is there")
+    state, way_out = (
+        ("ok", "")
+        if free >= MIN_FREE_BYTES
+        else ("missing", f"free some space: at least {MIN_FREE_BYTES / 1e9:.0f} GB")
+    )
+    return DoctorLine(name, state, f"{free / 1e9:.1f} GB free in {folder}", way_out)

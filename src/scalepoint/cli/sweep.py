@@ -10,16 +10,23 @@ import typer
 import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
-from scalepoint.cli.deploying import Run, keywords_of
-from scalepoint.cli.ending import Code, interrupted, usage
+from scalepoint.cli.deploy import DeployRun, deploy_keywords
+from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspecting import model_and_data
+from scalepoint.cli.inspect import load_model_and_data
+from scalepoint.cli.load_objects import load_evaluate, load_public
 from scalepoint.cli.metadata import with_metadata
-from scalepoint.cli.naming import load_evaluate, public
-from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import check_inputs, check_names, check_settings, check_target, finder_of, settings_of
+from scalepoint.cli.output import say, show, show_json
+from scalepoint.cli.run_config import (
+    check_inputs,
+    check_names,
+    check_settings,
+    check_target,
+    load_settings,
+    object_loader,
+)
 
-KEYWORDS = {"quantization": "config"}  # a key of the file that has another name in Python
+KEYWORD_NAMES = {"quantization": "config"}  # a key of the file that has another name in Python
 
 
 @takes("output", "model", "data", "evaluate", "weights", "random", "smoke", "resume")
@@ -36,11 +43,13 @@ def sweep(
     run, one table and one page over all."""
     distributed.init_from_torchrun()
     if config is None:
-        raise usage("which grid? Give a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`")
+        raise usage_error(
+            "which grid? Give a config with lists of values by -c, such as `grid: {accuracy: [fast, best]}`"
+        )
     check_names(context.params)
-    settings = settings_of(context.params, is_sweep=True)
+    settings = load_settings(context.params, is_sweep=True)
     grid = settings.checked_grid()
-    finder = finder_of(settings, context.params)
+    finder = object_loader(settings, context.params)
     check_settings(settings, finder)
     check_inputs(settings, finder)
     settings = with_metadata(settings, finder)
@@ -48,39 +57,41 @@ def sweep(
         check_target(target)
     smoke, resume = bool(context.params["smoke"]), bool(context.params["resume"]) or distributed.is_restarted()
     folder = Path(settings.output)
-    distributed.run_on_main("looking at the output", lambda: _look(folder, resume or force))
+    distributed.run_on_main("looking at the output", lambda: _check_output_folder(folder, resume or force))
     judge = load_evaluate(settings.evaluate, finder) if settings.evaluate else None
-    net, inputs, batches = model_and_data(settings, finder)
+    net, inputs, batches = load_model_and_data(settings, finder)
     if not quiet:
         say(f"scalepoint {scalepoint.__version__}: {settings.model} over {', '.join(grid)} into {folder}/")
 
     def finish(done: Any, place: Path, point: Mapping[str, Any]) -> None:
-        own = {key: point[KEYWORDS.get(key, key)] for key in grid}
+        own = {key: point[KEYWORD_NAMES.get(key, key)] for key in grid}
         base = {key: value for key, value in dict(settings).items() if key != "grid"}
-        one = public("DeployConfig").model_validate({**base, **own, "output": str(place)})
-        Run(one, finder, smoke, False, quiet, json).write_run_files(done)
+        one = load_public("DeployConfig").model_validate({**base, **own, "output": str(place)})
+        DeployRun(one, finder, smoke, False, quiet, json).write_run_files(done)
 
-    names = {KEYWORDS.get(key, key): values for key, values in grid.items()}
-    shared = {key: value for key, value in keywords_of(settings).items() if key not in names}
+    names = {KEYWORD_NAMES.get(key, key): values for key, values in grid.items()}
+    shared = {key: value for key, value in deploy_keywords(settings).items() if key not in names}
     try:
-        found = public("sweep")(
+        found = load_public("sweep")(
             net, inputs, [] if batches is None else batches, grid=names, output=folder, resume=resume, force=force,
             finish=finish, evaluate=judge, smoke=smoke, progress=not quiet, **shared,
         )  # fmt: skip
     except KeyboardInterrupt:
-        return interrupted("finished runs are kept; the same command with --resume goes on from there")
-    return _shown(found, folder, is_json=json)
+        return report_interrupt("finished runs are kept; the same command with --resume goes on from there")
+    return _show_result(found, folder, is_json=json)
 
 
-def _look(folder: Path, may_exist: bool) -> None:
+def _check_output_folder(folder: Path, may_exist: bool) -> None:
     from scalepoint.support.output_folder import check_path
 
     check_path(folder)
     if folder.is_dir() and any(folder.iterdir()) and not may_exist:
-        raise usage(f"output folder {str(folder)!r} is not empty: go on with --resume, or overwrite it with --force")
+        raise usage_error(
+            f"output folder {str(folder)!r} is not empty: go on with --resume, or overwrite it with --force"
+        )
 
 
-def _shown(found: Any, folder: Path, *, is_json: bool) -> int:
+def _show_result(found: Any, folder: Path, *, is_json: bool) -> int:
     from scalepoint.report import SweepTable
 
     failed = [row for row in found.rows if not row.is_done]

@@ -12,19 +12,26 @@ import typer
 import scalepoint
 from scalepoint import distributed
 from scalepoint.cli import flags
-from scalepoint.cli.checkpoints import FolderRun, is_folder
-from scalepoint.cli.ending import Code, interrupted, usage
+from scalepoint.cli.deploy_checkpoint import CheckpointRun, is_folder
+from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspecting import model_and_data, preview
+from scalepoint.cli.inspect import load_model_and_data, preview
+from scalepoint.cli.load_objects import ObjectLoader, load_evaluate, load_public
 from scalepoint.cli.metadata import with_metadata
-from scalepoint.cli.naming import Finder, load_evaluate, public
-from scalepoint.cli.screen import say, show, show_json
-from scalepoint.cli.settings import check_inputs, check_names, check_runtime, check_settings, finder_of, settings_of
+from scalepoint.cli.output import say, show, show_json
+from scalepoint.cli.run_config import (
+    check_inputs,
+    check_names,
+    check_runtime,
+    check_settings,
+    load_settings,
+    object_loader,
+)
 from scalepoint.options import DeployConfig, DeployOptions, RunOptions, changed_values
 from scalepoint.support.files import replace_text
 from scalepoint.support.formatting import decibel, ratio, value_of
 
-AGAIN = '''"""Makes the kept file again, as scalepoint {version} made it: python reproduce.py [FOLDER]"""
+REPRODUCE_SCRIPT = '''"""Makes the kept file again, as scalepoint {version} made it: python reproduce.py [FOLDER]"""
 
 import sys
 from pathlib import Path
@@ -52,41 +59,41 @@ def deploy(
     and report."""
     distributed.init_from_torchrun()
     with distributed.participating():
-        return _deployed(context.params)
+        return _run_deploy(context.params)
 
 
-def _deployed(given: dict[str, Any]) -> int:
+def _run_deploy(given: dict[str, Any]) -> int:
     model, config, output = (given[name] for name in ("model", "config", "output"))
     dry_run, resume, quiet, json = (bool(given[name]) for name in ("dry_run", "resume", "quiet", "json"))
     may_exist = bool(given["force"]) or dry_run
     if not is_folder(model):  # torch takes seconds to load: what can be refused before is
         check_names(given)
         if config is None and not distributed.is_restarted():
-            _look(Path(output or "out"), may_exist, resume)
-    settings = settings_of(given)
+            _check_output_folder(Path(output or "out"), may_exist, resume)
+    settings = load_settings(given)
     if is_folder(settings.model):
         for flag in ("smoke", "dry_run"):
             if given[flag]:
-                raise usage(f"--{flag.replace('_', '-')} is not for checkpoints of language models")
-        return FolderRun(settings, resume, bool(given["force"]), quiet, json).go()
-    finder = finder_of(settings, given)
+                raise usage_error(f"--{flag.replace('_', '-')} is not for checkpoints of language models")
+        return CheckpointRun(settings, resume, bool(given["force"]), quiet, json).go()
+    finder = object_loader(settings, given)
     check_settings(settings, finder)
     settings = with_metadata(settings, finder)
     check_inputs(settings, finder)
     folder = Path(settings.output)
     resume = resume or (distributed.is_restarted() and bool(_finished_stages(folder)))
-    _look(folder, may_exist, resume)
+    _check_output_folder(folder, may_exist, resume)
     if dry_run:
         if settings.evaluate:
             load_evaluate(settings.evaluate, finder)
         code = preview(settings, finder, "deploy", json=json)
-        _talk("dry run: nothing was written", quiet)
+        _print_status("dry run: nothing was written", quiet)
         return code
     check_runtime(settings)
-    return Run(settings, finder, bool(given["smoke"]), resume, quiet, json, bool(given["verbose"])).go()
+    return DeployRun(settings, finder, bool(given["smoke"]), resume, quiet, json, bool(given["verbose"])).go()
 
 
-def _look(folder: Path, may_exist: bool, resume: bool) -> None:
+def _check_output_folder(folder: Path, may_exist: bool, resume: bool) -> None:
     """Rank 0 checks the output folder: it soon writes there."""
     from scalepoint.pipeline.workspace import check_output
 
@@ -117,12 +124,12 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _talk(text: str, quiet: bool) -> None:
+def _print_status(text: str, quiet: bool) -> None:
     if not quiet:
         say(text)
 
 
-def keywords_of(settings: Any) -> dict[str, Any]:
+def deploy_keywords(settings: Any) -> dict[str, Any]:
     """The keywords of scalepoint.deploy that a config gives."""
     options = dict(settings.part(DeployOptions))
     config = options.pop("quantization")
@@ -138,11 +145,11 @@ def _options_text(settings: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class DeployRun:
     """One run: the settings, and how to talk."""
 
     settings: Any
-    finder: Finder
+    finder: ObjectLoader
     smoke: bool
     resume: bool
     quiet: bool
@@ -155,26 +162,26 @@ class Run:
 
     def go(self) -> int:
         try:
-            done = self._deployed()
+            done = self._call_deploy()
         except KeyboardInterrupt:
-            return interrupted(self._left_behind())
+            return report_interrupt(self._describe_interrupted())
         except Exception:
             if _finished_stages(self.folder):
-                _talk(self._left_behind(), self.quiet)
+                _print_status(self._describe_interrupted(), self.quiet)
             raise
         return self._finish(done)
 
-    def _deployed(self) -> Any:
+    def _call_deploy(self) -> Any:
         settings = self.settings
         seed_all(settings.seed)
         evaluate = load_evaluate(settings.evaluate, self.finder) if settings.evaluate else None
-        model, inputs, batches = model_and_data(settings, self.finder)
-        _talk(
+        model, inputs, batches = load_model_and_data(settings, self.finder)
+        _print_status(
             f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.folder}/",
             self.quiet,
         )
-        _talk(f"  {_options_text(settings)}", self.quiet)
-        done = public("deploy")(
+        _print_status(f"  {_options_text(settings)}", self.quiet)
+        done = load_public("deploy")(
             model,
             inputs,
             [] if batches is None else batches,
@@ -185,7 +192,7 @@ class Run:
             force=True,  # what may not be overwritten was refused before
             progress=not self.quiet,
             callback=print_event if self.verbose else None,
-            **keywords_of(settings),
+            **deploy_keywords(settings),
         )
         return self.write_run_files(done)
 
@@ -222,11 +229,11 @@ class Run:
             kept = {"max_drop": None, "min_speed": None, "budget": None, "quantization": done.report.config}
             here.updated(kept).to_file(file)
         flags = ["--trust"] * self.finder.trust + ["--smoke"] * self.smoke
-        script = AGAIN.format(version=scalepoint.__version__, file=file.name, flags=flags)
+        script = REPRODUCE_SCRIPT.format(version=scalepoint.__version__, file=file.name, flags=flags)
         replace_text(self.folder / SCRIPT, script)
         return file, shlex.join(["scalepoint", "deploy", "-c", str(file.resolve()), "-o", "again", *flags])
 
-    def _left_behind(self) -> str:
+    def _describe_interrupted(self) -> str:
         """Which stages of an interrupted run are finished, and how to continue."""
         done = _finished_stages(self.folder)
         if not done:
@@ -266,7 +273,7 @@ def _exit_code(done: Any, max_drop: float | None, min_speed: float | None, allow
     from scalepoint.results import is_within
 
     found = done.verification
-    if found is not None and found.is_refuted and (why := _refuted(found, allow_departure)):
+    if found is not None and found.is_refuted and (why := _describe_failure(found, allow_departure)):
         return Code.UNVERIFIED, why
     drop = done.drop
     if max_drop is not None and drop is not None and not is_within(done.float_score, done.score, max_drop):
@@ -281,7 +288,7 @@ def _exit_code(done: Any, max_drop: float | None, min_speed: float | None, allow
     return Code.DONE, "" if found.status.value != "not verified here" else f"not verified here: {found.message}"
 
 
-def _refuted(found: Any, allow_departure: bool) -> str:
+def _describe_failure(found: Any, allow_departure: bool) -> str:
     """What is wrong with the file; "" where that is accepted."""
     if found.status.value not in ("ok", "not verified here"):
         return f"exported, not verified: {found.runtime}: {found.status.value}: {found.message}"

@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint import distributed
-from scalepoint.cli.data import Reading, check_data
-from scalepoint.cli.ending import usage
-from scalepoint.cli.models import is_library
-from scalepoint.cli.naming import Finder, check_name
+from scalepoint.cli.data import DataOptions, check_data
+from scalepoint.cli.exit_codes import usage_error
+from scalepoint.cli.library_models import is_library_model
+from scalepoint.cli.load_objects import ObjectLoader, check_name
 from scalepoint.errors import ConfigError, nearest
 from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, SweepConfig, changed_values
 from scalepoint.support.validation_errors import cause_of, complaints
 
-OF_LANGUAGE = tuple(name for name in CheckpointOptions.model_fields if name not in CommonOptions.model_fields)
-OF_PICTURES = ("size", "mean", "std")
+CHECKPOINT_ONLY_OPTIONS = tuple(
+    name for name in CheckpointOptions.model_fields if name not in CommonOptions.model_fields
+)
+IMAGE_OPTIONS = ("size", "mean", "std")
 
 
-def settings_of(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
+def load_settings(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
     """A DeployConfig (of a sweep one with a grid): the file that `config` names, and over it all other options that are
     keys of it."""
     kind = SweepConfig if is_sweep else DeployConfig
@@ -34,17 +36,17 @@ def settings_of(given: Mapping[str, Any], *, is_sweep: bool = False) -> Any:
         if (cause := cause_of(error)) is None:
             raise
         flags = [f"--{each.key.replace('_', '-')}: {each.message}" for each in complaints(cause, said)]
-        raise usage("; ".join(flags)) from error
+        raise usage_error("; ".join(flags)) from error
 
 
-def reading_of(settings: Any, finder: Finder, max_batches: int | None = None) -> Reading:
+def data_options(settings: Any, finder: ObjectLoader, max_batches: int | None = None) -> DataOptions:
     """How files become batches."""
-    return Reading(settings.batch_size, max_batches, settings.size, settings.mean, settings.std, finder)
+    return DataOptions(settings.batch_size, max_batches, settings.size, settings.mean, settings.std, finder)
 
 
-def finder_of(settings: Any, given: Mapping[str, Any]) -> Finder:
+def object_loader(settings: Any, given: Mapping[str, Any]) -> ObjectLoader:
     """Where the names of the settings are looked for."""
-    return Finder(Path(settings.root or ""), bool(given.get("trust")), settings.weights, settings.random)
+    return ObjectLoader(Path(settings.root or ""), bool(given.get("trust")), settings.weights, settings.random)
 
 
 def check_names(given: Mapping[str, Any]) -> None:
@@ -53,44 +55,46 @@ def check_names(given: Mapping[str, Any]) -> None:
     roots += [Path(given["config"]).parent] if given.get("config") else []
     for key in ("model", "evaluate"):
         if given.get(key):
-            check_name(given[key], key, Finder(roots[0] if roots else Path(), bool(given.get("trust"))))
+            check_name(given[key], key, ObjectLoader(roots[0] if roots else Path(), bool(given.get("trust"))))
 
 
-def check_settings(settings: Any, finder: Finder, *, needs_data: bool = True) -> None:
+def check_settings(settings: Any, finder: ObjectLoader, *, needs_data: bool = True) -> None:
     """All that can be told wrong before the model is made."""
     if not settings.model:
-        raise usage("which model? Name it as package.module:name, or as `model:` in a config given with -c")
+        raise usage_error("which model? Name it as package.module:name, or as `model:` in a config given with -c")
     check_name(settings.model, "model", finder)
     check_target(settings.target)
     check_with_target(settings)
     if not settings.data and needs_data and settings.quantization.activation != "float":
-        raise usage("which data? Give --data, or `data:` in a config given with -c")
+        raise usage_error("which data? Give --data, or `data:` in a config given with -c")
     _check_apply(settings, finder)
     if settings.data:
-        check_data(settings.data, reading_of(settings, finder))
+        check_data(settings.data, data_options(settings, finder))
     if settings.max_drop is not None and not settings.evaluate:
-        raise usage("--max-drop needs --evaluate: the metric that must not drop")
+        raise usage_error("--max-drop needs --evaluate: the metric that must not drop")
 
 
-def _check_apply(settings: Any, finder: Finder) -> None:
+def _check_apply(settings: Any, finder: ObjectLoader) -> None:
     """Refuse options that this run would not use: to leave them out silently would look as if they had worked."""
     for name in changed_values(settings):
         flag = f"--{name}"
-        if name in OF_LANGUAGE:
-            raise usage(f"{flag} is for checkpoints of language models, which are folders; {settings.model!r} is none")
-        if name in OF_PICTURES and not (settings.data and finder.path(settings.data).is_dir()):
-            raise usage(f"{flag} is for data that is a folder of pictures; the data is {settings.data!r}")
-        if name == "random" and not is_library(settings.model):
-            raise usage(f"{flag} is for timm:NAME and hf:FOLDER; {settings.model!r} makes its own weights")
+        if name in CHECKPOINT_ONLY_OPTIONS:
+            raise usage_error(
+                f"{flag} is for checkpoints of language models, which are folders; {settings.model!r} is none"
+            )
+        if name in IMAGE_OPTIONS and not (settings.data and finder.path(settings.data).is_dir()):
+            raise usage_error(f"{flag} is for data that is a folder of pictures; the data is {settings.data!r}")
+        if name == "random" and not is_library_model(settings.model):
+            raise usage_error(f"{flag} is for timm:NAME and hf:FOLDER; {settings.model!r} makes its own weights")
 
 
 def check_target(name: str) -> None:
     from scalepoint.targets import list_targets
 
     if name in list_targets(language=True):
-        raise usage(f"target {name!r} takes the folder of a language model's checkpoint, not the name of a model")
+        raise usage_error(f"target {name!r} takes the folder of a language model's checkpoint, not the name of a model")
     if name not in list_targets():
-        raise usage(f"no target {name!r}: {nearest(name, list_targets())}")
+        raise usage_error(f"no target {name!r}: {nearest(name, list_targets())}")
 
 
 def check_with_target(settings: Any) -> None:
@@ -112,7 +116,7 @@ def check_runtime(settings: Any) -> None:
         distributed.run_on_main("looking for the runtime", lambda: check_installed(target, allow_departure=False))
 
 
-def check_inputs(settings: Any, finder: Finder) -> None:
+def check_inputs(settings: Any, finder: ObjectLoader) -> None:
     """Refuse an output folder that contains the checkpoint, the weights or the data, or lies inside one of them."""
     from scalepoint.support import output_folder
 

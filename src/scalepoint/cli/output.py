@@ -16,12 +16,12 @@ from scalepoint import distributed
 from scalepoint.support.formatting import one_line, visible
 from scalepoint.support.jsonable import to_jsonable
 
-SCHEMA = 1  # of every JSON document on stdout
-NARROW = 72
-LONGEST = 1500  # letters of one message: an error fits on one screen
+JSON_SCHEMA_VERSION = 1  # of every JSON document on stdout
+NARROW_WIDTH = 72
+MAX_TEXT_LENGTH = 1500  # letters of one message: an error fits on one screen
 
 
-def prepare() -> None:
+def prepare_streams() -> None:
     """Make stdout and stderr safe: there, and able to write any name whatever the locale."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -31,7 +31,7 @@ def prepare() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def shortened(text: str, longest: int = LONGEST) -> str:
+def shorten(text: str, longest: int = MAX_TEXT_LENGTH) -> str:
     return text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest} letters more: --debug)"
 
 
@@ -47,7 +47,7 @@ def say(text: str, style: str = "") -> None:
 
 def show_json(command: str, fields: Mapping[str, Any]) -> None:
     """One JSON document on stdout."""
-    document = {"schema": SCHEMA, "command": command, **fields}
+    document = {"schema": JSON_SCHEMA_VERSION, "command": command, **fields}
     write(sys.stdout, json.dumps(to_jsonable(document), indent=2, allow_nan=False) + "\n")
 
 
@@ -67,10 +67,10 @@ def write(stream: TextIO, text: str) -> None:
         stream.write(text)
         stream.flush()
     except (BrokenPipeError, ValueError):
-        abandon(stream)
+        discard_output(stream)
 
 
-def abandon(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """Nobody reads: what Python still flushes at its end goes nowhere."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -91,7 +91,7 @@ class Listing:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.rows:
             return
-        if options.max_width < NARROW:
+        if options.max_width < NARROW_WIDTH:
             for row in self.rows:
                 yield Text(row[0], style="bold", overflow="fold")
                 for name, cell in zip(self.columns[1:], row[1:], strict=True):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from scalepoint.cli.ending import Code
-from scalepoint.cli.models import load_weights
+from scalepoint.cli.exit_codes import Code
+from scalepoint.cli.library_models import load_weights
 from scalepoint.errors import UsageError
 from tests.architectures import timm_models
 
@@ -120,7 +120,7 @@ def test_the_example_of_a_folder_of_transformers_is_the_first_batch_of_the_data(
 
 
 def test_a_library_that_is_not_there_is_named(call, monkeypatch) -> None:
-    monkeypatch.setattr("scalepoint.cli.models.find_spec", lambda name: None)
+    monkeypatch.setattr("scalepoint.cli.library_models.find_spec", lambda name: None)
     code, _, err = call("inspect", "timm:resnet18")
     assert (code, "pip install timm" in err) == (Code.USAGE, True)
 

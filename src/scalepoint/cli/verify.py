@@ -11,19 +11,19 @@ from rich.text import Text
 
 from scalepoint import distributed
 from scalepoint.cli import flags
-from scalepoint.cli.checkpoints import is_folder
 from scalepoint.cli.data import Batches, check_data, load_data
-from scalepoint.cli.ending import Code, usage
+from scalepoint.cli.deploy_checkpoint import is_folder
+from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.flags import takes
-from scalepoint.cli.inspecting import example_of
-from scalepoint.cli.models import without_labels
-from scalepoint.cli.naming import load_model, public
-from scalepoint.cli.screen import Listing, say, show, show_json
-from scalepoint.cli.settings import check_names, finder_of, reading_of, settings_of
+from scalepoint.cli.inspect import batch_to_example
+from scalepoint.cli.library_models import without_labels
+from scalepoint.cli.load_objects import load_model, load_public
+from scalepoint.cli.output import Listing, say, show, show_json
+from scalepoint.cli.run_config import check_names, data_options, load_settings, object_loader
 from scalepoint.support.formatting import decibel, one_line, plural, quality, share_of
 
-WORST = 20
-OF_A_MODEL = (
+MAX_WORST = 20
+MODEL_OPTIONS = (
     "weights", "random", "data", "config", "max_batches", "batch_size", "size", "mean", "std", "root", "trust",
 )  # fmt: skip
 Against = Annotated[
@@ -47,10 +47,10 @@ def verify(
     debug: flags.Debug = False,
 ) -> int:
     """Run the exported file in its runtime and compare it with the simulation in PyTorch."""
-    folder, file = _run_and_file(folder)
-    _, quantized, inputs, _ = restored(folder, context.params, 1)
+    folder, file = _find_run_and_file(folder)
+    _, quantized, inputs, _ = restore_run(folder, context.params, 1)
     float_file, plain_file = (folder / f"{name}{file.suffix}" for name in ("float", "float_plain"))
-    found = public("verify")(
+    found = load_public("verify")(
         file,
         quantized,
         inputs,
@@ -66,11 +66,11 @@ def verify(
         show(Text(f"{file} in {found.runtime}: {found.status.value}"), Listing(("", "found"), found.rows()))
     if code:
         say("failed: the file does not run as the simulation says" if found.sqnr > float("-inf") else "failed", "red")
-        _extract(found, file, quantized, inputs, folder / "failing")
+        _extract_first_departure(found, file, quantized, inputs, folder / "failing")
     return code
 
 
-def _extract(found: Any, file: Path, quantized: Any, inputs: Any, folder: Path) -> None:
+def _extract_first_departure(found: Any, file: Path, quantized: Any, inputs: Any, folder: Path) -> None:
     """The first layer that departs alone, where there is one."""
     if found.status.value != "ok" or found.runtime != "onnxruntime":
         return
@@ -87,7 +87,7 @@ def compare(
     model: Against = None,
     config: flags.Config = None,
     trust: flags.Trust = False,
-    rows: Annotated[int, typer.Option(min=1, help="At most so many layers.")] = WORST,
+    rows: Annotated[int, typer.Option(min=1, help="At most so many layers.")] = MAX_WORST,
     json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
@@ -97,8 +97,8 @@ def compare(
         return compare_folders(folder, Path(str(model)), context.params)
     _check_other(model)
     distributed.init_from_torchrun()
-    float_model, quantized, inputs, batches = restored(folder, context.params, context.params["max_batches"])
-    found = public("compare")(float_model, quantized, batches if batches is not None else [inputs])
+    float_model, quantized, inputs, batches = restore_run(folder, context.params, context.params["max_batches"])
+    found = load_public("compare")(float_model, quantized, batches if batches is not None else [inputs])
     found = replace(found, rows=tuple(found.worst(len(found.rows))))
     if json:
         outputs = [vars(each) for each in found.outputs]
@@ -129,7 +129,7 @@ def compare(
 
 def _check_other(name: str | None) -> None:
     if name is not None and ":" not in name:
-        raise usage(
+        raise usage_error(
             f"{name!r} is not a folder in {Path.cwd()}: give another folder that `scalepoint deploy` wrote, or the "
             "float model as package.module:name"
         )
@@ -137,9 +137,9 @@ def _check_other(name: str | None) -> None:
 
 def compare_folders(first: Path, second: Path, parameters: Mapping[str, Any]) -> int:
     """Show what differs between two folders that deploy wrote."""
-    for key in OF_A_MODEL:
+    for key in MODEL_OPTIONS:
         if parameters.get(key) not in (None, False):
-            raise usage(f"--{key.replace('_', '-')} is for a run and its float model, not for two runs")
+            raise usage_error(f"--{key.replace('_', '-')} is for a run and its float model, not for two runs")
     from scalepoint.report import DifferenceTable, compare_runs
 
     difference = compare_runs(first, second)
@@ -150,40 +150,44 @@ def compare_folders(first: Path, second: Path, parameters: Mapping[str, Any]) ->
     return Code.DONE
 
 
-def restored(folder: Path, given: Mapping[str, Any], max_batches: int | None) -> tuple[Any, Any, Any, Batches | None]:
+def restore_run(
+    folder: Path, given: Mapping[str, Any], max_batches: int | None
+) -> tuple[Any, Any, Any, Batches | None]:
     """The float model, the quantized one that deploy saved of it, example inputs, data."""
     check_names(given)
     saved = folder / "quantized"
     _check_there(folder)
     if not saved.is_dir():
-        raise usage(f"{folder} holds no saved model ({saved.name}/): give the folder that `scalepoint deploy` wrote")
-    settings = settings_of(given)
-    finder = finder_of(settings, given)
-    reading = reading_of(settings, finder, max_batches)
+        raise usage_error(
+            f"{folder} holds no saved model ({saved.name}/): give the folder that `scalepoint deploy` wrote"
+        )
+    settings = load_settings(given)
+    finder = object_loader(settings, given)
+    reading = data_options(settings, finder, max_batches)
     if not settings.model and given.get("config") is None and _has_graph(saved):
-        return _alone(saved, settings, reading)
+        return _load_without_float_model(saved, settings, reading)
     if not settings.model:
         hint = f" or -c {folder / 'config.yaml'}" if _names_model(folder / "config.yaml") else ""
-        raise usage(f"which float model was it made from? Name it as package.module:name{hint}")
+        raise usage_error(f"which float model was it made from? Name it as package.module:name{hint}")
     if settings.data:
         check_data(settings.data, reading)
     model, inputs = load_model(settings.model, finder)
     batches = load_data(settings.data, reading) if settings.data else None
     if batches is not None:
-        inputs = without_labels(model, example_of(model, batches.first()))
+        inputs = without_labels(model, batch_to_example(model, batches.first()))
     if inputs is None:
-        raise usage("no inputs: give --data, or let the factory return (model, example_inputs)")
-    return model, public("load")(saved, model, inputs), inputs, batches
+        raise usage_error("no inputs: give --data, or let the factory return (model, example_inputs)")
+    return model, load_public("load")(saved, model, inputs), inputs, batches
 
 
 def _names_model(config: Path) -> bool:
     """Whether a config says which model it is for; that of a call from Python does not."""
-    return config.is_file() and public("DeployConfig").from_file(config).model is not None
+    return config.is_file() and load_public("DeployConfig").from_file(config).model is not None
 
 
 def _check_there(path: Path) -> None:
     if not path.exists():
-        raise usage(
+        raise usage_error(
             f"{str(path)!r}: there is no such file or folder ({Path.cwd()}): give the folder that `scalepoint deploy` "
             "wrote"
         )
@@ -195,36 +199,36 @@ def _has_graph(saved: Path) -> bool:
     return holds_graph(saved)
 
 
-def _alone(saved: Path, settings: Any, reading: Any) -> tuple[Any, Any, Any, Batches | None]:
+def _load_without_float_model(saved: Path, settings: Any, reading: Any) -> tuple[Any, Any, Any, Batches | None]:
     """What the folder itself holds: no float model is needed; without data, inputs of the shapes it was captured
     for."""
     from scalepoint.graph.serialization import make_example
 
-    quantized = public("load")(saved)
+    quantized = load_public("load")(saved)
     batches = load_data(settings.data, reading) if settings.data else None
-    inputs = make_example(quantized) if batches is None else example_of(quantized, batches.first())
+    inputs = make_example(quantized) if batches is None else batch_to_example(quantized, batches.first())
     return None, quantized, inputs, batches
 
 
-def _run_and_file(given: Path) -> tuple[Path, Path]:
+def _find_run_and_file(given: Path) -> tuple[Path, Path]:
     """The folder that deploy wrote and its file; one of them may be named."""
     if given.is_file() and (given.parent / "quantized").is_dir():
         return given.parent, given
-    return given, _file(given, "model")
+    return given, _find_file(given, "model")
 
 
-def _file(folder: Path, name: str) -> Path:
+def _find_file(folder: Path, name: str) -> Path:
     """The file of whatever format the target writes."""
     from scalepoint.formats import find_format, list_formats
 
     _check_there(folder)
     suffixes = [find_format(each).suffix for each in list_formats()]
     if folder.suffix in suffixes:
-        raise usage(
+        raise usage_error(
             f"{folder} is a file, and the folder quantized/, which verify compares it with, is not next to it: give "
             "the folder that `scalepoint deploy` wrote"
         )
     paths = [folder / f"{name}{suffix}" for suffix in suffixes]
     if not any(path.exists() for path in paths):
-        raise usage(f"{folder} holds no {name} of any format: give the folder that `scalepoint deploy` wrote")
+        raise usage_error(f"{folder} holds no {name} of any format: give the folder that `scalepoint deploy` wrote")
     return next(path for path in paths if path.exists())

@@ -20,13 +20,13 @@ from scalepoint.spec import QuantizationSpec
 E4M3_HIGH = 448.0
 
 
-def outer_of(scale: Tensor) -> Tensor:
+def outer_scale(scale: Tensor) -> Tensor:
     """The power of two whose multiples by float8_e4m3fn hold these scales of blocks, the largest in its upper half."""
     return torch.exp2((scale.amax() / E4M3_HIGH).log2().ceil())
 
 
 @dataclass(frozen=True)
-class Packed:
+class QuantizedWeight:
     """One quantized weight. Integer codes have the sign of their type (int4: -8..7 as int8, uint4: 0..15 as uint8);
     float8 and float4 codes are their values as float8. Blocks lie along the second axis."""
 
@@ -85,7 +85,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheScales:
     """Keys and values of earlier tokens as codes of so many bits, with the scales (groups, channels) of each block, or
     one scale for all of them, (1, 1)."""
 
@@ -106,9 +106,9 @@ class QuantizedCheckpoint:
     """
 
     source: Source
-    packed: Mapping[str, Packed]
+    packed: Mapping[str, QuantizedWeight]
     changed: Mapping[str, Tensor] = field(default_factory=dict)  # float tensors that migrations or tuning changed
-    cache: Cache | None = None  # where the format stores how keys and values are kept
+    cache: CacheScales | None = None  # where the format stores how keys and values are kept
 
     def tensor(self, name: str) -> Tensor:
         """A float tensor as it is to be stored."""

@@ -19,7 +19,7 @@ from scalepoint.errors import UsageError
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 
 
-def trim() -> None:
+def release_freed_memory() -> None:
     """Give back what the C library keeps of freed memory, where it is one that does; what worked on a block of a large
     model would else stay around in pieces."""
     try:
@@ -28,7 +28,7 @@ def trim() -> None:
         return
 
 
-class Hollows:
+class PagedTensors:
     """Hollow tensors, known by their address."""
 
     def __init__(self) -> None:

@@ -10,45 +10,45 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scalepoint.cli.ending import usage
+from scalepoint.cli.exit_codes import usage_error
 from scalepoint.errors import DocumentError, install_hint, nearest
 from scalepoint.support.formatting import one_line
 from scalepoint.support.untrusted import check_file
 
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-WEIGHTS = (".safetensors", ".pt", ".pth")
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
-def is_library(text: str) -> bool:
+def is_library_model(text: str) -> bool:
     """Whether a name is that of a library's model."""
     return text.partition(":")[0] in MAKERS and bool(text.partition(":")[2])
 
 
-def check_library(text: str, root: Path) -> None:
+def check_library_model(text: str, root: Path) -> None:
     """What can be told wrong before the library is loaded."""
     library, _, name = text.partition(":")
     package = "transformers" if library == "hf" else library
     if find_spec(package) is None:
         way_out = install_hint("transformers") if library == "hf" else f"pip install {package}"
-        raise usage(f"model {text!r} needs {package}, which is not installed: {way_out}")
+        raise usage_error(f"model {text!r} needs {package}, which is not installed: {way_out}")
     if library == "hf" and not ((root / name) / "config.json").is_file():
-        raise usage(f"model {text!r}: {root / name} is no folder that transformers wrote: it has no config.json")
+        raise usage_error(f"model {text!r}: {root / name} is no folder that transformers wrote: it has no config.json")
 
 
-def make_library(text: str, root: Path, random: bool) -> tuple[Any, Any]:
+def make_library_model(text: str, root: Path, random: bool) -> tuple[Any, Any]:
     """The model, and example inputs for it."""
     library, _, name = text.partition(":")
     with _offline():
-        _import("transformers" if library == "hf" else library, text)
+        _import_package("transformers" if library == "hf" else library, text)
         return MAKERS[library](name, root, random)
 
 
-def _import(package: str, text: str) -> None:
+def _import_package(package: str, text: str) -> None:
     """One that is installed and does not load, such as beside a torchvision of another torch, is no fault of ours."""
     try:
         import_module(package)
     except Exception as error:
-        raise usage(
+        raise usage_error(
             f"model {text!r}: {package} is installed and cannot be imported: {type(error).__name__}: "
             f"{one_line(error)[:300]}"
         ) from error
@@ -57,8 +57,8 @@ def _import(package: str, text: str) -> None:
 @contextmanager
 def _offline() -> Iterator[None]:
     """A library that would fetch something fails instead."""
-    before = {name: os.environ.get(name) for name in OFFLINE}
-    os.environ.update(dict.fromkeys(OFFLINE, "1"))
+    before = {name: os.environ.get(name) for name in OFFLINE_VARIABLES}
+    os.environ.update(dict.fromkeys(OFFLINE_VARIABLES, "1"))
     try:
         yield
     finally:
@@ -69,20 +69,20 @@ def _offline() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _timm(name: str, _: Path, random: bool) -> tuple[Any, Any]:
+def _make_timm(name: str, _: Path, random: bool) -> tuple[Any, Any]:
     import timm
     import torch
 
     if not timm.is_model(name):
         known = timm.list_models() if "." not in name else timm.list_pretrained()
         close = nearest(name, known).partition("Known")[0]
-        raise usage(f"timm has no model {name!r}: {close or 'see timm.list_models()'}")
+        raise usage_error(f"timm has no model {name!r}: {close or 'see timm.list_models()'}")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # random weights are the same at every call
             model = timm.create_model(name, pretrained=not random)
     except Exception as error:
-        raise usage(
+        raise usage_error(
             f"timm:{name}: its weights are not in the local cache, and nothing is downloaded here "
             f"({type(error).__name__}: {one_line(error)[:200]}): fetch them with timm first, or try it with --random"
         ) from error
@@ -90,7 +90,7 @@ def _timm(name: str, _: Path, random: bool) -> tuple[Any, Any]:
     return model, torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
 
 
-def _hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
+def _make_hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
     import torch
     import transformers
 
@@ -102,13 +102,13 @@ def _hf(name: str, root: Path, random: bool) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         kind = getattr(transformers, (config.architectures or ["?"])[0], None)
         if kind is None:
-            raise usage(f"hf:{name}: transformers has no class {config.architectures}")
+            raise usage_error(f"hf:{name}: transformers has no class {config.architectures}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             kept = {"local_files_only": True, "use_safetensors": True}
             model = kind(config) if random else kind.from_pretrained(folder, **kept)
     except (OSError, ValueError, ImportError) as error:
-        raise usage(f"hf:{name}: {type(error).__name__}: {one_line(error)[:300]}") from error
+        raise usage_error(f"hf:{name}: {type(error).__name__}: {one_line(error)[:300]}") from error
     if getattr(model, "main_input_name", "") == "pixel_values":
         side = getattr(config, "image_size", 224)
         return model, {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), side, side)}
@@ -126,14 +126,14 @@ def without_labels(model: Any, inputs: Any) -> Any:
     return {name: value for name, value in inputs.items() if name not in labels}
 
 
-MAKERS: dict[str, Callable[[str, Path, bool], tuple[Any, Any]]] = {"timm": _timm, "hf": _hf}
+MAKERS: dict[str, Callable[[str, Path, bool], tuple[Any, Any]]] = {"timm": _make_timm, "hf": _make_hf}
 
 
 def check_weights(path: Path) -> None:
-    if path.suffix not in WEIGHTS:
-        raise usage(f"--weights {str(path)!r}: one of {', '.join(WEIGHTS)} is expected")
+    if path.suffix not in WEIGHT_SUFFIXES:
+        raise usage_error(f"--weights {str(path)!r}: one of {', '.join(WEIGHT_SUFFIXES)} is expected")
     if not path.is_file():
-        raise usage(f"--weights {str(path)!r}: there is no such file")
+        raise usage_error(f"--weights {str(path)!r}: there is no such file")
 
 
 def load_weights(model: Any, path: Path) -> None:
@@ -150,19 +150,19 @@ def load_weights(model: Any, path: Path) -> None:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  # tensors only
     except DocumentError as error:
-        raise usage(error.args[0]) from error
+        raise usage_error(error.args[0]) from error
     except (SafetensorError, OSError, EOFError, RuntimeError) as error:
-        raise usage(f"{path} cannot be read: {one_line(error)[:300]}") from error
+        raise usage_error(f"{path} cannot be read: {one_line(error)[:300]}") from error
     except Exception as error:  # whatever weights_only refuses with
-        raise usage(
+        raise usage_error(
             f"{path} holds more than tensors, which could run code: save the state_dict alone ({type(error).__name__})"
         ) from error
     state = state["state_dict"] if isinstance(state, dict) and "state_dict" in state else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise usage(f"{path} holds no state_dict: a mapping of names to tensors is expected")
+        raise usage_error(f"{path} holds no state_dict: a mapping of names to tensors is expected")
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise usage(f"{path} does not fit the model: {one_line(error)[:400]}") from error
+        raise usage_error(f"{path} does not fit the model: {one_line(error)[:400]}") from error
     if missing or unexpected:
-        raise usage(f"{path} does not fit the model: missing {missing[:3]}, too many {unexpected[:3]}")
+        raise usage_error(f"{path} does not fit the model: missing {missing[:3]}, too many {unexpected[:3]}")

@@ -8,17 +8,17 @@ import typer
 
 from scalepoint.cli import flags
 from scalepoint.cli.data import Batches, load_data
-from scalepoint.cli.ending import Code, usage
+from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.flags import takes
-from scalepoint.cli.metadata import is_file_of_ours, tell_about
-from scalepoint.cli.models import is_library, without_labels
-from scalepoint.cli.naming import Finder, load_model, public
-from scalepoint.cli.screen import Listing, say, show, show_json
-from scalepoint.cli.settings import check_names, check_settings, finder_of, reading_of, settings_of
+from scalepoint.cli.library_models import is_library_model, without_labels
+from scalepoint.cli.load_objects import ObjectLoader, load_model, load_public
+from scalepoint.cli.metadata import is_model_file, show_file_info
+from scalepoint.cli.output import Listing, say, show, show_json
+from scalepoint.cli.run_config import check_names, check_settings, data_options, load_settings, object_loader
 from scalepoint.errors import CoverageError
 from scalepoint.support.formatting import count
 
-UNSIZED = (
+UNKNOWN_SIZES_NOTE = (
     "the sizes of the inputs are not known, so MACs are not counted and no layer is left float because int8 is slower: "
     "deploy may quantize fewer layers. Give --shape or --data, or let the factory return (model, example_inputs)"
 )
@@ -40,18 +40,18 @@ def inspect(
     """What a target would quantize of a model and what not, and why; no data needed. Of an exported file: its inputs,
     and what it says of itself."""
     model = context.params["model"]
-    if is_file_of_ours(model):
-        return tell_about(Path(str(model)), json=json)
+    if is_model_file(model):
+        return show_file_info(Path(str(model)), json=json)
     check_names(context.params)
-    settings = settings_of(context.params)
-    finder = finder_of(settings, context.params)
+    settings = load_settings(context.params)
+    finder = object_loader(settings, context.params)
     check_settings(settings, finder, needs_data=False)
-    return preview(settings, finder, "inspect", _random(shape or []), json=json)
+    return preview(settings, finder, "inspect", _random_inputs(shape or []), json=json)
 
 
-def preview(settings: Any, finder: Finder, command: str, example: Any = None, *, json: bool) -> int:
+def preview(settings: Any, finder: ObjectLoader, command: str, example: Any = None, *, json: bool) -> int:
     """Capture and coverage only; nothing is written."""
-    found, has_sizes = covered(settings, finder, example)
+    found, has_sizes = measure_coverage(settings, finder, example)
     if settings.strict:
         found.check()
     if command == "deploy" and found.is_empty:  # what the run would refuse
@@ -62,41 +62,41 @@ def preview(settings: Any, finder: Finder, command: str, example: Any = None, *,
     else:
         show(coverage_listing(found), f"{settings.target}: {found.summary()}")
     if not has_sizes:
-        say(f"note: {UNSIZED}", "yellow")
+        say(f"note: {UNKNOWN_SIZES_NOTE}", "yellow")
     return Code.DONE
 
 
-def covered(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, bool]:
+def measure_coverage(settings: Any, finder: ObjectLoader, example: Any = None) -> tuple[Any, bool]:
     """Return the coverage of the model, and whether the sizes of its inputs are known. If they are, it is the coverage
     that deploy would give."""
     from scalepoint.pipeline.job import with_speed
     from scalepoint.targets import find_target
 
-    model, inputs, _ = model_and_data(settings, finder, example)
+    model, inputs, _ = load_model_and_data(settings, finder, example)
     config = with_speed(settings.quantization, strict=settings.strict, has_budget=settings.budget is not None)
     target = find_target(settings.target, settings.cpu)
     given = {"config": config, "leave": settings.leave, "dynamic_axes": settings.dynamic_axes}
-    return public("inspect")(model, inputs, target=target, **given), inputs is not None
+    return load_public("inspect")(model, inputs, target=target, **given), inputs is not None
 
 
-def model_and_data(settings: Any, finder: Finder, example: Any = None) -> tuple[Any, Any, Batches | None]:
+def load_model_and_data(settings: Any, finder: ObjectLoader, example: Any = None) -> tuple[Any, Any, Batches | None]:
     """Load the model, its example inputs and the data.
 
     The example is the one that is passed, else the one that the user's factory returns, else the first batch of the
     data. For a library's model the first batch comes before the example that we make for it.
     """
     model, inputs = load_model(settings.model, finder)
-    batches = load_data(settings.data, reading_of(settings, finder)) if settings.data else None
+    batches = load_data(settings.data, data_options(settings, finder)) if settings.data else None
     if example is not None:
         inputs = example
-    elif batches is not None and is_library(settings.model):
-        inputs = without_labels(model, example_of(model, batches.first()))
+    elif batches is not None and is_library_model(settings.model):
+        inputs = without_labels(model, batch_to_example(model, batches.first()))
     elif inputs is None and batches is not None:
-        inputs = example_of(model, batches.first())
+        inputs = batch_to_example(model, batches.first())
     return model, inputs, batches
 
 
-def example_of(model: Any, batch: Any) -> Any:
+def batch_to_example(model: Any, batch: Any) -> Any:
     """A batch as example inputs: what comes after the model's own inputs, such as labels, is left away."""
     from scalepoint.quantize.feeding import inputs_of
 
@@ -112,13 +112,13 @@ def coverage_listing(found: Any) -> Listing:
     return Listing(("operation", "kind", "runs in", "why", "MACs", "weights"), rows, numbers=(4, 5))
 
 
-def _random(shapes: list[str]) -> Any:
+def _random_inputs(shapes: list[str]) -> Any:
     import torch
 
     try:
         sizes = [[int(side) for side in shape.replace("x", ",").split(",")] for shape in shapes]
     except ValueError as error:
-        raise usage(f"--shape is whole numbers with commas between, as 1,3,224,224: {error}") from error
+        raise usage_error(f"--shape is whole numbers with commas between, as 1,3,224,224: {error}") from error
     if any(side < 1 for size in sizes for side in size):
-        raise usage("--shape is made of numbers from 1 on, as 1,3,224,224")
+        raise usage_error("--shape is made of numbers from 1 on, as 1,3,224,224")
     return tuple(torch.randn(size) for size in sizes) or None

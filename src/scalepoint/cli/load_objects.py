@@ -17,20 +17,26 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from scalepoint.cli.ending import usage
-from scalepoint.cli.models import check_library, check_weights, is_library, load_weights, make_library
+from scalepoint.cli.exit_codes import usage_error
+from scalepoint.cli.library_models import (
+    check_library_model,
+    check_weights,
+    is_library_model,
+    load_weights,
+    make_library_model,
+)
 from scalepoint.errors import ScalepointError, nearest
-from scalepoint.support.cpu import cap
+from scalepoint.support.cpu import cap_instruction_set
 from scalepoint.support.formatting import one_line
 
-PICKLES = (".pt", ".pth", ".pt2", ".pkl", ".ckpt", ".bin", ".joblib")
-_BUILD = (
+PICKLE_SUFFIXES = (".pt", ".pth", ".pt2", ".pkl", ".ckpt", ".bin", ".joblib")
+_BUILD_HINT = (
     "write a function without arguments that builds the model and loads its weights (safetensors, or "
     "torch.load with weights_only=True), and name it: package.module:function"
 )
 
 
-def public(name: str) -> Any:
+def load_public(name: str) -> Any:
     """A function of the package's front door, loaded now."""
     import scalepoint
 
@@ -38,7 +44,7 @@ def public(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Finder:
+class ObjectLoader:
     """Where modules and files are looked for: in `root`, the folder of the config, then in the current one. Only with
     `trust` is code of these two folders run. `weights` go into the model that is made; with `random`, a library's
     model has weights of its own."""
@@ -57,37 +63,38 @@ class Finder:
         return next((folder / text for folder in self.folders if (folder / text).exists()), Path(text))
 
 
-def check_name(text: str, what: str, finder: Finder | None = None) -> None:
+def check_name(text: str, what: str, finder: ObjectLoader | None = None) -> None:
     """Refuse what is no package.module:name, before anything slow happens."""
-    finder = finder or Finder()
-    if what == "model" and is_library(text):
+    finder = finder or ObjectLoader()
+    if what == "model" and is_library_model(text):
         package = "transformers" if text.startswith("hf:") else text.partition(":")[0]
         _check_trust(text, what, finder, _loaded_from_here(package, finder))
-        check_library(text, finder.path(text.partition(":")[2]).parent if text.startswith("hf:") else Path())
+        check_library_model(text, finder.path(text.partition(":")[2]).parent if text.startswith("hf:") else Path())
         return
     module, colon, name = text.partition(":")
     suffix = Path(text.rstrip("/")).suffix.lower()
-    if suffix in PICKLES:
-        raise usage(
-            f"{what} {text!r}: a {suffix} file can run code when it is loaded, so it is never opened here: {_BUILD}"
+    if suffix in PICKLE_SUFFIXES:
+        raise usage_error(
+            f"{what} {text!r}: a {suffix} file can run code when it is loaded, so it is never opened here: "
+            f"{_BUILD_HINT}"
         )
     is_file = module.endswith(".py")
     parts = name.split(".") if is_file else (*module.split("."), *name.split("."))
     if not colon or not name or not all(part.isidentifier() for part in parts):
-        raise usage(f"{what} {text!r} is not package.module:name: {_BUILD}")
+        raise usage_error(f"{what} {text!r} is not package.module:name: {_BUILD_HINT}")
     if is_file and not finder.path(module).is_file():
-        raise usage(f"{what} {text!r}: there is no file {module} in {_listed(finder)}")
+        raise usage_error(f"{what} {text!r}: there is no file {module} in {_list_folders(finder)}")
     _check_trust(text, what, finder, finder.path(module) if is_file else _local_code(module, finder))
 
 
-def _check_trust(text: str, what: str, finder: Finder, code: Path | None) -> None:
+def _check_trust(text: str, what: str, finder: ObjectLoader, code: Path | None) -> None:
     if code is not None and not finder.trust:
-        raise usage(
+        raise usage_error(
             f"{what} {text!r} runs code that is not installed: {code}. Read the code, and add --trust if you trust it"
         )
 
 
-def _local_code(module: str, finder: Finder) -> Path | None:
+def _local_code(module: str, finder: ObjectLoader) -> Path | None:
     """The file or folder of a module that would be imported from one of our two folders."""
     name = module.partition(".")[0]
     invalidate_caches()  # a file may be younger than the last look into its folder
@@ -103,7 +110,7 @@ def _local_code(module: str, finder: Finder) -> Path | None:
     return None
 
 
-def _loaded_from_here(package: str, finder: Finder) -> Path | None:
+def _loaded_from_here(package: str, finder: ObjectLoader) -> Path | None:
     """The file of a library that Python itself would load from one of our two folders."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
@@ -112,26 +119,26 @@ def _loaded_from_here(package: str, finder: Finder) -> Path | None:
     return path if (path.parents[1] if path.stem == "__init__" else path.parent) in finder.folders else None
 
 
-def _listed(finder: Finder) -> str:
+def _list_folders(finder: ObjectLoader) -> str:
     return " or ".join(map(str, finder.folders))
 
 
-def named(text: str, what: str, finder: Finder) -> Any:
+def load_object(text: str, what: str, finder: ObjectLoader) -> Any:
     """The object that package.module:name or file.py:name says."""
     check_name(text, what, finder)
     module_name, _, path = text.partition(":")
-    with users_code(f"importing {module_name!r} for {what}"):
+    with user_code(f"importing {module_name!r} for {what}"):
         is_file = module_name.endswith(".py")
-        found: Any = _run(finder.path(module_name)) if is_file else _imported(module_name, text, what, finder)
+        found: Any = _run_file(finder.path(module_name)) if is_file else _import_module(module_name, text, what, finder)
     for name in path.split("."):
         if not hasattr(found, name):
             names = [each for each in dir(found) if not each.startswith("_")][:40]
-            raise usage(f"{what} {text!r}: {module_name} has no {name!r}: {nearest(name, names)}")
+            raise usage_error(f"{what} {text!r}: {module_name} has no {name!r}: {nearest(name, names)}")
         found = getattr(found, name)
     return found
 
 
-def _on_path(*folders: Path) -> None:
+def _extend_path(*folders: Path) -> None:
     """Only now: no other command runs what lies in these folders."""
     for folder in reversed(folders):
         is_there = str(folder) in sys.path or (folder == Path.cwd() and "" in sys.path)
@@ -139,23 +146,23 @@ def _on_path(*folders: Path) -> None:
             sys.path.insert(0, str(folder))
 
 
-def _imported(module_name: str, text: str, what: str, finder: Finder) -> Any:
+def _import_module(module_name: str, text: str, what: str, finder: ObjectLoader) -> Any:
     if finder.trust:
-        _on_path(*finder.folders)
+        _extend_path(*finder.folders)
     try:
         return import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        files = [each for folder in finder.folders for each in folder.iterdir() if _module(each)]
+        files = [each for folder in finder.folders for each in folder.iterdir() if _is_module(each)]
         here = sorted({each.stem if each.is_file() else each.name for each in files})
-        raise usage(
-            f"{what} {text!r}: there is no module {error.name!r} here ({_listed(finder)}) or installed: "
+        raise usage_error(
+            f"{what} {text!r}: there is no module {error.name!r} here ({_list_folders(finder)}) or installed: "
             f"{nearest(error.name, here[:20])}"
         ) from error
 
 
-def _run(path: Path) -> Any:
+def _run_file(path: Path) -> Any:
     """The module of a file, run once; its neighbours can be imported, as when Python runs it."""
     path = path.resolve()
     name = path.stem
@@ -164,7 +171,7 @@ def _run(path: Path) -> Any:
         return known
     if known is not None:
         name = f"{name} of {path.parent}"
-    _on_path(path.parent)
+    _extend_path(path.parent)
     spec = spec_from_file_location(name, path)
     assert spec is not None  # noqa: S101  # a .py file always has one
     assert spec.loader is not None  # noqa: S101
@@ -178,72 +185,74 @@ def _run(path: Path) -> Any:
     return module
 
 
-def _module(path: Path) -> bool:
+def _is_module(path: Path) -> bool:
     return path.suffix == ".py" or (path.is_dir() and (path / "__init__.py").is_file())
 
 
-def load_model(text: str, finder: Finder) -> tuple[Any, Any]:
+def load_model(text: str, finder: ObjectLoader) -> tuple[Any, Any]:
     """The model that a name makes, and its example inputs, or None."""
-    cap()  # the user's module imports torch, and may multiply
+    cap_instruction_set()  # the user's module imports torch, and may multiply
     weights = None if finder.weights is None else finder.path(finder.weights)
     if weights is not None:
         check_weights(weights)
-    model, inputs = _library(text, finder) if is_library(text) else _made(text, finder)
+    model, inputs = _load_library_model(text, finder) if is_library_model(text) else _build_model(text, finder)
     if weights is not None:
         load_weights(model, weights)
     return model.eval(), inputs
 
 
-def _library(text: str, finder: Finder) -> tuple[Any, Any]:
+def _load_library_model(text: str, finder: ObjectLoader) -> tuple[Any, Any]:
     root = finder.path(text.partition(":")[2]).parent if text.startswith("hf:") else Path()
-    return make_library(text, root, finder.random or finder.weights is not None)
+    return make_library_model(text, root, finder.random or finder.weights is not None)
 
 
-def _made(text: str, finder: Finder) -> tuple[Any, Any]:
-    made = named(text, "model", finder)
+def _build_model(text: str, finder: ObjectLoader) -> tuple[Any, Any]:
+    made = load_object(text, "model", finder)
     from torch import nn
 
     if not isinstance(made, nn.Module | tuple):
         if not callable(made):
-            raise usage(f"model {text!r} is a {type(made).__name__}, not a model nor a function that makes one")
-        with users_code(f"making the model {text!r}"):
+            raise usage_error(f"model {text!r} is a {type(made).__name__}, not a model nor a function that makes one")
+        with user_code(f"making the model {text!r}"):
             made = made()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise usage(
+        raise usage_error(
             f"model {text!r} gave a {type(model).__name__}: it must give an nn.Module or (model, example_inputs)"
         )
     return model, inputs
 
 
-def load_evaluate(text: str, finder: Finder) -> Callable[[Any], Any]:
+def load_evaluate(text: str, finder: ObjectLoader) -> Callable[[Any], Any]:
     """The user's metric; what goes wrong in it is told as theirs."""
-    function = named(text, "evaluate", finder)
+    function = load_object(text, "evaluate", finder)
     if not callable(function):
-        raise usage(f"evaluate {text!r} is a {type(function).__name__}, not a function")
+        raise usage_error(f"evaluate {text!r} is a {type(function).__name__}, not a function")
 
     @wraps(function)
     def evaluate(run: Any) -> Any:
-        with users_code(f"evaluate {text!r}"):
+        with user_code(f"evaluate {text!r}"):
             return function(run)
 
     return evaluate
 
 
 @contextmanager
-def users_code(doing: str) -> Iterator[None]:
+def user_code(doing: str) -> Iterator[None]:
     """What the user's own code raises, or an exit in it, is theirs to mend: said with its place."""
     try:
         yield
     except ScalepointError:
         raise
     except SystemExit as error:
-        raise usage(f"{doing}: the code ended the process with sys.exit({error.code!r}): it should return") from error
+        raise usage_error(
+            f"{doing}: the code ended the process with sys.exit({error.code!r}): it should return"
+        ) from error
     except Exception as error:
-        raise usage(f"{doing}: {type(error).__name__}: {one_line(error)}{_place(error)}") from error
+        raise usage_error(f"{doing}: {type(error).__name__}: {one_line(error)}{_find_user_line(error)}") from error
 
 
-def _place(error: Exception) -> str:
+def _find_user_line(error: Exception) -> str:
     """The innermost line outside of the libraries."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"

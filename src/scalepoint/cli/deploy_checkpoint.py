@@ -7,13 +7,13 @@ from typing import Any
 
 import scalepoint
 from scalepoint import distributed
-from scalepoint.cli.ending import Code, interrupted, usage
-from scalepoint.cli.naming import public
-from scalepoint.cli.screen import say, show, show_json
+from scalepoint.cli.exit_codes import Code, report_interrupt, usage_error
+from scalepoint.cli.load_objects import load_public
+from scalepoint.cli.output import say, show, show_json
 from scalepoint.options import CheckpointOptions, changed_values
 
 # Keys of a config that the run of a checkpoint reads.
-USED = {"model", "data", "root", *CheckpointOptions.model_fields}
+USED_OPTIONS = {"model", "data", "root", *CheckpointOptions.model_fields}
 
 
 def is_folder(name: str | None) -> bool:
@@ -21,7 +21,7 @@ def is_folder(name: str | None) -> bool:
     return bool(name) and Path(str(name)).is_dir()
 
 
-def keywords_of(settings: Any) -> dict[str, Any]:
+def checkpoint_keywords(settings: Any) -> dict[str, Any]:
     """The keywords of scalepoint.deploy_checkpoint that a config gives."""
     options = dict(settings.part(CheckpointOptions))
     config = options.pop("quantization")
@@ -31,7 +31,7 @@ def keywords_of(settings: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class FolderRun:
+class CheckpointRun:
     """One run: the settings, and how to talk."""
 
     settings: Any
@@ -53,12 +53,12 @@ class FolderRun:
 
         target = find_target(self.settings.target)
         if not target.is_language:
-            raise usage(
+            raise usage_error(
                 f"{self.settings.model} is a folder, the checkpoint of a language model: --target is one of "
                 f"{', '.join(list_targets(language=True))}, not {self.settings.target!r}"
             )
-        if given := [name for name in changed_values(self.settings) if name not in USED]:
-            raise usage(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
+        if given := [name for name in changed_values(self.settings) if name not in USED_OPTIONS]:
+            raise usage_error(f"--{given[0].replace('_', '-')} is not for checkpoints of language models")
         if not self.settings.allow_departure and (self.settings.data or self.settings.judge):
             check_runtime_installed(target, allow_departure=False)
         check_path(self.output)
@@ -70,21 +70,21 @@ class FolderRun:
         if not self.quiet:
             say(f"scalepoint {scalepoint.__version__}: {settings.model} for {settings.target} into {self.output}")
         try:
-            done = public("deploy_checkpoint")(
+            done = load_public("deploy_checkpoint")(
                 settings.model,
                 self.output,
                 data=settings.data,
-                **keywords_of(settings),
+                **checkpoint_keywords(settings),
                 allow_departure=True,  # the exit code says it, after the result
                 resume=resume,
                 force=self.force,
                 progress=not self.quiet,
             )
         except KeyboardInterrupt:
-            return interrupted(self._left_behind())
+            return report_interrupt(self._describe_interrupted())
         return self._finish(done)
 
-    def _left_behind(self) -> str:
+    def _describe_interrupted(self) -> str:
         from scalepoint.pipeline.workspace import CheckpointWorkspace
 
         if not CheckpointWorkspace(self.output).has_finished_blocks:

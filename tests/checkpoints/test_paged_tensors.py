@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from scalepoint.checkpoints.hollow import Hollows
+from scalepoint.checkpoints.paged_tensors import PagedTensors
 
 
 def own_memory():
@@ -13,7 +13,7 @@ def own_memory():
 
 
 def test_memory_is_taken_while_values_are_in_them():
-    hollows = Hollows()
+    hollows = PagedTensors()
     before = own_memory()
     tensors = [hollows.make((1 << 25,)) for _ in range(64)]  # 8 GB
     assert own_memory() - before < 50e6
@@ -26,7 +26,7 @@ def test_memory_is_taken_while_values_are_in_them():
 
 
 def test_writes_and_drops_are_noticed():
-    hollows = Hollows()
+    hollows = PagedTensors()
     tensor = torch.nn.Parameter(hollows.make((4, 4)))
     first = tensor._version
     hollows.fill(tensor, torch.ones(4, 4))
@@ -36,4 +36,4 @@ def test_writes_and_drops_are_noticed():
 
 
 def test_no_elements_need_no_pages():
-    assert Hollows().make((0, 4)).shape == (0, 4)
+    assert PagedTensors().make((0, 4)).shape == (0, 4)

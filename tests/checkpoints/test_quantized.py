@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalepoint.checkpoints import Packed
+from scalepoint.checkpoints import QuantizedWeight
 from scalepoint.errors import ExportError
 from scalepoint.spec import QuantizationSpec
 
@@ -13,33 +13,37 @@ UINT4 = INT4.replace(dtype=torch.uint4, qscheme="asymmetric")
 
 def test_values_are_codes_times_the_scale_of_their_block():
     codes = torch.tensor([[-8, 7, 1, 0, 2, 2, 2, 2]], dtype=torch.int8)
-    packed = Packed(codes, torch.tensor([[0.5, 2.0]]), INT4)
+    packed = QuantizedWeight(codes, torch.tensor([[0.5, 2.0]]), INT4)
     assert packed.values().tolist() == [[-4.0, 3.5, 0.5, 0.0, 4.0, 4.0, 4.0, 4.0]]
     assert (packed.bits, packed.block, packed.has_block) == (4, 4, True)
 
 
 def test_unsigned_codes_and_zero_points_stand_for_the_same():
     codes = torch.tensor([[-8, 7, 1, 0]], dtype=torch.int8)
-    up, zero = Packed(codes, torch.tensor([[0.5]]), INT4).unsigned()
+    up, zero = QuantizedWeight(codes, torch.tensor([[0.5]]), INT4).unsigned()
     assert up.tolist() == [[0, 15, 9, 8]]
     assert zero.tolist() == [[8]]
-    asymmetric = Packed(torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), torch.tensor([[0.5]]), UINT4, zero.int())
+    asymmetric = QuantizedWeight(
+        torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), torch.tensor([[0.5]]), UINT4, zero.int()
+    )
     assert asymmetric.values().tolist() == [[-4.0, 3.5, 0.5, 0.0]]
     assert asymmetric.unsigned()[1].tolist() == [[8]]
 
 
 def test_minval_is_what_the_lowest_code_stands_for():
     scale, minval = torch.tensor([[0.5]]), torch.tensor([[-3.0]])
-    above = Packed(torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), scale, UINT4, minval=minval)
+    above = QuantizedWeight(torch.tensor([[0, 15, 9, 8]], dtype=torch.uint8), scale, UINT4, minval=minval)
     assert above.values().tolist() == [[-3.0, 4.5, 1.5, 1.0]]
-    signed = Packed(torch.tensor([[-8, 7, 1, 0]], dtype=torch.int8), scale, INT4, minval=minval)
+    signed = QuantizedWeight(torch.tensor([[-8, 7, 1, 0]], dtype=torch.int8), scale, INT4, minval=minval)
     assert torch.equal(signed.values(), above.values())
     with pytest.raises(ExportError, match="zero points"):
-        Packed(above.codes, scale, UINT4, torch.zeros(1, 1, dtype=torch.int32), minval=minval)
+        QuantizedWeight(above.codes, scale, UINT4, torch.zeros(1, 1, dtype=torch.int32), minval=minval)
 
 
 def test_scales_must_fit_the_codes():
     with pytest.raises(ExportError, match="scales of shape"):
-        Packed(torch.zeros(2, 8, dtype=torch.int8), torch.ones(2, 3), INT4)
+        QuantizedWeight(torch.zeros(2, 8, dtype=torch.int8), torch.ones(2, 3), INT4)
     with pytest.raises(ExportError, match="zero points of shape"):
-        Packed(torch.zeros(2, 8, dtype=torch.int8), torch.ones(2, 2), INT4, torch.zeros(2, 1, dtype=torch.int32))
+        QuantizedWeight(
+            torch.zeros(2, 8, dtype=torch.int8), torch.ones(2, 2), INT4, torch.zeros(2, 1, dtype=torch.int32)
+        )
