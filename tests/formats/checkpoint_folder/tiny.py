@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.formats.checkpoint_folder.folder import list_quantizable
-from scalepoint.numerics import E4M3, E8M0, FP4, QuantizationScheme, format_of
+from scalepoint.numerics import E4M3, E8M0, FP4, QuantizationScheme, get_format
 from scalepoint.spec import PerBlockGranularity, PerTensorGranularity, QuantizationSpec
 
 SIZES = {
@@ -63,7 +63,7 @@ def nearest(
 ) -> QuantizedWeight:
     """Every weight to the nearest code, scales of type `dtype`."""
     rows, columns = weight.shape
-    row = format_of(spec.dtype)
+    row = get_format(spec.dtype)
     block = spec.granularity.block_size if isinstance(spec.granularity, PerBlockGranularity) else columns
     blocks = weight.to(torch.float32).reshape(rows, -1, block)
     largest = blocks.abs().amax(-1)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight, Source
 from scalepoint.formats.gguf import round_to_block_type
-from scalepoint.numerics import format_of
+from scalepoint.numerics import get_format
 from scalepoint.spec import ExtendedQuantizationSpec
 
 WORDS = 320
@@ -107,7 +107,7 @@ def spec_of(dtype, block, **fields):
 
 def nearest(weight, spec, block):
     """The nearest codes with scales that GGUF can hold."""
-    row = format_of(spec.dtype)
+    row = get_format(spec.dtype)
     low, high = int(row.low), int(row.high)
     values = weight.float().reshape(weight.shape[0], -1, block)
     least, most = values.amin(2).clamp(max=0), values.amax(2).clamp(min=0)

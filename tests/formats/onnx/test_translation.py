@@ -8,7 +8,7 @@ from scalepoint.formats.onnx import translation
 from scalepoint.formats.onnx.translation import translate_program
 from scalepoint.graph import capture
 from scalepoint.graph.program import Program
-from scalepoint.graph.torch_export import export_graph, quiet
+from scalepoint.graph.torch_export import export_graph, export_logs_silenced
 from tests.models import settled
 
 OPSET = 18
@@ -57,7 +57,7 @@ def test_the_graph_is_that_of_torch(model, by_parts, monkeypatch):
     torch.manual_seed(0)
     model, x, calls, original = settled(model()), torch.randn(2, 3, 6, 6), [], torch.onnx.export
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
-    with quiet(), torch.no_grad():
+    with export_logs_silenced(), torch.no_grad():
         theirs = original(program(model, x), opset_version=OPSET, verbose=False).model
         ours = translate_program(program(model, x), OPSET, {})
     assert nodes(ours) == nodes(theirs)
@@ -70,7 +70,7 @@ def test_a_torch_without_these_parts_is_asked_as_a_whole(monkeypatch):
         raise AttributeError("no such part")
 
     x, model = torch.randn(2, 3, 6, 6), settled(Blocks())
-    with quiet(), torch.no_grad():
+    with export_logs_silenced(), torch.no_grad():
         wanted = translate_program(program(model, x), OPSET, {})
         monkeypatch.setattr(translation, "_build_registry", gone)
         found = translate_program(program(model, x), OPSET, {})
