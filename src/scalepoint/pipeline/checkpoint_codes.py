@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from scalepoint.checkpoints import QuantizedWeight as Packed
-from scalepoint.checkpoints.quantized import outer_scale as outer_of
+from scalepoint.checkpoints.quantized import outer_scale
 from scalepoint.checkpoints.skeleton import CheckpointWeights as Weights
 from scalepoint.formats.checkpoint import RoundScales as Snap
 from scalepoint.formats.checkpoint import RoundScalesAndMinima as SnapMinima
@@ -81,7 +81,7 @@ class TunedCodes(Mapping[str, Packed]):
         activation, activation_scale = None, None
         if stored.input_stub is not None:
             activation, activation_scale = stored.input_stub[1].spec, self._static_input_scale(stored)
-        outer = outer_of(scale) if spec.scale_dtype == E4M3 else None
+        outer = outer_scale(scale) if spec.scale_dtype == E4M3 else None
         return Packed(codes, scale, spec, offset, activation, activation_scale, outer)
 
     def _static_input_scale(self, stored: _StoredLayer) -> Tensor | None:
@@ -145,7 +145,7 @@ def storable_qparams(
 
 def _two_level(qparams: QParams) -> QParams:
     """Block scales as float8_e4m3fn times a power of two. Loaders divide by its reciprocal, which is then exact."""
-    outer = outer_of(qparams.scale)
+    outer = outer_scale(qparams.scale)
     inner = (qparams.scale / outer).clamp(min=torch.finfo(E4M3).smallest_normal / 8).to(E4M3)
     return qparams._replace(scale=inner.to(torch.float32) * outer)
 

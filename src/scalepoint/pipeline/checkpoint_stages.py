@@ -18,25 +18,15 @@ from torch import Tensor, fx
 from scalepoint import distributed
 from scalepoint.checkpoints import QuantizedCheckpoint, Source
 from scalepoint.checkpoints.skeleton import (
-    CheckpointWeights as Weights,
-)
-from scalepoint.checkpoints.skeleton import (
-    build_skeleton as skeleton,
-)
-from scalepoint.checkpoints.skeleton import (
-    find_head as head_of,
+    CheckpointWeights,
+    build_skeleton,
+    find_head,
 )
 from scalepoint.checkpoints.text import (
     Text,
-)
-from scalepoint.checkpoints.text import (
-    context_length as context_of,
-)
-from scalepoint.checkpoints.text import (
-    load_sequences as sequences,
-)
-from scalepoint.checkpoints.text import (
-    load_tokenizer as tokenizer_of,
+    context_length,
+    load_sequences,
+    load_tokenizer,
 )
 from scalepoint.errors import CalibrationError, NonFiniteError, ScalepointError, UsageError, VerificationError
 from scalepoint.numerics import dtype_name
@@ -75,7 +65,7 @@ def read_text(
         raise UsageError(
             f"length={length}, samples={samples}: sequences have at least 2 tokens, and there is at least one"
         )
-    read = partial(sequences, source=job.source, length=length)
+    read = partial(load_sequences, source=job.source, length=length)
     if data is None and not job.tuning.steps and not job.cache:
         return [], [] if judge is None else read(judge, count=MAX_EVALUATED, what="text")
     if judge is not None:
@@ -91,15 +81,15 @@ def read_text(
     return both[:cut], both[cut : cut + MAX_EVALUATED]
 
 
-def quantized_skeleton(job: CheckpointJob, tokens: list[Tensor]) -> tuple[fx.GraphModule, Weights]:
+def quantized_skeleton(job: CheckpointJob, tokens: list[Tensor]) -> tuple[fx.GraphModule, CheckpointWeights]:
     """Return the graph with its quantizers, over parameters whose values are not loaded, and the loader of these."""
-    tree, weights = skeleton(job.source)
+    tree, weights = build_skeleton(job.source)
     distributed.run_on_main("checking the weights", weights.check_finite)
     example = tokens[0][:1] if tokens else torch.zeros(1, 16, dtype=torch.int64)
     plan = transform(tree, (), target=job.target, kwargs={"input_ids": example}, copy=False)
     if job.cache:
         check_cached(plan.model, job.source, job.target.caches[job.cache])
-    config = with_head(job.config, head_of(tree), job.target, layers_left_float(job, plan, weights))
+    config = with_head(job.config, find_head(tree), job.target, layers_left_float(job, plan, weights))
     model = insert_qdq(plan.model, plan.matches, config, target=job.target, copy=False).eval()
     if job.cache:
         check_placed(model, job.target.caches[job.cache])
@@ -112,7 +102,12 @@ def quantized_skeleton(job: CheckpointJob, tokens: list[Tensor]) -> tuple[fx.Gra
 
 
 def tune_blocks(
-    job: CheckpointJob, model: fx.GraphModule, weights: Weights, data: list[Tensor], resume: bool, progress: bool | None
+    job: CheckpointJob,
+    model: fx.GraphModule,
+    weights: CheckpointWeights,
+    data: list[Tensor],
+    resume: bool,
+    progress: bool | None,
 ) -> tuple[TuneReport, Checkpoint]:
     """Choose codes block by block. They are stored in the work folder, where a resumed run finds them."""
     folder = job.workspace.tuning_folder
@@ -153,7 +148,7 @@ def verify_checkpoint(
     score, runtime = evaluation.score, find_runtime(job.target.runtime or "")
     if not runtime.is_here:
         return replace(result, status=Status.UNAVAILABLE.value, message=describe_missing(runtime).message), score
-    context = context_of(job.source, PROMPT_TOKENS + NEW_TOKENS)
+    context = context_length(job.source, PROMPT_TOKENS + NEW_TOKENS)
     prompt = [int(token) for token in tokens[0][0, : min(PROMPT_TOKENS, context // 2)]]
     count = min(NEW_TOKENS, context - len(prompt))
     decoded = _decoder(job.source)
@@ -248,7 +243,7 @@ def build_checkpoint_report(
 def _decoder(source: Source) -> Callable[[Sequence[int]], str]:
     """A function that turns tokens into text; into numbers if there is no tokenizer."""
     try:
-        tokenizer = tokenizer_of(source)
+        tokenizer = load_tokenizer(source)
     except ScalepointError:
         return lambda tokens: " ".join(map(str, tokens))
     return lambda tokens: str(tokenizer.decode(list(tokens)))

@@ -25,7 +25,7 @@ from scalepoint.quantize.config import FLOAT
 from scalepoint.quantize.feeding import check_data, own_inputs
 from scalepoint.quantize.placement import check_formulations
 from scalepoint.runtimes import find_runtime
-from scalepoint.runtimes.process import describe_missing as missing
+from scalepoint.runtimes.process import describe_missing
 from scalepoint.support.cpu import check_threads
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.targets import Target, find_target
@@ -165,7 +165,7 @@ def check_runtime_installed(target: Target, *, allow_departure: bool) -> None:
     runtime = None if target.runtime is None else find_runtime(target.runtime)
     if runtime is None or runtime.is_here:
         return
-    why = missing(runtime).message
+    why = describe_missing(runtime).message
     if not allow_departure:
         raise VerificationError(
             f"target {target.name!r} is verified in its runtime, and {why}. allow_departure=True (--allow-departure) "

@@ -23,8 +23,7 @@ from scalepoint.quantize.config import FLOAT, TensorQuantConfig
 from scalepoint.results import PrecisionChange
 from scalepoint.spec import QParamsCalculatorBase, QuantizationSpec, RangeCalculatorBase
 from scalepoint.targets import Target
-from scalepoint.verification.layer_times import LayerTime
-from scalepoint.verification.layer_times import find_slower_layers as losers
+from scalepoint.verification.layer_times import LayerTime, find_slower_layers
 
 OTHER_RANGES = "other ranges"
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.5  # how much of the error may remain after a step upwards
@@ -44,7 +43,7 @@ def next_for_speed(trials: Sequence[Trial]) -> TrialPlan | None:
         return None
     quantized = {site.name for site in record_of(last.model).sites} - set(last.left_float)
     rows = [row for row in verification.times if row.name in quantized and row.seconds is not None]
-    slower = [row.name for row in losers(verification.times) if row.name in quantized]
+    slower = [row.name for row in find_slower_layers(verification.times) if row.name in quantized]
     moved = _keep_one(last, slower or _cheaper_than_conversions(rows, verification.times))
     if not moved:
         return None

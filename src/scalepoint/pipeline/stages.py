@@ -41,11 +41,11 @@ from scalepoint.support.progress import Event, say, tell, timed
 from scalepoint.support.torch_state import caller_dtype
 from scalepoint.transformation import TransformationResult, transform
 from scalepoint.verification import RuntimeModel, Status, Verification, extract_failing, verify
-from scalepoint.verification.benchmarking import write_baseline_file as write_plain_file
+from scalepoint.verification.benchmarking import write_baseline_file
 from scalepoint.verification.extraction import EXTRACTED_FILES as EXTRACTED
 from scalepoint.verification.inputs import save_inputs
 from scalepoint.verification.result import PLAIN_BASELINE
-from scalepoint.verification.simulation import build_feeds as feeds_of
+from scalepoint.verification.simulation import build_feeds
 from scalepoint.version import __version__
 
 if TYPE_CHECKING:
@@ -278,8 +278,8 @@ def _export_plain(context: StageContext, model: fx.GraphModule) -> None:
     job = context.job
     runtime = None if job.target.runtime is None else find_runtime(job.target.runtime)
     if runtime is not None and runtime.is_here and not runtime.why_not_run:
-        writing = ExportRequest(job.example, names=tuple(feeds_of(model, job.example)))
-        write_plain_file(job.model, context.format, writing, context.path(context.workspace.work, PLAIN_FILE))
+        writing = ExportRequest(job.example, names=tuple(build_feeds(model, job.example)))
+        write_baseline_file(job.model, context.format, writing, context.path(context.workspace.work, PLAIN_FILE))
 
 
 def verify_file(
@@ -423,7 +423,7 @@ def publish(context: StageContext, best: Trial) -> Trial:
     floats = [] if job.is_smoke else [best.float_file, context.plain_path if is_plain_baseline else None]
     sources = [file for each in (*floats, best.path) if each is not None for file in context.format.files(each)]
     if latency is not None:
-        sources.append(save_inputs(workspace.work, feeds_of(best.model, job.example)))
+        sources.append(save_inputs(workspace.work, build_feeds(best.model, job.example)))
     workspace.copy(sources)
     # with_graph=None: where the graph can be stored as data, load needs no float model
     save(best.model, workspace.output / MODEL, with_graph=None)

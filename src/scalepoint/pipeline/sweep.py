@@ -28,8 +28,7 @@ from scalepoint.quantize.feeding import is_split
 from scalepoint.report import Sweep, SweepRow, sweep_page
 from scalepoint.report.html import JSON_FILE
 from scalepoint.report.sweep import FILE
-from scalepoint.support.files import LOCK, locked, replace_text
-from scalepoint.support.files import remove_leftovers as sweep_files
+from scalepoint.support.files import LOCK, locked, remove_leftovers, replace_text
 from scalepoint.support.jsonable import to_jsonable
 from scalepoint.support.output_folder import check_links, check_path
 from scalepoint.support.progress import say
@@ -117,7 +116,7 @@ def _opened(folder: Path, *, resume: bool, force: bool) -> Iterator[dict[str, Sw
                 )
             rows = _finished_rows(folder) if resume else {}
             stack.enter_context(locked(folder))
-            sweep_files(folder, (FILE, PAGE))
+            remove_leftovers(folder, (FILE, PAGE))
             return rows
 
         yield distributed.run_on_main("looking at the output", open_folder, dict[str, SweepRow])

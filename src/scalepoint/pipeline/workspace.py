@@ -27,18 +27,12 @@ from scalepoint.support.files import (
     LOCK,
     TEMPORARY,
     copy_whole,
+    is_disk_full,
     locked,
     remove,
+    remove_leftover_folders,
+    remove_leftovers,
     replace_text,
-)
-from scalepoint.support.files import (
-    is_disk_full as is_full,
-)
-from scalepoint.support.files import (
-    remove_leftover_folders as sweep_temporary,
-)
-from scalepoint.support.files import (
-    remove_leftovers as sweep,
 )
 from scalepoint.support.output_folder import LIST_FILE as LIST
 from scalepoint.support.output_folder import WrittenFiles, check_links, check_path, move_into
@@ -106,8 +100,8 @@ class Workspace:
             workspace = cls(output, StageCache.read(work) if resume else StageCache(work))
             if not workspace.cache.stages:
                 _clear(work)
-            sweep(output, (LIST, *names))
-            sweep_temporary()
+            remove_leftovers(output, (LIST, *names))
+            remove_leftover_folders()
             try:
                 yield workspace
             except BaseException as error:
@@ -122,7 +116,7 @@ class Workspace:
             if not existed:
                 with suppress(OSError):  # what a metric of the user wrote there stays
                     self.output.rmdir()
-        elif isinstance(error, StoreError) and is_full(error):
+        elif isinstance(error, StoreError) and is_disk_full(error):
             message = f"{error.args[0]}; finished stages are kept, resume=True goes on from them"
             raise StoreError(message) from error
 
@@ -222,10 +216,10 @@ class CheckpointWorkspace:
             return
         existed = self.output.exists()
         with locked(self.work):
-            sweep(self.work)
-            sweep_temporary()
+            remove_leftovers(self.work)
+            remove_leftover_folders()
             if self.report_folder.is_dir():
-                sweep(self.report_folder, (LIST, *REPORT_FILES, self.path.name))
+                remove_leftovers(self.report_folder, (LIST, *REPORT_FILES, self.path.name))
             try:
                 yield
             except BaseException as error:
@@ -305,7 +299,7 @@ def _remove_temporary_files(work: Path) -> None:
     """Delete what a killed run left half-written in the work folder and in its trials."""
     for folder in (work, *(each.parent for each in work.rglob(f"{TEMPORARY}*"))):
         if folder.is_dir():
-            sweep(folder)
+            remove_leftovers(folder)
 
 
 def _clear(work: Path) -> None:
