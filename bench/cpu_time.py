@@ -211,7 +211,7 @@ with tempfile.TemporaryDirectory() as folder:
     done = scalepoint.deploy(resnet18(), data[0], data, output=folder + "/out", evaluate=lambda run: next(scores),
                              max_drop=0.1, max_trials=3, progress=False)
 own = resource.getrusage(resource.RUSAGE_SELF)
-print(own.ru_utime + own.ru_stime, own.ru_maxrss / 1024, exports, len(done.report.attempts))
+print(own.ru_utime + own.ru_stime, own.ru_maxrss / 1024, exports, len(done.trials))
 """
 
 

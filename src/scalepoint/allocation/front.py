@@ -71,7 +71,12 @@ def front(items: Sequence[Item]) -> tuple[Allocation, ...]:
 
 
 def total(table: Table, chosen: Mapping[str, str]) -> Allocation:
-    """The allocation with these choices, and its sums."""
+    """Sum error and cost of a choice for every item.
+
+    Args:
+        table: Choices by item and name.
+        chosen: Name of the choice by name of the item.
+    """
     choices = [table[name][choice] for name, choice in chosen.items()]
     return Allocation(chosen, sum(choice.error for choice in choices), sum(choice.cost for choice in choices))
 
@@ -120,7 +125,16 @@ def within(items: Sequence[Item], limit: float) -> Allocation | None:
 
 
 def trimmed(items: Sequence[Item], found: Allocation, share: float) -> Allocation:
-    """Lowered again where that adds least, as long as all of it adds no more than this share of the error."""
+    """Lower the precision of layers again where that adds least error.
+
+    Args:
+        items: The layers with error and cost at each precision.
+        found: The allocation to start from.
+        share: All changes together may add this share of its error.
+
+    Returns:
+        The cheaper allocation.
+    """
     picked, allowed = _picked(items, found), found.error * (1 + share)
     while True:
         steps = [

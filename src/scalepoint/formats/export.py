@@ -40,10 +40,20 @@ def export(
 ) -> Path:
     """Write a quantized model to a file in the format of its target. The file appears whole or not at all.
 
-    `target` is that of the model unless given. `float_path` receives the float model of the same capture, to compare.
-    `float_dtype` ("float16", "bfloat16") is the type of what is not quantized and of the scales, for compilers that
-    run the types of the file; inputs and outputs stay float32. `metadata` (labels, preprocessing, ...) is kept in the
-    file, beside versions, target, config and calibration; `FileFormat.about` reads it.
+    Args:
+        model: The quantized model.
+        path: The file to write.
+        example_inputs: Inputs like those of the capture.
+        kwargs: Keyword inputs of the model.
+        target: The target to write for; that of the model by default.
+        float_path: Also write the float model of the same capture to this file, for comparison.
+        float_dtype: "float16" or "bfloat16": the type of the scales and of everything that is not quantized, for
+            compilers that follow the types of the file. Inputs and outputs stay float32.
+        dynamic: Keep the batch axis free in the file.
+        metadata: Labels, preprocessing and the like, stored in the file next to versions, target and config.
+
+    Returns:
+        The path of the file.
     """
     path = Path(path)
     for item in (path, *(() if float_path is None else (Path(float_path),))):

@@ -47,6 +47,11 @@ def inherit_meta(node: fx.Node, source: fx.Node, **changes: Any) -> None:
 
 
 def get_kind(node: fx.Node) -> str:
+    """Return the kind of operation of a node, such as "conv2d" or "relu".
+
+    Args:
+        node: A node of a captured graph.
+    """
     return get_info(node).kind or node.op
 
 

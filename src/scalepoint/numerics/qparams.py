@@ -126,13 +126,20 @@ def _with_exact_gradient(rounded: Tensor, exact: Tensor) -> Tensor:
 
 
 def power_of_two_scale(max_abs: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
-    """2^e for an element format whose largest exponent is p and largest value is M (OCP MX v1.0, section 6.3).
+    """Compute a power-of-two scale 2^e (OCP MX v1.0, section 6.3).
 
-    floor  e = floor(log2 max_abs) - p                    the standard's rule; the top of a block may saturate
-    ceil   e = ceil(log2 max_abs) - p
-    even   floor, after max_abs is rounded to the element's mantissa
-    rne    2^e nearest to max_abs / M, a tie to the even exponent
-    rceil  e = ceil(log2(max_abs / M))                    the smallest scale that never saturates (Blackwell)
+    With p the largest exponent of the element format and M its largest value:
+
+        floor  e = floor(log2 max_abs) - p                    the standard's rule; the largest values may saturate
+        ceil   e = ceil(log2 max_abs) - p
+        even   floor, after max_abs is rounded to the element's mantissa
+        rne    2^e nearest to max_abs / M, a tie to the even exponent
+        rceil  e = ceil(log2(max_abs / M))                    the smallest scale that never saturates (Blackwell)
+
+    Args:
+        max_abs: Largest magnitude of each block.
+        fmt: The element format.
+        rounding: Which of the rules above.
     """
     if rounding in (ScaleRounding.RNE, ScaleRounding.RCEIL):
         bits = (max_abs / fmt.high).view(torch.int32)
