@@ -19,7 +19,7 @@ from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerTensorGranularity, PerTokenGranularity
 
-LOW, HIGH = -128, 127  # of int8
+INT8_MIN, INT8_MAX = -128, 127
 
 
 class WeightedOperation(nn.Module):
@@ -27,13 +27,13 @@ class WeightedOperation(nn.Module):
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
-        self.refers = {"operation": source.operation}  # which keeps its own path
+        self.references = {"operation": source.operation}  # which keeps its own path
         self.is_linear = source.kind == "linear"
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_linear:
             return F.linear(x, weight, bias)
-        operation: Any = self.refers["operation"]
+        operation: Any = self.references["operation"]
         return run_with(operation, x, weight, bias)
 
 
@@ -62,7 +62,7 @@ class InputFirstFloatWeight(nn.Module):
     def __init__(self, source: QuantizedWeighted, *, as_view: bool = False) -> None:
         super().__init__()
         weight, bias = source.folded()
-        self.refers = {"operation": source.operation}
+        self.references = {"operation": source.operation}
         self.is_linear = source.kind == "linear"
         if self.is_linear and not source.is_input_first:
             weight = weight.transpose(0, 1)
@@ -77,7 +77,7 @@ class InputFirstFloatWeight(nn.Module):
         if self.is_linear:
             y = torch.matmul(x, self.weight)
             return y if self.bias is None else y + self.bias
-        operation: Any = self.refers["operation"]
+        operation: Any = self.references["operation"]
         return run_with(operation, x, self.weight, self.bias)
 
 
@@ -102,4 +102,4 @@ def int8_module_factories(
             raise ExportError(f"{stub.name}: {runtime}'s activations have one scale, or one a row that is found anew")
         return constant_stub(stub, factor)
 
-    return ModuleFactories(weight=weight_of, stub=stub_of, plain=FloatWeight)
+    return ModuleFactories(weight=weight_of, stub=stub_of, float_layer=FloatWeight)

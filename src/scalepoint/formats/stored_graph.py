@@ -28,7 +28,7 @@ class ModuleFactories:
 
     weight: Callable[[QuantizedWeighted], nn.Module]
     stub: Callable[[QuantStub, float], nn.Module]
-    plain: Callable[[QuantizedWeighted], nn.Module]
+    float_layer: Callable[[QuantizedWeighted], nn.Module]
 
 
 def build_stored_graph(
@@ -40,7 +40,7 @@ def build_stored_graph(
     copied = _copy_for_export(model, has_own_scales=is_rounded)
     if is_rounded:
         _round_scales(copied, float_dtype)
-    stored = _remove_unit_factors(_replace_layers(copied, factories.weight, factories.plain))
+    stored = _remove_unit_factors(_replace_layers(copied, factories.weight, factories.float_layer))
     factors = scale_before_quantizing(stored)
     for name, module in list(stored.named_modules()):
         if isinstance(module, QuantStub) and module.enabled and not module.quantizer.is_disabled():
@@ -52,7 +52,9 @@ def build_stored_graph(
 
 def build_float_graph(model: fx.GraphModule, factories: ModuleFactories) -> fx.GraphModule:
     """A copy without quantizers."""
-    float_model = _remove_unit_factors(_replace_layers(_copy_for_export(model), factories.plain, factories.plain))
+    float_model = _remove_unit_factors(
+        _replace_layers(_copy_for_export(model), factories.float_layer, factories.float_layer)
+    )
     for node in list(float_model.graph.nodes):
         if node.op == "call_module" and isinstance(float_model.get_submodule(str(node.target)), QuantStub):
             node.replace_all_uses_with(node.args[0])

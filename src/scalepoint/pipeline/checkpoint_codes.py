@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from scalepoint.checkpoints import QuantizedWeight as Packed
 from scalepoint.checkpoints.quantized import outer_scale
 from scalepoint.checkpoints.skeleton import CheckpointWeights as Weights
-from scalepoint.formats.checkpoint import RoundScales as Snap
-from scalepoint.formats.checkpoint import RoundScalesAndMinima as SnapMinima
+from scalepoint.formats.checkpoint import RoundScales, RoundScalesAndMinima
 from scalepoint.numerics import E4M3, QParams
 from scalepoint.patterns import Fused
 from scalepoint.pipeline.checkpoint_job import CheckpointJob
@@ -123,7 +122,7 @@ def layers_left_float(job: CheckpointJob, plan: TransformationResult, weights: W
         fused = plan.model.get_submodule(match.fused) if match.apply and match.fused else None
         weight = fused.weight if isinstance(fused, Fused) else None
         name = None if weight is None else weights.names.get(weight.data_ptr())
-        if name is not None and not job.format.holds(job.source, name):
+        if name is not None and not job.format.can_quantize(job.source, name):
             names.append(match.name)
     return names
 
@@ -136,10 +135,10 @@ def storable_qparams(
     if quant.quantizer.grid.format.is_float:  # the spec declares the dtype of these scales
         return _two_level if quant.spec.scale_dtype == E4M3 else None
     dtype = form.scale_dtype or job.source.tensors[weights.name_of(layer.weight)].dtype
-    if quant.spec.qformulation == "minval" and form.snap_minima is not None:
-        return partial(_with_minima, form.snap_minima, quant.spec, layer.canonical(layer.weight).shape[1])
-    if form.snap is not None:
-        return partial(_snapped, form.snap, quant.spec, layer.canonical(layer.weight).shape[1], dtype)
+    if quant.spec.qformulation == "minval" and form.round_scales_and_minima is not None:
+        return partial(_with_minima, form.round_scales_and_minima, quant.spec, layer.canonical(layer.weight).shape[1])
+    if form.round_scales is not None:
+        return partial(_snapped, form.round_scales, quant.spec, layer.canonical(layer.weight).shape[1], dtype)
     return None if dtype == torch.float32 else partial(_rounded, dtype)
 
 
@@ -156,7 +155,7 @@ def _rounded(dtype: torch.dtype, qparams: QParams) -> QParams:
     return qparams._replace(scale=qparams.scale.clamp(least, info.max).to(dtype).to(torch.float32))
 
 
-def _with_minima(snap: SnapMinima, spec: QuantizationSpec, columns: int, qparams: QParams) -> QParams:
+def _with_minima(snap: RoundScalesAndMinima, spec: QuantizationSpec, columns: int, qparams: QParams) -> QParams:
     """Round scales and minima of blocks, or of rows, to the format's values."""
     scale, minval = qparams.scale, qparams.minval
     if minval is None:
@@ -166,7 +165,7 @@ def _with_minima(snap: SnapMinima, spec: QuantizationSpec, columns: int, qparams
     return qparams._replace(scale=new_scale.reshape(scale.shape), minval=new_minval.reshape(minval.shape))
 
 
-def _snapped(snap: Snap, spec: QuantizationSpec, columns: int, dtype: torch.dtype, qparams: QParams) -> QParams:
+def _snapped(snap: RoundScales, spec: QuantizationSpec, columns: int, dtype: torch.dtype, qparams: QParams) -> QParams:
     """Round block scales to the format's values; scales per row or per tensor to its float dtype."""
     if qparams.scale.ndim != 2:
         return _rounded(dtype, qparams)

@@ -148,7 +148,7 @@ def _fit_blocks(weight: QuantizationSpec, source: Source, form: CheckpointFormat
     granularity = weight.granularity
     if not isinstance(granularity, PerBlockGranularity) or not isinstance(granularity.block_size, int):
         return weight
-    size = form.blocks(source, granularity.block_size)
+    size = form.choose_block_size(source, granularity.block_size)
     return weight.replace(granularity=PerBlockGranularity(axis=granularity.axis, block_size=size))
 
 

@@ -271,7 +271,9 @@ def _bits(job: CheckpointJob) -> float:
 def _wider(job: CheckpointJob, codes: TunedCodes) -> tuple[str, ...]:
     """A warning for every kind of layer whose codes take more bits in the file than their type has."""
     counts = Counter(
-        (dtype_name(spec.dtype), why) for spec, columns in codes.specs() if (why := job.format.wider(spec, columns))
+        (dtype_name(spec.dtype), why)
+        for spec, columns in codes.specs()
+        if (why := job.format.describe_wider_type(spec, columns))
     )
     return tuple(
         f"{dtype} codes of {plural(count, 'layer')} are stored as {why}" for (dtype, why), count in counts.items()

@@ -332,8 +332,8 @@ def test_a_quantized_source_is_refused(tmp_path, llama):
 def test_weights_that_loaders_keep_float_are_refused_and_not_held(tmp_path, name, says):
     source = make("qwen2", tmp_path / "in")
     packed = {name: nearest(source.tensor("model.embed_tokens.weight"), INT4, torch.bfloat16)}
-    assert not FORMAT.holds(source, name)
-    assert FORMAT.holds(source, "model.layers.0.mlp.up_proj.weight")
+    assert not FORMAT.can_quantize(source, name)
+    assert FORMAT.can_quantize(source, "model.layers.0.mlp.up_proj.weight")
     with pytest.raises(ExportError, match=says):
         FORMAT.write(QuantizedCheckpoint(source, packed), tmp_path / "out")
 

@@ -99,13 +99,15 @@ def test_snapping_moves_scales_little_and_is_done_once():
 
 def test_a_format_moves_scales_by_spec_and_shape():
     scale = torch.rand(4, 16, generator=torch.Generator().manual_seed(0)) + 0.5
-    assert torch.equal(GGUF.snap(spec_of("int4", 32), 512, scale), scale.half().float())
+    assert torch.equal(GGUF.round_scales(spec_of("int4", 32), 512, scale), scale.half().float())
     assert torch.equal(
-        GGUF.snap(spec_of("int3", 32), 512, scale), round_to_block_type(spec_of("int3", 32), 512, scale)[0]
+        GGUF.round_scales(spec_of("int3", 32), 512, scale), round_to_block_type(spec_of("int3", 32), 512, scale)[0]
     )
-    few = GGUF.snap(spec_of("uint4", 32, **ZERO), 512, scale)
+    few = GGUF.round_scales(spec_of("uint4", 32, **ZERO), 512, scale)
     assert torch.equal((few * 15).half().float(), few * 15)
-    assert torch.equal(GGUF.snap(spec_of("int4", 8), 128, scale), scale.half().float())  # no type holds blocks of 8
+    assert torch.equal(
+        GGUF.round_scales(spec_of("int4", 8), 128, scale), scale.half().float()
+    )  # no type holds blocks of 8
 
 
 def test_scales_that_are_not_snapped_take_a_wider_type_or_none():

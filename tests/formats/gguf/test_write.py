@@ -226,12 +226,12 @@ def test_a_config_that_gguf_cannot_hold_is_refused_before_any_work(weight, activ
 
 def test_what_stays_float_is_told_before(tmp_path):
     source = make("gpt2", tmp_path / "m", n_embd=48, n_inner=64)
-    held = {name for name in source.tensors if GGUF.holds(source, name)}
+    held = {name for name in source.tensors if GGUF.can_quantize(source, name)}
     assert held == {f"transformer.h.{layer}.mlp.c_proj.weight" for layer in (0, 1)}
     source = make("qwen2_moe", tmp_path / "e")
-    assert not GGUF.holds(source, "model.layers.0.mlp.gate.weight")
-    assert not GGUF.holds(source, "model.layers.0.mlp.shared_expert_gate.weight")
-    assert GGUF.holds(source, "model.layers.0.mlp.experts.3.gate_proj.weight")
+    assert not GGUF.can_quantize(source, "model.layers.0.mlp.gate.weight")
+    assert not GGUF.can_quantize(source, "model.layers.0.mlp.shared_expert_gate.weight")
+    assert GGUF.can_quantize(source, "model.layers.0.mlp.experts.3.gate_proj.weight")
 
 
 def test_an_unknown_tensor_is_named(tmp_path):

@@ -88,7 +88,7 @@ AWQ = CheckpointFormat(
     check=check,
     scale_dtype=torch.float16,
     summary="a folder for vLLM, AutoAWQ and others: 4-bit weights with zero points, float activations",
-    blocks=choose_block_size,
-    holds=can_quantize,
+    choose_block_size=choose_block_size,
+    can_quantize=can_quantize,
     tensor_bytes=tensor_bytes,
 )

@@ -235,7 +235,7 @@ COMPRESSED_TENSORS = CheckpointFormat(
     check=check,
     scale_dtype=None,
     summary="a folder for vLLM and transformers: int2 to int8, int8 with int8 activations, fp8, NVFP4, MXFP4",
-    blocks=choose_block_size,
-    holds=can_quantize,
+    choose_block_size=choose_block_size,
+    can_quantize=can_quantize,
     tensor_bytes=tensor_bytes,
 )

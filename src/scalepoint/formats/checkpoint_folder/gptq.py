@@ -133,7 +133,7 @@ GPTQ = CheckpointFormat(
     check=check,
     scale_dtype=torch.float16,
     summary="a folder for vLLM, GPTQModel and others: weights of 2, 3, 4 or 8 bits, float activations",
-    blocks=choose_block_size,
-    holds=can_quantize,
+    choose_block_size=choose_block_size,
+    can_quantize=can_quantize,
     tensor_bytes=tensor_bytes,
 )

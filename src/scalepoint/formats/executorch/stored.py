@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.layers import HIGH, LOW, WeightedOperation, int8_module_factories
+from scalepoint.formats.layers import INT8_MAX, INT8_MIN, WeightedOperation, int8_module_factories
 from scalepoint.quantize.stubs import QuantStub
 from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
@@ -92,13 +92,13 @@ class XnnpackStoredStub(nn.Module):
 
     def codes(self, x: Tensor) -> Tensor:
         found: Tensor = quantized_decomposed().quantize_per_tensor(
-            x, self.scale, self.zero_point, LOW, HIGH, torch.int8
+            x, self.scale, self.zero_point, INT8_MIN, INT8_MAX, torch.int8
         )
         return found
 
     def values(self, codes: Tensor) -> Tensor:
         found: Tensor = quantized_decomposed().dequantize_per_tensor(
-            codes, self.scale, self.zero_point, LOW, HIGH, torch.int8
+            codes, self.scale, self.zero_point, INT8_MIN, INT8_MAX, torch.int8
         )
         return found
 
@@ -108,9 +108,9 @@ class XnnpackDynamicStub(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale, zero_point = quantized_decomposed().choose_qparams_per_token_asymmetric(x, torch.int8)
-        codes = quantized_decomposed().quantize_per_token(x, scale, zero_point, LOW, HIGH, torch.int8)
+        codes = quantized_decomposed().quantize_per_token(x, scale, zero_point, INT8_MIN, INT8_MAX, torch.int8)
         values: Tensor = quantized_decomposed().dequantize_per_token(
-            codes, scale, zero_point, LOW, HIGH, torch.int8, torch.float32
+            codes, scale, zero_point, INT8_MIN, INT8_MAX, torch.int8, torch.float32
         )
         return values
 

@@ -12,7 +12,7 @@ ORT_GENAI = CheckpointFormat(
     check=check,
     summary="A folder for ONNX Runtime GenAI: ONNX with a cache of keys and values, 2-, 4- and 8-bit weights",
     tensor_bytes=tensor_bytes,
-    wider=describe_wider_type,
+    describe_wider_type=describe_wider_type,
 )
 
 __all__ = ["ORT_GENAI"]

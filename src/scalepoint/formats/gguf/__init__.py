@@ -18,11 +18,11 @@ GGUF = CheckpointFormat(
     write=write,
     check=check,
     scale_dtype=torch.float16,
-    snap=round_scales,
-    snap_minima=round_scales_and_minima,
-    holds=can_quantize,
+    round_scales=round_scales,
+    round_scales_and_minima=round_scales_and_minima,
+    can_quantize=can_quantize,
     tensor_bytes=tensor_bytes,
-    wider=describe_wider_type,
+    describe_wider_type=describe_wider_type,
     summary="GGUF, for llama.cpp and what is built on it",
 )
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalepoint.errors import ExportError
-from scalepoint.formats.layers import HIGH, LOW, WeightedOperation, int8_module_factories
+from scalepoint.formats.layers import INT8_MAX, INT8_MIN, WeightedOperation, int8_module_factories
 from scalepoint.formats.operators import dequantize, quantize, quantize_rows
 from scalepoint.numerics import dtype_name
 from scalepoint.quantize.stubs import QuantStub
@@ -72,7 +72,7 @@ class LiteRtStoredStub(nn.Module):
     zero_point: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        codes = quantize(x, self.scale, self.zero_point, 0, LOW, HIGH, "int8")
+        codes = quantize(x, self.scale, self.zero_point, 0, INT8_MIN, INT8_MAX, "int8")
         values: Tensor = dequantize(codes, self.scale, self.zero_point, 0, 0, "int8")
         return values
 

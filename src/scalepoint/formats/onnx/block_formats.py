@@ -164,5 +164,5 @@ def onnx_module_factories(domains: Collection[str] = ()) -> ModuleFactories:
     return ModuleFactories(
         weight=lambda source: build_stored_weight(source, domains),
         stub=lambda stub, factor: build_stored_stub(stub, factor, domains),
-        plain=lambda source: InputFirstFloatWeight(source, as_view=True),
+        float_layer=lambda source: InputFirstFloatWeight(source, as_view=True),
     )

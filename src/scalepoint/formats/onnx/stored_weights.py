@@ -40,7 +40,7 @@ class OnnxStoredWeight(OnnxStored):
         super().__init__()
         quant = source.weight_quant
         deployed = source.deployed()
-        self.refers = {"operation": source.operation}
+        self.references = {"operation": source.operation}
         self.kind = source.kind
         self.fmt = dtype_name(quant.spec.dtype)
         check_has_type(self.fmt, quant.name)
@@ -99,7 +99,7 @@ class OnnxStoredWeight(OnnxStored):
         if self.kind == "linear":
             y = torch.matmul(x, weight.to(x.dtype))
             return y if bias is None else y + bias
-        operation: Any = self.refers["operation"]
+        operation: Any = self.references["operation"]
         return run_with(operation, x, weight.to(x.dtype), bias)
 
     @property
