@@ -16,7 +16,7 @@ from scalepoint.allocation import Budget
 from scalepoint.checking import describe_rules
 from scalepoint.cli.app import EXIT_CODES, app
 from scalepoint.cli.init import TEMPLATE_FILES, TEMPLATES
-from scalepoint.options import DeployConfig, option_of
+from scalepoint.options import DeployConfig, get_option
 from scalepoint.quantize import (
     Override,
     QuantConfig,
@@ -296,7 +296,7 @@ def _option_rows(
     rows: dict[str, tuple[str, str]],
 ) -> Iterator[tuple[str, str, str, str]]:
     for name in DeployConfig.file_keys():
-        what = option_of(DeployConfig.model_fields[name]).help
+        what = get_option(DeployConfig.model_fields[name]).help
         yield (code(name), what, *rows[name])
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from scalepoint.errors import ConfigError, shown
+from scalepoint.errors import ConfigError, short_repr
 from scalepoint.support.validation_errors import Config
 
 Unit = Literal["size", "bits", "speed"]
@@ -53,7 +53,7 @@ class Budget(Config):
             value = {unit.strip(): number.strip()}
         if isinstance(value, Mapping):
             return cls.model_validate(dict(value))
-        raise ConfigError(f"a budget is written size=0.2, bits=4.5 or speed=1.8, not {shown(value)}")
+        raise ConfigError(f"a budget is written size=0.2, bits=4.5 or speed=1.8, not {short_repr(value)}")
 
     def __str__(self) -> str:
         return f"{self.unit}={self.limit:g}"

@@ -133,7 +133,7 @@ class ScalepointWarning(UserWarning):
     """A result that is right but narrower than one may think."""
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """What was given, short enough for a message whatever it is."""
     return _SHORT.repr(value)
 
@@ -147,7 +147,7 @@ def install_hint(extra: str) -> str:
     return f"pip install 'scalepoint[{extra}]'"
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def did_you_mean(given: str, known: Iterable[str]) -> str:
     """The hint that ends a message about an unknown name: the nearest known one, then all of them."""
     names = sorted(known)
     begun = [name for name in names if len(given) > 2 and name.startswith(given)]  # onnx: onnxruntime

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from scalepoint.budget import Budget
-from scalepoint.errors import ConfigError, DocumentError, UsageError, nearest
+from scalepoint.errors import ConfigError, DocumentError, UsageError, did_you_mean
 from scalepoint.support.documents import DocumentPositions, dump_yaml, parse_json, parse_yaml
 from scalepoint.support.files import replace_text
 from scalepoint.support.untrusted import read_text
@@ -37,7 +37,7 @@ LIMITS, LANGUAGE, DATA, FILE, RUN = (
     "Model and file",
     "How it is run",
 )
-Stage = Literal["quantize", "export", "export float", "verify"]
+StageName = Literal["quantize", "export", "export float", "verify"]
 PartT = TypeVar("PartT", bound=Config)
 
 
@@ -56,21 +56,21 @@ class Option:
 
     help: str
     group: str = ""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[StageName, ...] = ()
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     is_repeated: bool = False
 
 
-def option_of(field: FieldInfo) -> Option:
+def get_option(field: FieldInfo) -> Option:
     """The Option in the annotation of a field."""
     return next(each for each in field.metadata if isinstance(each, Option))
 
 
-def stage_values(options: BaseModel, stage: Stage) -> dict[str, Any]:
+def stage_values(options: BaseModel, stage: StageName) -> dict[str, Any]:
     """The options that the result of a stage depends on, by name."""
     fields = type(options).model_fields
-    return {name: getattr(options, name) for name, field in fields.items() if stage in option_of(field).stages}
+    return {name: getattr(options, name) for name, field in fields.items() if stage in get_option(field).stages}
 
 
 def changed_values(options: BaseModel) -> dict[str, Any]:
@@ -395,13 +395,15 @@ class SweepConfig(DeployConfig):
 
     grid: Annotated[dict[str, tuple[Any, ...]], Option("A list of values for each key.")] = {}
 
-    def checked_grid(self) -> dict[str, list[Any]]:
+    def validate_grid(self) -> dict[str, list[Any]]:
         """The values as the config stores them, each checked."""
         grid: dict[str, list[Any]] = {}
         base = DeployConfig.model_validate({key: value for key, value in dict(self).items() if key != "grid"})
         for key, values in self.grid.items():
             if key not in DeployConfig.model_fields:
-                raise ConfigError(f"grid: {key!r} is no key of a config: {nearest(key, DeployConfig.model_fields)}")
+                raise ConfigError(
+                    f"grid: {key!r} is no key of a config: {did_you_mean(key, DeployConfig.model_fields)}"
+                )
             try:
                 grid[key] = [getattr(base.updated({key: value}), key) for value in values]
             except ConfigError as error:

@@ -28,15 +28,15 @@ from scalepoint.targets import Target, find_target
 
 
 @dataclass(frozen=True)
-class Transformed:
+class TransformationState:
     """What a graph remembers of its transformation: for which target, and what the patterns refused."""
 
     target: Target | None = None
     refusals: tuple[Refusal, ...] = ()
 
 
-def transformed_of(model: nn.Module) -> Transformed:
-    return get_state(model, Transformed) or Transformed()
+def get_transformation_state(model: nn.Module) -> TransformationState:
+    return get_state(model, TransformationState) or TransformationState()
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def get_transformation_plan(
         model, args, kwargs, copy=copy, dynamic=dynamic, dynamic_axes=dynamic_axes, leave=leave, trust=trust
     )
     store_description(graph_module)
-    return plan_of(graph_module, patterns, chosen)
+    return plan_captured_graph(graph_module, patterns, chosen)
 
 
-def plan_of(
+def plan_captured_graph(
     graph_module: fx.GraphModule, patterns: Sequence[Pattern] | None = None, target: str | Target | None = None
 ) -> TransformationPlan:
     """What transform would do with a graph that is captured already; the graph is changed when the plan is applied."""
@@ -164,7 +164,7 @@ def plan_of(
         patterns = BASE_PATTERNS if chosen is None else chosen.patterns
     plan = make_plan(graph_module, tuple(patterns))
     plan.converted = converted
-    set_state(graph_module, Transformed(chosen))
+    set_state(graph_module, TransformationState(chosen))
     return plan
 
 
@@ -196,7 +196,7 @@ def apply_transformation_plan(plan: TransformationPlan) -> TransformationResult:
     plan.model.recompile()
     check_graph(plan.model)
     report = TransformationReport(tuple(applied), tuple(skipped), tuple(plan.refusals))
-    set_state(plan.model, replace(transformed_of(plan.model), refusals=report.refusals))
+    set_state(plan.model, replace(get_transformation_state(plan.model), refusals=report.refusals))
     return TransformationResult(plan.model, applied, report)
 
 

@@ -21,7 +21,7 @@ from scalepoint.options import (
     DeployOptions,
     Option,
     RunOptions,
-    option_of,
+    get_option,
     stage_values,
 )
 from scalepoint.pipeline.build_report import reproduced_options
@@ -106,9 +106,9 @@ def test_every_key_of_a_config_file_is_a_flag_of_deploy_and_the_other_way_round(
 def test_every_option_has_a_help_text_that_fits_its_group() -> None:
     for options in (DeployConfig, RunOptions):
         for name, field in options.model_fields.items():
-            assert option_of(field).help.endswith("."), name
+            assert get_option(field).help.endswith("."), name
     language = set(CheckpointOptions.model_fields) - set(DeployOptions.model_fields)
-    assert {option_of(CheckpointOptions.model_fields[name]).group for name in language} == {"Language models"}
+    assert {get_option(CheckpointOptions.model_fields[name]).group for name in language} == {"Language models"}
 
 
 class TestAnAddedOption:

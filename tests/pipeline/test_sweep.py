@@ -134,11 +134,11 @@ def test_what_is_no_sweep_is_refused(tmp_path, text):
 
 
 def test_values_of_a_grid_are_checked_as_those_of_the_config():
-    assert SweepConfig(grid={"accuracy": ("fast", None)}).checked_grid() == {"accuracy": ["fast", None]}
+    assert SweepConfig(grid={"accuracy": ("fast", None)}).validate_grid() == {"accuracy": ["fast", None]}
     with pytest.raises(ConfigError, match="did you mean 'target'"):
-        SweepConfig(grid={"tarket": ("a",)}).checked_grid()
+        SweepConfig(grid={"tarket": ("a",)}).validate_grid()
     with pytest.raises(ConfigError, match="accuracy"):
-        SweepConfig(grid={"accuracy": ("slow",)}).checked_grid()
+        SweepConfig(grid={"accuracy": ("slow",)}).validate_grid()
 
 
 def test_the_table_and_the_page_show_all_rows_inert(monkeypatch):

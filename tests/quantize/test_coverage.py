@@ -106,12 +106,12 @@ class TestParameters:
         (row,) = [row for row in found.operations if row.kind == "parameter"]
         assert (row.name, row.parameters, row.macs, row.precision) == ("held.0", 16, 0, "float")
         assert counted(found) == size(model)
-        assert found.unasked == ()
+        assert found.unrequested_float == ()
 
     def test_one_that_is_read_in_an_unknown_way_is_told_of(self):
         model = Net(torch.cdist, 16, (16, 16))
         found = covered(model, torch.randn(X))
-        assert [row.reason for row in found.unasked] == [
+        assert [row.reason for row in found.unrequested_float] == [
             "reads the weight held.0 in a way that is not known: it stays float"
         ]
         assert counted(found) == size(model)
@@ -193,7 +193,7 @@ class TestConstants:
         assert {rows[name].reason for name in ("mlp.0", "mlp.2")} == {CONSTANT}
         assert found.share_of_macs() == {rows["fc"].how: 1.0, "float": 0.0}
         assert counted(found) == size(model)
-        assert found.unasked == ()
+        assert found.unrequested_float == ()
 
     def test_a_model_of_constants_alone_is_refused_with_that_reason(self):
         class Alone(nn.Module):

@@ -127,7 +127,7 @@ class TestCounts:
         result = transform(resnet50(16, 100).eval(), torch.randn(1, 3, 64, 64), target="tensorrt")
         model = insert_qdq(result.model, result.matches)
         assert (len(stubs_of(model)), len(weights_of(model))) == (55, 54)
-        assert coverage(model).unasked == ()
+        assert coverage(model).unrequested_float == ()
         coverage(model).check()
 
     def test_vit_b16_has_86_stubs(self):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from scalepoint import transform
-from scalepoint.covered import State
+from scalepoint.operation_coverage import OperationState
 from scalepoint.quantize import QuantConfig, TensorQuantConfig, coverage, insert_qdq, load, pays, quantize, save
 from scalepoint.quantize.pays import FLOAT, INT8, _Cut
 from scalepoint.quantize.weighted import QuantizedWeighted
@@ -49,7 +49,7 @@ def test_a_stem_that_int8_makes_slower_stays_float_with_the_time_that_saves():
     assert rows["stem"].saves > 0
     assert rows["stem"].reason.startswith("faster in float")
     assert rows["stem"].seconds[0] < rows["stem"].seconds[1]
-    assert rows["wide"].state == rows["deep"].state == State.QUANTIZED
+    assert rows["wide"].state == rows["deep"].state == OperationState.QUANTIZED
 
 
 def test_the_summary_tells_how_much_that_saves():
@@ -60,16 +60,16 @@ def test_the_summary_tells_how_much_that_saves():
 
 @pytest.mark.parametrize("config", [None, QuantConfig(speed_first=False)], ids=["unsaid", "false"])
 def test_everything_is_quantized_where_speed_is_not_asked_for(config):
-    assert all(row.state == State.QUANTIZED for row in inserted(Net(), X, config))
+    assert all(row.state == OperationState.QUANTIZED for row in inserted(Net(), X, config))
 
 
 def test_without_shapes_nothing_is_left_out():
-    assert all(row.state == State.QUANTIZED for row in inserted(Net(), None))
+    assert all(row.state == OperationState.QUANTIZED for row in inserted(Net(), None))
 
 
 def test_a_network_too_small_to_tell_is_left_as_it_is():
     tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    assert all(row.state == State.QUANTIZED for row in inserted(tiny, torch.randn(2, 3, 8, 8)))
+    assert all(row.state == OperationState.QUANTIZED for row in inserted(tiny, torch.randn(2, 3, 8, 8)))
 
 
 def test_what_strict_asks_for_is_not_broken_by_speed():
@@ -131,7 +131,7 @@ def test_where_nothing_wins_and_nothing_is_unpacked_the_largest_weight_is_quanti
     never = replace(VNNI, dequantizes_weights_on_load=False)
     rows = {row.name: row for row in inserted(small(), torch.randn(2, 3, 64, 64), target=never)}
     assert (rows["0"].precision, rows["0"].stored) == ("float", "")
-    assert rows["4"].state == State.QUANTIZED
+    assert rows["4"].state == OperationState.QUANTIZED
 
 
 def test_a_weight_that_is_multiplied_as_float_is_not_pair_safe_and_its_bias_not_rounded():
@@ -251,9 +251,9 @@ def test_a_film_keeps_its_first_convolution_float_and_sound_is_priced_too():
     film = nn.Sequential(nn.Conv3d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 64, 3, 2, 1), nn.ReLU())
     first, second = inserted(film, torch.randn(1, 3, 8, 16, 16))
     assert first.is_for_speed
-    assert second.state == State.QUANTIZED
+    assert second.state == OperationState.QUANTIZED
     sound = nn.Sequential(nn.Conv1d(64, 64, 5, padding=2), nn.ReLU(), nn.Conv1d(64, 64, 5, padding=2))
-    assert all(row.state == State.QUANTIZED for row in inserted(sound, torch.randn(1, 64, 500)))
+    assert all(row.state == OperationState.QUANTIZED for row in inserted(sound, torch.randn(1, 64, 500)))
 
 
 def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_same(monkeypatch):
@@ -266,7 +266,7 @@ def test_a_layer_without_a_price_stays_as_asked_and_others_are_priced_all_the_sa
     monkeypatch.setattr(pays, "load_kernel_times", lambda _: unknown)
     rows = inserted(model, X)
     assert rows[0].is_for_speed
-    assert rows[-1].state == State.QUANTIZED
+    assert rows[-1].state == OperationState.QUANTIZED
 
 
 def table_of(dense, depthwise):
@@ -302,7 +302,7 @@ def test_the_file_is_slower_than_float_on_no_cpu_that_was_measured(one, other, l
 
 def test_a_target_without_a_table_leaves_nothing_out():
     none = replace(VNNI, kernels=())
-    assert all(row.state == State.QUANTIZED for row in inserted(Net(), X, target=none))
+    assert all(row.state == OperationState.QUANTIZED for row in inserted(Net(), X, target=none))
 
 
 def test_a_pool_behind_a_float_stem_changes_nothing():
@@ -315,4 +315,4 @@ def test_a_pool_behind_a_float_stem_changes_nothing():
     for model in (net(), net(nn.MaxPool2d(3, 2))):
         rows = inserted(model, X)
         assert rows[0].is_for_speed
-        assert sum(row.state == State.QUANTIZED for row in rows) == 2  # both convolutions of the body
+        assert sum(row.state == OperationState.QUANTIZED for row in rows) == 2  # both convolutions of the body

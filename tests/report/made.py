@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import replace
 
-from scalepoint.covered import Coverage, CoverageRow, State
+from scalepoint.operation_coverage import Coverage, CoverageRow, OperationState
 from scalepoint.report import GraphNode, Report, Reproduction
 from scalepoint.results import (
     FrontPoint,
@@ -42,14 +42,14 @@ EVIL = (
 def operation(
     name: str, kind: str = "conv2d", macs: int | None = 1_000_000, parameters: int = 9216, **other
 ) -> CoverageRow:
-    values = {"state": State.QUANTIZED, "how": LOW, "reason": "", "is_asked": False} | other
+    values = {"state": OperationState.QUANTIZED, "how": LOW, "reason": "", "is_asked": False} | other
     return CoverageRow(
         name, kind, values["state"], values["how"], values["reason"], parameters, macs, values["is_asked"]
     )
 
 
 def left_float(name: str, reason: str, kind: str = "layer_norm", macs: int | None = 20_000, is_asked: bool = False):
-    return operation(name, kind, macs, 384, state=State.FLOAT, how="", reason=reason, is_asked=is_asked)
+    return operation(name, kind, macs, 384, state=OperationState.FLOAT, how="", reason=reason, is_asked=is_asked)
 
 
 def verification(ratio: float = 1.87, sqnr: float = 41.3) -> Verification:

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from scalepoint.covered import Coverage
 from scalepoint.errors import StoreError
+from scalepoint.operation_coverage import Coverage
 from scalepoint.report import (
     GraphNode,
     Report,

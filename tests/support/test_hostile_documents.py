@@ -133,7 +133,7 @@ def test_a_config(suffix: str, tmp_path: Path) -> None:
 def test_a_grid(tmp_path: Path) -> None:
     def read(document: Any) -> None:
         (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(document))
-        SweepConfig.from_file(tmp_path / "sweep.yaml").checked_grid()
+        SweepConfig.from_file(tmp_path / "sweep.yaml").validate_grid()
 
     tried({"model": "a:b", "grid": {"target": ["openvino"], "accuracy": ["fast", "best"], "threads": [1, 2]}}, read)
 

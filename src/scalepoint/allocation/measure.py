@@ -27,8 +27,8 @@ from scalepoint.allocation.ways import (
 )
 from scalepoint.allocation.widths import Row, Width, Widths
 from scalepoint.analysis.flow import Flow, flow_of
-from scalepoint.covered import CoverageRow
 from scalepoint.errors import UsageError
+from scalepoint.operation_coverage import CoverageRow
 from scalepoint.patterns import Point
 from scalepoint.quantize import Override, QuantConfig, calibrate, insert_qdq
 from scalepoint.quantize.cost import shape_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from scalepoint.errors import ScalepointError, TargetError, UsageError, nearest
+from scalepoint.errors import ScalepointError, TargetError, UsageError, did_you_mean
 from scalepoint.numerics import dtype_name, get_format
 from scalepoint.patterns import Point
 from scalepoint.quantize.config import FLOAT, Override, QuantConfig
@@ -95,7 +95,9 @@ def check_choices(choices: Sequence[str]) -> tuple[str, ...]:
                 get_format(to_code_type(name))
             except (ScalepointError, KeyError, AttributeError) as error:
                 known = ("int2", "int4", "int8", "uint4", "uint8", FLOAT)
-                raise UsageError(f"choices: {name!r} is no format of a weight: {nearest(str(name), known)}") from error
+                raise UsageError(
+                    f"choices: {name!r} is no format of a weight: {did_you_mean(str(name), known)}"
+                ) from error
     return tuple(dict.fromkeys(choices))
 
 

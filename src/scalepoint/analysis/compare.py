@@ -23,7 +23,7 @@ from scalepoint import distributed
 from scalepoint.analysis.layers import Layer, check_running, layers_of, range_of, weighted_of
 from scalepoint.analysis.lockstep import Lockstep
 from scalepoint.analysis.sums import ErrorSums, RangeUse, decibels, energy, merge_over_ranks
-from scalepoint.errors import UsageError, shown
+from scalepoint.errors import UsageError, short_repr
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.patterns import get_kind
 from scalepoint.quantize.feeding import Data, feed
@@ -123,7 +123,7 @@ def compare(
     """
     check_running(quantized)
     if float_model is not None and not callable(float_model):
-        raise UsageError(f"the float model is a module, or None, not {shown(float_model)}")
+        raise UsageError(f"the float model is a module, or None, not {short_repr(float_model)}")
     outputs = _Outputs(float_model)
     watch = _Watch(layers_of(quantized), outputs, local)
     steps = Lockstep(quantized, watch)

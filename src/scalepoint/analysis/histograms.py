@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from scalepoint import distributed
 from scalepoint.analysis.layers import Layer, check_running, choose, layers_of, range_of, weighted_of
-from scalepoint.errors import UsageError, shown
+from scalepoint.errors import UsageError, short_repr
 from scalepoint.numerics.histogram import Histogram, bin_width, compute_histogram, merge_histograms
 from scalepoint.quantize.feeding import Data, feed
 from scalepoint.quantize.stubs import Quantizing, QuantStub
@@ -42,7 +42,7 @@ def histograms(
         One histogram per tensor: the weight with its batch norm folded in, and each float input of the layer.
     """
     if not isinstance(bins, int) or not 1 <= bins <= FINE // 4:
-        raise UsageError(f"bins={shown(bins)}: a number from 1 to {FINE // 4}")
+        raise UsageError(f"bins={short_repr(bins)}: a number from 1 to {FINE // 4}")
     check_running(quantized)
     if isinstance(names, str):
         raise UsageError(f"names is a list of layers, not one string: [{names!r}]")

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from scalepoint.covered import Coverage
 from scalepoint.errors import ScalepointWarning
 from scalepoint.graph.capture import Model
+from scalepoint.operation_coverage import Coverage
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.insert import decisions_for
 from scalepoint.quantize.record import coverage, has_record
@@ -49,5 +49,5 @@ def inspect(
     result = transform(model, inputs, target=target, kwargs=kwargs, leave=leave, dynamic_axes=dynamic_axes, copy=False)
     _, _, found = decisions_for(result.model, result.matches, QuantConfig.build(config), find_target(target))
     if found.is_empty:
-        warnings.warn(ScalepointWarning(found.why_empty()), stacklevel=2)
+        warnings.warn(ScalepointWarning(found.describe_empty()), stacklevel=2)
     return found

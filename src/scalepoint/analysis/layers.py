@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.covered import Coverage, CoverageRow
-from scalepoint.errors import UsageError, nearest
+from scalepoint.errors import UsageError, did_you_mean
+from scalepoint.operation_coverage import Coverage, CoverageRow
 from scalepoint.patterns import Fused, get_kind
 from scalepoint.quantize.parts import kind_of_part
 from scalepoint.quantize.record import coverage, record_of
@@ -58,7 +58,7 @@ def choose(layers: list[Layer], names: list[str]) -> list[Layer]:
     known = {layer.name: layer for layer in reversed(layers)}
     for name in names:
         if name not in known:
-            raise UsageError(f"no layer {name!r} in this model: {nearest(name, known)[:400]}")
+            raise UsageError(f"no layer {name!r} in this model: {did_you_mean(name, known)[:400]}")
     return [known[name] for name in names]
 
 

@@ -28,7 +28,7 @@ from scalepoint import distributed
 from scalepoint.analysis.flow import flow_of
 from scalepoint.analysis.layers import Layer, check_running, layers_of, quantizers_of
 from scalepoint.analysis.sums import ErrorSums, merge_over_ranks
-from scalepoint.errors import UsageError, shown
+from scalepoint.errors import UsageError, short_repr
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.feeding import Data, check_data, feed, first_inputs
 from scalepoint.quantize.record import has_record
@@ -95,11 +95,11 @@ def sensitivity(
         One row per layer.
     """
     if how not in ("proxy", "one_at_a_time"):
-        raise UsageError(f"how={shown(how)}: use 'proxy' or 'one_at_a_time'")
+        raise UsageError(f"how={short_repr(how)}: use 'proxy' or 'one_at_a_time'")
     if metric is not None and how == "proxy":
         raise UsageError("the proxy has no use for a metric: pass how='one_at_a_time', or leave the metric away")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise UsageError(f"limit={shown(limit)}: a number of layers, from 1")
+        raise UsageError(f"limit={short_repr(limit)}: a number of layers, from 1")
     passes = (not has_record(model)) + (how == "proxy" or limit is not None) + (how != "proxy")
     check_data(data, passes=passes)
     quantized = _quantized(model, data, target, config, max_batches, progress)
@@ -201,7 +201,9 @@ def _number(metric: Metric, run: nn.Module) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise UsageError(f"the metric gave {shown(value)}: it returns a number, larger for a better model") from None
+        raise UsageError(
+            f"the metric gave {short_repr(value)}: it returns a number, larger for a better model"
+        ) from None
 
 
 class _OneByOne(nn.Module):

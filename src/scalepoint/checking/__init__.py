@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from scalepoint.checking.rule import Finding, Rule, Severity, make_finding
-from scalepoint.errors import TargetError, nearest, shown
+from scalepoint.errors import TargetError, did_you_mean, short_repr
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -38,7 +38,9 @@ def check(
         The findings in graph order, then by rule. An empty list means that no rule applies.
     """
     if target not in _TARGETS:
-        raise TargetError(f"no static checks for the target {shown(target)}. {nearest(str(target), _TARGETS)}")
+        raise TargetError(
+            f"no static checks for the target {short_repr(target)}. {did_you_mean(str(target), _TARGETS)}"
+        )
     from scalepoint.checking.qdq_graph import read_views  # noqa: PLC0415  # with onnx_ir, which has_rules does not need
 
     parsed = _version(version)
@@ -93,6 +95,6 @@ def _version(version: int | str) -> "Version":
     minor = rest.partition(".")[0]
     if not (major.isdecimal() and (minor.isdecimal() or not rest)):
         raise TargetError(
-            f'version is a text like "10.9" or the number of a release line like 10, not {shown(version)}'
+            f'version is a text like "10.9" or the number of a release line like 10, not {short_repr(version)}'
         )
     return int(major), int(minor) if minor else _NEWEST_MINOR

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, inliner, shape_inference
 
-from scalepoint.errors import DocumentError, StoreError, shown
+from scalepoint.errors import DocumentError, StoreError, short_repr
 from scalepoint.support.untrusted import read_bytes, read_part
 
 MIN_OPSET = 10  # QuantizeLinear appeared
@@ -71,20 +71,20 @@ def tensor_values(tensor: ir.TensorProtocol, folder: Path | None) -> Floats:
             tensor = ir.serde.deserialize_tensor(proto)
         return np.asarray(tensor.numpy()).astype(np.float32)
     except Exception as error:  # onnx_ir 1.1 asserts that the data field fits the data type
-        raise StoreError(f"the values of {shown(name)} cannot be read: {error}") from error
+        raise StoreError(f"the values of {short_repr(name)} cannot be read: {error}") from error
 
 
 def _check_path(source: str | os.PathLike[str]) -> Path:
     try:
         path = Path(source)
         if not path.is_file():
-            raise StoreError(f"there is no file {shown(str(path))}")
+            raise StoreError(f"there is no file {short_repr(str(path))}")
         if path.stat().st_size >= MAX_BYTES:
             raise StoreError(f"{path} has 2 GB or more: ONNX keeps such weights in a data file beside it")
     except (TypeError, ValueError, OSError) as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"give the path of an ONNX file or a ModelProto, not {shown(source)}: {error}") from error
+        raise StoreError(f"give the path of an ONNX file or a ModelProto, not {short_repr(source)}: {error}") from error
     return path
 
 
@@ -150,7 +150,7 @@ def _tensors_of_attribute(attribute: AttributeProto) -> Iterator[TensorProto]:
 
 
 def _check_tensor(tensor: TensorProto, folder: Path | None) -> None:
-    name = shown(tensor.name)
+    name = short_repr(tensor.name)
     fields = [field for field in _DATA_FIELDS if len(getattr(tensor, field))]
     fields += ["raw_data"] if tensor.HasField("raw_data") and tensor.raw_data else []
     external = tensor.data_location == TensorProto.EXTERNAL
@@ -165,7 +165,7 @@ def _check_tensor(tensor: TensorProto, folder: Path | None) -> None:
         entries = {str(entry.key): str(entry.value) for entry in tensor.external_data}
         unknown = sorted(entries.keys() - _EXTERNAL_KEYS)
         if unknown or len(entries) != len(tensor.external_data):
-            raise StoreError(f"tensor {name} has unknown or repeated keys of external data: {shown(unknown)}")
+            raise StoreError(f"tensor {name} has unknown or repeated keys of external data: {short_repr(unknown)}")
         _locate_external_data(tensor.name, entries, folder)
 
 
@@ -173,7 +173,7 @@ def _locate_external_data(
     tensor_name: str, entries: Mapping[str, str | int | None], folder: Path | None
 ) -> tuple[Path, int, int]:
     """Find the data of a tensor: file, offset, length. Only a plain file in the model's own folder is read."""
-    name = shown(tensor_name)
+    name = short_repr(tensor_name)
     if folder is None:
         raise StoreError(f"tensor {name} has external data: give the path of the file instead of a ModelProto")
     location = str(entries.get("location") or "")
@@ -183,10 +183,10 @@ def _locate_external_data(
         offset = int(entries.get("offset") or 0)
         length = int(entries.get("length") or size - offset)
     except (OSError, ValueError) as error:
-        raise StoreError(f"tensor {name}: external data {shown(location)} cannot be used: {error}") from error
+        raise StoreError(f"tensor {name}: external data {short_repr(location)} cannot be used: {error}") from error
     if not (offset >= 0 and length >= 0 and offset + length <= size):
         raise StoreError(
-            f"tensor {name} wants bytes {offset} to {offset + length} of {shown(location)}, which has {size}"
+            f"tensor {name} wants bytes {offset} to {offset + length} of {short_repr(location)}, which has {size}"
         )
     return path, offset, length
 
@@ -194,15 +194,17 @@ def _locate_external_data(
 def _resolve_in_folder(location: str, folder: Path, name: str) -> Path:
     parts = location.replace("\\", "/").split("/")
     if not location or "\0" in location or ".." in parts or Path(location).is_absolute() or ":" in parts[0]:
-        raise StoreError(f"tensor {name} has its data in {shown(location)}: only files in the model's folder are read")
+        raise StoreError(
+            f"tensor {name} has its data in {short_repr(location)}: only files in the model's folder are read"
+        )
     path = folder / location
     steps = [folder.joinpath(*Path(location).parts[: count + 1]) for count in range(len(Path(location).parts))]
     if any(step.is_symlink() for step in steps):
-        raise StoreError(f"tensor {name}: {shown(location)} is a symbolic link; copy the file instead")
+        raise StoreError(f"tensor {name}: {short_repr(location)} is a symbolic link; copy the file instead")
     if not path.is_file():
-        raise StoreError(f"tensor {name}: its data file {shown(location)} is missing")
+        raise StoreError(f"tensor {name}: its data file {short_repr(location)} is missing")
     if path.stat().st_nlink > 1:
-        raise StoreError(f"tensor {name}: {shown(location)} is a hard link; copy the file instead")
+        raise StoreError(f"tensor {name}: {short_repr(location)} is a hard link; copy the file instead")
     return path
 
 
@@ -229,7 +231,7 @@ def _count_nodes(
 ) -> int:
     """How many nodes a function becomes; a function that calls itself has no such number."""
     if key in open_ or len(open_) > 64:
-        raise StoreError(f"function {shown(key[1])} calls itself, or functions are nested more than 64 deep")
+        raise StoreError(f"function {short_repr(key[1])} calls itself, or functions are nested more than 64 deep")
     if key not in functions:
         return 1
     if key not in sizes:
@@ -279,20 +281,22 @@ def _check_graph(graph: GraphProto, outer: frozenset[str]) -> None:
         label = node.name or next(filter(None, node.output), f"{node.op_type}_{index}")
         for tensor in filter(None, node.input):
             if tensor not in own and tensor not in outer:
-                raise StoreError(f"node {shown(label)} reads {shown(tensor)}, which no earlier node makes")
+                raise StoreError(f"node {short_repr(label)} reads {short_repr(tensor)}, which no earlier node makes")
         for body in _list_bodies(node):
             _check_graph(body, outer | own)
         for tensor in filter(None, node.output):
             if tensor in own:
-                raise StoreError(f"two nodes make the tensor {shown(tensor)}, or it is also an input or initializer")
+                raise StoreError(
+                    f"two nodes make the tensor {short_repr(tensor)}, or it is also an input or initializer"
+                )
             own.add(tensor)
     if missing := sorted({info.name for info in graph.output} - own - outer):
-        raise StoreError(f"the graph's output {shown(missing[0])} is made by no node")
+        raise StoreError(f"the graph's output {short_repr(missing[0])} is made by no node")
 
 
 def _check_text(name: str) -> None:
     if not isinstance(name, str):  # protobuf returns text that is not UTF-8 as bytes
-        raise StoreError(f"the name {shown(name)} is no text: the file is damaged")
+        raise StoreError(f"the name {short_repr(name)} is no text: the file is damaged")
 
 
 def _root_cause(error: BaseException) -> str:

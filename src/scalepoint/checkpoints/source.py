@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from scalepoint.errors import DocumentError, StoreError, nearest
+from scalepoint.errors import DocumentError, StoreError, did_you_mean
 from scalepoint.support.files import digest
 from scalepoint.support.untrusted import check_file, open_tensors, read_json
 
@@ -153,7 +153,7 @@ class Source:
         """A tensor in memory of its own, in its type or in another."""
         stored = self.tensors.get(name)
         if stored is None:
-            raise StoreError(f"{self.folder} has no tensor {name!r}: {nearest(name, self.tensors)}")
+            raise StoreError(f"{self.folder} has no tensor {name!r}: {did_you_mean(name, self.tensors)}")
         try:
             with open_tensors(stored.shard, folder=self.folder) as file:
                 return file.get_tensor(name).to(dtype or stored.dtype, copy=True)  # type: ignore[no-any-return]

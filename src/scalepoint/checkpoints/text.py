@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.checkpoints.source import Source
-from scalepoint.errors import CalibrationError, DocumentError, StoreError, UsageError, shown
+from scalepoint.errors import CalibrationError, DocumentError, StoreError, UsageError, short_repr
 from scalepoint.support.documents import parse_json
 from scalepoint.support.untrusted import open_text
 
@@ -108,7 +108,9 @@ def load_tokenizer(source: Source) -> Any:
 
 def _iterate_texts(path: Path) -> Iterator[str]:
     if not _exists(path):
-        raise UsageError(f"{shown(str(path))}: no such file or folder. Text itself is given as a file, or as tokens")
+        raise UsageError(
+            f"{short_repr(str(path))}: no such file or folder. Text itself is given as a file, or as tokens"
+        )
     files = sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
         raise UsageError(f"{path} has no {', '.join(SUFFIXES)} files")
@@ -142,7 +144,7 @@ def _iterate_lines(file: Path, opened: IO[str]) -> Iterator[str]:
         except DocumentError as error:
             raise UsageError(f"{file}, line {number}: no JSON: {error.args[0]}") from error
         if not isinstance(said, dict) or not isinstance(said.get("text"), str):
-            raise UsageError(f"{file}, line {number}: an object with a field 'text' is wanted, not {shown(said)}")
+            raise UsageError(f"{file}, line {number}: an object with a field 'text' is wanted, not {short_repr(said)}")
         yield said["text"]
 
 
@@ -155,7 +157,7 @@ def _to_sequences(given: Iterable[Tensor], source: Source, length: int, count: i
         if not is_whole or tokens.ndim not in (1, 2) or not len(tokens) or tokens.shape[-1] < 2:
             raise UsageError(
                 "tokens are integer tensors of shape (length,) or (batch, length), with a length of at least 2, not "
-                f"{shown(tokens)}"
+                f"{short_repr(tokens)}"
             )
         if isinstance(size, int) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
             raise UsageError(f"tokens from {int(tokens.min())} to {int(tokens.max())}: the vocabulary has {size}")

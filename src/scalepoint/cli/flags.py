@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from scalepoint.options import FILE, RUN, DeployConfig, RunOptions, option_of
+from scalepoint.options import FILE, RUN, DeployConfig, RunOptions, get_option
 
 OUTPUT = "What is shown"
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder that deploy wrote.")]
@@ -50,7 +50,7 @@ Debug = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of an error, and all warnings.", rich_help_panel=OUTPUT)
 ]
 Force = Annotated[
-    bool, typer.Option("--force", "-f", help=option_of(RunOptions.model_fields["force"]).help, rich_help_panel=RUN)
+    bool, typer.Option("--force", "-f", help=get_option(RunOptions.model_fields["force"]).help, rich_help_panel=RUN)
 ]
 
 
@@ -84,7 +84,7 @@ def takes(
 
 def parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """The parameter of a typer command for one option; None means that the flag was not given."""
-    option = option_of(field)
+    option = get_option(field)
     panel = {"rich_help_panel": option.group} if option.group else {}
     common: dict[str, Any] = {"help": option.help, "show_default": False, "metavar": option.metavar, **panel}
     annotation: Any
@@ -98,7 +98,7 @@ def parameter(name: str, field: FieldInfo) -> inspect.Parameter:
 
 def _flag_type(field: FieldInfo) -> Any:
     """The type that the command line reads; the config checks the value."""
-    if option_of(field).is_repeated:
+    if get_option(field).is_repeated:
         return list[str]
     types = _plain_types(field.annotation)
     return next((each for each in (bool, int, float) if types == {each}), str)

@@ -15,7 +15,7 @@ from rich.text import Text
 from scalepoint.cli import flags
 from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.output import say, show, show_json, write
-from scalepoint.errors import ScalepointError, UsageError, nearest
+from scalepoint.errors import ScalepointError, UsageError, did_you_mean
 from scalepoint.options import DeployConfig
 
 Check = Callable[[str], None]
@@ -107,7 +107,7 @@ def _list_model_targets() -> list[str]:
 
 def _check_known_target(text: str) -> None:
     if text not in _list_model_targets():
-        raise usage_error(f"no target {text!r}: {nearest(text, _list_model_targets())}")
+        raise usage_error(f"no target {text!r}: {did_you_mean(text, _list_model_targets())}")
 
 
 def _ask(question: str, usual: str, check: Check) -> str:

@@ -55,7 +55,7 @@ def preview(settings: Any, finder: ObjectLoader, command: str, example: Any = No
     if settings.strict:
         found.check()
     if command == "deploy" and found.is_empty:  # what the run would refuse
-        raise CoverageError(found.why_empty())
+        raise CoverageError(found.describe_empty())
     if json:
         fields = {"exit_code": 0, "dry_run": True, "target": settings.target, "coverage": found.to_list()}
         show_json(command, {**fields, "has_sizes": has_sizes})

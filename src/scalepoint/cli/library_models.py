@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scalepoint.cli.exit_codes import usage_error
-from scalepoint.errors import DocumentError, install_hint, nearest
+from scalepoint.errors import DocumentError, did_you_mean, install_hint
 from scalepoint.support.formatting import one_line
 from scalepoint.support.untrusted import check_file
 
@@ -75,7 +75,7 @@ def _make_timm(name: str, _: Path, random: bool) -> tuple[Any, Any]:
 
     if not timm.is_model(name):
         known = timm.list_models() if "." not in name else timm.list_pretrained()
-        close = nearest(name, known).partition("Known")[0]
+        close = did_you_mean(name, known).partition("Known")[0]
         raise usage_error(f"timm has no model {name!r}: {close or 'see timm.list_models()'}")
     try:
         with torch.random.fork_rng(devices=[]):

@@ -25,7 +25,7 @@ from scalepoint.cli.library_models import (
     load_weights,
     make_library_model,
 )
-from scalepoint.errors import ScalepointError, nearest
+from scalepoint.errors import ScalepointError, did_you_mean
 from scalepoint.support.cpu import cap_instruction_set
 from scalepoint.support.formatting import one_line
 
@@ -133,7 +133,7 @@ def load_object(text: str, what: str, finder: ObjectLoader) -> Any:
     for name in path.split("."):
         if not hasattr(found, name):
             names = [each for each in dir(found) if not each.startswith("_")][:40]
-            raise usage_error(f"{what} {text!r}: {module_name} has no {name!r}: {nearest(name, names)}")
+            raise usage_error(f"{what} {text!r}: {module_name} has no {name!r}: {did_you_mean(name, names)}")
         found = getattr(found, name)
     return found
 
@@ -158,7 +158,7 @@ def _import_module(module_name: str, text: str, what: str, finder: ObjectLoader)
         here = sorted({each.stem if each.is_file() else each.name for each in files})
         raise usage_error(
             f"{what} {text!r}: there is no module {error.name!r} here ({_list_folders(finder)}) or installed: "
-            f"{nearest(error.name, here[:20])}"
+            f"{did_you_mean(error.name, here[:20])}"
         ) from error
 
 

@@ -11,7 +11,7 @@ from scalepoint.cli.data import DataOptions, check_data
 from scalepoint.cli.exit_codes import usage_error
 from scalepoint.cli.library_models import is_library_model
 from scalepoint.cli.load_objects import ObjectLoader, check_name
-from scalepoint.errors import ConfigError, nearest
+from scalepoint.errors import ConfigError, did_you_mean
 from scalepoint.options import CheckpointOptions, CommonOptions, DeployConfig, SweepConfig, changed_values
 from scalepoint.support.validation_errors import cause_of, complaints
 
@@ -94,7 +94,7 @@ def check_target(name: str) -> None:
     if name in list_targets(language=True):
         raise usage_error(f"target {name!r} takes the folder of a language model's checkpoint, not the name of a model")
     if name not in list_targets():
-        raise usage_error(f"no target {name!r}: {nearest(name, list_targets())}")
+        raise usage_error(f"no target {name!r}: {did_you_mean(name, list_targets())}")
 
 
 def check_with_target(settings: Any) -> None:

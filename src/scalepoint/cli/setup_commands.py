@@ -18,7 +18,7 @@ import scalepoint
 from scalepoint.cli import flags
 from scalepoint.cli.exit_codes import Code, usage_error
 from scalepoint.cli.output import Listing, say, show, show_json
-from scalepoint.errors import TargetError, install_hint, nearest
+from scalepoint.errors import TargetError, did_you_mean, install_hint
 from scalepoint.support.cpu import ISA_CAP, amx
 from scalepoint.support.jsonable import to_jsonable
 
@@ -107,7 +107,7 @@ def describe_target(name: str) -> dict[str, Any]:
     from scalepoint.targets import describe, find_target
 
     if name not in list_target_names():
-        raise usage_error(f"no target {name!r}: {nearest(name, list_target_names())}")
+        raise usage_error(f"no target {name!r}: {did_you_mean(name, list_target_names())}")
     target = find_target(name)
     activation = "float" if target.is_language else describe_spec(target.activation)
     return {

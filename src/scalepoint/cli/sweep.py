@@ -48,7 +48,7 @@ def sweep(
         )
     check_names(context.params)
     settings = load_settings(context.params, is_sweep=True)
-    grid = settings.checked_grid()
+    grid = settings.validate_grid()
     finder = object_loader(settings, context.params)
     check_settings(settings, finder)
     check_inputs(settings, finder)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from scalepoint.errors import ExportError, UsageError, shown
+from scalepoint.errors import ExportError, UsageError, short_repr
 from scalepoint.targets import Target
 
 
@@ -90,7 +90,7 @@ class FileFormat:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise UsageError(f"a format has a name, not {shown(self.name)}")
+            raise UsageError(f"a format has a name, not {short_repr(self.name)}")
         if not (isinstance(self.suffix, str) and self.suffix.startswith(".") and len(self.suffix) > 1):
             raise UsageError(f"format {self.name!r}: suffix= begins with a dot, such as '.onnx', not {self.suffix!r}")
         signatures = {"write": ("model", "path", "request"), "files": ("path",), "about": ("path",)}
@@ -119,7 +119,7 @@ def _check_call(where: str, function: Any, parameters: Sequence[str]) -> None:
     """It must take so many arguments: told now, not in the middle of an export."""
     expected = f"a function of ({', '.join(parameters)})"
     if not callable(function):
-        raise UsageError(f"{where} is {expected}, not {shown(function)}")
+        raise UsageError(f"{where} is {expected}, not {short_repr(function)}")
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:

@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import fx
 
-from scalepoint.errors import DocumentError, StoreError, UsageError, shown
+from scalepoint.errors import DocumentError, StoreError, UsageError, short_repr
 from scalepoint.quantize.record import has_record, record_of
 from scalepoint.support.documents import parse_json
 from scalepoint.support.formatting import one_line
@@ -72,12 +72,12 @@ def check_metadata(user_metadata: Mapping[str, Any] | None) -> dict[str, str]:
         return {}
     if not isinstance(user_metadata, Mapping):
         raise UsageError(
-            f"metadata= maps keys to values, such as {{'labels': ['cat', 'dog']}}, not {shown(user_metadata)}"
+            f"metadata= maps keys to values, such as {{'labels': ['cat', 'dog']}}, not {short_repr(user_metadata)}"
         )
     texts: dict[str, str] = {}
     for key in sorted(user_metadata, key=str):
         if not isinstance(key, str) or not key or one_line(key) != key:
-            raise UsageError(f"metadata: a key is a text that can be printed, not {shown(key)}")
+            raise UsageError(f"metadata: a key is a text that can be printed, not {short_repr(key)}")
         if key.startswith(KEY_PREFIX):
             raise UsageError(f"metadata: {key!r}: keys that begin with {KEY_PREFIX!r} are ours; choose another")
         texts[key] = _to_text(key, user_metadata[key])
@@ -109,7 +109,8 @@ def _check_storable(key: str, value: Any) -> Any:
         value, type
     ):
         raise UsageError(
-            f"metadata: {key!r} holds {shown(value)}, which a file cannot hold: give text, numbers, lists or mappings"
+            f"metadata: {key!r} holds {short_repr(value)}, which a file cannot hold: give text, numbers, lists or "
+            "mappings"
         )
     return value
 

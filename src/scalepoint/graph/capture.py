@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, shown
+from scalepoint.errors import CaptureError, ScalepointWarning, UsageError, short_repr
 from scalepoint.graph.captured_module import Captured, adopt_modules, get_reserved_names, is_valid_name
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.dry_run import dry_run
@@ -149,7 +149,7 @@ def _check_output(graph_module: fx.GraphModule, name: str) -> None:
     result = next(node for node in graph_module.graph.nodes if node.op == "output")
     if not result.all_input_nodes:
         is_none = all(leaf is None for leaf in pytree.tree_leaves(result.args[0]))
-        got = "None" if is_none else shown(result.args[0])
+        got = "None" if is_none else short_repr(result.args[0])
         raise CaptureError(f"{name}.forward returns {got}, no tensor: return what the model computes")
 
 
@@ -285,7 +285,8 @@ def load_if_path(model: Model, trust: bool) -> nn.Module | ExportedProgram:
         return model
     if not trust:
         raise CaptureError(
-            f"{shown(str(model))} is a path: loading an exported program runs code from the file. If you trust it, "
+            f"{short_repr(str(model))} is a path: loading an exported program runs code from the file. If you trust "
+            "it, "
             "say so: trust=True"
         )
     return load(Path(model))
@@ -307,7 +308,7 @@ def unwrap_model(model: object) -> nn.Module:
         raise CaptureError("this is an ExportedProgram: give the nn.Module it was made from, or go by transform()")
     if isinstance(model, Mapping) and model and all(isinstance(each, Tensor) for each in model.values()):
         raise CaptureError("this is a state_dict, weights without a model: build the model, load_state_dict() it")
-    raise CaptureError(f"{shown(model)} is not an nn.Module")
+    raise CaptureError(f"{short_repr(model)} is not an nn.Module")
 
 
 def check_model(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
-from scalepoint.errors import ScalepointError, StoreError, shown
+from scalepoint.errors import ScalepointError, StoreError, short_repr
 from scalepoint.graph.captured_module import Captured, is_valid_name
 from scalepoint.graph.check import check_graph
 from scalepoint.graph.dynamic_axes import parse_axes
@@ -79,13 +79,13 @@ def _rebuild(data: GraphData, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
 
 def _check_name(text: str) -> str:
     if not text.isidentifier() or not is_valid_name(text):
-        raise StoreError(f"the graph has a name that is none: {shown(text)}")
+        raise StoreError(f"the graph has a name that is none: {short_repr(text)}")
     return text
 
 
 def _check_path(text: str) -> str:
     if text and not all(map(is_valid_name, text.split("."))):
-        raise StoreError(f"the graph has a path that is none: {shown(text)}")
+        raise StoreError(f"the graph has a path that is none: {short_repr(text)}")
     return text
 
 
@@ -115,7 +115,7 @@ def _build_layer(each: ModuleData) -> nn.Module:
     if each.kind == "computed":
         return ComputedTensor(())
     if each.kind not in CLASSES:
-        raise StoreError(f"{each.path} is a {shown(each.kind)}: {', '.join(sorted(CLASSES))} are known")
+        raise StoreError(f"{each.path} is a {short_repr(each.kind)}: {', '.join(sorted(CLASSES))} are known")
     kind = CLASSES[each.kind]
     if issubclass(kind, nn.RNNBase):
         layer: nn.Module = kind(**{name: each.settings[name] for name in RECURRENT})
@@ -125,7 +125,7 @@ def _build_layer(each: ModuleData) -> nn.Module:
     nn.Module.__init__(layer)
     for name, value in each.settings.items():
         if hasattr(kind, name) or not name.isidentifier() or name in vars(layer):
-            raise StoreError(f"{each.path}: {shown(name)} is no setting of {each.kind}")
+            raise StoreError(f"{each.path}: {short_repr(name)} is no setting of {each.kind}")
         vars(layer)[name] = decode(value, {}, {})
     return layer
 
@@ -139,7 +139,7 @@ def _fill_tensors(modules: Mapping[str, nn.Module], data: GraphData, tensors: Ma
         if original is not None:
             value = built[original]
         elif path not in tensors:
-            raise StoreError(f"the graph needs {shown(path)}, which is not among the saved tensors")
+            raise StoreError(f"the graph needs {short_repr(path)}, which is not among the saved tensors")
         else:
             value = tensors[path].clone()
             is_float = value.is_floating_point() or value.is_complex()
@@ -192,7 +192,7 @@ def _resolve_target(each: NodeData, modules: Mapping[str, nn.Module]) -> Any:
     if each.op == "call_module" and modules[_check_path(each.target)] is modules[""]:
         raise StoreError("the graph calls itself")
     if each.op not in ("call_module", "get_attr", "output"):
-        raise StoreError(f"the graph has a node of {shown(each.op)}")
+        raise StoreError(f"the graph has a node of {short_repr(each.op)}")
     return _check_path(each.target)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import UsageError, nearest, shown
+from scalepoint.errors import UsageError, did_you_mean, short_repr
 
 Axes = Mapping[str, Mapping[int, str]]  # input -> axis -> name
 Free = Callable[[str, Any], Iterable[int]]  # the axes that may change of an input, by its name and value
@@ -35,7 +35,7 @@ def parse_axes(given: object) -> Axes:
     if isinstance(given, list | tuple):
         return _parse_texts(given)
     if not isinstance(given, Mapping):
-        raise UsageError(f"dynamic_axes is {SHAPE}, not {shown(given)}")
+        raise UsageError(f"dynamic_axes is {SHAPE}, not {short_repr(given)}")
     return {_check_name(name, "an input"): _parse_axes_of_input(name, own) for name, own in given.items()}
 
 
@@ -44,11 +44,11 @@ def _parse_texts(texts: Iterable[object]) -> Axes:
     for text in texts:
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise UsageError(f"dynamic_axes is written as x:2=height,3=width or x:2,3, not {shown(text)}")
+            raise UsageError(f"dynamic_axes is written as x:2=height,3=width or x:2,3, not {short_repr(text)}")
         parts = [part.partition("=") for part in match[2].split(",")]
         named_axes = {int(axis): name or _default_name(match[1], int(axis)) for axis, _, name in parts}
         if len(named_axes) != len(parts) or axes.keys() & {match[1]}:
-            raise UsageError(f"dynamic_axes names an axis or an input twice: {shown(text)}")
+            raise UsageError(f"dynamic_axes names an axis or an input twice: {short_repr(text)}")
         axes[match[1]] = named_axes
     return axes
 
@@ -58,20 +58,20 @@ def _parse_axes_of_input(name: str, own: object) -> Mapping[int, str]:
         return {_parse_axis(name, axis): _check_name(each, f"axis {axis} of {name!r}") for axis, each in own.items()}
     if isinstance(own, list | tuple):
         return {_parse_axis(name, axis): _default_name(name, axis) for axis in own}
-    raise UsageError(f"dynamic_axes is {SHAPE}; {name!r} has {shown(own)}")
+    raise UsageError(f"dynamic_axes is {SHAPE}; {name!r} has {short_repr(own)}")
 
 
 def _parse_axis(name: str, axis: object) -> int:
     """A number, also as JSON has it for a key."""
     is_text = isinstance(axis, str) and axis.removeprefix("-").isdecimal()
     if not is_text and (not isinstance(axis, int) or isinstance(axis, bool)):
-        raise UsageError(f"dynamic_axes: an axis of {name!r} is a number, not {shown(axis)}")
+        raise UsageError(f"dynamic_axes: an axis of {name!r} is a number, not {short_repr(axis)}")
     return int(axis)  # type: ignore[call-overload, no-any-return]  # one of the two
 
 
 def _check_name(name: object, what: str) -> str:
     if not isinstance(name, str) or not name.isidentifier():
-        raise UsageError(f"dynamic_axes: the name of {what} is a word, such as 'height', not {shown(name)}")
+        raise UsageError(f"dynamic_axes: the name of {what} is a word, such as 'height', not {short_repr(name)}")
     return name
 
 
@@ -86,10 +86,12 @@ def check_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
     checked: dict[str, dict[int, str]] = {}
     for name, own in axes.items():
         if name not in inputs:
-            raise UsageError(f"dynamic_axes: the model has no input {name!r}: {nearest(name, inputs)}")
+            raise UsageError(f"dynamic_axes: the model has no input {name!r}: {did_you_mean(name, inputs)}")
         value = inputs[name]
         if not isinstance(value, Tensor):
-            raise UsageError(f"dynamic_axes: the input {name!r} is {shown(value)} in the example, no tensor with axes")
+            raise UsageError(
+                f"dynamic_axes: the input {name!r} is {short_repr(value)} in the example, no tensor with axes"
+            )
         checked[name] = {_check_axis_exists(name, axis, value): each for axis, each in own.items()}
         if len(checked[name]) != len(own):
             raise UsageError(f"dynamic_axes names an axis of {name!r} twice: {dict(own)}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from scalepoint.errors import CaptureError, UsageError, nearest
+from scalepoint.errors import CaptureError, UsageError, did_you_mean
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.nodes import inherit_meta
 
@@ -74,7 +74,7 @@ def opaque_modules_replaced(
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
-            raise UsageError(f"leave={list(names)}: no submodule {name!r}: {nearest(name, filter(None, modules))}")
+            raise UsageError(f"leave={list(names)}: no submodule {name!r}: {did_you_mean(name, filter(None, modules))}")
     left = _record_outputs(model, {name: modules[name] for name in names}, args, kwargs)
     _OPAQUE_MODULES.update({seen.key: seen for seen in left})
     try:

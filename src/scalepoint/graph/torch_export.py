@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from scalepoint.errors import CaptureError, shown
+from scalepoint.errors import CaptureError, short_repr
 from scalepoint.graph.dry_run import dry_run
 from scalepoint.graph.dynamic_axes import Axes, Free, get_inputs_by_parameter, input_name, make_axis_chooser
 from scalepoint.graph.origin import get_origin
@@ -130,7 +130,7 @@ def load(path: Path) -> ExportedProgram:
             return torch.export.load(path)  # noqa: TID251  # the caller passed trust=True
     except Exception as error:  # a file may be anything
         raise CaptureError(
-            f"{shown(str(path))} is no program that torch.export can load. {_format_error(error)}"
+            f"{short_repr(str(path))} is no program that torch.export can load. {_format_error(error)}"
         ) from error
 
 

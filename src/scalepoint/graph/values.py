@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from scalepoint.errors import StoreError, shown
+from scalepoint.errors import StoreError, short_repr
 from scalepoint.graph.operations import Reference, Slot
 from scalepoint.graph.products import affine
 
@@ -65,16 +65,16 @@ def get_function(name: str) -> Callable[..., Any]:
     space, _, rest = name.partition("::")
     base, _, overload = rest.rpartition(".")
     if space not in NAMESPACES or not base.isidentifier() or not overload.isidentifier():
-        raise StoreError(f"the graph names {shown(name)}, which is no operator of {', '.join(NAMESPACES)}")
+        raise StoreError(f"the graph names {short_repr(name)}, which is no operator of {', '.join(NAMESPACES)}")
     try:
         function = getattr(getattr(getattr(torch.ops, space), base), overload)
     except (AttributeError, RuntimeError):
         function = None
     if not isinstance(function, torch._ops.OpOverload):
-        raise StoreError(f"the graph names the operator {shown(name)}, which torch {torch.__version__} has not")
+        raise StoreError(f"the graph names the operator {short_repr(name)}, which torch {torch.__version__} has not")
     reason = _explain_refusal(function)
     if reason:
-        raise StoreError(f"the graph names the operator {shown(name)}: {reason}")
+        raise StoreError(f"the graph names the operator {short_repr(name)}: {reason}")
     return function
 
 
@@ -124,12 +124,14 @@ def decode(value: Any, nodes: Mapping[str, fx.Node], modules: Mapping[str, nn.Mo
     if isinstance(value, list):
         return [decode(item, nodes, modules) for item in value]
     if not isinstance(value, dict) or len(value) != 1:
-        raise StoreError(f"the graph holds {shown(value)}, which is no argument")
+        raise StoreError(f"the graph holds {short_repr(value)}, which is no argument")
     ((kind, held),) = value.items()
     try:
         return _DECODED[kind](held, nodes, modules)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise StoreError(f"the graph holds {shown(value)}, which is no argument ({type(error).__name__})") from error
+        raise StoreError(
+            f"the graph holds {short_repr(value)}, which is no argument ({type(error).__name__})"
+        ) from error
 
 
 def _reference(held: Any, modules: Mapping[str, nn.Module]) -> Reference:

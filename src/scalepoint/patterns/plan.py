@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
-from scalepoint.errors import PatternError, shown
+from scalepoint.errors import PatternError, short_repr
 from scalepoint.graph.kinds import WEIGHTED
 from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.weight_readers import find_unknown_readers
@@ -67,7 +67,7 @@ class TransformationPlan:
         saved: list[tuple[PatternMatch, dict[str, Any]]] = []
         for row in data["matches"]:
             if not isinstance(row, dict) or not isinstance(row.get("apply"), bool):
-                raise PatternError(f"a row of a plan has 'where', 'pattern' and 'apply', not {shown(row)}")
+                raise PatternError(f"a row of a plan has 'where', 'pattern' and 'apply', not {short_repr(row)}")
             there = matches_by_key.get((str(row.get("where", "")), str(row.get("pattern", ""))))
             if not there:
                 raise PatternError(f"a plan of another model: {row.get('pattern')} at {row.get('where')} is not here")

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from scalepoint import distributed
 from scalepoint.budget import Budget
-from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, shown
+from scalepoint.errors import CaptureError, ConfigError, ScalepointWarning, UsageError, VerificationError, short_repr
 from scalepoint.formats import check_metadata, find_format
 from scalepoint.graph.capture import as_inputs, as_module, check_model, unwrap_model
 from scalepoint.graph.dynamic_axes import Axes, check_axes, get_named_inputs, parse_axes
@@ -198,7 +198,7 @@ def _check_data_and_metric(data: Any, evaluate: Any, max_drop: float | None) -> 
     if data is not None:
         check_data(data)
     if evaluate is not None and not callable(evaluate):
-        raise UsageError(f"evaluate= is a function of the model that gives a number, not {shown(evaluate)}")
+        raise UsageError(f"evaluate= is a function of the model that gives a number, not {short_repr(evaluate)}")
     if max_drop is not None and evaluate is None:
         raise UsageError("max_drop= needs evaluate=: the metric that must not drop")
     if max_drop is not None and isinstance(data, Iterator):

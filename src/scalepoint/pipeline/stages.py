@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from torch import fx, nn
 
 from scalepoint import distributed
-from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, shown
+from scalepoint.errors import NonFiniteError, ScalepointWarning, UsageError, VerificationError, short_repr
 from scalepoint.formats import ExportRequest, FileFormat, export, find_format
 from scalepoint.graph.module_state import eval_mode
 from scalepoint.options import stage_values
@@ -392,7 +392,9 @@ def as_score(value: Any, *, is_float: bool) -> float:
     try:
         score = float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several elements raises RuntimeError
-        raise UsageError(f"evaluate returned {shown(value)}: it must return one number, higher is better") from error
+        raise UsageError(
+            f"evaluate returned {short_repr(value)}: it must return one number, higher is better"
+        ) from error
     if math.isnan(score) and is_float:
         raise NonFiniteError(
             "evaluate gave NaN for the float model, so no file can be judged by it: look for an empty data set, a "

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from scalepoint import distributed
-from scalepoint.errors import ScalepointError, StoreError, UsageError, nearest
+from scalepoint.errors import ScalepointError, StoreError, UsageError, did_you_mean
 from scalepoint.options import DeployOptions, RunOptions
 from scalepoint.pipeline.deploy import deploy
 from scalepoint.pipeline.fingerprints import fingerprint_target
@@ -128,7 +128,7 @@ def grid_runs(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
     allowed = [name for name in allowed if name not in ("output", "quantization", "resume", "force")]
     for key, values in grid.items():
         if key not in allowed:
-            raise UsageError(f"grid: {key!r} is no keyword of deploy that can be swept: {nearest(key, allowed)}")
+            raise UsageError(f"grid: {key!r} is no keyword of deploy that can be swept: {did_you_mean(key, allowed)}")
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise UsageError(f"grid: {key} is a list of values, not {values!r}")
     count = 1

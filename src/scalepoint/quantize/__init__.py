@@ -1,7 +1,7 @@
 """The quantized model: where quantizers go, how they get their ranges, how it trains, how it is kept."""
 
-from scalepoint.covered import Coverage
 from scalepoint.migrated import MigrationReport, MigrationRow
+from scalepoint.operation_coverage import Coverage
 from scalepoint.quantize.calibrate import calibrate, freeze
 from scalepoint.quantize.config import CalibrationMethod, Override, QuantConfig, SmoothQuantConfig, TensorQuantConfig
 from scalepoint.quantize.insert import insert_qdq

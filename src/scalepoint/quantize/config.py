@@ -24,7 +24,7 @@ from pydantic import (
 )
 from torch import nn
 
-from scalepoint.errors import ConfigError, nearest, shown
+from scalepoint.errors import ConfigError, did_you_mean, short_repr
 from scalepoint.spec import (
     CompressionTargetTensor,
     ExtendedQuantizationSpec,
@@ -186,7 +186,7 @@ def _tensor_config(value: Any) -> Any:
         short = not set(value) & (set(ExtendedQuantizationSpec.model_fields) - set(TensorQuantConfig.model_fields))
         return TensorQuantConfig(**value) if short else spec_from_dict(value)
     raise ConfigError(
-        f"how a tensor is quantized: a TensorQuantConfig, a QuantizationSpec or 'float', not {shown(value)}"
+        f"how a tensor is quantized: a TensorQuantConfig, a QuantizationSpec or 'float', not {short_repr(value)}"
     )
 
 
@@ -199,7 +199,7 @@ def _class_name(value: Any) -> str:
         return value.__name__
     if isinstance(value, str) and value:
         return value
-    raise ConfigError(f"a module class or its name is wanted, not {shown(value)}")
+    raise ConfigError(f"a module class or its name is wanted, not {short_repr(value)}")
 
 
 _ANY = {"anyOf": [{"type": "object"}, {"const": FLOAT}, {"type": "null"}]}
@@ -327,7 +327,7 @@ class QuantConfig(Config):
             known += entry_point_names("scalepoint.migrations")
         for name in names:
             if name not in known:
-                raise ConfigError(f"no migration {shown(name)}: {nearest(name, known)}")
+                raise ConfigError(f"no migration {short_repr(name)}: {did_you_mean(name, known)}")
         if len(set(names)) < len(names):
             raise ConfigError(f"migrate={list(names)}: each is named once")
         return names
@@ -370,7 +370,7 @@ class QuantConfig(Config):
         bits = dict(zip(_INTEGERS, TensorQuantConfig.WIDTHS * 2, strict=True)).get(dtype)
         if bits is None:
             raise ConfigError(
-                f"weight_only({dtype!r}): {nearest(str(dtype), _INTEGERS)}; for other formats give "
+                f"weight_only({dtype!r}): {did_you_mean(str(dtype), _INTEGERS)}; for other formats give "
                 "QuantConfig(activation='float', weight=QuantizationSpec(...))"
             )
         weight = TensorQuantConfig(
@@ -403,7 +403,7 @@ class QuantConfig(Config):
                 return cls.from_dict(dict(value))
             except ConfigError as error:
                 raise ConfigError(f"config: {error.args[0]}") from error
-        raise ConfigError(f"config is a {cls.__name__} or a mapping of its fields, not {shown(value)}")
+        raise ConfigError(f"config is a {cls.__name__} or a mapping of its fields, not {short_repr(value)}")
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_defaults=True)

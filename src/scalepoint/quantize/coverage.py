@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from scalepoint.covered import CoverageRow, State
 from scalepoint.graph.nodes import get_kind
 from scalepoint.graph.weight_readers import get_weights, iterate_weight_readers
+from scalepoint.operation_coverage import CoverageRow, OperationState
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, macs_of
@@ -49,7 +49,7 @@ def _row(decision: Decision) -> CoverageRow:
     kind = "attention" if site.match.pattern.name.startswith("Attention") else site.kind
     part = site.part or next(iter(site.fused.parts.values()))
     macs = 0 if site.is_constant else macs_of(kind, part, site.node, _operands(site, kind))
-    stored = describe(decision.weight) if decision.weight and decision.state == State.FLOAT else ""
+    stored = describe(decision.weight) if decision.weight and decision.state == OperationState.FLOAT else ""
     words = [f"w {describe(decision.weight)}"] if decision.weight and not stored else []
     inputs = {describe(spec) for _, _, spec in decision.points}
     words += [f"x {' / '.join(sorted(inputs))}"] if inputs else []
@@ -81,7 +81,7 @@ def _unmatched_row(each: UnmatchedOperation, config: QuantConfig, why: dict[str,
     reason = why.get(each.name) or f"no low-precision form of a {each.kind} is known for this target"
     reason = "asked for by the config" if asked else CONSTANT if each.is_constant else reason
     macs = 0 if each.is_constant else macs_of(each.kind, each.module, each.node, list(each.node.all_input_nodes))
-    return CoverageRow(each.name, each.kind, State.FLOAT, "", reason, 0, macs, asked, each.is_constant)
+    return CoverageRow(each.name, each.kind, OperationState.FLOAT, "", reason, 0, macs, asked, each.is_constant)
 
 
 def _with_parameters(model: fx.GraphModule, rows: dict[fx.Node, CoverageRow]) -> dict[fx.Node, CoverageRow]:
@@ -112,7 +112,7 @@ def other_rows(model: fx.GraphModule, rows: Container[fx.Node], refusals: Iterab
             name, size = known[key]
             reason = why.get(place_of(node))
             words = reason or f"no product: read by {get_kind(node)}"
-            made[name] = CoverageRow(name, "parameter", State.FLOAT, "", words, size, 0, is_meant=not reason)
+            made[name] = CoverageRow(name, "parameter", OperationState.FLOAT, "", words, size, 0, is_meant=not reason)
     return list(made.values())
 
 

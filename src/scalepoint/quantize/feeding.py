@@ -34,7 +34,7 @@ from scalepoint.errors import (
     ScalepointError,
     TensorError,
     UsageError,
-    shown,
+    short_repr,
 )
 from scalepoint.graph.capture import as_tensor
 from scalepoint.graph.example_inputs import check_values, describe_ids_out_of_range
@@ -324,10 +324,11 @@ def check_data(data: Any, *, passes: int = 1) -> None:
         )
     if isinstance(data, str | bytes) or (not callable(data) and not isinstance(data, Iterable)):
         way_out = ": wrap it in a DataLoader" if isinstance(data, Dataset) else ""
-        raise UsageError(f"the data is an iterable of batches or a function, not {shown(data)}{way_out}")
+        raise UsageError(f"the data is an iterable of batches or a function, not {short_repr(data)}{way_out}")
     if callable(data) and not _takes_model(data):
         raise UsageError(
-            f"{shown(data)} cannot be called with the model: a function for data runs batches through the model that "
+            f"{short_repr(data)} cannot be called with the model: a function for data runs batches through the model "
+            "that "
             "it is given; of one that makes batches give what it makes, list(function())"
         )
     if passes > 1 and isinstance(data, Iterator):
@@ -421,7 +422,7 @@ def _tensor(value: Any) -> Any:
         return tensor
     if isinstance(value, int | float | bool | type(None) | list | tuple | Mapping):
         return value
-    raise CalibrationError(f"a batch holds tensors or arrays, not {shown(value)}")
+    raise CalibrationError(f"a batch holds tensors or arrays, not {short_repr(value)}")
 
 
 def _wanted(model: nn.Module) -> str:
@@ -458,7 +459,7 @@ def _described(batch: Any) -> str:
         return "{" + ", ".join(f"{name}: {_described(value)}" for name, value in batch.items()) + "}"
     if isinstance(batch, list | tuple):
         return "(" + ", ".join(map(_described, batch)) + ")"
-    return shown(batch)
+    return short_repr(batch)
 
 
 def length_of(data: Any, max_batches: int | None = None) -> int | None:

@@ -6,13 +6,13 @@ from functools import partial
 
 from torch import Tensor, fx
 
-from scalepoint.covered import Coverage, CoverageRow
 from scalepoint.errors import CoverageError
 from scalepoint.graph import Operation, check_graph
 from scalepoint.graph.nodes import get_kind, inherit_meta, set_state
 from scalepoint.graph.operations import WEIGHTS
 from scalepoint.graph.origin import get_origin
 from scalepoint.graph.tree import Tree
+from scalepoint.operation_coverage import Coverage, CoverageRow
 from scalepoint.patterns import Fused, PatternMatch, Point
 from scalepoint.patterns.language import place_of
 from scalepoint.quantize.config import QuantConfig
@@ -42,7 +42,7 @@ from scalepoint.quantize.weighted import QuantizedWeighted
 from scalepoint.spec import PerBlockGranularity, QuantizationSpec
 from scalepoint.support.torch_state import serialized
 from scalepoint.targets import Target, find_target
-from scalepoint.transformation import transformed_of
+from scalepoint.transformation import get_transformation_state
 
 PASSES = (
     leave_slow_layers_float,  # first: prices are those of the decisions as the config and the target make them
@@ -78,7 +78,7 @@ def insert_qdq(
         The model with quantizers.
     """
     config = QuantConfig.build(config)
-    target = target if target is not None else transformed_of(model).target
+    target = target if target is not None else get_transformation_state(model).target
     chosen = None if target is None else find_target(target)
     if chosen is not None:
         check_formulations(config, chosen)
@@ -86,7 +86,7 @@ def insert_qdq(
     marks = fingerprint(quantized)
     decisions, rows, coverage = decisions_for(quantized, matches, config, chosen)
     if coverage.is_empty:
-        raise CoverageError(coverage.why_empty())
+        raise CoverageError(coverage.describe_empty())
     if strict:
         coverage.check()
     tree = Tree(quantized)
@@ -128,7 +128,7 @@ def decisions_for(
     context = PlacementContext(model, config, target)
     for run_pass in PASSES:
         decisions = run_pass(context, decisions)
-    refusals = transformed_of(model).refusals
+    refusals = get_transformation_state(model).refusals
     rows = coverage_rows(model, decisions, unmatched, config, refusals)
     return decisions, rows, Coverage((*rows.values(), *other_rows(model, rows, refusals)))
 

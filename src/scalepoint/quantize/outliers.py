@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.covered import State
 from scalepoint.graph.nodes import get_fake_tensor, get_kind, inherit_meta
 from scalepoint.graph.tree import Tree
 from scalepoint.migrated import MigrationReport, MigrationRow
+from scalepoint.operation_coverage import OperationState
 from scalepoint.quantize.placement import Decision, Site
 from scalepoint.quantize.smooth import is_computed, shared_parameters, weight_of
 from scalepoint.quantize.stubs import QuantStub
@@ -102,7 +102,7 @@ def _readers(stub: fx.Node, by_node: Mapping[fx.Node, Decision], shared: set[int
     found = []
     for user in stub.users:
         decision = by_node.get(user)
-        if decision is None or decision.state != State.QUANTIZED or decision.weight is None:
+        if decision is None or decision.state != OperationState.QUANTIZED or decision.weight is None:
             return []
         site = decision.site
         if site.kind != "linear" or site.part is None or [arg for arg in user.args if arg is stub] != [user.args[0]]:

@@ -16,8 +16,8 @@ from math import inf, prod
 
 from torch import fx
 
-from scalepoint.covered import State
 from scalepoint.graph import Operation
+from scalepoint.operation_coverage import OperationState
 from scalepoint.patterns import Point, get_kind
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.cost import batch_share, output_pixels, shape_of
@@ -73,7 +73,7 @@ def _in_float(decision: Decision, views: Sequence["_View"], config: QuantConfig,
         decision,
         weight=unpacked(decision.site, config, target) if target.dequantizes_weights_on_load else None,
         points=(),
-        state=State.FLOAT,
+        state=OperationState.FLOAT,
         reason=FASTER if is_slower else NEIGHBOURS_FASTER,
         is_target_default=True,
         saves=times[1] - times[0],
@@ -224,7 +224,7 @@ def _priced(
         tuple[fx.Node, fx.Node, float]
     ] = []  # products whose ReLU makes them float where a float reader follows
     for decision in decisions:
-        if decision.state != State.QUANTIZED or not decision.points:
+        if decision.state != OperationState.QUANTIZED or not decision.points:
             continue
         known = _price(decision, table, share)
         price = known or (0.0, 0.0)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from scalepoint.covered import State
-from scalepoint.errors import ConfigError, NonFiniteError, PatternError, nearest
+from scalepoint.errors import ConfigError, NonFiniteError, PatternError, did_you_mean
 from scalepoint.graph import WEIGHTED, Operation
 from scalepoint.graph.kinds import VALUE_PRESERVING, WEIGHTLESS_PRODUCTS
 from scalepoint.graph.nodes import find_constant_nodes, get_fake_tensor, module_path
 from scalepoint.graph.operations import Slot, get_tensors
+from scalepoint.operation_coverage import OperationState
 from scalepoint.patterns import Fused, PatternMatch, Point, get_kind
 from scalepoint.patterns.fused import FusedAttention
 from scalepoint.patterns.language import place_of
@@ -86,7 +86,7 @@ class Decision:
     site: Site
     weight: QuantizationSpec | None = None
     points: tuple[tuple[Point, fx.Node, QuantizationSpec], ...] = ()
-    state: State = State.FLOAT
+    state: OperationState = OperationState.FLOAT
     reason: str = ""
     is_requested_float: bool = False  # by the config
     is_target_default: bool = False  # the target runs operations of its kind in float
@@ -316,7 +316,9 @@ def decide(site: Site, config: QuantConfig, target: Target | None) -> Decision:
     if points or weight:
         floats = f"{' and '.join(dict.fromkeys(float_roles))} float: asked for by the config" if float_roles else ""
         dense = why_dense(site, _wanted(site, "weight", config, target)) if weight else ""
-        return Decision(site, weight, points, State.QUANTIZED, "; ".join(text for text in (floats, dense) if text))
+        return Decision(
+            site, weight, points, OperationState.QUANTIZED, "; ".join(text for text in (floats, dense) if text)
+        )
     if float_roles:
         return Decision(site, reason="asked for by the config", is_requested_float=True)
     return Decision(site, reason="its inputs are not float tensors")
@@ -342,13 +344,13 @@ def follow_readers(context: PlacementContext, decisions: Sequence[Decision]) -> 
 
 def _follow(decision: Decision, readers: Sequence[Decision]) -> Decision:
     has_output = any(point == Point.OUTPUT for point, _, _ in decision.points)
-    is_read_as_float = bool(readers) and all(reader.state == State.FLOAT for reader in readers)
+    is_read_as_float = bool(readers) and all(reader.state == OperationState.FLOAT for reader in readers)
     if decision.site.role is not None or not has_output or not is_read_as_float:
         return decision
     return replace(
         decision,
         points=(),
-        state=State.FLOAT,
+        state=OperationState.FLOAT,
         reason=f"{readers[0].site.name} reads it and stays float",
         is_requested_float=readers[0].is_requested_float,
         is_target_default=readers[0].is_target_default,
@@ -472,5 +474,5 @@ def check_overrides(sites: Sequence[Site], unmatched: Sequence[UnmatchedOperatio
 
 
 def _short(given: str, known: set[str]) -> str:
-    text = nearest(given, known)
+    text = did_you_mean(given, known)
     return text if len(text) < 400 else text[:400] + f" ... ({len(known)} in all)"

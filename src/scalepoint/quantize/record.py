@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from scalepoint.covered import Coverage, CoverageRow, State
 from scalepoint.errors import UsageError
 from scalepoint.graph.nodes import get_state, set_state
 from scalepoint.graph.origin import Origin
 from scalepoint.migrated import MigrationReport
+from scalepoint.operation_coverage import Coverage, CoverageRow, OperationState
 from scalepoint.quantize.config import QuantConfig
 from scalepoint.quantize.stubs import Quantizing, QuantStub, WeightFakeQuantize
 from scalepoint.targets import Target
@@ -103,5 +103,5 @@ def _given_up(row: CoverageRow, faults: Sequence[tuple[str, str]]) -> CoverageRo
         return row
     off = {kind for kind, _ in faults}
     how = ", ".join(part for part in row.how.split(", ") if part.split(" ")[0] not in off)
-    state = State.QUANTIZED if how else State.REFUSED
+    state = OperationState.QUANTIZED if how else OperationState.REFUSED
     return replace(row, state=state, how=how, reason="; ".join(dict.fromkeys(why for _, why in faults)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from scalepoint.errors import ConfigError, NonFiniteError, NotObservedError, nearest
+from scalepoint.errors import ConfigError, NonFiniteError, NotObservedError, did_you_mean
 from scalepoint.graph import Operation, Reference
 from scalepoint.graph.nodes import get_fake_tensor, get_kind
 from scalepoint.graph.operations import get_tensors
@@ -336,4 +336,4 @@ def is_computed(part: nn.Module) -> bool:
 def _check_layers(config: SmoothQuantConfig, names: Sequence[str]) -> None:
     for glob in config.layers:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise ConfigError(f"smooth_quant.layers: {glob!r} fits no norm of this model: {nearest(glob, names)}")
+            raise ConfigError(f"smooth_quant.layers: {glob!r} fits no norm of this model: {did_you_mean(glob, names)}")

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
 from scalepoint import distributed
-from scalepoint.errors import DocumentError, StoreError, UsageError, shown
+from scalepoint.errors import DocumentError, StoreError, UsageError, short_repr
 from scalepoint.graph.deserialization import rebuild
 from scalepoint.graph.serialization import GraphData, GraphDescription, get_description
 from scalepoint.migrated import MigrationReport
@@ -52,7 +52,7 @@ from scalepoint.support.output_folder import check_path
 from scalepoint.support.torch_state import serialized
 from scalepoint.support.untrusted import open_tensors, read_json
 from scalepoint.targets import Target
-from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_of
+from scalepoint.transformation import apply_transformation_plan, get_transformation_plan, plan_captured_graph
 from scalepoint.version import __version__
 
 MANIFEST, TENSORS = "scalepoint.json", "tensors"
@@ -198,7 +198,7 @@ def load(
     rules = target if target is not None or patterns is not None else manifest["target"]
     tensors = _read_tensors(folder, manifest)
     if float_model is None:
-        plan = plan_of(_captured(folder, manifest, tensors), known, rules)
+        plan = plan_captured_graph(_captured(folder, manifest, tensors), known, rules)
     else:
         plan = get_transformation_plan(
             float_model, example_inputs, known, target=rules, kwargs=kwargs, leave=manifest["leave"],
@@ -330,7 +330,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             manifest.get("versions", {}).get("scalepoint", "?") if isinstance(manifest.get("versions"), dict) else "?"
         )
         raise StoreError(
-            f"{path} has format {shown(manifest.get('format'))}, written by scalepoint {made}; this one reads {FORMAT}"
+            f"{path} has format {short_repr(manifest.get('format'))}, written by scalepoint {made}; this one reads "
+            f"{FORMAT}"
         )
     if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != sealed.get("sha256"):
         raise StoreError(f"{path} was changed or damaged after it was written: its checksum does not fit")
@@ -365,7 +366,9 @@ def _tensor_file(manifest: dict[str, Any]) -> str:
     """The name of the tensor file: one that save gives, and no path."""
     name = manifest["tensors"]["file"]
     if not FILE_NAME.fullmatch(name):
-        raise StoreError(f"the manifest names {shown(name)} as its tensors, which is no file that scalepoint wrote")
+        raise StoreError(
+            f"the manifest names {short_repr(name)} as its tensors, which is no file that scalepoint wrote"
+        )
     return str(name)
 
 

@@ -21,7 +21,7 @@ from scalepoint.errors import (
     ScalepointWarning,
     SpecError,
     UsageError,
-    shown,
+    short_repr,
 )
 from scalepoint.graph.user_traceback import user_level
 from scalepoint.numerics import QParams
@@ -271,7 +271,7 @@ class QuantStub(Quantizing):
         try:
             scale, zero_point = float(given[0]), int(given[1])
         except (TypeError, ValueError, IndexError):
-            raise SpecError(f"fixed_calibration is (scale, zero_point), not {shown(given)}") from None
+            raise SpecError(f"fixed_calibration is (scale, zero_point), not {short_repr(given)}") from None
         low, high = self.spec.quant_min, self.spec.quant_max
         if not 0 < scale < float("inf") or not low <= zero_point <= high:
             raise SpecError(f"fixed_calibration={given}: the scale is positive, the zero point from {low} to {high}")

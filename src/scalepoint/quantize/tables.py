@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scalepoint.covered import State
 from scalepoint.errors import TargetError
+from scalepoint.operation_coverage import OperationState
 from scalepoint.quantize.config import FLOAT, QuantConfig
 from scalepoint.quantize.parts import TABLE
 from scalepoint.quantize.placement import (
@@ -50,7 +50,7 @@ def decide_table(site: Site, config: QuantConfig, target: Target | None) -> Deci
         _check(spec, site.name)
     check_finite(site)
     spec = spec.replace(granularity=spec.granularity.resolve(torch.nn.Conv2d))
-    return Decision(site, spec, state=State.QUANTIZED)
+    return Decision(site, spec, state=OperationState.QUANTIZED)
 
 
 def _requested_spec(site: Site, config: QuantConfig) -> QuantizationSpec | str | None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from scalepoint.covered import CoverageRow
 from scalepoint.errors import StoreError
+from scalepoint.operation_coverage import CoverageRow
 from scalepoint.report import charts, terminal
 from scalepoint.report.model import Report
 from scalepoint.report.placement_graph import Placement, draw_placement

@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 
-from scalepoint.covered import Coverage
-from scalepoint.errors import DocumentError, StoreError, shown
+from scalepoint.errors import DocumentError, StoreError, short_repr
 from scalepoint.migrated import MigrationReport
+from scalepoint.operation_coverage import Coverage
 from scalepoint.report import terminal
 from scalepoint.results import (
     LanguageModelResult,
@@ -138,7 +138,7 @@ class Report:
         version = data.get("schema")
         if version != SCHEMA:
             raise StoreError(
-                f"a report of schema {shown(version)}; this scalepoint reads schema {SCHEMA}: "
+                f"a report of schema {short_repr(version)}; this scalepoint reads schema {SCHEMA}: "
                 "deploy again, or read it with the scalepoint that wrote it"
             )
         try:
@@ -175,7 +175,7 @@ class Report:
         except DocumentError as error:
             raise StoreError(f"not a report: {error.args[0]}") from error
         if not isinstance(data, dict):
-            raise StoreError(f"not a report: an object is expected, not {shown(data)}")
+            raise StoreError(f"not a report: an object is expected, not {short_repr(data)}")
         return cls.from_dict(data)
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from scalepoint.errors import UsageError, shown
+from scalepoint.errors import UsageError, short_repr
 
 ExecutedNodes = Sequence[Mapping[str, Any]]  # the nodes of a compiled graph, as the child tells them
 
@@ -49,15 +49,19 @@ class Runtime:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise UsageError(f"a runtime has a name, not {shown(self.name)}")
+            raise UsageError(f"a runtime has a name, not {short_repr(self.name)}")
         if not (isinstance(self.package, str) and self.package.isidentifier()):
-            raise UsageError(f"runtime {self.name!r}: package= is what is imported, not {shown(self.package)}")
+            raise UsageError(f"runtime {self.name!r}: package= is what is imported, not {short_repr(self.package)}")
         if not Path(self.child).is_file():
-            raise UsageError(f"runtime {self.name!r}: its child program {shown(str(self.child))} is not there")
+            raise UsageError(f"runtime {self.name!r}: its child program {short_repr(str(self.child))} is not there")
         if isinstance(self.formats, str) or not self.formats or not all(isinstance(key, str) for key in self.formats):
-            raise UsageError(f"runtime {self.name!r}: formats= are keys, such as ('onnx',), not {shown(self.formats)}")
+            raise UsageError(
+                f"runtime {self.name!r}: formats= are keys, such as ('onnx',), not {short_repr(self.formats)}"
+            )
         if wrong := [each for each in self.variants if not isinstance(each, Variant) or each.name not in _FIELDS]:
-            raise UsageError(f"runtime {self.name!r}: a variant is one of {', '.join(_FIELDS)}, not {shown(wrong[0])}")
+            raise UsageError(
+                f"runtime {self.name!r}: a variant is one of {', '.join(_FIELDS)}, not {short_repr(wrong[0])}"
+            )
 
     @property
     def is_here(self) -> bool:

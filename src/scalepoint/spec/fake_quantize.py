@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, TensorError, shown
+from scalepoint.errors import BlockSizeMismatchError, NotObservedError, SpecError, TensorError, short_repr
 from scalepoint.numerics import (
     CodeType,
     Grid,
@@ -327,7 +327,7 @@ class PartialConstructor:
 def _check_type(tensor: Any, where: str) -> None:
     """Refuse what has no plain float values: sparse, nested, quantized, complex and wrapped tensors."""
     if not isinstance(tensor, Tensor):
-        raise TensorError(f"{where} got {shown(tensor)}: pass a torch.Tensor")
+        raise TensorError(f"{where} got {short_repr(tensor)}: pass a torch.Tensor")
     kind = ""
     if tensor.is_nested:
         kind = "a nested one"

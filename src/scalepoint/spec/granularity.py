@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, StrictInt, field_validator, model_serializer, model_validator
 from torch import nn
 
-from scalepoint.errors import SpecError, nearest, shown
+from scalepoint.errors import SpecError, did_you_mean, short_repr
 from scalepoint.numerics import check_divides
 from scalepoint.spec.registry import Registry
 from scalepoint.support.validation_errors import CheckedModel
@@ -45,7 +45,9 @@ class QuantizationGranularity(CheckedModel, Registry):
             return value
         if not isinstance(value, dict) or "type" not in value:
             keys = ", ".join(QuantizationGranularity._registry)
-            raise SpecError(f"a granularity is an object or a dict with 'type' (one of {keys}), not {shown(value)}")
+            raise SpecError(
+                f"a granularity is an object or a dict with 'type' (one of {keys}), not {short_repr(value)}"
+            )
         fields = dict(value)
         built: QuantizationGranularity = QuantizationGranularity.get_class(fields.pop("type"))(**fields)
         return built
@@ -58,7 +60,7 @@ class QuantizationGranularity(CheckedModel, Registry):
                 data = {name: value for name, value in data.items() if name != "type"}
             for name in data:
                 if name not in cls.model_fields:
-                    known = nearest(str(name), cls.model_fields) if cls.model_fields else "it has no fields"
+                    known = did_you_mean(str(name), cls.model_fields) if cls.model_fields else "it has no fields"
                     raise SpecError(f"{cls.__name__} has no field {name!r}: {known}")
         return data
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, distributed
 
-from scalepoint.errors import FrozenError, NonFiniteError, SpecError, TensorError, UsageError, shown
+from scalepoint.errors import FrozenError, NonFiniteError, SpecError, TensorError, UsageError, short_repr
 from scalepoint.numerics import (
     E4M3,
     CodeType,
@@ -328,7 +328,7 @@ def to_qparams(value: Any, source: str) -> QParams:
     if isinstance(value, QParams):
         return value
     if not isinstance(value, tuple | list) or not 1 <= len(value) <= 3 or not isinstance(value[0], Tensor):
-        raise SpecError(f"{source} must return (scale, zero_point, minval), got {shown(value)}")
+        raise SpecError(f"{source} must return (scale, zero_point, minval), got {short_repr(value)}")
     return QParams(*value)
 
 

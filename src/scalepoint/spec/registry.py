@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from scalepoint.errors import SpecError, UnknownKeyError, nearest
+from scalepoint.errors import SpecError, UnknownKeyError, did_you_mean
 from scalepoint.numerics import QuantizationScheme
 
 C = TypeVar("C", bound=type)
@@ -42,7 +42,9 @@ class Registry:
     def get_class(cls, key: str) -> Any:
         """The class registered under `key`."""
         if not isinstance(key, str) or key not in cls._registry:
-            raise UnknownKeyError(f"no {cls.__name__} is registered as {key!r}: {nearest(str(key), cls._registry)}")
+            raise UnknownKeyError(
+                f"no {cls.__name__} is registered as {key!r}: {did_you_mean(str(key), cls._registry)}"
+            )
         return cls._registry[key]
 
     @classmethod

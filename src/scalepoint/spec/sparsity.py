@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, WithJsonSchema, model_validator
 from torch import Tensor
 
-from scalepoint.errors import SpecError, nearest, shown
+from scalepoint.errors import SpecError, did_you_mean, short_repr
 from scalepoint.numerics.sparsity import mask_by_share, mask_n_of_m
 from scalepoint.support.validation_errors import CheckedModel
 
@@ -35,7 +35,7 @@ class Sparsity(CheckedModel):
     def _known_fields(cls, data: Any) -> Any:
         for name in data if isinstance(data, dict) else ():
             if name not in cls.model_fields:
-                raise SpecError(f"Sparsity has no field {name!r}: {nearest(str(name), cls.model_fields)}")
+                raise SpecError(f"Sparsity has no field {name!r}: {did_you_mean(str(name), cls.model_fields)}")
         return data
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class Sparsity(CheckedModel):
             return cls(keep=int(found[1]), of=int(found[2]))
         if isinstance(value, dict):
             return cls(**value)
-        raise SpecError(f"sparsity is a share such as 0.5, or '2:4', not {shown(value)}")
+        raise SpecError(f"sparsity is a share such as 0.5, or '2:4', not {short_repr(value)}")
 
     def __str__(self) -> str:
         if self.keep is not None:

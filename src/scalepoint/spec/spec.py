@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic.json_schema import GenerateJsonSchema
 
-from scalepoint.errors import DocumentError, SpecError, nearest, shown
+from scalepoint.errors import DocumentError, SpecError, did_you_mean, short_repr
 from scalepoint.numerics import (
     ALIASES,
     E4M3,
@@ -62,12 +62,12 @@ class FloatRange(tuple[float | None, float | None]):
 
 
 def _parse_float_range(value: Any) -> FloatRange:
-    got = f"float_range={shown(value)}"
+    got = f"float_range={short_repr(value)}"
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise SpecError(f"{got}: give [low, high], each a number or None")
     for end in value:
         if isinstance(end, bool) or not (end is None or isinstance(end, int | float)):
-            raise SpecError(f"{got}: {shown(end)} is not a number or None")
+            raise SpecError(f"{got}: {short_repr(end)} is not a number or None")
         if end is not None and not -HUGE <= end <= HUGE:
             raise SpecError(f"{got}: both ends are finite float32 numbers")
     low, high = (None if end is None else float(end) for end in value)
@@ -88,7 +88,9 @@ def to_code_type(value: Any) -> CodeType:
     dtype = _FLOAT6_BY_NAME.get(name) or (getattr(torch, name, None) if name else None)
     if not isinstance(dtype, torch.dtype | Float6):
         known = [*(row.name for row in FORMATS.values()), dtype_name(E8M0), *ALIASES]
-        raise SpecError(f"Unsupported dtype: {shown(value)} is not a dtype that can be meant: {nearest(name, known)}")
+        raise SpecError(
+            f"Unsupported dtype: {short_repr(value)} is not a dtype that can be meant: {did_you_mean(name, known)}"
+        )
     return dtype
 
 
@@ -116,7 +118,7 @@ def _component_field(base: type[Registry]) -> Any:
             base.key_of(value)
             return value
         keys = ", ".join(base.list_registry_keys())
-        raise SpecError(f"{shown(value)} is not a {base.__name__}: give a registered class or a key ({keys})")
+        raise SpecError(f"{short_repr(value)} is not a {base.__name__}: give a registered class or a key ({keys})")
 
     schema = {"type": "string", "description": f"a key of the {base.__name__} registry"}
     return Annotated[type[base], BeforeValidator(resolve), PlainSerializer(base.key_of), WithJsonSchema(schema)]
@@ -185,7 +187,7 @@ class QuantizationSpec(CheckedModel):
             return validate(data)
         for name in data:
             if name not in cls.model_fields and name not in DERIVED:
-                raise SpecError(f"{cls.__name__} has no field {name!r}: {nearest(str(name), cls.model_fields)}")
+                raise SpecError(f"{cls.__name__} has no field {name!r}: {did_you_mean(str(name), cls.model_fields)}")
         spec = validate({name: value for name, value in data.items() if name not in DERIVED})
         for name in DERIVED:
             if name in data:
@@ -201,8 +203,8 @@ class QuantizationSpec(CheckedModel):
         source = f"dtype={dtype_name(self.dtype)!r}"
         source += f" with qscheme={self.qscheme.value!r}" if name.startswith("quant_") else ""
         raise SpecError(
-            f"{name}={shown(given)} contradicts {source}, from which {name}={shown(derived)} follows: leave {name} away"
-            + (_dtype_of_width(self.dtype, given) if name == "n_bits" else "")
+            f"{name}={short_repr(given)} contradicts {source}, from which {name}={short_repr(derived)} follows: leave "
+            f"{name} away" + (_dtype_of_width(self.dtype, given) if name == "n_bits" else "")
         )
 
     @field_validator("dtype")

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scalepoint.errors import TargetError, UsageError, nearest
+from scalepoint.errors import TargetError, UsageError, did_you_mean
 
 # ONNX Runtime sends events to Microsoft by default from 1.29 on, also on Linux, and writes $TMPDIR/.ses for it
 TELEMETRY_OFF = {"ORT_DISABLE_TELEMETRY": "1", "ORT_GENAI_TELEMETRY_DISABLED": "1"}
@@ -64,7 +64,7 @@ def instruction_set(cpu: str = "auto") -> str:
     Without VNNI, products of uint8 and int8 are added in pairs that saturate at 16 bits.
     """
     if cpu not in CPU_CHOICES:
-        raise TargetError(f"cpu={cpu!r}: {nearest(str(cpu), CPU_CHOICES)}")
+        raise TargetError(f"cpu={cpu!r}: {did_you_mean(str(cpu), CPU_CHOICES)}")
     if cpu != "auto":
         return cpu
     if platform.machine().lower() in ("arm64", "aarch64"):

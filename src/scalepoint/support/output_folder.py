@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from scalepoint.errors import DocumentError, StoreError, UsageError, shown
+from scalepoint.errors import DocumentError, StoreError, UsageError, short_repr
 from scalepoint.support.files import LINK_MESSAGE, digest, remove, replace_file, replace_text
 from scalepoint.support.untrusted import read_json
 
@@ -135,12 +135,12 @@ def check_path(path: Path, what: str = "output") -> None:
     try:
         path.lstat()
     except ValueError:
-        raise UsageError(f"{what}={shown(text)} contains a NUL character: choose another name") from None
+        raise UsageError(f"{what}={short_repr(text)} contains a NUL character: choose another name") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             longest = max(len(os.fsencode(part)) for part in path.parts)
             raise UsageError(
-                f"{what}={shown(text)} is too long for this file system (a name of {longest} bytes): choose a "
+                f"{what}={short_repr(text)} is too long for this file system (a name of {longest} bytes): choose a "
                 "shorter one"
             ) from None
 

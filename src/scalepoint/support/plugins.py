@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Protocol, TypeVar
 
-from scalepoint.errors import ScalepointError, nearest, shown
+from scalepoint.errors import ScalepointError, did_you_mean, short_repr
 
 
 class Named(Protocol):
@@ -52,7 +52,7 @@ class Registry(Generic[T]):
             return value
         if not isinstance(value, str):
             hint = ": pass one at a time" if isinstance(value, list | tuple | set) else ""
-            raise self.error(f"a {self.noun} is a name or a {self.kind.__name__}, not {shown(value)}{hint}")
+            raise self.error(f"a {self.noun} is a name or a {self.kind.__name__}, not {short_repr(value)}{hint}")
         if value in self.builtin:
             builtin = self.builtin[value]
             if isinstance(builtin, str):
@@ -62,7 +62,7 @@ class Registry(Generic[T]):
         for point in entry_points(group=self.group):
             if point.name == value:
                 return self._load(point)
-        raise self.error(f"no {self.noun} {shown(value)}: {nearest(value, self.names())}")
+        raise self.error(f"no {self.noun} {short_repr(value)}: {did_you_mean(value, self.names())}")
 
     def _load(self, point: EntryPoint) -> T:
         """Load a value of another package and check its type and name."""
@@ -73,7 +73,7 @@ class Registry(Generic[T]):
         except Exception as error:  # code of another package may raise anything
             raise self.error(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
         if not isinstance(value, self.kind):
-            raise self.error(f"{where} is not a {self.group}.{self.kind.__name__}: {shown(value)}")
+            raise self.error(f"{where} is not a {self.group}.{self.kind.__name__}: {short_repr(value)}")
         if value.name != point.name:
             raise self.error(f"{where} has the name {value.name!r}: both names must be the same")
         return value

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from scalepoint.errors import DocumentError, shown
+from scalepoint.errors import DocumentError, short_repr
 
 MAX_BYTES = 1_000_000  # of a text, unless a caller gives another limit
 LARGEST_PROTOBUF = 2**31 - 1  # bytes
@@ -37,7 +37,7 @@ def check_file(path: Path, limit: int | None = None, *, folder: Path | None = No
     try:
         status = os.stat(path)
     except ValueError as error:  # a NUL in the name
-        raise DocumentError(f"{shown(str(path))} is not the name of a file: {error}") from error
+        raise DocumentError(f"{short_repr(str(path))} is not the name of a file: {error}") from error
     _check_status(path, status, limit)
     if folder is not None:
         _check_inside(path, folder)
@@ -119,7 +119,7 @@ def file_in(folder: Path, name: str) -> Path:
     """Join a folder and a relative name that a file in it states; a name that leads out of the folder is refused."""
     parts = name.replace("\\", "/").split("/")
     if not name or "\0" in name or ".." in parts or Path(name).is_absolute() or ":" in parts[0]:
-        raise DocumentError(f"{shown(name)} is not the name of a file in {folder}")
+        raise DocumentError(f"{short_repr(name)} is not the name of a file in {folder}")
     path = folder / name
     if os.path.lexists(path):
         _check_inside(path, folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from scalepoint.errors import ConfigError, ScalepointError, nearest, shown
+from scalepoint.errors import ConfigError, ScalepointError, did_you_mean, short_repr
 from scalepoint.support.documents import DocumentPositions
 
 MOST = 5
@@ -22,7 +22,7 @@ class UnknownFieldError(ConfigError):
     """A key that a model does not have; raised by a validator, which does not know the line."""
 
     def __init__(self, key: str, known: Sequence[str]) -> None:
-        super().__init__(f"there is no key {key!r}: {nearest(key, known)}")
+        super().__init__(f"there is no key {key!r}: {did_you_mean(key, known)}")
         self.key = key
 
 
@@ -124,7 +124,7 @@ def _flat(error: ValidationError, data: Any, prefix: Path) -> list[Complaint]:
         elif isinstance(inner, Exception):
             found.append(Complaint(prefix + path, str(inner.args[0] if inner.args else inner)))
         else:
-            found.append(Complaint(prefix + path, f"{_allowed(each)}, not {shown(each['input'])}"))
+            found.append(Complaint(prefix + path, f"{_allowed(each)}, not {short_repr(each['input'])}"))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from scalepoint.errors import TargetError, UsageError, nearest, shown
+from scalepoint.errors import TargetError, UsageError, did_you_mean, short_repr
 from scalepoint.support.cpu import CPU_CHOICES
 from scalepoint.support.plugins import Registry
 from scalepoint.targets.coreml import COREML
@@ -45,7 +45,7 @@ def find_target(target: str | Target, cpu: str = "auto") -> Target:
     """
     known = _ALL.find(target)
     if cpu not in CPU_CHOICES:
-        raise UsageError(f"cpu={shown(cpu)}: {nearest(str(cpu), CPU_CHOICES)}")
+        raise UsageError(f"cpu={short_repr(cpu)}: {did_you_mean(str(cpu), CPU_CHOICES)}")
     if cpu in ("auto", known.options.get("cpu")):
         return known
     if not has_cpu_option(known):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from scalepoint.errors import SpecError, TargetError, shown
+from scalepoint.errors import SpecError, TargetError, short_repr
 from scalepoint.numerics import CodeType, dtype_name, get_format
 from scalepoint.patterns import Pattern
 from scalepoint.patterns.conversions import CONVERSIONS, Conversion
@@ -170,11 +170,11 @@ class Target:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise SpecError(f"a target has a name, not {shown(self.name)}")
+            raise SpecError(f"a target has a name, not {short_repr(self.name)}")
         if not (isinstance(self.format, str) and self.format):
-            raise SpecError(f"target {self.name!r}: format= is the key of a file format, not {shown(self.format)}")
+            raise SpecError(f"target {self.name!r}: format= is the key of a file format, not {short_repr(self.format)}")
         if not (self.runtime is None or (isinstance(self.runtime, str) and self.runtime)):
-            raise SpecError(f"target {self.name!r}: runtime= is the key of a runtime, not {shown(self.runtime)}")
+            raise SpecError(f"target {self.name!r}: runtime= is the key of a runtime, not {short_repr(self.runtime)}")
         for spec, role in ((self.activation, "activation"), (self.weight, "weight")):
             self.check(spec, role, "", self.name)
         for spec in self.activations.values():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from scalepoint.errors import UsageError, VerificationError, nearest, shown
+from scalepoint.errors import UsageError, VerificationError, did_you_mean, short_repr
 from scalepoint.formats import ExportRequest, FileFormat
 from scalepoint.runtimes import Runtime, Status, find_runtime
 from scalepoint.runtimes.process import ExchangeFiles, TaskResult, exchange_files, run_task
@@ -124,7 +124,9 @@ def _run_benchmark(
 def check_baseline(baseline: str | None) -> None:
     """Refuse a baseline that is neither of the two: a misspelt one would be left out silently."""
     if baseline not in (None, OWN_BASELINE, PLAIN_BASELINE):
-        raise UsageError(f"baseline={shown(baseline)}: {nearest(str(baseline), (OWN_BASELINE, PLAIN_BASELINE))}")
+        raise UsageError(
+            f"baseline={short_repr(baseline)}: {did_you_mean(str(baseline), (OWN_BASELINE, PLAIN_BASELINE))}"
+        )
 
 
 def _relative_spread(quarters: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """What the format cannot hold, said before any work."""
 
 from scalepoint.checkpoints import Source
-from scalepoint.errors import TargetError, nearest
+from scalepoint.errors import TargetError, did_you_mean
 from scalepoint.formats.genai.decoder import Decoder
 from scalepoint.formats.genai.families import describe_decoder
 from scalepoint.formats.genai.graph import find_tensor_name
@@ -62,5 +62,5 @@ def _check_tensors(source: Source, decoder: Decoder) -> None:
         if find_tensor_name(f"{layer}.weight", source.tensors.__contains__) is None:
             raise TargetError(
                 f"{source.folder} has no tensor {layer}.weight, which models of the type {source.model_type} have: "
-                f"{nearest(f'{layer}.weight', source.tensors)}"
+                f"{did_you_mean(f'{layer}.weight', source.tensors)}"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scalepoint.checkpoints import QuantizedCheckpoint, QuantizedWeight
-from scalepoint.errors import ExportError, nearest
+from scalepoint.errors import ExportError, did_you_mean
 from scalepoint.formats.genai.initializers import InitializerFile, to_array
 from scalepoint.formats.genai.layout import PackedMatrix, pack_matrix, stack_matrices
 
@@ -71,7 +71,9 @@ class GraphBuilder:
         name = find_tensor_name(tensor, self.is_there)
         if name is None:
             known = [*self.checkpoint.source.tensors]
-            raise ExportError(f"{self.checkpoint.source.folder} has no tensor {tensor!r}: {nearest(tensor, known)}")
+            raise ExportError(
+                f"{self.checkpoint.source.folder} has no tensor {tensor!r}: {did_you_mean(tensor, known)}"
+            )
         return name
 
     def has(self, tensor: str) -> bool:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from scalepoint.errors import DocumentError, ExportError, shown
+from scalepoint.errors import DocumentError, ExportError, short_repr
 from scalepoint.formats.gguf.tokenizer_files import (
     MAX_FILE_BYTES,
     AddedToken,
@@ -90,14 +90,14 @@ def vocabulary_size(config: Mapping[str, Any]) -> int:
     """The number of tokens that config.json states."""
     size = config.get("vocab_size")
     if not isinstance(size, int) or isinstance(size, bool):
-        raise ExportError(f"vocab_size of the config must be a whole number, got {shown(size)}")
+        raise ExportError(f"vocab_size of the config must be a whole number, got {short_repr(size)}")
     return size
 
 
 def read_vocabulary(folder: Path, size: int) -> Vocabulary:
     """Out of tokenizer.json, or of tokenizer.model where there is no other; `size` tokens, filled up."""
     if not 0 <= size <= MAX_TOKENS:
-        raise ExportError(f"{folder}: a vocabulary of {shown(size)} tokens: at most {MAX_TOKENS} can be written")
+        raise ExportError(f"{folder}: a vocabulary of {short_repr(size)} tokens: at most {MAX_TOKENS} can be written")
     path, pieces = folder / "tokenizer.json", folder / "tokenizer.model"
     if path.is_file():
         found = _from_json(path, size)
@@ -130,7 +130,7 @@ def _from_json(path: Path, size: int) -> Vocabulary:
     model = validate_as(BpeModel, document.model, path)
     merges = model.pairs()
     if any(len(pair) != 2 for pair in merges):
-        raise ExportError(f"{path}: a merge is of two tokens, not {shown(next(p for p in merges if len(p) != 2))}")
+        raise ExportError(f"{path}: a merge is of two tokens, not {short_repr(next(p for p in merges if len(p) != 2))}")
     added, is_plain = document.added_tokens or [], bool(model.byte_fallback)
     takes_words = bool(model.ignore_merges)
     split = "default" if is_plain else _find_split(document.pre_tokenizer, path, takes_words=takes_words)

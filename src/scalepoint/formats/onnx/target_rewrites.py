@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from scalepoint.errors import ExportError, nearest
+from scalepoint.errors import ExportError, did_you_mean
 from scalepoint.formats.onnx.linear_as_conv import has_blocks, write_linears_as_convolutions
 from scalepoint.targets.target import RewriteRule
 
@@ -31,7 +31,7 @@ def apply_rewrites(model: Any, spellings: Iterable[RewriteRule]) -> None:
     """Apply the rules to the graph, in place."""
     for spelling in spellings:
         if spelling.name not in REWRITES:
-            raise ExportError(f"spelling {spelling.name!r}: ONNX files have {nearest(spelling.name, REWRITES)}")
+            raise ExportError(f"spelling {spelling.name!r}: ONNX files have {did_you_mean(spelling.name, REWRITES)}")
         REWRITES[spelling.name](model)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class State(StrEnum):
+class OperationState(StrEnum):
     """What became of an operation."""
 
     QUANTIZED = "quantized"
@@ -28,7 +28,7 @@ class CoverageRow:
 
     name: str
     kind: str
-    state: State
+    state: OperationState
     how: str  # "w int8 per_channel, x int8"
     reason: str  # the same text for all operations with the same cause
     parameters: int
@@ -83,25 +83,25 @@ class Coverage:
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     @property
-    def unasked(self) -> tuple[CoverageRow, ...]:
+    def unrequested_float(self) -> tuple[CoverageRow, ...]:
         """What stays float though nobody wished it."""
-        left = (row for row in self.operations if row.state != State.QUANTIZED)
+        left = (row for row in self.operations if row.state != OperationState.QUANTIZED)
         return tuple(row for row in left if not (row.is_asked or row.is_meant))
 
-    def in_state(self, state: State | str) -> tuple[CoverageRow, ...]:
+    def in_state(self, state: OperationState | str) -> tuple[CoverageRow, ...]:
         return tuple(row for row in self.operations if row.state == state)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is quantized, and nothing stored so."""
-        return not self.in_state(State.QUANTIZED) and not any(row.stored for row in self.operations)
+        return not self.in_state(OperationState.QUANTIZED) and not any(row.stored for row in self.operations)
 
     @property
     def is_float_for_speed(self) -> bool:
         """Whether no operation runs in low precision, because float is faster."""
-        return not self.in_state(State.QUANTIZED) and any(row.is_for_speed for row in self.operations)
+        return not self.in_state(OperationState.QUANTIZED) and any(row.is_for_speed for row in self.operations)
 
-    def why_empty(self) -> str:
+    def describe_empty(self) -> str:
         told = dict.fromkeys(f"{row.name}: {row.explanation}" for row in self.operations)
         reasons = "; ".join(list(told)[:4]) or "it has no weights"
         if len(told) > 4:
@@ -111,17 +111,17 @@ class Coverage:
 
     def check(self) -> None:
         """strict=True: an error that names what stays float unasked."""
-        if not self.unasked:
+        if not self.unrequested_float:
             return
-        listed = "; ".join(f"{row.name} ({row.kind}): {row.explanation}" for row in self.unasked[:8])
-        more = f"; and {len(self.unasked) - 8} more" if len(self.unasked) > 8 else ""
+        listed = "; ".join(f"{row.name} ({row.kind}): {row.explanation}" for row in self.unrequested_float[:8])
+        more = f"; and {len(self.unrequested_float) - 8} more" if len(self.unrequested_float) > 8 else ""
         raise CoverageError(
-            f"{len(self.unasked)} operations stay float unasked: {listed}{more}. Ask for it with "
+            f"{len(self.unrequested_float)} operations stay float unasked: {listed}{more}. Ask for it with "
             "Override(name=..., weight='float', activation='float'), or leave strict=True away"
         )
 
     def summary(self) -> str:
-        counts = {state: len(self.in_state(state)) for state in State}
+        counts = {state: len(self.in_state(state)) for state in OperationState}
         text = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
         if not self.operations:
             return "no operation with weights or a matrix product"
