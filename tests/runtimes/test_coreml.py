@@ -18,7 +18,7 @@ from scalepoint.runtimes import find_runtime
 from scalepoint.verification import Status
 from tests.errors import raises
 from tests.formats.apple.conftest import net, pictures, quantized
-from tests.formats.apple.test_package import written
+from tests.formats.apple.test_package import exported
 from tests.pace import fast
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def file_class():
 
 
 def test_a_file_is_evaluated_and_agrees_with_the_simulation_up_to_ties(tmp_path: Path) -> None:
-    path, model = written(tmp_path, float_dtype="float32", float_path=tmp_path / "f.mlpackage")
+    path, model = exported(tmp_path, float_dtype="float32", float_path=tmp_path / "f.mlpackage")
     found = scalepoint.verify(path, model, pictures(), float_path=tmp_path / "f.mlpackage")
     assert found.status == Status.OK
     assert found.sqnr > 60
@@ -70,7 +70,7 @@ def test_one_call_writes_compares_and_evaluates_and_the_metric_judges_the_simula
 
 
 def test_a_file_that_was_changed_does_not_hold_whatever_it_computes(tmp_path: Path) -> None:
-    path, _ = written(tmp_path, float_dtype="float32")
+    path, _ = exported(tmp_path, float_dtype="float32")
     other = quantized()
     stub = next(each for name, each in other.named_modules() if name == "input_quant")
     stub.scale.mul_(1.001)
@@ -82,17 +82,20 @@ def test_a_file_that_was_changed_does_not_hold_whatever_it_computes(tmp_path: Pa
 
 
 def test_there_is_no_speed_to_measure_where_core_ml_is_not(tmp_path: Path) -> None:
-    path, _ = written(tmp_path)
+    path, _ = exported(tmp_path)
     with raises(VerificationError, "speed", "macOS"):
         scalepoint.benchmark(path, path, runtime="coreml")
 
 
 @pytest.mark.parametrize(
     "way",
-    fast(["weights int8, 2:4", "palettes of 3 bits a group", "weights uint4 a channel"], "palettes of 3 bits a group"),
+    fast(
+        ["weights int8, 2:4", "palettes of 3 bits per group", "weights uint4 per channel"],
+        "palettes of 3 bits per group",
+    ),
 )
 def test_narrow_weights_are_unpacked_to_what_the_simulation_multiplies_by(tmp_path: Path, file_class, way: str) -> None:
-    path, model = written(tmp_path, way, float_dtype="float32")
+    path, model = exported(tmp_path, way, float_dtype="float32")
     ((_, found),) = file_class(str(path), {"threads": 1}).run({"input": pictures().numpy()})
     with torch.no_grad():
         np.testing.assert_allclose(found, model(pictures()).numpy(), rtol=1e-4, atol=1e-5)
@@ -100,7 +103,7 @@ def test_narrow_weights_are_unpacked_to_what_the_simulation_multiplies_by(tmp_pa
 
 @pytest.mark.slow
 def test_a_batch_of_another_size_is_refused_with_the_shape_that_the_file_takes(tmp_path: Path) -> None:
-    path, model = written(tmp_path)
+    path, model = exported(tmp_path)
     found = scalepoint.verify(path, model, torch.randn(3, 3, 16, 16), layers=False)
     assert found.status == Status.FAILED
     assert "has the shape (3, 3, 16, 16): the file takes (2, 3, 16, 16), that of its example" in found.message
@@ -142,7 +145,7 @@ def test_operations_are_evaluated_as_torch_computes_them(tmp_path: Path, file_cl
 
 
 def test_an_operation_that_is_not_known_is_named(tmp_path: Path, file_class) -> None:
-    path, _ = written(tmp_path)
+    path, _ = exported(tmp_path)
     file = file_class(str(path), {})
     table = file.run.__func__.__globals__["TABLE"]
     kept = table.pop("relu")

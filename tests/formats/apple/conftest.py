@@ -1,4 +1,4 @@
-"""Small models for Core ML, quantized; all tests here need coremltools: pip install scalepoint[coreml]."""
+"""Small quantized models for Core ML. All tests here need coremltools: pip install scalepoint[coreml]."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,13 +10,13 @@ from torch import nn
 from scalepoint.quantize import QuantConfig
 from scalepoint.quantize.shortcut import quantize
 
-NEEDED = pytest.mark.skipif(find_spec("coremltools") is None, reason="pip install scalepoint[coreml]")
+NEEDS_COREMLTOOLS = pytest.mark.skipif(find_spec("coremltools") is None, reason="pip install scalepoint[coreml]")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(NEEDED)
+            item.add_marker(NEEDS_COREMLTOOLS)
 
 
 def net() -> nn.Module:
@@ -31,15 +31,15 @@ def pictures() -> torch.Tensor:
     return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-WAYS = {
+CONFIGS = {
     "int8": QuantConfig(),
     "int8 activations": QuantConfig(activation={"n_bits": 8, "symmetric": True}),
     "weights int8": QuantConfig.weight_only("int8", None),
-    "weights int4 a channel": QuantConfig.weight_only("int4", None),
-    "weights uint4 a channel": QuantConfig.weight_only("uint4", None),
+    "weights int4 per channel": QuantConfig.weight_only("int4", None),
+    "weights uint4 per channel": QuantConfig.weight_only("uint4", None),
     "weights int8, 2:4": QuantConfig(activation="float", weight={"n_bits": 8, "per_channel": True, "sparsity": "2:4"}),
     "palettes of 1 bit": QuantConfig.palettes(1),
-    "palettes of 3 bits a group": QuantConfig.palettes(3, group_size=8),
+    "palettes of 3 bits per group": QuantConfig.palettes(3, group_size=8),
     "palettes of 6 bits": QuantConfig.palettes(6),
     "weights int4 in blocks": QuantConfig(
         activation="float", overrides=[{"type": "Linear", "weight": {"n_bits": 4, "block_size": 8}}]
@@ -47,6 +47,6 @@ WAYS = {
 }
 
 
-def quantized(way: str = "int8", model: nn.Module | None = None) -> torch.fx.GraphModule:
+def quantized(config: str = "int8", model: nn.Module | None = None) -> torch.fx.GraphModule:
     x = pictures()
-    return quantize(model or net(), x, WAYS[way], forward_loop=[x], target="coreml", freeze_weights=True).eval()
+    return quantize(model or net(), x, CONFIGS[config], forward_loop=[x], target="coreml", freeze_weights=True).eval()

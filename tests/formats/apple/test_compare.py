@@ -1,4 +1,4 @@
-"""A Core ML file against its model, bit by bit."""
+"""Comparing a Core ML file with its model bit by bit."""
 
 import copy
 from pathlib import Path
@@ -12,18 +12,18 @@ from tests.formats.apple.conftest import pictures
 
 
 class Twins(nn.Module):
-    """Two heads of equal weights, as a detector has them before it is trained."""
+    """Two heads with equal weights, like those of an untrained detector."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.many = nn.Conv2d(3, 16, 3)
-        self.one = copy.deepcopy(self.many)
+        self.first = nn.Conv2d(3, 16, 3)
+        self.second = copy.deepcopy(self.first)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"many": self.many(x), "one": self.one(x.abs())}
+        return {"first": self.first(x), "second": self.second(x.abs())}
 
 
-def test_equal_weights_that_coremltools_stores_once_are_in_the_file_for_both(tmp_path: Path) -> None:
+def test_equal_weights_that_coremltools_stores_once_count_for_both_layers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = pictures()
     model = quantize(Twins().eval(), x, forward_loop=[x], target="coreml")
@@ -32,6 +32,6 @@ def test_equal_weights_that_coremltools_stores_once_are_in_the_file_for_both(tmp
     assert compare is not None
     assert list(compare(tmp_path / "m.mlpackage", model)) == []
     other = Twins().eval()
-    nn.init.normal_(other.one.weight)
+    nn.init.normal_(other.second.weight)
     changed = quantize(other, x, forward_loop=[x], target="coreml")
-    assert any("one" in each for each in compare(tmp_path / "m.mlpackage", changed))
+    assert any("second" in difference for difference in compare(tmp_path / "m.mlpackage", changed))

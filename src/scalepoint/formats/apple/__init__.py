@@ -1,4 +1,4 @@
-"""Core ML: an .mlpackage with weights as codes in constant expressions, activations between quantize and dequantize."""
+"""Core ML packages (.mlpackage): weights as codes in constant expressions, activations as quantize and dequantize."""
 
 from scalepoint.errors import install_hint
 from scalepoint.formats.apple.compare import compare_with_model

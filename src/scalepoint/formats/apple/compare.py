@@ -1,6 +1,6 @@
-"""A Core ML file against its model, bit by bit: codes and their width, scales, zero points, tables.
+"""Compare a Core ML file with its model bit by bit: codes and their dtype, scales, zero points, palette tables.
 
-What is written is read back by coremltools, so this finds what a converter, a pass or a later hand has changed.
+coremltools reads the file back, so this finds what its converter, one of its passes or a later edit has changed.
 """
 
 import re
@@ -23,90 +23,95 @@ from scalepoint.formats.apple.stored import (
 from scalepoint.spec.spec import to_dtype
 
 _NUMBER_SUFFIX = re.compile(r"_\d+$")
-_FLOAT16_SUFFIX = "_cast_fp16"  # what coremltools adds to the name of what it narrows
+_FLOAT16_SUFFIX = "_cast_fp16"  # coremltools appends it to the names of operations that it casts to float16
 
 
 def compare_with_model(path: Path, model: fx.GraphModule) -> list[str]:
-    """In words, one for every tensor that the file does not hold as the model does; none: all are equal."""
-    said = dict(read_spec(path).description.metadata.userDefined)
-    kind = to_dtype(said.get("scalepoint.float_dtype", "float32"))
-    stored = build_coreml_graph(model, kind)
+    """Return one sentence for every tensor that differs between file and model; an empty list if all are equal."""
+    metadata = dict(read_spec(path).description.metadata.userDefined)
+    scale_dtype = to_dtype(metadata.get("scalepoint.float_dtype", "float32"))
+    stored = build_coreml_graph(model, scale_dtype)
     operations = read_operations(path)
     with without_warnings():
         weights = {
             op.name.removesuffix(_FLOAT16_SUFFIX): op for op in operations if op.op_type.startswith("constexpr_")
         }
         quantizers = [op for op in operations if op.op_type == "quantize"]
-        return [*_compare_weights(stored, weights, kind), *_compare_stubs(stored, quantizers, kind)]
+        return [*_compare_weights(stored, weights, scale_dtype), *_compare_stubs(stored, quantizers, scale_dtype)]
 
 
-def _compare_weights(stored: fx.GraphModule, found: dict[str, Any], kind: torch.dtype) -> Iterator[str]:
+def _compare_weights(stored: fx.GraphModule, operations: dict[str, Any], scale_dtype: torch.dtype) -> Iterator[str]:
     for path, module in stored.named_modules():
         if not isinstance(module, CoreMlStoredWeight | CoreMlStoredPalette):
             continue
-        op = found.get(operation_label(path))
+        op = operations.get(operation_label(path))
         if op is not None:
-            yield from _compare_weight(path, module, op, kind)
-        elif not any(_is_equal(path, module, each, kind) for each in found.values()):
+            yield from _compare_weight(path, module, op, scale_dtype)
+        elif not any(_has_weight(candidate, path, module, scale_dtype) for candidate in operations.values()):
             yield f"{path}: its weight is not in the file as codes"
 
 
-def _is_equal(path: str, module: CoreMlStoredWeight | CoreMlStoredPalette, op: Any, kind: torch.dtype) -> bool:
-    """Whether an operation under another name has this weight: coremltools stores equal constants once."""
-    is_candidate = _declared_type(op) == module.fmt and tuple(op.outputs[0].shape) == tuple(module.codes.shape)
-    return is_candidate and not any(_compare_weight(path, module, op, kind))
+def _has_weight(op: Any, path: str, module: CoreMlStoredWeight | CoreMlStoredPalette, scale_dtype: torch.dtype) -> bool:
+    """Whether an operation with another name holds this weight: coremltools stores equal constants once."""
+    if _declared_type(op) != module.fmt or tuple(op.outputs[0].shape) != tuple(module.codes.shape):
+        return False
+    return not any(_compare_weight(path, module, op, scale_dtype))
 
 
 def _compare_weight(
-    path: str, module: CoreMlStoredWeight | CoreMlStoredPalette, op: Any, kind: torch.dtype
+    path: str, module: CoreMlStoredWeight | CoreMlStoredPalette, op: Any, scale_dtype: torch.dtype
 ) -> Iterator[str]:
-    if (stored_in := _declared_type(op)) != module.fmt:
-        yield f"{path}: its codes are stored as {stored_in}, not as {module.fmt}"
+    file_dtype = _declared_type(op)
+    if file_dtype != module.fmt:
+        yield f"{path}: its codes are {file_dtype} in the file, {module.fmt} in the model"
     yield from _describe_unequal(path, "codes", _to_dense(op), module.codes)
     if isinstance(module, CoreMlStoredPalette):
-        held = op.inputs.get("lut")
-        values = np.zeros(0) if held is None else held.val
-        tables = module.tables.to(kind)
-        yield from _describe_unequal(path, "entries", np.asarray(values).reshape(-1), tables.reshape(-1))
+        table = op.inputs.get("lut")
+        entries = np.zeros(0) if table is None else table.val
+        expected = module.tables.to(scale_dtype)
+        yield from _describe_unequal(path, "entries", np.asarray(entries).reshape(-1), expected.reshape(-1))
         return
-    scale, zero = module.broadcast_parameters()
-    held_scale = np.asarray(op.scale.val)
-    if held_scale.size not in (1, scale.numel()):
-        yield f"{path}: {held_scale.size} scales in the file, {scale.numel()} in the model"
+    scale, zero_point = module.broadcast_parameters()
+    file_scale = np.asarray(op.scale.val)
+    if file_scale.size not in (1, scale.numel()):
+        yield f"{path}: {file_scale.size} scales in the file, {scale.numel()} in the model"
         return
-    yield from _describe_unequal(path, "scales", _reshape_like_scale(held_scale, scale), scale.to(kind))
+    yield from _describe_unequal(path, "scales", _reshape_like_scale(file_scale, scale), scale.to(scale_dtype))
     yield from _describe_unequal(
         path,
         "zero points",
         _reshape_like_scale(_read_zero_point(op), scale),
-        torch.zeros_like(scale) if zero is None else zero,
+        torch.zeros_like(scale) if zero_point is None else zero_point,
     )
 
 
-def _compare_stubs(stored: fx.GraphModule, found: list[Any], kind: torch.dtype) -> Iterator[str]:
+def _compare_stubs(stored: fx.GraphModule, operations: list[Any], scale_dtype: torch.dtype) -> Iterator[str]:
     stubs = {
-        operation_label(path): (path, each)
-        for path, each in stored.named_modules()
-        if isinstance(each, CoreMlStoredStub)
+        operation_label(path): (path, module)
+        for path, module in stored.named_modules()
+        if isinstance(module, CoreMlStoredStub)
     }
-    seen = set()
-    for op in found:
+    compared = set()
+    for op in operations:
         name = op.name.removesuffix(_FLOAT16_SUFFIX)
-        name = name if name in stubs else _NUMBER_SUFFIX.sub("", name)
+        if name not in stubs:  # coremltools numbers the operations of a stub that is called several times
+            name = _NUMBER_SUFFIX.sub("", name)
         if name not in stubs:
             yield f"{op.name}: the file quantizes here, the model does not"
             continue
         path, stub = stubs[name]
-        seen.add(name)
-        yield from _describe_unequal(path, "scale", op.scale.val, stub.scale.to(kind))
-        zero = 0 if op.zero_point is None else op.zero_point.val
-        yield from _describe_unequal(path, "zero point", zero, stub.zero_point)
+        compared.add(name)
+        yield from _describe_unequal(path, "scale", op.scale.val, stub.scale.to(scale_dtype))
+        zero_point = 0 if op.zero_point is None else op.zero_point.val
+        yield from _describe_unequal(path, "zero point", zero_point, stub.zero_point)
         if op.output_dtype.val != stub.fmt:
-            yield f"{path}: codes of {op.output_dtype.val} in the file, of {stub.fmt} in the model"
-    yield from (f"{path}: the file does not quantize here" for name, (path, _) in stubs.items() if name not in seen)
+            yield f"{path}: its codes are {op.output_dtype.val} in the file, {stub.fmt} in the model"
+    for name, (path, _) in stubs.items():
+        if name not in compared:
+            yield f"{path}: the file does not quantize here"
 
 
-_CODES = {
+_CODES_INPUT = {  # operation of MIL -> its input that holds the codes
     "constexpr_affine_dequantize": "quantized_data",
     "constexpr_blockwise_shift_scale": "data",
     "constexpr_lut_to_dense": "indices",
@@ -115,48 +120,48 @@ _CODES = {
 
 
 def _read_codes(op: Any) -> Any:
-    return op.inputs[_CODES[op.op_type]]
+    return op.inputs[_CODES_INPUT[op.op_type]]
 
 
 def _to_dense(op: Any) -> Any:
-    """The codes with the zeros that a sparse weight leaves away."""
-    held = _read_codes(op).val
+    """Return the codes of a weight, with the zeros that a sparse weight omits."""
+    codes = _read_codes(op).val
     if "data_mask" not in op.inputs:
-        return held
-    is_kept = np.asarray(op.data_mask.val).astype(bool)
-    dense = np.zeros(is_kept.shape, np.int8 if held.dtype.kind == "i" else np.uint8)
-    dense[is_kept] = held
+        return codes
+    is_nonzero = np.asarray(op.data_mask.val).astype(bool)
+    dense = np.zeros(is_nonzero.shape, np.int8 if codes.dtype.kind == "i" else np.uint8)
+    dense[is_nonzero] = codes
     return dense
 
 
 def _declared_type(op: Any) -> str:
-    """int4, from the type that the file declares."""
+    """Return the dtype that the file declares for the codes, such as "int4"; numpy stores them as int8."""
     from coremltools.converters.mil.mil import types  # noqa: PLC0415
 
     return str(types.builtin_to_string(_read_codes(op).dtype))
 
 
 def _read_zero_point(op: Any) -> Any:
-    held = op.zero_point if op.op_type == "constexpr_affine_dequantize" else op.offset
-    return 0 if held is None else held.val
+    zero_point = op.zero_point if op.op_type == "constexpr_affine_dequantize" else op.offset
+    return 0 if zero_point is None else zero_point.val
 
 
 def _reshape_like_scale(value: Any, scale: Tensor) -> np.ndarray:
-    """With the axes of the scale: an affine one is a number or a row."""
+    """Reshape to the axes of `scale`: constexpr_affine_dequantize has a scalar or one axis."""
     array = np.asarray(value)
     return np.broadcast_to(array, tuple(scale.shape)) if array.ndim == 0 else array.reshape(tuple(scale.shape))
 
 
-def _describe_unequal(path: str, what: str, held: Any, wanted: Tensor) -> Iterator[str]:
-    expected = wanted.detach().numpy()
-    array = np.asarray(held)
+def _describe_unequal(path: str, what: str, file_value: Any, model_value: Tensor) -> Iterator[str]:
+    expected = model_value.detach().numpy()
+    array = np.asarray(file_value)
     array = array.astype(expected.dtype) if array.dtype != expected.dtype else array
     if array.shape != expected.shape:
         yield f"{path}: {what} of shape {array.shape} in the file, {expected.shape} in the model"
     elif array.tobytes() != np.ascontiguousarray(expected).tobytes():
-        places = np.flatnonzero(array.reshape(-1) != expected.reshape(-1))
-        at = int(places[0]) if len(places) else 0
+        differences = np.flatnonzero(array.reshape(-1) != expected.reshape(-1))
+        first = int(differences[0]) if len(differences) else 0
         yield (
-            f"{path}: {len(places)} of {array.size} {what} are others in the file, the first "
-            f"{array.reshape(-1)[at]} instead of {expected.reshape(-1)[at]}"
+            f"{path}: {len(differences)} of {array.size} {what} differ in the file, the first is "
+            f"{array.reshape(-1)[first]} instead of {expected.reshape(-1)[first]}"
         )

@@ -1,13 +1,14 @@
-"""The table from a stored graph to MIL, the language of Core ML programs.
+"""Translate our operators to MIL, the intermediate language of Core ML programs.
 
-    quantize      quantize                                            of activations
-    dequantize    dequantize                                          of activations
-                  constexpr_affine_dequantize                         of weights in int8, a scale a tensor or a channel
-                  constexpr_blockwise_shift_scale (iOS 18)            of weights in 4 bits, or in blocks
-                  constexpr_sparse_blockwise_shift_scale (iOS 18)     of pruned weights, without their zeros
-    look_up       constexpr_lut_to_dense (iOS 18)                     of palettized weights
+    our operator  MIL operation                                     used for
+    quantize      quantize                                          activations
+    dequantize    dequantize                                        activations
+                  constexpr_affine_dequantize                       int8 weights, per tensor or per channel
+                  constexpr_blockwise_shift_scale (iOS 18)          4-bit weights, and weights in blocks
+                  constexpr_sparse_blockwise_shift_scale (iOS 18)   pruned weights, stored without their zeros
+    look_up       constexpr_lut_to_dense (iOS 18)                   palettized weights
 
-Each stands under the name of the module that it was made from, so that a file can be compared with its model.
+Each operation is named after its module, so that compare.py can match a file with its model.
 """
 
 from typing import Any
@@ -16,20 +17,22 @@ import numpy as np
 
 from scalepoint.formats.apple.stored import operation_label
 
-WEIGHT_PREFIX = "held_"  # of what a program holds, as the graph layer writes it down
+WEIGHT_PREFIX = "held_"  # the graph layer puts it before the names of buffers and parameters of a program
 
 
-def register_operators(is_new: bool, sparse: frozenset[str] = frozenset()) -> None:
-    """Tell coremltools how our operators are written, for iOS 18 or before, and which weights leave their zeros away.
+def register_operators(for_ios18: bool, sparse: frozenset[str] = frozenset()) -> None:
+    """Register the translation of our operators with coremltools.
 
-    It narrows float32 itself.
+    Args:
+        for_ios18: Whether operations of iOS 18 may be used.
+        sparse: Labels of the weights that are stored without their zeros.
     """
     from coremltools.converters.mil.frontend.torch import torch_op_registry  # noqa: PLC0415
 
     registry = torch_op_registry._TORCH_OPS_REGISTRY
-    made = _Translations(is_new, sparse)
+    translations = _Translations(for_ios18, sparse)
     for name in ("quantize", "dequantize", "look_up"):
-        registry.set_func_by_name(getattr(made, name), f"scalepoint::{name}")
+        registry.set_func_by_name(getattr(translations, name), f"scalepoint::{name}")
     for name, translation in ACTIVATIONS.items():
         registry.set_func_by_name(translation, name)
 
@@ -39,8 +42,8 @@ def _celu(context: Any, node: Any) -> None:
     from coremltools.converters.mil import Builder  # noqa: PLC0415
 
     x, alpha = _read_operand_and_setting(context, node, 1.0)
-    curved = Builder.elu(x=Builder.mul(x=x, y=np.float32(1 / alpha)), alpha=1.0)
-    context.add(Builder.mul(x=curved, y=np.float32(alpha), name=node.name))
+    elu = Builder.elu(x=Builder.mul(x=x, y=np.float32(1 / alpha)), alpha=1.0)
+    context.add(Builder.mul(x=elu, y=np.float32(alpha), name=node.name))
 
 
 def _hardshrink(context: Any, node: Any) -> None:
@@ -48,8 +51,8 @@ def _hardshrink(context: Any, node: Any) -> None:
     from coremltools.converters.mil import Builder  # noqa: PLC0415
 
     x, limit = _read_operand_and_setting(context, node, 0.5)
-    kept = Builder.greater(x=Builder.abs(x=x), y=np.float32(limit))
-    context.add(Builder.mul(x=x, y=Builder.cast(x=kept, dtype="fp32"), name=node.name))
+    is_outside = Builder.greater(x=Builder.abs(x=x), y=np.float32(limit))
+    context.add(Builder.mul(x=x, y=Builder.cast(x=is_outside, dtype="fp32"), name=node.name))
 
 
 def _softshrink(context: Any, node: Any) -> None:
@@ -57,8 +60,8 @@ def _softshrink(context: Any, node: Any) -> None:
     from coremltools.converters.mil import Builder  # noqa: PLC0415
 
     x, limit = _read_operand_and_setting(context, node, 0.5)
-    inner = Builder.clip(x=x, alpha=np.float32(-limit), beta=np.float32(limit))
-    context.add(Builder.sub(x=x, y=inner, name=node.name))
+    clipped = Builder.clip(x=x, alpha=np.float32(-limit), beta=np.float32(limit))
+    context.add(Builder.sub(x=x, y=clipped, name=node.name))
 
 
 def _log_sigmoid(context: Any, node: Any) -> None:
@@ -66,17 +69,17 @@ def _log_sigmoid(context: Any, node: Any) -> None:
     from coremltools.converters.mil import Builder  # noqa: PLC0415
 
     x, _ = _read_operand_and_setting(context, node, 0.0)
-    soft = Builder.softplus(x=Builder.mul(x=x, y=np.float32(-1)))
-    context.add(Builder.mul(x=soft, y=np.float32(-1), name=node.name))
+    softplus = Builder.softplus(x=Builder.mul(x=x, y=np.float32(-1)))
+    context.add(Builder.mul(x=softplus, y=np.float32(-1), name=node.name))
 
 
 def _hardtanh(context: Any, node: Any) -> None:
-    """clip(x, low, high): coremltools passes whole numbers on as integers, which its clip refuses."""
+    """clip(x, low, high): coremltools keeps integer limits as integers, and its own clip rejects those."""
     from coremltools.converters.mil import Builder  # noqa: PLC0415
     from coremltools.converters.mil.frontend.torch.ops import _get_inputs  # noqa: PLC0415
 
     x, *limits = _get_inputs(context, node)
-    low, high = (float(each.val) for each in limits) if limits else (-1.0, 1.0)
+    low, high = (float(limit.val) for limit in limits) if limits else (-1.0, 1.0)
     context.add(Builder.clip(x=x, alpha=np.float32(low), beta=np.float32(high), name=node.name))
 
 
@@ -87,11 +90,11 @@ ACTIVATIONS = {
     "log_sigmoid": _log_sigmoid,
     "hardtanh": _hardtanh,
 }
-"""Activations of torch that coremltools 9 does not translate, or not with every setting."""
+"""Activations of torch that coremltools 9 does not translate, or translates only for some settings."""
 
 
 def _read_operand_and_setting(context: Any, node: Any, default: float) -> tuple[Any, float]:
-    """The tensor, and the number that follows it."""
+    """Return the input tensor and the number that follows it among the arguments."""
     from coremltools.converters.mil.frontend.torch.ops import _get_inputs  # noqa: PLC0415
 
     x, *settings = _get_inputs(context, node)
@@ -99,84 +102,93 @@ def _read_operand_and_setting(context: Any, node: Any, default: float) -> tuple[
 
 
 class _Translations:
-    def __init__(self, is_new: bool, sparse: frozenset[str]) -> None:
-        self.is_new, self.sparse = is_new, sparse
+    """Translation functions for our three operators, as coremltools calls them."""
+
+    def __init__(self, for_ios18: bool, sparse: frozenset[str]) -> None:
+        self.for_ios18 = for_ios18
+        self.sparse = sparse
 
     def quantize(self, context: Any, node: Any) -> None:
         from coremltools.converters.mil import Builder  # noqa: PLC0415
 
-        x, scale, zero, *_, fmt = self._read_operands(context, node)
-        made = Builder.quantize(
+        x, scale, zero_point, *_, dtype = self._read_operands(context, node)
+        quantized = Builder.quantize(
             input=x,
             scale=np.float32(scale),
-            zero_point=_to_zero_point(zero, fmt),
-            output_dtype=fmt,
-            name=_strip_prefix(node.inputs[1], "_scale"),
+            zero_point=_to_zero_point(zero_point, dtype),
+            output_dtype=dtype,
+            name=_module_label(node.inputs[1], "_scale"),
         )
-        context.add(made, node.name)
+        context.add(quantized, node.name)
 
     def dequantize(self, context: Any, node: Any) -> None:
         from coremltools.converters.mil import Builder  # noqa: PLC0415
 
-        codes, scale, zero, axis, block, fmt = self._read_operands(context, node)
+        codes, scale, zero_point, axis, block, dtype = self._read_operands(context, node)
         if isinstance(codes, np.ndarray):
-            made = self._weight(codes, scale, zero, (axis, block, fmt), _strip_prefix(node.inputs[0], "_codes"))
+            label = _module_label(node.inputs[0], "_codes")
+            values = self._weight(codes, scale, zero_point, axis, block, dtype, label)
         else:
-            made = Builder.dequantize(input=codes, scale=np.float32(scale), zero_point=_to_zero_point(zero, fmt))
-        context.add(made, node.name)
+            values = Builder.dequantize(
+                input=codes, scale=np.float32(scale), zero_point=_to_zero_point(zero_point, dtype)
+            )
+        context.add(values, node.name)
 
     def look_up(self, context: Any, node: Any) -> None:
         from coremltools.converters.mil import Builder  # noqa: PLC0415
         from coremltools.converters.mil.mil import types  # noqa: PLC0415
 
-        codes, tables, axis, fmt = self._read_operands(context, node)
+        codes, tables, axis, dtype = self._read_operands(context, node)
         shape = [1] * codes.ndim
         shape[axis] = tables.shape[0]
-        kind = types.nptype_from_builtin(types.string_to_builtin(fmt))
-        made = Builder.constexpr_lut_to_dense(
-            indices=codes.astype(kind),
+        index_type = types.nptype_from_builtin(types.string_to_builtin(dtype))
+        values = Builder.constexpr_lut_to_dense(
+            indices=codes.astype(index_type),
             lut=np.asarray(tables, np.float32).reshape(*shape, -1, 1),
-            name=_strip_prefix(node.inputs[0], "_codes"),
+            name=_module_label(node.inputs[0], "_codes"),
         )
-        context.add(made, node.name)
+        context.add(values, node.name)
 
-    def _weight(self, codes: Any, scale: Any, zero: Any, form: tuple[int, int, str], name: str) -> Any:
+    def _weight(self, codes: Any, scale: Any, zero_point: Any, axis: int, block: int, dtype: str, label: str) -> Any:
         from coremltools.converters.mil import Builder  # noqa: PLC0415
         from coremltools.converters.mil.mil import types  # noqa: PLC0415
 
-        axis, block, fmt = form
-        kind = types.nptype_from_builtin(types.string_to_builtin(fmt))
-        data, scale = codes.astype(kind), np.asarray(scale, np.float32)
-        if not self.is_new:
-            zero = np.zeros(scale.shape, codes.dtype) if zero is None else np.asarray(zero)
+        code_type = types.nptype_from_builtin(types.string_to_builtin(dtype))
+        data = codes.astype(code_type)
+        scale = np.asarray(scale, np.float32)
+        if not self.for_ios18:
+            zero_point = np.zeros(scale.shape, codes.dtype) if zero_point is None else np.asarray(zero_point)
             return Builder.constexpr_affine_dequantize(
-                quantized_data=data, scale=scale, zero_point=zero, axis=np.int32(axis), name=name
+                quantized_data=data, scale=scale, zero_point=zero_point, axis=np.int32(axis), name=label
             )
-        shape = [1] * codes.ndim
-        if scale.ndim:
-            shape[axis] = -1
-        whole = scale if block else scale.reshape(shape)
-        offset = None if zero is None else np.asarray(zero).reshape(whole.shape).astype(kind)
-        if name not in self.sparse:
-            return Builder.constexpr_blockwise_shift_scale(data=data, scale=whole, offset=offset, name=name)
-        is_kept = codes != 0
-        bits = is_kept.astype(types.nptype_from_builtin(types.uint1))
-        mask, kept = Builder.constexpr_sparse_blockwise_shift_scale(
-            data_mask=bits, nonzero_data=data[is_kept], scale=whole, name=name
+        if not block:  # these operations take a scale with as many axes as the codes
+            shape = [1] * codes.ndim
+            if scale.ndim:
+                shape[axis] = -1
+            scale = scale.reshape(shape)
+        offset = None if zero_point is None else np.asarray(zero_point).reshape(scale.shape).astype(code_type)
+        if label not in self.sparse:
+            return Builder.constexpr_blockwise_shift_scale(data=data, scale=scale, offset=offset, name=label)
+        is_nonzero = codes != 0
+        mask_bits = is_nonzero.astype(types.nptype_from_builtin(types.uint1))
+        mask, nonzero_values = Builder.constexpr_sparse_blockwise_shift_scale(
+            data_mask=mask_bits, nonzero_data=data[is_nonzero], scale=scale, name=label
         )
-        return Builder.constexpr_sparse_to_dense(nonzero_data=kept, mask=mask, name=f"{name}_dense")
+        return Builder.constexpr_sparse_to_dense(nonzero_data=nonzero_values, mask=mask, name=f"{label}_dense")
 
     def _read_operands(self, context: Any, node: Any) -> list[Any]:
-        """The operands: values where they are known, variables where they are not."""
+        """Return the operands of a node: the value of each constant, the variable of every other operand."""
         from coremltools.converters.mil.frontend.torch.ops import _get_inputs  # noqa: PLC0415
 
-        given = _get_inputs(context, node)
-        return [each if getattr(each, "val", None) is None else each.val for each in given]
+        operands = _get_inputs(context, node)
+        return [operand if getattr(operand, "val", None) is None else operand.val for operand in operands]
 
 
-def _strip_prefix(held: str, ending: str) -> str:
-    return operation_label(held.removeprefix(WEIGHT_PREFIX).removesuffix(ending))
+def _module_label(buffer_name: str, suffix: str) -> str:
+    """Return the label of the module that owns a buffer: held_fc_codes -> layer_fc."""
+    return operation_label(buffer_name.removeprefix(WEIGHT_PREFIX).removesuffix(suffix))
 
 
-def _to_zero_point(zero: Any, fmt: str) -> Any:
-    return None if zero is None or not int(zero) else np.asarray(zero).astype(fmt)[()]
+def _to_zero_point(zero_point: Any, dtype: str) -> Any:
+    """Return a zero point as a scalar of `dtype`; None for zero, which MIL omits."""
+    return None if zero_point is None or not int(zero_point) else np.asarray(zero_point).astype(dtype)[()]

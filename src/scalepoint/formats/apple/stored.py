@@ -1,4 +1,4 @@
-"""What a Core ML file holds of a quantized model: weights as codes with their parameters, quantizers as Q/DQ."""
+"""Modules of the graph that is written to Core ML: weights as codes with scales, quantizers as Q/DQ."""
 
 import re
 
@@ -21,28 +21,36 @@ from scalepoint.spec import (
 from scalepoint.spec.palette import is_palette
 
 ACTIVATION_RANGES = {"uint8": (0, 255), "int8": (-128, 127)}
-NARROW_TYPES = ("int4", "uint4")  # from iOS 18 on
+FOUR_BIT_TYPES = ("int4", "uint4")  # since iOS 18
 
 
 class CoreMlStoredWeight(WeightedOperation):
-    """An operation over codes as (out, in, ..); a zero point is left away where it is zero everywhere."""
+    """An operation whose weight is stored as codes (out, in, ..).
+
+    The zero point is None if it is zero everywhere.
+    """
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
         self.fmt = dtype_name(quant.spec.dtype)
-        if self.fmt not in (*NARROW_TYPES, *ACTIVATION_RANGES):
-            raise ExportError(f"{quant.name}: Core ML has no weights of {self.fmt}. It has int4, uint4, int8, uint8")
+        if self.fmt not in (*FOUR_BIT_TYPES, *ACTIVATION_RANGES):
+            raise ExportError(
+                f"{quant.name}: Core ML does not support {self.fmt} weights: use int4, uint4, int8 or uint8"
+            )
         if not isinstance(granularity, PerTensorGranularity | PerChannelGranularity | PerBlockGranularity):
-            raise ExportError(f"{quant.name}: no Core ML form for weights with {granularity!r}")
+            raise ExportError(
+                f"{quant.name}: Core ML does not support weights with {granularity!r}: "
+                "use one scale per tensor, per channel or per block"
+            )
         self.axis = 0 if isinstance(granularity, PerTensorGranularity) else int(granularity.axis or 0)
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
         self.is_sparse = quant.mask is not None and not bool(quant.zero_point.any())
-        zero = quant.zero_point.expand(quant.scale.shape).to(deployed.codes.dtype)
+        zero_point = quant.zero_point.expand(quant.scale.shape).to(deployed.codes.dtype)
         self.register_buffer("codes", deployed.codes.contiguous())
         self.register_buffer("scale", quant.scale.detach().to(torch.float32).contiguous().clone())
-        self.register_buffer("zero_point", zero.contiguous() if bool(zero.any()) else None)
+        self.register_buffer("zero_point", zero_point.contiguous() if bool(zero_point.any()) else None)
         self.register_buffer("bias", None if deployed.bias is None else deployed.bias.detach().clone())
 
     codes: Tensor
@@ -52,11 +60,11 @@ class CoreMlStoredWeight(WeightedOperation):
 
     @property
     def needs_ios18(self) -> bool:
-        """Whether iOS 18 is the first to have it."""
-        return bool(self.block) or self.fmt in NARROW_TYPES or self.is_sparse
+        """Whether Core ML can store this weight only since iOS 18."""
+        return bool(self.block) or self.fmt in FOUR_BIT_TYPES or self.is_sparse
 
     def broadcast_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point with as many axes as the codes."""
+        """Return scale and zero point with as many axes as the codes."""
         if self.block:
             return self.scale, self.zero_point
         shape = [1] * self.codes.ndim
@@ -70,13 +78,13 @@ class CoreMlStoredWeight(WeightedOperation):
 
 
 class CoreMlStoredPalette(WeightedOperation):
-    """An operation over indices as (out, in, ..) into tables (groups, entries)."""
+    """An operation whose weight is stored as indices (out, in, ..) into tables (groups, entries)."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
-        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # a palette has no other
+        assert isinstance(granularity, PerGroupedChannelGranularity)  # noqa: S101  # the only one of a palette
         self.fmt, self.axis = dtype_name(quant.spec.dtype), int(granularity.axis or 0)
         self.register_buffer("codes", deployed.codes.contiguous())
         self.register_buffer("tables", quant.scale.detach().to(torch.float32).contiguous().clone())
@@ -97,7 +105,7 @@ def build_stored_weight(source: QuantizedWeighted) -> nn.Module:
 
 
 class CoreMlStoredStub(nn.Module):
-    """What a stub does, as codes and back, with constant parameters."""
+    """A quantizer of activations as quantize and dequantize with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float = 1.0) -> None:
         super().__init__()
@@ -105,7 +113,8 @@ class CoreMlStoredStub(nn.Module):
         self.fmt, self.low, self.high = grid.format.name, grid.low, grid.high
         if ACTIVATION_RANGES.get(self.fmt) != (grid.low, grid.high) or stub.scale.ndim or grid.formulation != "zp":
             raise ExportError(
-                f"{stub.name}: Core ML quantizes activations to all of int8 or uint8, with one scale and zero point"
+                f"{stub.name}: Core ML quantizes activations to the full range of int8 or uint8, with one scale and "
+                "zero point per tensor"
             )
         self.register_buffer("scale", (stub.scale.detach() * factor).to(torch.float32))
         self.register_buffer("zero_point", stub.zero_point.detach().to(grid.format.storage).clone())
@@ -123,11 +132,13 @@ COREML_FACTORIES = ModuleFactories(build_stored_weight, CoreMlStoredStub, InputF
 
 
 def build_coreml_graph(model: fx.GraphModule, float_dtype: torch.dtype) -> fx.GraphModule:
-    """A copy whose weights are codes, with scales as `float_dtype` holds them."""
+    """Copy a model for export: weights as codes, scales rounded to `float_dtype`."""
     return build_stored_graph(model, COREML_FACTORIES, float_dtype)
 
 
 def operation_label(path: str) -> str:
-    """The name of an operation of the program that stands for a module: a word in snake case, which is how torch.fx
-    writes the names of what a program holds (LogSigmoid: log_sigmoid)."""
+    """Return the name that a module's operation has in the program: layer_ and the path in snake case.
+
+    torch.fx writes the names of buffers and parameters in snake case too (LogSigmoid becomes log_sigmoid).
+    """
     return "layer_" + re.sub(r"(?<=[a-z])([A-Z])", r"_\1", re.sub(r"\W", "_", path)).lower()

@@ -1,9 +1,10 @@
-"""A quantized model becomes an .mlpackage, for one target.
+"""Write a quantized model as a Core ML package (.mlpackage).
 
-    model --weights as codes, stubs as Q/DQ--> stored form --coremltools--> MIL program --> package, whole or not at all
+    model --weights as codes, stubs as Q/DQ--> stored graph --coremltools--> MIL program --> package folder
 
-Shapes are those of the example: the Neural Engine runs fixed ones. Passes of coremltools that would rewrite our scales
-are left out. The package is written by us, so that the same model gives the same bytes.
+The shapes of the example inputs are fixed in the file, because the Neural Engine runs only fixed shapes. Passes of
+coremltools that would rewrite our scales are skipped. We write the package folder ourselves: coremltools would put
+random identifiers into it, and the same model must give the same bytes.
 """
 
 import json
@@ -37,8 +38,8 @@ from scalepoint.numerics import dtype_name
 from scalepoint.support.files import replace_folder
 
 AUTHOR = "com.apple.CoreML"
-MODEL, WEIGHTS = "model.mlmodel", "weights"
-SKIPPED_PASSES = (  # they rewrite scales, zero points or types of codes
+MODEL_FILE, WEIGHTS_FOLDER = "model.mlmodel", "weights"
+SKIPPED_PASSES = (  # they rewrite scales, zero points or dtypes of codes
     "common::int_op_canonicalization",
     "common::nullify_redundant_quantization_zero_point",
     "common::dequantize_quantize_pair_elimination",
@@ -49,7 +50,7 @@ SKIPPED_PASSES = (  # they rewrite scales, zero points or types of codes
 
 
 def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
-    """The quantized model, and the float one of the same capture where it is asked for."""
+    """Write the quantized model, and at `request.float_path` the float model of the same capture."""
     stored = build_coreml_graph(model, request.float_dtype)
     _write_graph(stored, path, request, {**request.metadata, "scalepoint.float_dtype": dtype_name(request.float_dtype)})
     if request.float_path is not None:
@@ -57,82 +58,96 @@ def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
 
 
 def _write_graph(model: fx.GraphModule, path: Path, request: ExportRequest, metadata: Mapping[str, str]) -> None:
-    is_new = any(
-        isinstance(each, CoreMlStoredWeight | CoreMlStoredPalette) and each.needs_ios18 for each in model.modules()
+    for_ios18 = any(
+        isinstance(module, CoreMlStoredWeight | CoreMlStoredPalette) and module.needs_ios18
+        for module in model.modules()
     )
-    import_coremltools()  # quietly, before anything else of it is imported
+    import_coremltools()  # first, because this import silences its warnings
     try:
         with torch.no_grad():
             args, kwargs = inputs_to_float32(request.inputs)
             program = export_graph(prepare_graph(model), args, kwargs, False)
-        register_operators(is_new, _find_sparse_weights(model))
-        made = _convert_program(program, request.float_dtype, is_new)
+        register_operators(for_ios18, _find_sparse_weights(model))
+        converted = _convert_program(program, request.float_dtype, for_ios18)
     except ScalepointError:
         raise
-    except Exception as error:  # coremltools raises every kind
+    except Exception as error:  # coremltools raises exceptions of many types
         raise ExportError(f"coremltools cannot convert this model: {_first_line(error)}") from error
     try:
-        spec = made.get_spec()
+        spec = converted.get_spec()
         spec.description.metadata.userDefined.update(metadata)
-        replace_folder(path, lambda folder: _write_package(folder, spec, Path(made.weights_dir)))
+        replace_folder(path, lambda folder: _write_package(folder, spec, Path(converted.weights_dir)))
     finally:
-        shutil.rmtree(made.package_path, ignore_errors=True)  # coremltools keeps its own until the process ends
+        # coremltools would keep its temporary package until the process ends.
+        shutil.rmtree(converted.package_path, ignore_errors=True)
 
 
-def _convert_program(program: Any, float_dtype: torch.dtype, is_new: bool) -> Any:
-    tools = import_coremltools()
-    kind = dtype_name(float_dtype)
-    pipeline = tools.PassPipeline()
+def _convert_program(program: Any, float_dtype: torch.dtype, for_ios18: bool) -> Any:
+    coremltools = import_coremltools()
+    pipeline = coremltools.PassPipeline()
     pipeline.remove_passes(set(SKIPPED_PASSES) & set(pipeline.passes))
     with without_warnings(), export_logs_silenced():
-        return tools.convert(
+        return coremltools.convert(
             program,
             outputs=_declare_outputs(program),
             convert_to="mlprogram",
-            minimum_deployment_target=tools.target.iOS18 if is_new else tools.target.iOS17,
-            compute_precision=tools.precision.FLOAT16 if kind == "float16" else tools.precision.FLOAT32,
+            minimum_deployment_target=coremltools.target.iOS18 if for_ios18 else coremltools.target.iOS17,
+            compute_precision=(
+                coremltools.precision.FLOAT16 if float_dtype == torch.float16 else coremltools.precision.FLOAT32
+            ),
             pass_pipeline=pipeline,
             skip_model_load=True,
         )
 
 
 def _find_sparse_weights(model: fx.GraphModule) -> frozenset[str]:
-    modules = model.named_modules()
     return frozenset(
-        operation_label(path) for path, each in modules if isinstance(each, CoreMlStoredWeight) and each.is_sparse
+        operation_label(path)
+        for path, module in model.named_modules()
+        if isinstance(module, CoreMlStoredWeight) and module.is_sparse
     )
 
 
 def _declare_outputs(program: Any) -> list[Any]:
-    """Under the names that the model gives, floats as float32."""
-    tools = import_coremltools()
-    values = [each.meta["val"] for each in program.graph.output_node().args[0] if isinstance(each, fx.Node)]
+    """Declare every output under its name in the model, as float32 or int32."""
+    coremltools = import_coremltools()
+    values = [node.meta["val"] for node in program.graph.output_node().args[0] if isinstance(node, fx.Node)]
     names = output_names(program, len(values))
     return [
-        tools.TensorType(name=name, dtype=np.float32 if value.is_floating_point() else np.int32)
+        coremltools.TensorType(name=name, dtype=np.float32 if value.is_floating_point() else np.int32)
         for name, value in zip(names, values, strict=True)
     ]
 
 
 def _write_package(folder: Path, spec: Any, weights: Path) -> None:
-    """Manifest.json names the two items of a package, by identifiers that follow from their paths."""
-    home = folder / "Data" / AUTHOR
-    (home / WEIGHTS).mkdir(parents=True)
-    (home / MODEL).write_bytes(spec.SerializeToString(deterministic=True))
-    for each in sorted(weights.glob("*.bin")):
-        (home / WEIGHTS / each.name).write_bytes(each.read_bytes())
+    """Write model, weights and Manifest.json, which lists the two items of a package by identifier.
+
+    The identifiers are derived from the names of the items; coremltools would choose random ones.
+    """
+    data_folder = folder / "Data" / AUTHOR
+    (data_folder / WEIGHTS_FOLDER).mkdir(parents=True)
+    (data_folder / MODEL_FILE).write_bytes(spec.SerializeToString(deterministic=True))
+    for weight_file in sorted(weights.glob("*.bin")):
+        (data_folder / WEIGHTS_FOLDER / weight_file.name).write_bytes(weight_file.read_bytes())
     items = {
-        str(uuid.uuid5(uuid.NAMESPACE_URL, name)).upper(): {
+        _item_identifier(name): {
             "author": AUTHOR,
-            "description": f"CoreML Model {about}",
+            "description": f"CoreML Model {description}",
             "name": name,
             "path": f"{AUTHOR}/{name}",
         }
-        for name, about in ((MODEL, "Specification"), (WEIGHTS, "Weights"))
+        for name, description in ((MODEL_FILE, "Specification"), (WEIGHTS_FOLDER, "Weights"))
     }
-    root = next(identifier for identifier, item in items.items() if item["name"] == MODEL)
-    manifest = {"fileFormatVersion": "1.0.0", "itemInfoEntries": items, "rootModelIdentifier": root}
+    manifest = {
+        "fileFormatVersion": "1.0.0",
+        "itemInfoEntries": items,
+        "rootModelIdentifier": _item_identifier(MODEL_FILE),
+    }
     (folder / "Manifest.json").write_text(json.dumps(manifest, indent=4), encoding="utf-8")
+
+
+def _item_identifier(name: str) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, name)).upper()
 
 
 def _first_line(error: Exception) -> str:
