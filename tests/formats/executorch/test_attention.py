@@ -1,4 +1,4 @@
-"""Attention as it is written for XNNPACK is that of torch."""
+"""The attention that is written for XNNPACK equals torch's."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from scalepoint.formats.executorch.attention import attention
 SHAPES = {"four axes": (2, 4, 5, 8), "three axes": (2, 5, 8)}
 
 
-def some(shape):
+def random_tensor(shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {},
         {"scale": 0.3},
@@ -23,15 +23,15 @@ def some(shape):
         {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu().T},
         {"attn_mask": torch.linspace(-2, 1, 25).reshape(5, 5)},
     ],
-    ids=["plain", "own scale", "causal", "bool mask", "float mask"],
+    ids=["plain", "custom scale", "causal", "bool mask", "float mask"],
 )
-def test_it_is_that_of_torch(shape, given):
-    query, key, value = some(shape), some(shape) + 1, some(shape) * 2
-    wanted = F.scaled_dot_product_attention(query, key, value, **given)
-    torch.testing.assert_close(attention(query, key, value, **given), wanted, rtol=1e-5, atol=1e-5)
+def test_attention_equals_scaled_dot_product_attention(shape, options):
+    query, key, value = random_tensor(shape), random_tensor(shape) + 1, random_tensor(shape) * 2
+    expected = F.scaled_dot_product_attention(query, key, value, **options)
+    torch.testing.assert_close(attention(query, key, value, **options), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_keys_that_queries_share_are_repeated():
-    query, key = some((2, 4, 5, 8)), some((2, 2, 7, 8))
-    wanted = F.scaled_dot_product_attention(query, key, key + 1, enable_gqa=True)
-    torch.testing.assert_close(attention(query, key, key + 1, enable_gqa=True), wanted, rtol=1e-5, atol=1e-5)
+def test_grouped_query_attention_repeats_keys_and_values():
+    query, key = random_tensor((2, 4, 5, 8)), random_tensor((2, 2, 7, 8))
+    expected = F.scaled_dot_product_attention(query, key, key + 1, enable_gqa=True)
+    torch.testing.assert_close(attention(query, key, key + 1, enable_gqa=True), expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Files for ExecuTorch: one delegate, our own codes and scales, and outputs as simulated."""
+"""Files for ExecuTorch: one delegate, our codes and scales, and the outputs of the simulation."""
 
 import numpy as np
 import pytest
@@ -41,106 +41,108 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """By the one call, with an example of another layout, and a metric that reads more pictures than the file takes."""
+    """A deploy() with a channels_last example and a metric whose batch is larger than the file's maximum."""
     torch.manual_seed(0)
     model, many = Net().eval(), torch.randn(21, 3, 32, 32)
     x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-    seen = []
+    calls = []
 
     def evaluate(run):
-        seen.append((hasattr(run, "served"), run(many).detach()))
+        calls.append((hasattr(run, "served"), run(many).detach()))
         return 1.0
 
     folder = tmp_path_factory.mktemp("executorch")
     data = [x, torch.randn(2, 3, 32, 32)]
-    done = scalepoint.deploy(
+    deployment = scalepoint.deploy(
         model, x, data, target="executorch", output=folder, evaluate=evaluate, smoke=True, progress=False
     )
-    return done, x, many, seen
+    return deployment, x, many, calls
 
 
-def test_one_delegate_holds_the_whole_net_in_int8(deployed):
-    found = deployed[0].verification
-    assert found.status == Status.OK
-    assert (found.executed["XnnpackBackend"], found.low_precision, found.fallbacks) == (1, 6, ())
-    assert not [op for op in found.executed if op.startswith(("aten", "executorch_prim"))]
-    assert "XNNDepthwiseConv2d qcint8" in found.executed
+def test_one_delegate_runs_the_whole_net_in_int8(deployed):
+    verification = deployed[0].verification
+    assert verification.status == Status.OK
+    executed = verification.executed
+    assert (executed["XnnpackBackend"], verification.low_precision, verification.fallbacks) == (1, 6, ())
+    assert not [op for op in executed if op.startswith(("aten", "executorch_prim"))]
+    assert "XNNDepthwiseConv2d qcint8" in executed
 
 
-def test_outputs_are_those_of_the_simulation(deployed):
+def test_outputs_match_the_simulation(deployed):
     assert deployed[0].verification.optimized[0].sqnr > 30
 
 
-def test_a_metric_is_judged_in_the_runtime_whatever_its_batch(deployed):
-    done, _, many, seen = deployed
-    assert [in_runtime for in_runtime, _ in seen] == [False, True]
+def test_a_metric_runs_in_the_runtime_whatever_its_batch(deployed):
+    deployment, _, many, calls = deployed
+    assert [in_runtime for in_runtime, _ in calls] == [False, True]
     with torch.no_grad():
-        wanted = done.model(many)
-    assert seen[1][1].shape == (21, 10)
-    assert float((seen[1][1] - wanted).square().sum() / wanted.square().sum()) < 1e-2
+        expected = deployment.model(many)
+    output = calls[1][1]
+    assert output.shape == (21, 10)
+    assert float((output - expected).square().sum() / expected.square().sum()) < 1e-2
 
 
-def test_the_file_tells_its_inputs_and_what_it_was_made_for(deployed):
-    done = deployed[0]
-    said = find_format("executorch").about(done.path)
-    assert (said.inputs[0].name, said.inputs[0].dtype, said.inputs[0].shape) == ("x", "float32", (None, 3, 32, 32))
-    assert dict(said.made_for) == {"target": "executorch"}
-    assert said.size == done.path.stat().st_size
-    assert done.path.name == "model.pte"
+def test_a_file_states_its_inputs_and_its_target(deployed):
+    path = deployed[0].path
+    info = find_format("executorch").about(path)
+    assert (info.inputs[0].name, info.inputs[0].dtype, info.inputs[0].shape) == ("x", "float32", (None, 3, 32, 32))
+    assert dict(info.made_for) == {"target": "executorch"}
+    assert info.size == path.stat().st_size
+    assert path.name == "model.pte"
 
 
 @pytest.mark.slow
-def test_the_float_file_is_timed_beside_it(tmp_path):
+def test_the_float_file_is_timed_next_to_the_quantized_file(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 3)).eval(), torch.randn(1, 3, 32, 32)
-    done = scalepoint.deploy(model, x, [x], target="executorch", output=tmp_path, progress=False)
+    deployment = scalepoint.deploy(model, x, [x], target="executorch", output=tmp_path, progress=False)
     assert (tmp_path / "float.pte").is_file()
-    assert 0 < done.verification.latency.ratio < 100
-    assert done.verification.size < done.verification.float_size
+    assert 0 < deployment.verification.latency.ratio < 100
+    assert deployment.verification.size < deployment.verification.float_size
 
 
 @pytest.mark.slow
-def test_every_code_is_at_most_a_step_from_the_simulation(deployed, tmp_path):
-    """What XNNPACK rounds otherwise (its adds have multipliers of 21 bits) does not grow in a net of this depth."""
-    done, x, _, _ = deployed
-    form, runtime = find_format("executorch"), find_runtime("executorch")
-    form.write_with_layer_outputs(done.model, tmp_path / "exposed.pte", ExportRequest(((x,), {})))
-    _, codes = simulate(done.model, ((x,), {}))
+def test_every_code_is_at_most_one_step_from_the_simulation(deployed, tmp_path):
+    """XNNPACK's adds round differently (their multipliers have 21 bits); in a net of this depth the error stays small."""
+    deployment, x, _, _ = deployed
+    executorch, runtime = find_format("executorch"), find_runtime("executorch")
+    path = tmp_path / "layer_outputs.pte"
+    executorch.write_with_layer_outputs(deployment.model, path, ExportRequest(((x,), {})))
+    _, codes = simulate(deployment.model, ((x,), {}))
     with exchange_files({"x": x.numpy()}) as files:
-        answer = run_task(runtime, {"task": "run", "path": str(tmp_path / "exposed.pte"), "options": {}, **files.files})
-        found = files.outputs(answer)
-    quantizers = form.about(tmp_path / "exposed.pte").quantizers
+        answer = run_task(runtime, {"task": "run", "path": str(path), "options": {}, **files.files})
+        outputs = files.outputs(answer)
+    quantizers = executorch.about(path).quantizers
     compared = 0
     for name, calls in codes.items():
-        for wanted, given in match_calls(name, calls, quantizers, found):
-            apart = np.abs(given.astype(int) - wanted)
-            assert apart.max() <= 1, name
-            assert (apart == 0).mean() > 0.98, name
+        for expected, actual in match_calls(name, calls, quantizers, outputs):
+            distance = np.abs(actual.astype(int) - expected)
+            assert distance.max() <= 1, name
+            assert (distance == 0).mean() > 0.98, name
             compared += 1
     assert compared == sum(map(len, codes.values()))
 
 
 @pytest.mark.slow
-def test_the_first_layer_that_departs_is_named(deployed, monkeypatch):
-    done, x, _, _ = deployed
-    made = XnnpackStoredStub.__init__
+def test_verify_names_the_first_layer_that_departs(deployed, monkeypatch):
+    deployment, x, _, _ = deployed
+    original = XnnpackStoredStub.__init__
 
-    def wrong(self, stub, factor):
-        made(self, stub, factor * 3 if stub.name == "two_relu_2_quant" else factor)
+    def with_wrong_scale(self, stub, factor):
+        original(self, stub, factor * 3 if stub.name == "two_relu_2_quant" else factor)
 
-    monkeypatch.setattr(XnnpackStoredStub, "__init__", wrong)
-    monkeypatch.setattr(
-        "scalepoint.verification.verify_file.worst_sqnr", lambda agreements: 0.0
-    )  # else it is not searched for
-    found = verify(done.path, done.model, x).departure
-    assert found.where == "two_relu_2_quant"
-    assert found.largest > 2
+    monkeypatch.setattr(XnnpackStoredStub, "__init__", with_wrong_scale)
+    # verify searches for the layer only if the outputs differ.
+    monkeypatch.setattr("scalepoint.verification.verify_file.worst_sqnr", lambda agreements: 0.0)
+    departure = verify(deployment.path, deployment.model, x).departure
+    assert departure.where == "two_relu_2_quant"
+    assert departure.largest > 2
 
 
-@pytest.mark.parametrize("keep", [4, 100, 2000])
-def test_a_part_of_a_file_is_told(deployed, tmp_path, keep):
+@pytest.mark.parametrize("size", [4, 100, 2000])
+def test_a_truncated_file_is_rejected(deployed, tmp_path, size):
     part = tmp_path / "part.pte"
-    part.write_bytes(deployed[0].path.read_bytes()[:keep])
+    part.write_bytes(deployed[0].path.read_bytes()[:size])
     with pytest.raises(StoreError, match="ExecuTorch program"):
         find_format("executorch").about(part)
 
@@ -157,32 +159,34 @@ class Encoder(nn.Module):
     def forward(self, input_ids, attention_mask):
         x = self.table(input_ids)
         y = self.norm(x)
-        heads = [each(y).unflatten(-1, (4, 16)).transpose(1, 2) for each in (self.query, self.key, self.value)]
+        projections = (self.query, self.key, self.value)
+        heads = [projection(y).unflatten(-1, (4, 16)).transpose(1, 2) for projection in projections]
         mask = attention_mask.bool()[:, None, None]
         x = x + self.out(nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2))
         return {"tokens": x + self.down(nn.functional.silu(self.up(x)))}
 
 
 @pytest.mark.slow
-def test_rows_and_groups_of_four_bits_run_in_integers(tmp_path):
+def test_dynamic_activations_and_int4_groups_run_in_integers(tmp_path):
     torch.manual_seed(0)
     inputs = {"input_ids": torch.randint(0, 512, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     inputs["attention_mask"][1, 5:] = 0
     model = quantize(Encoder().eval(), inputs, QuantConfig(weight=INT4), forward_loop=[inputs], target="executorch")
     path = export(model, tmp_path / "groups.pte", inputs)
-    found = verify(path, model, inputs)
-    assert (found.executed["XNNFullyConnected qbint4"], found.executed["XNNConvert"]) == (6, 6)  # rows for each
-    assert found.fallbacks == ()
-    assert found.optimized[0].output == "tokens"
-    assert found.optimized[0].sqnr > 80
-    assert (found.executed["XNNBatchMatrixMultiply"], found.executed["XNNSoftmax"]) == (2, 1)
-    outside = {op for op in found.executed if op.startswith("aten")}
+    verification = verify(path, model, inputs)
+    executed = verification.executed
+    assert (executed["XNNFullyConnected qbint4"], executed["XNNConvert"]) == (6, 6)  # one conversion for each layer
+    assert verification.fallbacks == ()
+    assert verification.optimized[0].output == "tokens"
+    assert verification.optimized[0].sqnr > 80
+    assert (executed["XNNBatchMatrixMultiply"], executed["XNNSoftmax"]) == (2, 1)
+    outside = {op for op in executed if op.startswith("aten")}
     assert not outside & {"aten::mul", "aten::expand_copy", "aten::logical_not", "aten::bmm", "aten::linear"}
-    assert found.size < 100_000  # of 262,144 in float: the table in int8, two weights a byte
+    assert verification.size < 100_000  # 262,144 in float; the table is int8, the other weights are int4
 
 
-class Joined(nn.Module):
-    """As a U-Net joins: what was pooled and brought back up beside what was not; then a tensor with itself."""
+class UNetConcats(nn.Module):
+    """A concat of a skip connection with an upsampled tensor, as in a U-Net, and a concat of a tensor with itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,24 +199,24 @@ class Joined(nn.Module):
         return self.last(torch.cat([x, x], 1))
 
 
-def test_tensors_of_several_scales_are_joined_at_that_of_the_result(tmp_path):
+def test_concat_inputs_of_different_scales_are_requantized_to_the_output_scale(tmp_path):
     torch.manual_seed(0)
-    model, x = Joined().eval(), torch.randn(2, 3, 16, 16)
+    model, x = UNetConcats().eval(), torch.randn(2, 3, 16, 16)
     quantized = quantize(model, x, forward_loop=[x], target="executorch", freeze_weights=True)
     export(quantized, tmp_path / "m.pte", x)
-    found = verify(tmp_path / "m.pte", quantized, x, runtime="executorch")
-    assert found.status == Status.OK, found.message
-    assert found.holds
-    assert found.sqnr > 60
+    verification = verify(tmp_path / "m.pte", quantized, x, runtime="executorch")
+    assert verification.status == Status.OK, verification.message
+    assert verification.holds
+    assert verification.sqnr > 60
 
 
-def test_activations_that_xnnpack_takes_in_part_compute_what_the_simulation_does(tmp_path):
-    """Parts of CELU and Hardshrink run outside of its delegates, and read the same tensor as the parts inside."""
+def test_activations_that_xnnpack_runs_only_in_part_match_the_simulation(tmp_path):
+    """Parts of CELU and Hardshrink run outside of the delegate, and read the same tensor as the parts inside."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 1), nn.CELU(0.5), nn.Conv2d(8, 8, 1), nn.Hardshrink(), nn.Conv2d(8, 8, 1), nn.RReLU()
     model, x = nn.Sequential(*layers, nn.Conv2d(8, 4, 1)).eval(), torch.randn(2, 3, 8, 8) * 2
     quantized = quantize(model, x, forward_loop=[x], target="executorch")
     export(quantized, tmp_path / "m.pte", x)
-    found = verify(tmp_path / "m.pte", quantized, x, layers=False)
-    assert found.status == Status.OK, found.message
-    assert found.sqnr > 30
+    verification = verify(tmp_path / "m.pte", quantized, x, layers=False)
+    assert verification.status == Status.OK, verification.message
+    assert verification.sqnr > 30

@@ -1,4 +1,4 @@
-"""ExecuTorch programs (.pte): int8 and int4 weights, Q/DQ as XNNPACK's partitioner takes them for its kernels."""
+"""ExecuTorch programs (.pte) for XNNPACK: int8 and int4 weights, Q/DQ where its partitioner expects them."""
 
 from scalepoint.errors import install_hint
 from scalepoint.formats.executorch.file_info import list_files, read_info

@@ -1,4 +1,4 @@
-"""What a .pte file says of itself: a method of the program gives it, as a constant."""
+"""Read inputs, quantizers and metadata of a .pte file: a constant method of the program holds them as JSON."""
 
 import re
 import subprocess
@@ -18,8 +18,8 @@ from scalepoint.support.files import TemporaryFolder
 from scalepoint.support.untrusted import LARGEST_FLATBUFFER, check_file, read_head, read_part, read_text
 
 MAGIC = b"ET12"
-MAX_TEXT_BYTES = 2**32  # bytes of a program as JSON
-_INFINITY = re.compile(r"(: -?)inf\b")  # as flatc writes it
+MAX_JSON_BYTES = 2**32  # of a program as JSON
+_FLATC_INFINITY = re.compile(r"(: -?)inf\b")  # flatc writes inf, JSON parsers expect Infinity
 
 
 def list_files(path: Path) -> Sequence[Path]:
@@ -27,18 +27,18 @@ def list_files(path: Path) -> Sequence[Path]:
 
 
 def read_info(path: Path) -> FileInfo:
-    """Its inputs, and what it was made for; of files that others wrote only the size."""
+    """Read inputs, quantizers, metadata and size; only the size if another program wrote the file."""
     size = _measure_size(path)
     try:
-        said = _read_description(read_program(path))
+        description = _read_description(read_program(path))
     except StoreError as error:
         raise StoreError(f"{path}: {error.args[0]}") from error
     return FileInfo(
         size=size,
-        inputs=tuple(FileInput(each.name, each.dtype, each.shape) for each in said.inputs),
-        made_for=read_target_options(said.made_for),
-        quantizers=said.quantizers,
-        metadata=said.made_for,
+        inputs=tuple(FileInput(declared.name, declared.dtype, declared.shape) for declared in description.inputs),
+        made_for=read_target_options(description.made_for),
+        quantizers=description.quantizers,
+        metadata=description.made_for,
     )
 
 
@@ -51,73 +51,73 @@ def _measure_size(path: Path) -> int:
         raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-class _Value(BaseModel):
+class _ProgramValue(BaseModel):
     val_type: str = ""
     val: dict[str, Any] = {}
 
 
-class _Plan(BaseModel):
+class _ExecutionPlan(BaseModel):
     name: str
-    values: tuple[_Value, ...]
+    values: tuple[_ProgramValue, ...]
 
 
 class _Program(BaseModel):
-    """The part of a program that is looked at here."""
+    """The fields of ExecuTorch's program schema that we read."""
 
-    execution_plan: tuple[_Plan, ...]
+    execution_plan: tuple[_ExecutionPlan, ...]
 
 
 def _read_description(program: dict[str, Any]) -> FileDescription:
     try:
         plans = {plan.name: plan for plan in _Program.model_validate(program).execution_plan}
     except ValidationError as error:
-        raise StoreError(f"it is damaged: {error.error_count()} fields are not as ExecuTorch writes them") from error
+        raise StoreError(f"the file is damaged: {error.error_count()} fields do not fit ExecuTorch's schema") from error
     if DESCRIPTION_METHOD not in plans:
         return FileDescription()
-    texts = [each.val.get("string_val") for each in plans[DESCRIPTION_METHOD].values if each.val_type == "String"]
+    texts = [value.val.get("string_val") for value in plans[DESCRIPTION_METHOD].values if value.val_type == "String"]
     if not texts or not isinstance(texts[0], str):
-        raise StoreError("it is damaged: the description in it is not a text")
+        raise StoreError("the file is damaged: its description is not a string")
     return read_description(texts[0])
 
 
 def read_program(path: Path) -> dict[str, Any]:
-    """The program in the file, as its public schema has it, without weights."""
-    head, there = read_head(path, 64), check_file(path)
+    """Read the program in a .pte file as a dictionary in ExecuTorch's schema, without weights."""
+    head, file_size = read_head(path, 64), check_file(path)
     if head[4:8] != MAGIC:
-        raise StoreError("it is no ExecuTorch program")
+        raise StoreError("not an ExecuTorch program")
     size = int.from_bytes(head[16:24], "little")
-    if there < size:
-        raise StoreError(f"only a part of an ExecuTorch program: {there:,} of at least {size:,} bytes")
+    if file_size < size:
+        raise StoreError(f"incomplete ExecuTorch program: {file_size:,} of at least {size:,} bytes")
     if size > LARGEST_FLATBUFFER:
-        raise StoreError(f"a program of {size:,} bytes: at most {LARGEST_FLATBUFFER:,} are read")
+        raise StoreError(f"a program of {size:,} bytes is too large: the limit is {LARGEST_FLATBUFFER:,}")
     return decode_flatbuffer(read_part(path, 0, size), "exir/_serialize/program.fbs")
 
 
 def decode_flatbuffer(data: bytes, schema: str) -> dict[str, Any]:
-    """A flatbuffer by a schema of ExecuTorch's, through the compiler that comes with it."""
+    """Decode a flatbuffer with flatc and a schema, which both come with ExecuTorch."""
     spec = find_spec("executorch")
     if spec is None or not spec.submodule_search_locations:
-        raise StoreError(f"a .pte file is read by ExecuTorch: {INSTALL}")
-    home = Path(next(iter(spec.submodule_search_locations)))
+        raise StoreError(f"reading a .pte file needs ExecuTorch: {INSTALL}")
+    package = Path(next(iter(spec.submodule_search_locations)))
     with TemporaryFolder() as folder:
         binary = folder / "data.bin"
         binary.write_bytes(data)
         options = ["--json", "--defaults-json", "--strict-json", "--raw-binary", "-o", str(folder)]
-        done = subprocess.run(  # noqa: S603  # a program of an installed package, no shell
-            [str(home / "data/bin/flatc"), *options, str(home / schema), "--", str(binary)],
+        result = subprocess.run(  # noqa: S603  # a program of an installed package, no shell
+            [str(package / "data/bin/flatc"), *options, str(package / schema), "--", str(binary)],
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
         )
-        written = binary.with_suffix(".json")
-        if done.returncode or not written.is_file():
-            raise StoreError(f"a flatbuffer that flatc cannot read: {(done.stderr or done.stdout).strip()[:200]}")
+        json_file = binary.with_suffix(".json")
+        if result.returncode or not json_file.is_file():
+            raise StoreError(f"flatc cannot read the flatbuffer: {(result.stderr or result.stdout).strip()[:200]}")
         try:
-            text = read_text(written, MAX_TEXT_BYTES)
-            found = parse_json(_INFINITY.sub(r"\1Infinity", text), MAX_TEXT_BYTES)
-        except DocumentError as error:  # flatc copies the bytes of a damaged text as they are
-            raise StoreError(f"it is damaged: {error.args[0]}") from error
-        if not isinstance(found, dict):
-            raise StoreError("it is damaged: the program is not a table")
-        return found
+            text = read_text(json_file, MAX_JSON_BYTES)
+            table = parse_json(_FLATC_INFINITY.sub(r"\1Infinity", text), MAX_JSON_BYTES)
+        except DocumentError as error:  # flatc copies the bytes of damaged strings unchanged
+            raise StoreError(f"the file is damaged: {error.args[0]}") from error
+        if not isinstance(table, dict):
+            raise StoreError("the file is damaged: its program is not a table")
+        return table

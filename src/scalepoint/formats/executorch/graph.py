@@ -1,11 +1,11 @@
-"""A graph in the shape that XNNPACK's partitioner takes whole.
+"""Rewrite an exported program so that XNNPACK's partitioner delegates all of it.
 
-a dequantize with several readers    one for each
-a concat between Q/DQ                its inputs brought to the scale of its output, the one that XNNPACK joins by
-a reshape to a free batch            to whatever is left (-1)
-an average over the picture          to extents of one, and a reshape
-a random leaky ReLU                  a leaky ReLU with the mean slope
-what nobody reads                    gone
+dequantize with several readers    one dequantize for each reader
+concat between Q/DQ                inputs requantized to the scale of the output
+reshape with a dynamic batch       reshape with -1 for the batch
+mean over height and width         mean with keepdim=True, then flatten
+rrelu                              leaky_relu with the mean slope
+unused weights and buffers         removed
 """
 
 import operator
@@ -21,13 +21,13 @@ aten = torch.ops.aten
 
 
 def prepare_program(program: ExportedProgram) -> ExportedProgram:
-    """In place, before it is lowered."""
+    """Rewrite the program in place, before it is lowered, and return it."""
     graph = program.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and "dequantize_per_" in str(node.target):
             _copy_for_each_reader(node)
         elif node.op == "call_function" and node.target is aten.mean.dim and _is_over_image_axes(node):
-            _fix_pool_extents(node)
+            _keep_pooled_axes(node)
         elif node.op == "call_function" and node.target is aten.cat.default:
             _concat_at_one_scale(node)
         elif node.op == "call_function" and node.target is aten.rrelu.default:
@@ -39,13 +39,15 @@ def prepare_program(program: ExportedProgram) -> ExportedProgram:
 
 
 def _remove_unused(program: ExportedProgram) -> None:
-    """Weights that codes took the place of, and batch norms that were folded: the file would hold some of them."""
-    held = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder" and not node.users}
+    """Remove float weights that codes replace and folded batch norms: the file would contain some of them."""
+    tensor_kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    unused = {node.name: node for node in program.graph.nodes if node.op == "placeholder" and not node.users}
     specs = program.graph_signature.input_specs
-    for spec in [each for each in specs if each.kind in held and each.arg.name in nodes]:
+    for spec in list(specs):
+        if spec.kind not in tensor_kinds or spec.arg.name not in unused:
+            continue
         specs.remove(spec)
-        program.graph.erase_node(nodes[spec.arg.name])
+        program.graph.erase_node(unused[spec.arg.name])
         program.state_dict.pop(spec.target, None)
         program.constants.pop(spec.target, None)
 
@@ -56,48 +58,56 @@ def _copy_for_each_reader(node: fx.Node) -> None:
 
 
 def _concat_at_one_scale(cat: fx.Node) -> None:
-    """XNNPACK takes a concat between Q/DQ for one of int8, and does not load it where a scale is not its output's. What
-    is rounded before it is joined is what would be rounded after."""
-    readers, joined = list(cat.users), cat.all_input_nodes
-    is_between = readers and all(_is_static(each, "quantize") for each in readers) and _have_same_parameters(readers)
-    if not is_between or not all(_is_static(each, "dequantize") for each in joined):
+    """Requantize the inputs of a concat between Q/DQ to the scale of its output.
+
+    XNNPACK runs such a concat in int8, and does not load the program if an input has another scale than the output.
+    Rounding the inputs before the concat gives the same codes as rounding its output.
+    """
+    readers, inputs = list(cat.users), cat.all_input_nodes
+    if not readers or not all(_is_static(reader, "quantize") for reader in readers):
         return
-    for given in joined:
-        if given.args[1:] != readers[0].args[1:]:
+    if not _have_same_parameters(readers) or not all(_is_static(source, "dequantize") for source in inputs):
+        return
+    quantize, parameters = readers[0], readers[0].args[1:]
+    for source in inputs:
+        if source.args[1:] != parameters:
             with cat.graph.inserting_before(cat):
-                codes = cat.graph.node_copy(readers[0])
-                codes.args = (given, *readers[0].args[1:])
-                values = cat.graph.node_copy(given)
-                values.args = (codes, *readers[0].args[1:])
-            codes.meta["val"] = readers[0].meta["val"].new_empty(given.meta["val"].shape)
-            cat.replace_input_with(given, values)
+                codes = cat.graph.node_copy(quantize)
+                codes.args = (source, *parameters)
+                values = cat.graph.node_copy(source)
+                values.args = (codes, *parameters)
+            codes.meta["val"] = quantize.meta["val"].new_empty(source.meta["val"].shape)
+            cat.replace_input_with(source, values)
 
 
-def _is_static(node: fx.Node, what: str) -> bool:
-    """A quantizer with one constant scale."""
-    return node.op == "call_function" and str(node.target) == f"quantized_decomposed.{what}_per_tensor.default"
+def _is_static(node: fx.Node, operation: str) -> bool:
+    """Whether a node is a per-tensor `operation` ("quantize" or "dequantize") with a constant scale."""
+    return node.op == "call_function" and str(node.target) == f"quantized_decomposed.{operation}_per_tensor.default"
 
 
 def _have_same_parameters(quantizers: list[fx.Node]) -> bool:
-    return len({each.args[1:] for each in quantizers}) == 1
+    return len({quantizer.args[1:] for quantizer in quantizers}) == 1
 
 
 def _copy_quantizer(node: fx.Node) -> fx.Node:
-    """With all that finds the parameters of its rows: shared, they tie delegates into cycles that cannot be cut."""
-    own: dict[fx.Node, fx.Node] = {}
-    for each in _find_quantizer_chain(node):
+    """Copy a dequantize together with the per-row quantize and choose_qparams before it.
+
+    Shared by several delegates, these would tie the delegates into cycles that the partitioner cannot break.
+    """
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in _find_quantizer_chain(node):
         with node.graph.inserting_before(node):
-            own[each] = node.graph.node_copy(each, lambda source: own.get(source, source))
-    return own[node]
+            copies[source] = node.graph.node_copy(source, lambda argument: copies.get(argument, argument))
+    return copies[node]
 
 
 def _find_quantizer_chain(node: fx.Node) -> list[fx.Node]:
-    """Its own quantize and choose_qparams, where there are such, in order, and itself."""
-    found = [node]
-    for each in found:
-        found += [source for source in each.all_input_nodes if _is_per_row(source) and source not in found]
+    """Return a dequantize and the per-row quantize and choose_qparams that it depends on, in graph order."""
+    chain = [node]
+    for member in chain:  # grows while it is iterated
+        chain += [source for source in member.all_input_nodes if _is_per_row(source) and source not in chain]
     order = list(node.graph.nodes)
-    return sorted(found, key=order.index)
+    return sorted(chain, key=order.index)
 
 
 def _is_per_row(node: fx.Node) -> bool:
@@ -107,26 +117,32 @@ def _is_per_row(node: fx.Node) -> bool:
 
 
 def _is_over_image_axes(node: fx.Node) -> bool:
+    """Whether a mean is a global average pool: over height and width of a 4-d tensor, without keepdim."""
     value: Any = node.args[0]
     axes: Any = node.args[1]
-    is_kept = len(node.args) > 2 and bool(node.args[2])
-    rank = value.meta["val"].ndim
-    return rank == 4 and not is_kept and sorted(axis % 4 for axis in axes) == [2, 3] and not node.kwargs.get("dtype")
+    has_keepdim = len(node.args) > 2 and bool(node.args[2])
+    if value.meta["val"].ndim != 4 or has_keepdim or node.kwargs.get("dtype"):
+        return False
+    return sorted(axis % 4 for axis in axes) == [2, 3]
 
 
-def _fix_pool_extents(node: fx.Node) -> None:
+def _keep_pooled_axes(node: fx.Node) -> None:
+    """Replace a global average pool by one with keepdim=True and a flatten: XNNPACK supports only keepdim=True."""
     value, axes = node.args[:2]
     with node.graph.inserting_before(node):
-        kept = node.graph.call_function(aten.mean.dim, (value, axes, True))
-        flat = node.graph.call_function(aten.flatten.using_ints, (kept, 1))
-    kept.meta = dict(node.meta) | {"val": node.meta["val"][:, :, None, None]}
+        pooled = node.graph.call_function(aten.mean.dim, (value, axes, True))
+        flat = node.graph.call_function(aten.flatten.using_ints, (pooled, 1))
+    pooled.meta = dict(node.meta) | {"val": node.meta["val"][:, :, None, None]}
     flat.meta = dict(node.meta)
     node.replace_all_uses_with(flat)
     node.graph.erase_node(node)
 
 
 def _use_mean_slope(node: fx.Node) -> None:
-    """torch decomposes RReLU to an operation without an out variant, which ExecuTorch cannot write."""
+    """Replace rrelu by leaky_relu, which equals it in eval mode.
+
+    torch decomposes rrelu to an operation without an out variant, which ExecuTorch cannot write.
+    """
     settings: Any = (*node.args[:4], *(1 / 8, 1 / 3, False)[len(node.args) - 1 :])
     x, lower, upper, training = settings
     if not training:
@@ -134,15 +150,15 @@ def _use_mean_slope(node: fx.Node) -> None:
 
 
 def infer_batch(model: fx.GraphModule) -> PassResult:
-    """Reshapes whose one free extent is what is left: a pass over the lowered graph."""
+    """Write -1 for the one dynamic size of a reshape: a pass over the lowered graph."""
     changed = False
     for node in model.graph.nodes:
         if node.op != "call_function" or "view_copy" not in str(node.target):
             continue
         sizes: Any = node.args[1]
-        free = [place for place, size in enumerate(sizes) if not isinstance(size, int)]
-        if len(free) == 1 and -1 not in sizes:
-            node.args = (node.args[0], [-1 if place == free[0] else size for place, size in enumerate(sizes)])
+        dynamic_axes = [axis for axis, size in enumerate(sizes) if not isinstance(size, int)]
+        if len(dynamic_axes) == 1 and -1 not in sizes:
+            node.args = (node.args[0], [-1 if axis == dynamic_axes[0] else size for axis, size in enumerate(sizes)])
             changed = True
     model.graph.eliminate_dead_code()
     model.recompile()

@@ -1,6 +1,6 @@
-"""The same program with the codes at every constant quantizer as further outputs: what verify compares, layer by layer.
+"""Write a program that also returns the codes of every static quantizer, so that verify can compare layer by layer.
 
-XNNPACK's graph is the same but for these outputs, and so are its kernels.
+Apart from these outputs XNNPACK gets the same graph, so it runs the same kernels.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from scalepoint.graph.program import leaves_of
 
 
 class StubCodes(nn.Module):
-    """The first half of a stub."""
+    """The first half of a stub: values to codes."""
 
     def __init__(self, stub: XnnpackStoredStub) -> None:
         super().__init__()
@@ -27,46 +27,49 @@ class StubCodes(nn.Module):
 
 
 class StubValues(StubCodes):
-    """The second half."""
+    """The second half of a stub: codes to values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.stub.values(x)
 
 
 def write_with_layer_outputs(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
-    """To be run, not kept."""
+    """Write the temporary program that verify runs."""
     with executorch_imported():
         stored = build_stored_graph(model, XNNPACK_FACTORIES)
         leaves = leaves_of(stored, *request.inputs)
         codes = _split_stubs(stored)
         output = next(node for node in stored.graph.nodes if node.op == "output")
-        given = [each for each in pytree.tree_leaves(output.args[0]) if isinstance(each, fx.Node)]
-        output.args = ((*given, *codes.values()),)
+        model_outputs = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
+        output.args = ((*model_outputs, *codes.values()),)
         stored.graph.set_codegen(fx.graph.CodeGen())
         stored.recompile()
-        names = [f"output_{place}" for place in range(len(given))]
-        about = {"outputs": [*names, *codes], "quantizers": {name: name for name in codes}}
-        write_program(stored, path, (leaves, {}), request.dynamic, about)
+        names = [f"output_{index}" for index in range(len(model_outputs))]
+        description = {"outputs": [*names, *codes], "quantizers": {name: name for name in codes}}
+        write_program(stored, path, (leaves, {}), request.dynamic, description)
 
 
 def _split_stubs(model: fx.GraphModule) -> dict[str, fx.Node]:
-    """Every call of a stub as two; the codes by the names that a quantizer has in a file."""
-    found: dict[str, fx.Node] = {}
-    calls: dict[str, int] = {}
+    """Split every call of a stub into two nodes; return the nodes with the codes by quantizer name.
+
+    The names are those of quantizers in ONNX files: NAME/QuantizeLinear, with _1, _2, ... for further calls.
+    """
+    codes_by_name: dict[str, fx.Node] = {}
+    call_indices: dict[str, int] = {}
     for node in list(model.graph.nodes):
         stub = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if not isinstance(stub, XnnpackStoredStub):
             continue
         name = str(node.target)
-        place = calls[name] = calls.get(name, -1) + 1
-        first, second = f"{name}_codes_{place}", f"{name}_values_{place}"
-        model.add_submodule(first, StubCodes(stub))
-        model.add_submodule(second, StubValues(stub))
+        index = call_indices[name] = call_indices.get(name, -1) + 1
+        codes_path, values_path = f"{name}_codes_{index}", f"{name}_values_{index}"
+        model.add_submodule(codes_path, StubCodes(stub))
+        model.add_submodule(values_path, StubValues(stub))
         with model.graph.inserting_before(node):
-            codes = model.graph.call_module(first, node.args)
-            values = model.graph.call_module(second, (codes,))
+            codes = model.graph.call_module(codes_path, node.args)
+            values = model.graph.call_module(values_path, (codes,))
         codes.meta, values.meta = dict(node.meta), dict(node.meta)
         node.replace_all_uses_with(values)
         model.graph.erase_node(node)
-        found[f"{name}/QuantizeLinear" + (f"_{place}" if place else "")] = codes
-    return found
+        codes_by_name[f"{name}/QuantizeLinear" + (f"_{index}" if index else "")] = codes
+    return codes_by_name

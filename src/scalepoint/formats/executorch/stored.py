@@ -1,8 +1,9 @@
-"""What XNNPACK's partitioner knows: torch's `quantized_decomposed` operators around every operation.
+"""Modules of the graph that is written for XNNPACK: `quantized_decomposed` operators around every operation.
 
-static     dequantize_per_channel(codes) and [quantize, dequantize]_per_tensor on the input
-dynamic    [quantize, dequantize]_per_token with parameters that choose_qparams_per_token_asymmetric finds
-groups     dequantize_per_channel_group(codes), whose scales the file keeps in bfloat16
+static activations     [quantize, dequantize]_per_tensor on the input
+dynamic activations    [quantize, dequantize]_per_token with parameters from choose_qparams_per_token_asymmetric
+per-channel weights    dequantize_per_channel(codes)
+weights in groups      dequantize_per_channel_group(codes); XNNPACK stores these scales in bfloat16
 """
 
 from typing import Any
@@ -19,26 +20,26 @@ from scalepoint.spec import PerBlockGranularity, PerChannelGranularity
 
 
 def quantized_decomposed() -> Any:
-    """torch.ops.quantized_decomposed, which exist once ExecuTorch is imported."""
+    """Return torch.ops.quantized_decomposed, whose operators exist once ExecuTorch is imported."""
     return torch.ops.quantized_decomposed
 
 
 class XnnpackStoredWeight(WeightedOperation):
-    """An operation over stored codes."""
+    """An operation whose weight is stored as codes, per channel or in groups."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__(source)
         quant, deployed = source.weight_quant, source.deployed()
         granularity = quant.calculator.granularity
         self.low, self.high = int(quant.quantizer.grid.low), int(quant.quantizer.grid.high)
-        self.low = -8 if self.high == 7 else self.low  # which is how XNNPACK knows 4 bits
+        self.low = -8 if self.high == 7 else self.low  # XNNPACK recognizes 4-bit weights by the range -8 .. 7
         self.axis = int(granularity.axis or 0) if isinstance(granularity, PerChannelGranularity) else 0
         self.block = int(granularity.block_size) if isinstance(granularity, PerBlockGranularity) else 0  # type: ignore[arg-type]
         scale = quant.scale.detach().to(torch.float32)
         if self.block:
             scale = scale.to(torch.bfloat16).to(torch.float32)
         elif not isinstance(granularity, PerChannelGranularity):
-            raise ExportError(f"{quant.name}: XNNPACK takes weights with a scale a channel or a group")
+            raise ExportError(f"{quant.name}: XNNPACK needs weights with one scale per channel or per group")
         bias, bias_scale = deployed.bias, deployed.bias_scale
         if bias is not None:
             bias = (bias.detach() if bias_scale is None else bias * bias_scale).to(torch.float32)
@@ -66,7 +67,7 @@ class XnnpackStoredWeight(WeightedOperation):
 
 
 class XnnpackStoredTable(nn.Module):
-    """Rows looked up as codes and as scales."""
+    """An embedding table: looks up rows of codes and their scales, and multiplies them."""
 
     def __init__(self, source: QuantizedWeighted) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class XnnpackStoredTable(nn.Module):
 
 
 class XnnpackStoredStub(nn.Module):
-    """A stub with constant parameters."""
+    """A quantizer of activations with constant parameters."""
 
     def __init__(self, stub: QuantStub, factor: float) -> None:
         super().__init__()
@@ -91,20 +92,20 @@ class XnnpackStoredStub(nn.Module):
         return self.values(self.codes(x))
 
     def codes(self, x: Tensor) -> Tensor:
-        found: Tensor = quantized_decomposed().quantize_per_tensor(
+        codes: Tensor = quantized_decomposed().quantize_per_tensor(
             x, self.scale, self.zero_point, INT8_MIN, INT8_MAX, torch.int8
         )
-        return found
+        return codes
 
     def values(self, codes: Tensor) -> Tensor:
-        found: Tensor = quantized_decomposed().dequantize_per_tensor(
+        values: Tensor = quantized_decomposed().dequantize_per_tensor(
             codes, self.scale, self.zero_point, INT8_MIN, INT8_MAX, torch.int8
         )
-        return found
+        return values
 
 
 class XnnpackDynamicStub(nn.Module):
-    """A stub that finds the parameters of every row anew."""
+    """A quantizer that computes scale and zero point of every row at run time."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale, zero_point = quantized_decomposed().choose_qparams_per_token_asymmetric(x, torch.int8)

@@ -1,6 +1,6 @@
-"""A quantized model becomes an ExecuTorch program for XNNPACK.
+"""Write a quantized model as an ExecuTorch program for XNNPACK.
 
-model --Q/DQ of quantized_decomposed--> stored form --torch.export--> program --to_edge_transform_and_lower--> .pte
+model --Q/DQ of quantized_decomposed--> stored graph --torch.export--> program --to_edge_transform_and_lower--> .pte
 """
 
 import hashlib
@@ -28,27 +28,26 @@ from scalepoint.formats.stored_graph import build_float_graph, build_stored_grap
 from scalepoint.graph.torch_export import export_logs_silenced, make_contiguous, widen_batch
 from scalepoint.support.files import replace_file
 
-MAX_BATCH = 8  # memory is planned for it, or for the example's where that is larger
-DESCRIPTION_METHOD = "scalepoint"  # a method of the program that gives what the file says of itself
+MAX_BATCH = 8  # ExecuTorch plans memory for this batch, or for the example's batch if that is larger
+DESCRIPTION_METHOD = "scalepoint"  # constant method of the program that returns our metadata as JSON
 INSTALL = install_hint("executorch")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def write(model: fx.GraphModule, path: Path, request: ExportRequest) -> None:
-    """The quantized model, and the float one of the same capture where it is asked for."""
-    said = {"made_for": dict(request.metadata)}
+    """Write the quantized model, and at `request.float_path` the float model of the same capture."""
     with executorch_imported():
-        write_program(build_stored_graph(model, XNNPACK_FACTORIES), path, request.inputs, request.dynamic, said)
+        stored = build_stored_graph(model, XNNPACK_FACTORIES)
+        write_program(stored, path, request.inputs, request.dynamic, {"made_for": dict(request.metadata)})
         if request.float_path is not None:
-            write_program(
-                build_float_graph(model, XNNPACK_FACTORIES), request.float_path, request.inputs, request.dynamic, {}
-            )
+            float_model = build_float_graph(model, XNNPACK_FACTORIES)
+            write_program(float_model, request.float_path, request.inputs, request.dynamic, {})
 
 
 @contextmanager
 def executorch_imported() -> Iterator[None]:
-    """ExecuTorch imported, and nothing of what it and torchao have to say of themselves."""
+    """Import ExecuTorch, and silence the messages of ExecuTorch and torchao inside the block."""
     with export_logs_silenced():
         try:
             import executorch.exir  # noqa: F401, PLC0415
@@ -60,36 +59,36 @@ def executorch_imported() -> Iterator[None]:
 def write_program(
     model: fx.GraphModule, path: Path, inputs: Inputs, dynamic: bool, description: dict[str, Any]
 ) -> None:
-    """A graph in its stored form; `about` adds to what the file says of itself."""
-    plain = pytree.tree_map(make_contiguous, inputs_to_float32(inputs))  # the layout of an example would be the file's
-    program = prepare_program(_export_with_dynamic_batch(decompose_attention(model), plain, dynamic))
-    own = {
+    """Write a stored graph; `description` adds to the metadata in the file and may replace its keys."""
+    # Example inputs in channels_last would fix that memory layout in the file.
+    contiguous_inputs = pytree.tree_map(make_contiguous, inputs_to_float32(inputs))
+    program = prepare_program(_export_with_dynamic_batch(decompose_attention(model), contiguous_inputs, dynamic))
+    program_description = {
         "inputs": _describe_inputs(program),
         "outputs": _list_output_names(program),
         "layers": _list_layer_keys(model),
     }
-    data = _lower_program(program, {**own, **description})
+    data = _lower_program(program, {**program_description, **description})
     replace_file(path, lambda temporary: _write_file(temporary, data))
 
 
 def _export_with_dynamic_batch(model: fx.GraphModule, inputs: Inputs, dynamic: bool) -> ExportedProgram:
-    """With a free batch where torch finds one."""
-    with suppress(Exception):  # torch.export raises every kind: what it takes for a constant stays one
+    """Export with a dynamic batch; with the batch of the example if torch.export finds it to be constant."""
+    with suppress(Exception):  # torch.export raises exceptions of many types
         if dynamic:
             wide = widen_batch(*inputs)
             batch = torch.export.Dim("batch", max=_max_batch(wide))
-            return _export(model, wide, pytree.tree_map(lambda each: _dynamic_axes(each, batch), wide))
+            return _export(model, wide, pytree.tree_map(lambda value: _dynamic_axes(value, batch), wide))
     try:
         return _export(model, inputs, None)
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise ExportError(f"torch cannot export this model for ExecuTorch. {type(error).__name__}: {first}") from error
+        raise ExportError(f"torch cannot export this model for ExecuTorch. {_summarize_error(error)}") from error
 
 
 def _export(model: fx.GraphModule, inputs: Inputs, shapes: Any) -> ExportedProgram:
-    given = None if shapes is None else (*shapes[0], *shapes[1].values())
+    dynamic_shapes = None if shapes is None else (*shapes[0], *shapes[1].values())
     with torch.no_grad():
-        return torch.export.export(model, *inputs, dynamic_shapes=given, strict=False)
+        return torch.export.export(model, *inputs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
 def _max_batch(inputs: Inputs) -> int:
@@ -113,8 +112,12 @@ def _lower_program(program: ExportedProgram, description: dict[str, Any]) -> byt
             except NotDelegatedError:
                 return _program_bytes(program, XnnpackPartitioner(), description)
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise ExportError(f"ExecuTorch cannot lower this model. {type(error).__name__}: {first}") from error
+        raise ExportError(f"ExecuTorch cannot lower this model. {_summarize_error(error)}") from error
+
+
+def _summarize_error(error: Exception) -> str:
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first_line}"
 
 
 def _program_bytes(program: ExportedProgram, partitioner: Any, description: dict[str, Any]) -> bytes:
@@ -133,9 +136,10 @@ def _program_bytes(program: ExportedProgram, partitioner: Any, description: dict
 
 
 def _describe_inputs(program: ExportedProgram) -> list[dict[str, Any]]:
-    """Name, type and shape of every tensor; None is the batch."""
-    own = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    values = [(name, own[name].meta["val"]) for name in program.graph_signature.user_inputs if name in own]
+    """Return name, dtype and shape of every input tensor; None in a shape is the dynamic batch."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    user_inputs = program.graph_signature.user_inputs
+    values = [(name, placeholders[name].meta["val"]) for name in user_inputs if name in placeholders]
     return [
         {
             "name": name,
@@ -148,29 +152,33 @@ def _describe_inputs(program: ExportedProgram) -> list[dict[str, Any]]:
 
 
 def _list_output_names(program: ExportedProgram) -> list[str]:
-    gives: Any = next(node for node in program.graph.nodes if node.op == "output").args[0]
-    return output_names(program, sum(isinstance(each, fx.Node) for each in gives))
+    outputs: Any = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    return output_names(program, sum(isinstance(value, fx.Node) for value in outputs))
 
 
 def _list_layer_keys(model: nn.Module) -> dict[str, str]:
-    """The keys under which XNNPACK keeps the scales of a layer, or its weight where that is float -> the layer."""
-    found = {}
+    """Map the keys of XNNPACK's named data to layers, so that a profile can name them.
+
+    XNNPACK stores the scales of a quantized layer, or the weight of a float layer, under the SHA-256 of its bytes.
+    """
+    layers = {}
     for name, module in model.named_modules():
-        path = re.sub(r"\.stored_\w+$", "", name)
+        layer = re.sub(r"\.stored_\w+$", "", name)
         if isinstance(module, XnnpackStoredWeight):
             scale = module.scale.to(torch.bfloat16) if module.block else module.scale
-            found[f"scale_{_digest(scale)}"] = path
+            layers[f"scale_{_digest(scale)}"] = layer
         else:
             weight = module._buffers.get("weight", module._parameters.get("weight"))
             if weight is not None and weight.ndim > 1 and weight.dtype == torch.float32:
-                found[_digest(weight)] = path
-                if weight.ndim == 4:
-                    found[_digest(weight.permute(0, 2, 3, 1))] = path
-    return found
+                layers[_digest(weight)] = layer
+                if weight.ndim == 4:  # XNNPACK stores convolution weights in channels_last order
+                    layers[_digest(weight.permute(0, 2, 3, 1))] = layer
+    return layers
 
 
 def _digest(value: Tensor) -> str:
-    data = value.detach().contiguous().flatten()  # whose last axis may have an extent of one and any stride
+    # flatten() before view(): a last axis of size 1 may have any stride, and view(torch.uint8) would reject it.
+    data = value.detach().contiguous().flatten()
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
