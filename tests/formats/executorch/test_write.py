@@ -103,7 +103,7 @@ def test_the_float_file_is_timed_next_to_the_quantized_file(tmp_path):
 
 @pytest.mark.slow
 def test_every_code_is_at_most_one_step_from_the_simulation(deployed, tmp_path):
-    """XNNPACK's adds round differently (their multipliers have 21 bits); in a net of this depth the error stays small."""
+    """XNNPACK rounds sums differently (multipliers of 21 bits); in a net of this depth the error stays small."""
     deployment, x, _, _ = deployed
     executorch, runtime = find_format("executorch"), find_runtime("executorch")
     path = tmp_path / "layer_outputs.pte"
